@@ -1,0 +1,41 @@
+"""hypergrid: which ranks of a distributed job talk to each other.
+
+``RankLayout`` and ``GroupPlan`` are arithmetic and need no torch; the rest loads on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hypergrid.agreement import AgreementError as AgreementError
+    from hypergrid.grid import HyperCommGrid as HyperCommGrid
+    from hypergrid.layout import LayoutError as LayoutError
+    from hypergrid.layout import RankLayout as RankLayout
+    from hypergrid.plan import GroupPlan as GroupPlan
+    from hypergrid.plan import GroupRow as GroupRow
+    from hypergrid.pool import GroupPool as GroupPool
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AgreementError": "agreement",
+    "GroupPlan": "plan",
+    "GroupPool": "pool",
+    "GroupRow": "plan",
+    "HyperCommGrid": "grid",
+    "LayoutError": "layout",
+    "RankLayout": "layout",
+}
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"hypergrid.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'hypergrid' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

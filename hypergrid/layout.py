@@ -1,0 +1,234 @@
+"""Rank arithmetic: an immutable, named factorisation of a span of ranks. No torch, no globals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Dims: TypeAlias = str | Iterable[str]
+
+
+class LayoutError(ValueError):
+    """A layout, a dim or a rank that makes no sense; the message repeats the whole request."""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """A span of consecutive ranks, factorised into named dims.
+
+    With sizes ``s_i`` (first dim fastest) and strides ``t_i = s_0 * ... * s_(i-1)``, the rank at
+    coordinates ``c_i`` is ``offset + sum(c_i * t_i)``. A group over some dims is the set of ranks
+    that share every other coordinate, so a rank finds its own group from its number alone.
+
+    Parameters
+    ----------
+    dims : sequence of str
+        Names, from fastest to slowest. Unique, not empty.
+    sizes : sequence of int
+        The size of each dim, at least 1.
+    offset : int
+        The first rank of the span.
+
+    Raises
+    ------
+    LayoutError
+        On lengths that differ, repeated or empty names, sizes below 1, a negative offset.
+
+    Examples
+    --------
+    >>> layout = RankLayout(("tp", "pp", "dp"), (2, 2, 3))
+    >>> layout
+    RankLayout(tp=2-pp=2-dp=3, ranks 0..11)
+    >>> layout.coordinate(7)
+    {'tp': 1, 'pp': 1, 'dp': 1}
+    >>> layout.group(7, "tp-dp")
+    [2, 3, 6, 7, 10, 11]
+    >>> layout.groups("dp").tolist()
+    [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    >>> layout.orthogonal("tp")
+    ('pp', 'dp')
+    """
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    offset: int = 0
+    strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        dims, sizes = tuple(self.dims), tuple(_integers(self.sizes, "sizes"))
+        (offset,) = _integers((self.offset,), "offset")
+        if len(dims) != len(sizes):
+            raise LayoutError(
+                f"{len(dims)} dim names {list(dims)} were given {len(sizes)} sizes {list(sizes)}. "
+                f"Give one size per name."
+            )
+        for name in dims:
+            if not isinstance(name, str) or not name:
+                raise LayoutError(f"dim names must be non-empty strings, got {list(dims)}.")
+        if len(set(dims)) != len(dims):
+            raise LayoutError(f"dim names must not repeat, got {list(dims)}.")
+        for name, size in zip(dims, sizes, strict=True):
+            if size < 1:
+                raise LayoutError(f"every size must be at least 1, got {name}={size}.")
+        if offset < 0:
+            raise LayoutError(f"the rank offset must not be negative, got {offset}.")
+        strides = tuple(prod(sizes[:i]) for i in range(len(sizes)))
+        for name, value in (
+            ("dims", dims),
+            ("sizes", sizes),
+            ("offset", offset),
+            ("strides", strides),
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_order(cls, order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
+        """Lay out ``sizes`` in the order that ``order`` names, such as ``"tp-cp-ep-dp-pp"``.
+
+        A dim of size 1 may be missing from ``order``; it is then the slowest. Upper and lower
+        case are the same.
+
+        Raises
+        ------
+        LayoutError
+            On a dim larger than 1 that ``order`` does not name, a token without a size, a repeat.
+        """
+        dims = order.lower().split("-")
+        for token in dims:
+            if token not in sizes:
+                raise LayoutError(
+                    f"order {order!r} names {token!r}, which has no size. Known: {list(sizes)}."
+                )
+        for name, size in sizes.items():
+            if name not in dims:
+                if size != 1:
+                    raise LayoutError(
+                        f"order {order!r} leaves out {name!r}, whose size is {size}. Add it to "
+                        f"the order or make its size 1."
+                    )
+                dims.append(name)
+        return cls(tuple(dims), tuple(sizes[name] for name in dims), offset)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the span."""
+        return prod(self.sizes)
+
+    @property
+    def ranks(self) -> range:
+        """The span itself."""
+        return range(self.offset, self.offset + self.size)
+
+    @property
+    def order(self) -> str:
+        """The dims joined by ``"-"``, fastest first."""
+        return "-".join(self.dims)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.ranks
+
+    def __repr__(self) -> str:
+        body = "-".join(f"{d}={s}" for d, s in zip(self.dims, self.sizes, strict=True))
+        return f"RankLayout({body}, ranks {self.offset}..{self.offset + self.size - 1})"
+
+    def dim_size(self, dims: Dims) -> int:
+        """Number of ranks in a group over ``dims``."""
+        return prod(self.sizes[i] for i in self.axes(dims))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Position of ``rank`` on each dim, in the order of the dims."""
+        at = self._within(rank)
+        return {d: at // t % s for d, s, t in zip(self.dims, self.sizes, self.strides, strict=True)}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at ``coordinates``; a dim left out counts as 0."""
+        at = self.offset
+        for i, value in zip(self.axes(coordinates), coordinates.values(), strict=True):
+            if not 0 <= value < self.sizes[i]:
+                raise LayoutError(
+                    f"{self.dims[i]}={value} is outside {self}: it goes from 0 to "
+                    f"{self.sizes[i] - 1}."
+                )
+            at += value * self.strides[i]
+        return at
+
+    def group(self, rank: int, dims: Dims) -> list[int]:
+        """The group of ``rank`` over ``dims``, ascending. Costs O(size of the group)."""
+        axes = sorted(self.axes(dims))
+        at = self._within(rank)
+        members = [
+            rank - sum(at // self.strides[i] % self.sizes[i] * self.strides[i] for i in axes)
+        ]
+        for i in axes:
+            stride, size = self.strides[i], self.sizes[i]
+            if size > 1:
+                members = [r + k for k in range(0, stride * size, stride) for r in members]
+        return members
+
+    def groups(self, dims: Dims, *, as_given: bool = False) -> np.ndarray:
+        """All groups over ``dims``: an int array of shape (number of groups, size of a group).
+
+        Groups and members come in Megatron's order, by ascending coordinates, whichever way
+        ``dims`` is written; with ``as_given`` the members of a group run through ``dims`` in the
+        order given, the first one fastest.
+        """
+        axes = self.axes(dims)
+        inner = axes if as_given else sorted(axes)
+        outer = [i for i in range(len(self.dims)) if i not in inner]
+        last = len(self.dims) - 1  # numpy's last axis is the fastest, ours is the first
+        grid = np.arange(self.offset, self.offset + self.size).reshape(self.sizes[::-1])
+        turned = grid.transpose([last - i for i in reversed(inner + outer)])
+        return turned.reshape(-1, prod(self.sizes[i] for i in inner))
+
+    def orthogonal(self, dims: Dims) -> tuple[str, ...]:
+        """All dims that are not in ``dims``: a group and its orthogonal group share one rank."""
+        axes = self.axes(dims)
+        return tuple(d for i, d in enumerate(self.dims) if i not in axes)
+
+    def split(self, dim: str, parts: Mapping[str, int]) -> RankLayout:
+        """The same span with ``dim`` factorised into ``parts``, fastest first.
+
+        >>> RankLayout(("cp", "dp"), (4, 2)).split("cp", {"near": 2, "far": 2})
+        RankLayout(near=2-far=2-dp=2, ranks 0..7)
+        """
+        (i,) = self.axes((dim,))
+        if prod(parts.values()) != self.sizes[i]:
+            raise LayoutError(
+                f"{dim}={self.sizes[i]} cannot be split into {dict(parts)}: their product is "
+                f"{prod(parts.values())}."
+            )
+        return RankLayout(
+            self.dims[:i] + tuple(parts) + self.dims[i + 1 :],
+            self.sizes[:i] + tuple(parts.values()) + self.sizes[i + 1 :],
+            self.offset,
+        )
+
+    def axes(self, dims: Dims) -> list[int]:
+        """Positions of ``dims``: one name, names joined by ``"-"``, or an iterable of names."""
+        if isinstance(dims, str):
+            names = [dims] if dims in self.dims else dims.split("-")
+        else:
+            names = list(dims)
+        for name in names:
+            if name not in self.dims:
+                raise LayoutError(f"invalid dim {name!r}. Valid dims are {list(self.dims)}.")
+        if len(set(names)) != len(names):
+            raise LayoutError(f"dims must not repeat, got {names}.")
+        return [self.dims.index(name) for name in names]
+
+    def _within(self, rank: int) -> int:
+        if rank not in self.ranks:
+            raise LayoutError(f"rank {rank} is outside {self}.")
+        return rank - self.offset
+
+
+def _integers(values: Iterable[Any], what: str) -> list[int]:
+    values = list(values)
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise LayoutError(f"{what} must be whole numbers, got {value!r}.")
+    return [int(value) for value in values]

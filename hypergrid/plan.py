@@ -1,0 +1,151 @@
+"""GroupPlan: which groups, in which order, with which options. Pure data, no communication."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from hypergrid.layout import RankLayout
+
+SCHEMA = 1
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One name's groups over the whole span, as a rule and not as a list.
+
+    Parameters
+    ----------
+    label : str
+        The name; it becomes the description of the communicator.
+    layout : str
+        Which of the plan's layouts ``dims`` refers to.
+    dims : tuple of str
+        A group holds the ranks that differ on these dims only.
+    chunk : int, optional
+        Cut each such group into runs of this many members, in order; the last may be shorter.
+    pick : {"all", "ends", "first"}
+        Keep all members, the first and the last, or the first alone.
+    explicit : tuple of tuples of ranks, optional
+        The groups themselves, where a caller's function chose them and no rule describes them.
+        They may overlap.
+    backend : str, optional
+        None means the backend of the default group.
+    timeout : float, optional
+        Seconds; None means torch's default for the backend.
+    options : tuple of (key, value)
+        Communicator options, as plain data.
+    separate : bool
+        The group exists to be apart from others with the same ranks; it never shares.
+    """
+
+    label: str
+    layout: str
+    dims: tuple[str, ...]
+    chunk: int | None = None
+    pick: Literal["all", "ends", "first"] = "all"
+    explicit: tuple[Ranks, ...] | None = None
+    backend: str | None = None
+    timeout: float | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    separate: bool = False
+
+    def cut(self, members: list[int], rank: int) -> Ranks:
+        """The part of ``members`` that ``rank`` communicates with; empty where it is left out."""
+        if self.chunk is not None:
+            start = members.index(rank) // self.chunk * self.chunk
+            members = members[start : start + self.chunk]
+        if self.pick == "first":
+            members = members[:1]
+        elif self.pick == "ends":
+            members = members[:1] if len(members) == 1 else [members[0], members[-1]]
+        return tuple(members) if rank in members else ()
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The groups of one initialisation, in the order in which they are made.
+
+    Symbolic: it holds layouts and rows, never the world's groups, so that it costs the same for a
+    million ranks. Equal plans have equal fingerprints on every rank.
+    """
+
+    layouts: Mapping[str, RankLayout]
+    rows: tuple[GroupRow, ...] = field(default=())
+
+    @property
+    def window(self) -> range:
+        """The span of ranks that the plan is for."""
+        return next(iter(self.layouts.values())).ranks
+
+    def mine(self, row: GroupRow, rank: int) -> dict[str, Ranks]:
+        """The groups of ``row`` that ``rank`` belongs to, by a name that all members agree on.
+
+        At most one, named by its label, unless the row is ``explicit``.
+        """
+        if row.explicit is not None:
+            named = ((f"{row.label}#{i}", ranks) for i, ranks in enumerate(row.explicit))
+            return {name: ranks for name, ranks in named if rank in ranks}
+        layout = self.layouts[row.layout]
+        if rank not in layout:
+            return {}
+        ranks = row.cut(layout.group(rank, row.dims), rank)
+        return {row.label: ranks} if ranks else {}
+
+    def all(self, row: GroupRow) -> list[Ranks]:
+        """Every group of ``row``, in Megatron's order. Costs O(world)."""
+        if row.explicit is not None:
+            return list(row.explicit)
+        whole = self.layouts[row.layout].groups(row.dims).tolist()
+        step = row.chunk or len(whole[0])
+        return [
+            row.cut(members, members[start])
+            for members in whole
+            for start in range(0, len(members), step)
+        ]
+
+    def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
+        """Each (row, ranks) that ``rank`` belongs to, in the order of creation."""
+        for row in self.rows:
+            for ranks in self.mine(row, rank).values():
+                yield row, ranks
+
+    def to_json(self) -> str:
+        """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``."""
+        layouts = {
+            name: {"dims": lay.dims, "sizes": lay.sizes, "offset": lay.offset}
+            for name, lay in self.layouts.items()
+        }
+        default = GroupRow("", "", ())
+        rows = [
+            {k: v for k, v in asdict(row).items() if v != getattr(default, k)} for row in self.rows
+        ]
+        return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
+
+    @classmethod
+    def from_json(cls, text: str) -> GroupPlan:
+        """Read back what :meth:`to_json` wrote. Raises ValueError on another schema."""
+        data = json.loads(text)
+        if data.get("schema") != SCHEMA:
+            raise ValueError(
+                f"a plan of schema {data.get('schema')!r} cannot be read: this release of "
+                f"hypergrid knows schema {SCHEMA}."
+            )
+        rows = tuple(
+            GroupRow(**{key: _hashable(value) for key, value in row.items()})
+            for row in data["rows"]
+        )
+        return cls({name: RankLayout(**lay) for name, lay in data["layouts"].items()}, rows)
+
+    def fingerprint(self) -> str:
+        """A digest that is equal on two ranks exactly when their plans are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value

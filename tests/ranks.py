@@ -1,0 +1,104 @@
+"""Real worlds for tests: forks one process per rank from an interpreter that has torch loaded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(AssertionError):
+    """What went wrong on which rank, with the traceback from there."""
+
+
+def run_ranks(
+    world: int,
+    body: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 120,
+    expect: str = "results",
+) -> list[Any]:
+    """Call ``body(rank, *args)`` on each rank of a real process group; give what they return.
+
+    With ``expect="errors"`` each rank must raise, and the exceptions' (type name, text) come back.
+    The store is served by this process, so that its port is taken before anybody looks for it.
+    """
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as directory:
+        children = {}
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                _child(rank, world, body, args, backend, server.port, Path(directory))
+            children[pid] = rank
+        lost = _wait(children, time.monotonic() + timeout)
+        results: list[Any] = []
+        for rank in range(world):
+            file = Path(directory, str(rank))
+            if rank in lost or not file.exists():
+                raise RankFailure(f"rank {rank} {lost.get(rank, 'left without a result')}")
+            kind, value = pickle.loads(file.read_bytes())
+            if (kind == "error") != (expect == "errors"):
+                raise RankFailure(f"rank {rank}: {value[2] if kind == 'error' else value!r}")
+            results.append(value[:2] if kind == "error" else value)
+        return results
+
+
+def _child(
+    rank: int,
+    world: int,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    backend: str,
+    port: int,
+    directory: Path,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        if backend:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        try:
+            outcome: tuple[str, Any] = ("result", body(rank, *args))
+        except BaseException as error:
+            outcome = ("error", (type(error).__name__, str(error), traceback.format_exc()))
+        Path(directory, f"{rank}.part").write_bytes(pickle.dumps(outcome))
+        Path(directory, f"{rank}.part").rename(Path(directory, str(rank)))
+        # A rank that leaves early takes its connections along: wait until all have finished.
+        store.add("finished", 1)
+        while store.add("finished", 0) < world:
+            time.sleep(0.01)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _wait(children: dict[int, int], deadline: float) -> dict[int, str]:
+    lost: dict[int, str] = {}
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in children:
+            rank = children.pop(pid)
+            if status:
+                lost[rank] = f"ended with status {status}"
+        elif time.monotonic() > deadline:
+            for pid, rank in children.items():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                lost[rank] = "did not finish in time"
+            break
+        else:
+            time.sleep(0.005)
+    return lost
