@@ -1,0 +1,82 @@
+"""Runs an unchanged Megatron script on hypergrid's parallel_state.
+
+torchrun --nproc-per-node 8 -m compat.launch --order tp-cp-pp-dp pretrain_gpt.py ARGS...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from compat import swap
+
+EPILOG = """\
+environment variables, for launchers whose command line is fixed:
+  HYPERGRID_ORDER=tp-cp-pp-dp  as --order        HYPERGRID_SWAP=0    as --no-swap
+  HYPERGRID_REPORT=1           as --report
+  PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
+                               swaps in every python that starts, without this launcher
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Set up the swap as the flags say and run the script as ``__main__``."""
+    parser = argparse.ArgumentParser(
+        prog="compat.launch",
+        description="Run a Megatron script on hypergrid's parallel_state.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--order", help="order of the dims; wins over the one the script passes")
+    parser.add_argument("--no-swap", action="store_true", help="run on megatron's own module")
+    parser.add_argument("--report", action="store_true", help="print one line per group at rank 0")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument(
+        "--startup-path", action="store_true", help="print the directory for PYTHONPATH and exit"
+    )
+    parser.add_argument("script", nargs="?", metavar="SCRIPT")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    options = parser.parse_args(argv)
+    if options.startup_path:
+        print(Path(__file__).parent / "startup")
+        return
+    if options.script is None:
+        parser.error("name the SCRIPT to run")
+    if not options.module and not Path(options.script).is_file():
+        parser.error(f"there is no script {options.script!r}; its name comes after our own flags")
+    swapping = not options.no_swap and os.environ.get("HYPERGRID_SWAP", "1") != "0"
+    if options.order is not None or options.report:
+        if not swapping:
+            parser.error("--order and --report act through hypergrid: leave out --no-swap")
+        if options.order is not None:
+            os.environ["HYPERGRID_ORDER"] = options.order
+        if options.report:
+            os.environ["HYPERGRID_REPORT"] = "1"
+    _run(options.script, options.args, options.module, swapping)
+
+
+def _run(script: str, args: list[str], module: bool, swapping: bool) -> None:
+    home = Path(__file__).parents[1].resolve()
+    first = str(Path.cwd() if module else Path(script).resolve().parent)
+    # As `python SCRIPT` has it, unless we are imported from the directory that would go.
+    if sys.path and Path(sys.path[0] or ".").resolve() != home:
+        sys.path[0] = first
+    else:
+        sys.path.insert(0, first)
+    if swapping:
+        swap.install()
+    elif swap.is_installed():
+        swap.uninstall()
+    sys.argv = [script, *args]
+    if module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

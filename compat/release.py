@@ -1,0 +1,93 @@
+"""Which megatron-core release ``compat`` speaks as, and what differs between releases."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+Version = tuple[int, int]
+F = TypeVar("F", bound=Callable[..., object])
+
+NEWEST: Version = (0, 19)
+
+# Arguments that came or went: (first, last) release in which they have a place in the positional
+# order. Outside of it they are still taken by keyword.
+ARGUMENTS: dict[str, tuple[Version, Version]] = {
+    "hybrid_context_parallel": ((0, 16), NEWEST),
+    "gtp_remat_size": ((0, 19), NEWEST),
+    "expert_gtp_remat_size": ((0, 19), NEWEST),
+    "with_gtp_remat": ((0, 19), NEWEST),
+    "create_all_gather_group": ((0, 16), (0, 17)),
+    "independent_all_gather": ((0, 16), (0, 17)),
+    "rank_offset": ((0, 17), NEWEST),
+    "local_world_size": ((0, 17), NEWEST),
+}
+
+
+def _checkout() -> str | None:
+    """The version that ``import megatron.core`` would find on the path, without importing it."""
+    for entry in sys.path:
+        file = Path(entry or ".") / "megatron" / "core" / "package_info.py"
+        if file.is_file():
+            numbers = dict(re.findall(r"^(MAJOR|MINOR)\s*=\s*(\d+)", file.read_text(), re.M))
+            if len(numbers) == 2:
+                return f"{numbers['MAJOR']}.{numbers['MINOR']}"
+    return None
+
+
+def _read_release() -> Version:
+    text = os.environ.get("HYPERGRID_MEGATRON_RELEASE") or _checkout()
+    if text is None:
+        try:
+            text = metadata.version("megatron-core")
+        except metadata.PackageNotFoundError:
+            return NEWEST
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None:
+        raise ValueError(
+            f"HYPERGRID_MEGATRON_RELEASE={text!r} is no release: write it as in '0.16.1'."
+        )
+    return min((int(found[1]), int(found[2])), NEWEST)
+
+
+RELEASE: Version = _read_release()
+HAS_GTP_REMAT: bool = RELEASE >= (0, 19)
+
+
+def as_released(function: F) -> F:
+    """Give positional arguments of ``function`` the meaning that they have in ``RELEASE``.
+
+    The signature lists the arguments of all releases in their common order; those without a place
+    in this release's order are taken by keyword only.
+    """
+    names = list(inspect.signature(function).parameters)
+    since, until = (0, 0), NEWEST
+    placed = [n for n in names if _in(RELEASE, *ARGUMENTS.get(n, (since, until)))]
+    if placed == names[: len(placed)]:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        if len(args) > len(placed):
+            raise TypeError(
+                f"{function.__name__}() takes {len(placed)} positional arguments in megatron-core "
+                f"{RELEASE[0]}.{RELEASE[1]}, {len(args)} were given: {', '.join(placed)}."
+            )
+        given = dict(zip(placed, args, strict=False))
+        twice = given.keys() & kwargs.keys()
+        if twice:
+            raise TypeError(f"{function.__name__}() got {sorted(twice)} twice.")
+        return function(**given, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _in(release: Version, first: Version, last: Version) -> bool:
+    return first <= release <= last

@@ -1,0 +1,394 @@
+"""The arguments of one initialisation: refused here when they make no sense, turned into a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from functools import cached_property
+from math import log2, prod
+from typing import Any
+
+import torch.distributed as dist
+
+from compat import nccl
+from compat.megatron_groups import ROWS, Row
+from compat.rank_generator import (
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+    inject_gtp_remat_axis,
+    order_tokens,
+)
+from compat.release import HAS_GTP_REMAT
+from hypergrid.layout import RankLayout
+from hypergrid.plan import GroupPlan, GroupRow
+
+RankChooser = Callable[[list[int]], list[int]]
+
+
+class SizeError(ValueError, ZeroDivisionError):
+    """A size below 1, which upstream divides by or quietly makes no groups of."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row of the plan and where its group goes: a private global of upstream's."""
+
+    row: Row
+    slot: str
+    key: int | None  # place in the slot's list or dict, where it holds several groups
+    group: GroupRow
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``initialize_model_parallel`` was asked for. Field by field as its arguments."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_comm_backend: str | None = None
+    use_sharp: bool = False
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    hybrid_context_parallel: bool = False
+    expert_model_parallel_size: int = 1
+    gtp_remat_size: int = 1
+    expert_gtp_remat_size: int = 1
+    num_distributed_optimizer_instances: int = 1
+    expert_tensor_parallel_size: int | None = None
+    nccl_communicator_config_path: str | None = None
+    distributed_timeout_minutes: float = 30
+    order: str = "tp-cp-ep-dp-pp"
+    get_embedding_ranks: RankChooser | None = None
+    get_position_embedding_ranks: RankChooser | None = None
+    create_gloo_process_groups: bool = True
+    high_priority_stream_groups: list[str] | None = None
+    sharp_enabled_group: str | None = None
+    create_all_gather_group: bool | None = False
+    rank_offset: int = 0
+    local_world_size: int | None = None
+
+    def check(self) -> None:
+        """Refuse what upstream refuses before it looks at its state, in upstream's order.
+
+        Raises
+        ------
+        AssertionError, RuntimeError, ValueError, KeyError, TypeError
+            As upstream does for the same fault; the message says what to change.
+        """
+        self._check_sharp()
+        if not dist.is_initialized():
+            raise AssertionError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+                "before initialize_model_parallel()."
+            )
+        if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and self._instances > 1:
+            raise AssertionError(
+                f"gtp_remat with num_distributed_optimizer_instances={self._instances} is not "
+                f"supported: set one of them to 1."
+            )
+        self._check_window()
+        self._divide(
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "gtp_remat_size",
+        )
+        if (
+            self.virtual_pipeline_model_parallel_size is not None
+            and self.pipeline_model_parallel_size <= 1
+        ):
+            raise RuntimeError(
+                f"virtual_pipeline_model_parallel_size="
+                f"{self.virtual_pipeline_model_parallel_size} needs "
+                f"pipeline_model_parallel_size > 1, which is {self.pipeline_model_parallel_size}."
+            )
+        _ = self.nccl_configs, self.decoder, self.expert
+        dense, expert = self.decoder, self.expert
+        if self.pipeline_model_parallel_size > 1:
+            if not self.order.endswith("pp") and dense.dim_size("dp") != expert.dim_size("dp"):
+                raise AssertionError(
+                    f"order {self.order!r} does not end in pp, so the dense data-parallel size "
+                    f"{dense.dim_size('dp')} and the expert one {expert.dim_size('dp')} must be "
+                    f"equal. Put pp last, or change the expert sizes."
+                )
+            strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
+            if strides[0] != strides[1]:
+                raise AssertionError(
+                    f"pipelines must be the same for dense and expert layers; with order "
+                    f"{self.order!r} their stages are {strides[0]} and {strides[1]} ranks apart. "
+                    f"Put pp last, or make tp x cp and expert tp x ep equal."
+                )
+        _ = self.timeout
+
+    def check_groups(self) -> None:
+        """Refuse what upstream refuses once it makes groups. Always AssertionError or SizeError."""
+        self._positive("num_distributed_optimizer_instances")
+        both = self.decoder.dim_size(("dp", "cp"))
+        for what, size in (
+            ("data x context parallel size", both),
+            ("expert data parallel size", self.expert.dim_size("dp")),
+        ):
+            if size % self._instances:
+                raise AssertionError(
+                    f"num_distributed_optimizer_instances={self._instances} does not divide the "
+                    f"{what} {size}."
+                )
+        if self.hybrid_context_parallel and both % 2:
+            raise AssertionError(
+                f"hybrid_context_parallel needs an even data x context parallel size, got {both}."
+            )
+        levels = self.hierarchical_context_parallel_sizes
+        if levels and prod(levels) != self.context_parallel_size:
+            raise AssertionError(
+                f"hierarchical_context_parallel_sizes={levels} multiply to {prod(levels)}, not to "
+                f"context_parallel_size={self.context_parallel_size}."
+            )
+        if self.pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
+            raise AssertionError(
+                f"pipeline_model_parallel_comm_backend="
+                f"{self.pipeline_model_parallel_comm_backend!r} is not supported: use 'nccl', "
+                f"'ucc' or None."
+            )
+
+    @property
+    def sharp_group(self) -> str | None:
+        """The rows that SHARP serves: "dp", "dp_replica" or None."""
+        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the window that is laid out."""
+        return dist.get_world_size() if self.local_world_size is None else self.local_world_size
+
+    @cached_property
+    def timeout(self) -> timedelta:
+        return timedelta(minutes=self.distributed_timeout_minutes)
+
+    @cached_property
+    def nccl_configs(self) -> nccl.Configs:
+        return nccl.read_configs(
+            self.nccl_communicator_config_path, self.high_priority_stream_groups
+        )
+
+    @cached_property
+    def decoder(self) -> RankLayout:
+        """The grid of dense layers."""
+        model = (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+            * self.gtp_remat_size
+        )
+        sizes = {
+            "tp": self.tensor_model_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+            "dp": self.world_size // model,
+            "ep": 1,
+            "cp": self.context_parallel_size,
+            "gtp_remat": self.gtp_remat_size,
+        }
+        return self._lay_out(sizes, after="tp")
+
+    @cached_property
+    def expert(self) -> RankLayout:
+        """The grid of expert layers: the same ranks, factorised without cp."""
+        model = self._divide(
+            "expert_tensor_parallel_size",
+            "expert_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_gtp_remat_size",
+        )
+        sizes = {
+            "tp": self._expert_tensor_size,
+            "pp": self.pipeline_model_parallel_size,
+            "dp": self.world_size // model,
+            "ep": self.expert_model_parallel_size,
+            "cp": 1,
+            "gtp_remat": self.expert_gtp_remat_size,
+        }
+        return self._lay_out(sizes, after="ep")
+
+    @cached_property
+    def layouts(self) -> dict[str, RankLayout]:
+        """Every layout that the table's rows refer to."""
+        layouts = {"decoder": self.decoder, "expert": self.expert}
+        parts = {
+            "dp_intra": self.expert.dim_size("dp") // self._instances,
+            "dp_inter": self._instances,
+        }
+        layouts["expert_instances"] = self.expert.split("dp", parts)
+        if self.hierarchical_context_parallel_sizes:
+            levels = enumerate(self.hierarchical_context_parallel_sizes)
+            layouts["decoder_cp_levels"] = self.decoder.split(
+                "cp", {f"cp{i}": size for i, size in levels}
+            )
+        return layouts
+
+    @cached_property
+    def facts(self) -> dict[str, bool]:
+        """What the table's ``when`` may ask for."""
+        gtp, egtp = self.gtp_remat_size > 1, self.expert_gtp_remat_size > 1
+        return {
+            "": True,
+            "gtp": HAS_GTP_REMAT,
+            "gtp_axis": gtp,
+            "no_gtp_axis": not gtp,
+            "egtp_axis": egtp,
+            "no_egtp_axis": not egtp,
+            "instances": self._instances > 1,
+            "one_instance": self._instances == 1,
+            "all_gather": bool(self.create_all_gather_group),
+            "hybrid": bool(self.hybrid_context_parallel),
+            "hierarchical": bool(self.hierarchical_context_parallel_sizes),
+        }
+
+    @cached_property
+    def aliases(self) -> list[Row]:
+        """Rows that hold the same group as another one."""
+        return [row for row in ROWS if row.same_as and self.facts[row.when]]
+
+    @cached_property
+    def planned(self) -> list[Planned]:
+        """The rows to create, in order."""
+        return [
+            p for row in ROWS if not row.same_as and self.facts[row.when] for p in self._plan(row)
+        ]
+
+    @cached_property
+    def plan(self) -> GroupPlan:
+        """The groups of this request as data."""
+        return GroupPlan(self.layouts, tuple(p.group for p in self.planned))
+
+    def proposal(self) -> dict[str, Any]:
+        """What the ranks compare before they create: arguments in plain values, and the plan."""
+        values = {
+            f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("get_")
+        }
+        return {**values, "plan": self.plan.fingerprint()}
+
+    def _plan(self, row: Row) -> Iterator[Planned]:
+        options = tuple(sorted(self.nccl_configs.get(row.options, {}).items()))
+        backend, explicit = None, None
+        if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
+            backend = self.pipeline_model_parallel_comm_backend
+            options = () if backend == "ucc" else options
+        chooser = {
+            "_EMBEDDING_GROUP": (self.get_embedding_ranks, default_embedding_ranks),
+            "_POSITION_EMBEDDING_GROUP": (
+                self.get_position_embedding_ranks,
+                default_position_embedding_ranks,
+            ),
+        }.get(row.slot)
+        if chooser is not None and chooser[0] not in (None, chooser[1]):
+            pipelines = self.decoder.groups("pp").tolist()
+            explicit = tuple(tuple(chooser[0](pipeline)) for pipeline in pipelines)
+        members = self.decoder.dim_size(("dp", "cp"))
+        base = GroupRow(
+            label=row.label,
+            layout=row.grid,
+            dims=tuple(row.dims.split("-")),
+            chunk=members // self._instances if row.chunk == "instance" else None,
+            pick="all" if explicit is not None else row.pick,  # type: ignore[arg-type]
+            explicit=explicit,
+            backend=backend,
+            timeout=None if row.default_timeout else self.timeout.total_seconds(),
+            options=options,
+            separate=row.separate,
+        )
+        if row.fan == "sizes":
+            for size in (2**i for i in range(1, int(log2(members)))):
+                group = replace(base, label=row.desc.format(size), chunk=size)
+                yield Planned(row, row.slot, size, group)
+        elif row.fan == "levels":
+            for i, _ in enumerate(self.hierarchical_context_parallel_sizes or ()):
+                group = replace(base, label=row.desc.format(i), dims=(f"cp{i}",))
+                yield Planned(row, row.slot, i, group)
+        else:
+            yield Planned(row, row.slot, None, base)
+        if row.gloo and self._gloo_for(row):
+            timeout = None if row.twin_default_timeout else base.timeout
+            twin = replace(
+                base,
+                label=row.twin_label,
+                backend="gloo",
+                options=(),
+                timeout=timeout,
+                separate=True,
+            )
+            yield Planned(row, row.slot + "_GLOO", None, twin)
+
+    def _gloo_for(self, row: Row) -> bool:
+        expert = row.grid.startswith("expert")
+        axes = (self.gtp_remat_size, self.expert_gtp_remat_size if expert else 1)
+        return self.create_gloo_process_groups and max(axes) == 1
+
+    def _lay_out(self, sizes: dict[str, int], after: str) -> RankLayout:
+        order = inject_gtp_remat_axis(self.order, after)
+        if not HAS_GTP_REMAT:
+            checked = {name: size for name, size in sizes.items() if name != "gtp_remat"}
+            order = "-".join([*order_tokens(self.order, checked), "gtp_remat"])
+        dims = order_tokens(order, sizes)
+        return RankLayout(tuple(dims), tuple(sizes[d] for d in dims), self.rank_offset)
+
+    def _divide(self, *names: str) -> int:
+        for name in names:
+            self._positive(name)
+        sizes = {name: self._size(name) for name in names}
+        model = prod(sizes.values())
+        if self.world_size % model:
+            asked = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+            raise RuntimeError(
+                f"world size {self.world_size} is not divisible by {asked} = {model}: it leaves a "
+                f"remainder of {self.world_size % model}. Change a size or the number of ranks."
+            )
+        return model
+
+    def _positive(self, name: str) -> None:
+        value = self._size(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, got {value!r}.")
+        if value < 1:
+            raise SizeError(f"{name} must be at least 1, got {value}.")
+
+    def _size(self, name: str) -> Any:
+        if name == "expert_tensor_parallel_size":
+            return self._expert_tensor_size
+        return getattr(self, name)
+
+    @property
+    def _expert_tensor_size(self) -> int:
+        given = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if given is None else given
+
+    @property
+    def _instances(self) -> int:
+        return self.num_distributed_optimizer_instances
+
+    def _check_sharp(self) -> None:
+        group = self.sharp_enabled_group
+        if not self.use_sharp:
+            if group is not None:
+                raise AssertionError(f"sharp_enabled_group={group!r} needs use_sharp=True.")
+        elif group not in (None, "dp", "dp_replica"):
+            raise AssertionError(
+                f"sharp_enabled_group={group!r} is not supported: use 'dp' or 'dp_replica'."
+            )
+        elif group == "dp_replica" and self._instances <= 1:
+            raise AssertionError(
+                f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
+                f"got {self._instances}."
+            )
+
+    def _check_window(self) -> None:
+        world = dist.get_world_size()
+        if (
+            self.rank_offset < 0
+            or self.world_size < 1
+            or self.rank_offset + self.world_size > world
+        ):
+            raise ValueError(
+                f"rank_offset={self.rank_offset} with local_world_size={self.world_size} is no "
+                f"window of the world's {world} ranks."
+            )
