@@ -74,7 +74,8 @@ def agree(
     if obstacle is not None:
         here.set("obstacle", obstacle)
         here.add("obstacles", 1)
-    alike = here.add("alike/" + hashlib.sha256(text.encode()).hexdigest(), 1)
+    alike = "alike/" + hashlib.sha256(text.encode()).hexdigest()
+    here.add(alike, 1)
     if here.add("arrived", 1) == len(window):
         board.add("round", 1)  # before the verdict: whoever reads it may start the next round
         here.set("verdict", json.dumps(_verdict(here, window, alike)))
@@ -98,8 +99,8 @@ def shared_store() -> Store | None:
     return c10d._get_default_store()
 
 
-def _verdict(here: Store, window: range, alike: int) -> dict[str, str | None]:
-    if alike != len(window):
+def _verdict(here: Store, window: range, alike: str) -> dict[str, str | None]:
+    if here.add(alike, 0) != len(window):
         return {"error": _difference(here, window)}
     blocked = here.add("obstacles", 0) > 0
     return {"obstacle": here.get("obstacle").decode() if blocked else None}

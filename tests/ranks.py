@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -25,21 +27,23 @@ def run_ranks(
     body: Callable[..., Any],
     *args: Any,
     backend: str = "gloo",
-    timeout: float = 120,
+    timeout: float = 40,
     expect: str = "results",
 ) -> list[Any]:
     """Call ``body(rank, *args)`` on each rank of a real process group; give what they return.
 
     With ``expect="errors"`` each rank must raise, and the exceptions' (type name, text) come back.
-    The store is served by this process, so that its port is taken before anybody looks for it.
+    The port is bound here and handed to rank 0, so that nobody else can take it in between.
     """
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as directory:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(world)
+    with listener, tempfile.TemporaryDirectory() as directory:
         children = {}
         for rank in range(world):
             pid = os.fork()
             if pid == 0:
-                _child(rank, world, body, args, backend, server.port, Path(directory))
+                _child(rank, world, body, args, backend, listener, Path(directory), timeout)
             children[pid] = rank
         lost = _wait(children, time.monotonic() + timeout)
         results: list[Any] = []
@@ -60,13 +64,21 @@ def _child(
     body: Callable[..., Any],
     args: tuple[Any, ...],
     backend: str,
-    port: int,
+    listener: socket.socket,
     directory: Path,
+    timeout: float,
 ) -> None:
+    faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.TCPStore(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            is_master=rank == 0,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if rank == 0 else None,
+        )
         if backend:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         try:
@@ -78,6 +90,9 @@ def _child(
         # A rank that leaves early takes its connections along: wait until all have finished.
         store.add("finished", 1)
         while store.add("finished", 0) < world:
+            time.sleep(0.01)
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < world:
             time.sleep(0.01)
     except BaseException:
         traceback.print_exc()

@@ -1,0 +1,131 @@
+"""What megatron-core asks of CUDA, answered on the CPU, so that its training runs over gloo.
+
+`adapt()` goes before the first import of megatron; it does nothing where CUDA is available.
+`local_layers()` comes after it and serves GPUs too: megatron-core's own layers refuse sequence and
+context parallelism without Transformer Engine, these do not.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def adapt() -> None:
+    """Make torch answer megatron-core's CUDA calls with the CPU."""
+    if torch.cuda.is_available():
+        return
+    cuda: Any = torch.cuda
+    # Nearly every buffer is made on the "current device".
+    cuda.current_device = lambda: torch.device("cpu")
+    # Batched sends between pipeline stages end with it.
+    cuda.synchronize = lambda *_: None
+    # Gradient reduction asks for streams, though it waits on them only where work overlaps.
+    cuda.Stream = _NoStream
+    cuda.current_stream = _NoStream
+    # Schedules, optimizer and gradient clipping write device="cuda" out.
+    for name in ("empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    # Tied embeddings move a weight before they reduce it between the pipeline's ends.
+    tensor.cuda = lambda self, *_args, **_kwargs: self
+    # Gradient clipping and the distributed optimizer take only tensors that say they are CUDA's.
+    tensor.type = _saying_cuda(tensor.type)
+
+
+class _NoStream:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is not None and torch.device(device).type == "cuda":
+            device = "cpu"
+        return factory(*args, device=device, **kwargs)
+
+    return make
+
+
+def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(type_of)
+    def answer(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return "torch.cuda." + type_of(self).rsplit(".", 1)[-1]
+        return type_of(self, dtype, *args, **kwargs)
+
+    return answer
+
+
+def local_layers(config: Any, vp_stage: int | None) -> Any:
+    """The specification of this stage's layers, for megatron-core without Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    # A name that the router reads, and that 0.16 gets from Transformer Engine alone.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    norm = _layer_norm()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = _context_parallel_attention()
+    count = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def chunks_held(rank: int, size: int) -> list[int]:
+    """Which of a sequence's 2 x size chunks a cp rank holds; one late one makes work even."""
+    return [rank, 2 * size - 1 - rank]
+
+
+def _layer_norm() -> type[torch.nn.Module]:
+    """LayerNorm for sequence parallelism, which megatron-core's own wrapper refuses."""
+
+    class LayerNorm(torch.nn.LayerNorm):
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+            super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+            for parameter in self.parameters():
+                # Marks gradients that cover a part of the sequence: megatron sums them over tp.
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    return LayerNorm
+
+
+def _context_parallel_attention() -> type[torch.nn.Module]:
+    """Causal attention that gathers keys and values over cp, which the local one refuses."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class ContextParallelAttention(DotProductAttention):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            without_cp = copy.copy(config)
+            without_cp.context_parallel_size = 1
+            super().__init__(without_cp, *args, **kwargs)
+            self.cp_group = kwargs["pg_collection"].cp
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            key, value = (
+                gather_from_sequence_parallel_region(part.contiguous(), group=self.cp_group)
+                for part in (key, value)
+            )
+            size = self.cp_group.size()
+            held = torch.tensor([chunks_held(rank, size) for rank in range(size)])
+            positions = torch.arange(len(key)).view(2 * size, -1)[held].view(size, -1)
+            queries, keys = positions[self.cp_group.rank()], positions.flatten()
+            mask = (keys[None, :] > queries[:, None]).to(query.device)
+            return super().forward(query, key, value, mask, **kwargs)
+
+    return ContextParallelAttention

@@ -1,0 +1,384 @@
+"""Train a small GPT on Python's own sources with megatron-core: any layout, GPUs or a CPU.
+
+    torchrun --nproc-per-node 8 scripts/train_gpt.py --tp 2 --pp 2
+    torchrun --nproc-per-node 8 scripts/train_gpt.py --tp 2 --sequence-parallel --ep 2 \
+        --num-experts 4
+
+Parameters and data depend on the seed alone, so that layouts with equal batches agree on the loss
+to rounding. `--results FILE` writes what was measured, with a digest over every rank's losses,
+gradient norms and final parameters: equal digests are equal trainings, bit for bit.
+"""
+
+# ruff: noqa: E402 - torch is adapted before megatron is imported
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+# The folder is not on the path where this file is imported, or run by a launcher.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import megatron_on_cpu
+
+megatron_on_cpu.adapt()
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+# Megatron warns of every accelerated part that is not installed and of its own defaults.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+TEXT_BYTES = 1 << 20
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+Batches = Iterator[dict[str, torch.Tensor]]
+
+
+class Refusal(Exception):
+    """Megatron, or this script, does not take these arguments."""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--tensor-model-parallel-size", "--tp", type=int, default=1)
+    add("--pipeline-model-parallel-size", "--pp", type=int, default=1)
+    add("--virtual-pipeline-model-parallel-size", "--vp", type=int, help="stages per rank")
+    add("--context-parallel-size", "--cp", type=int, default=1)
+    add("--expert-model-parallel-size", "--ep", type=int, default=1)
+    add("--expert-tensor-parallel-size", "--etp", type=int, help="default: that of the rest")
+    add("--num-experts", type=int, default=0, help="0: a dense model")
+    add("--sequence-parallel", action="store_true")
+    add("--use-distributed-optimizer", action="store_true")
+    add("--num-distributed-optimizer-instances", type=int, default=1)
+    add("--order", default="tp-cp-ep-dp-pp", help="from the fastest rank dimension to the slowest")
+    add("--no-gloo-groups", action="store_true", help="make no gloo twins of data-parallel groups")
+    add("--steps", type=int, default=20)
+    add("--micro-batch-size", type=int, default=2)
+    add("--global-batch-size", type=int, default=16)
+    add("--seq-length", type=int, default=128)
+    add("--hidden-size", type=int, default=64)
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=8)
+    add("--lr", type=float, default=2e-3)
+    add("--seed", type=int, default=1234)
+    add("--bf16", action="store_true")
+    add("--log-every", type=int, default=1)
+    add("--results", type=Path, help="rank 0 writes what was measured to this file, as JSON")
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn what is raised about the arguments into one line."""
+    try:
+        yield
+    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+        raise Refusal(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def initialize(args: argparse.Namespace) -> dict[str, Any]:
+    """Make the model-parallel groups; what that took on this rank."""
+    groups_before = len(dist.distributed_c10d._world.pg_map)
+    dist.barrier()
+    start = time.perf_counter()
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        parallel_state.initialize_model_parallel(
+            **{name: getattr(args, name) for name in SIZES},
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+            order=args.order,
+            create_gloo_process_groups=not args.no_gloo_groups,
+        )
+    seconds = time.perf_counter() - start
+    groups = len(dist.distributed_c10d._world.pg_map) - groups_before
+    calls = new_group.call_count
+    return {"init_seconds": seconds, "new_group_calls": calls, "live_groups": groups}
+
+
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    return TransformerConfig(
+        **{name: getattr(args, name) for name in SIZES},
+        num_layers=args.layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.heads,
+        sequence_parallel=args.sequence_parallel,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bf16=args.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        num_moe_experts=args.num_experts or None,
+        moe_aux_loss_coeff=1e-2,
+        # The one dispatcher that needs neither streams nor messages of unequal sizes.
+        moe_token_dispatcher_type="allgather",
+        add_bias_linear=not args.num_experts,
+        # With two stages on each of two ranks, a batch holds two messages for one peer: gloo
+        # takes one for the other, and the gradients are wrong without a word.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def build_stage(
+    args: argparse.Namespace, config: TransformerConfig, stage: int | None
+) -> DistributedDataParallel:
+    """One pipeline stage of the model, wrapped for data parallelism."""
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    model: torch.nn.Module = GPTModel(
+        config,
+        megatron_on_cpu.local_layers(config, stage),
+        vocab_size=256,
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=True,
+        vp_stage=stage,
+    )
+    fill_parameters(model, args.seed)
+    model.to(torch.cuda.current_device())
+    if args.bf16:
+        model = Float16Module(config, model)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+    )
+    return DistributedDataParallel(config, ddp_config, model, disable_bucketing=bool(stage))
+
+
+@torch.no_grad()
+def fill_parameters(model: GPTModel, seed: int) -> None:
+    """Draw each weight whole, from its name in the whole model, and keep this rank's shard."""
+    layers = model.decoder.layers
+    experts = model.config.num_moe_experts or 0
+    experts //= parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            continue  # norms start at one and biases at zero, everywhere alike
+        size, rank = 1, 0
+        if getattr(parameter, "tensor_model_parallel", False):
+            kind = "expert_tensor" if ".local_experts." in name else "tensor_model"
+            size = getattr(parallel_state, f"get_{kind}_parallel_world_size")()
+            rank = getattr(parallel_state, f"get_{kind}_parallel_rank")()
+        name = re.sub(r"(?<=layers\.)\d+", lambda m: str(layers[int(m[0])].layer_number), name)
+        name = re.sub(r"(?<=experts\.)\d+", lambda m: str(first_expert + int(m[0])), name)
+        name = name.replace("output_layer", "embedding.word_embeddings")
+        shape, dim = list(parameter.shape), getattr(parameter, "partition_dim", -1)
+        shape[dim] *= size
+        generator = torch.Generator().manual_seed(hashed(seed, name))
+        whole = torch.randn(shape, generator=generator) * model.config.init_method_std
+        parameter.copy_(whole.chunk(size, dim)[rank])
+
+
+def hashed(*parts: object) -> int:
+    """A number of 56 bits that depends on the parts alone."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
+    """This rank's stages and their optimizer."""
+    # Without dropout nothing is drawn: the tracker for inference needs no CUDA generator.
+    model_parallel_cuda_manual_seed(args.seed, inference_rng_tracker=True)
+    config = transformer_config(args)
+    stages = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
+    model = [build_stage(args, config, stage) for stage in stages]
+    optimizer_config = OptimizerConfig(
+        lr=args.lr,
+        weight_decay=0.0,
+        bf16=args.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    gloo = not args.no_gloo_groups
+    optimizer = get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=gloo)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return model, optimizer
+
+
+def read_text() -> torch.Tensor:
+    """The first megabyte of the standard library, file by file in the order of names."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
+
+
+def micro_batches(args: argparse.Namespace, text: torch.Tensor, step: int) -> Batches:
+    """This data-parallel rank's contiguous share of the step's global batch."""
+    share = args.global_batch_size // parallel_state.get_data_parallel_world_size()
+    first = step * args.global_batch_size + parallel_state.get_data_parallel_rank() * share
+    size, length = args.micro_batch_size, args.seq_length
+    cp_size = parallel_state.get_context_parallel_world_size()
+    chunks = torch.arange(length).view(2 * cp_size, -1)
+    held = megatron_on_cpu.chunks_held(parallel_state.get_context_parallel_rank(), cp_size)
+    columns = chunks[held].flatten()
+    for start in range(first, first + share, size):
+        offsets = [hashed(args.seed, start + i) % (len(text) - length) for i in range(size)]
+        rows = torch.stack([text[offset : offset + length + 1] for offset in offsets]).long()
+        positions = torch.arange(length).repeat(size, 1)
+        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "position_ids": positions}
+        device = torch.cuda.current_device()
+        yield {key: rows[:, columns].to(device) for key, rows in batch.items()}
+
+
+def forward_step(batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """What megatron's schedules call for each micro batch: the output, and how to get its loss."""
+    batch = next(batches)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+        return losses.float().sum(), tokens, losses.detach().float().mean()
+
+    return output, loss_of
+
+
+def loss_everywhere(losses: list[torch.Tensor]) -> float:
+    """The mean over micro batches and data-parallel ranks, told to every rank of the world."""
+    loss = torch.full((1,), -math.inf, device=torch.cuda.current_device())
+    if losses:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        loss = torch.stack(losses).mean().view(1)
+        dist.all_reduce(loss, group=group)
+        loss /= dist.get_world_size(group)
+    dist.all_reduce(loss, op=dist.ReduceOp.MAX)
+    return loss.item()
+
+
+def train(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    """Each step's measurements, and a digest of all that this rank computed."""
+    dp_size = parallel_state.get_data_parallel_world_size()
+    count, rest = divmod(args.global_batch_size, args.micro_batch_size * dp_size)
+    with refusing():
+        if rest:
+            raise ValueError(
+                f"global batch size {args.global_batch_size} is no multiple of micro batch size "
+                f"{args.micro_batch_size} x {dp_size} data-parallel ranks"
+            )
+        model, optimizer = build(args)
+    forward_backward = get_forward_backward_func()
+    text = read_text()
+    digest = hashlib.sha256()
+    steps = []
+    for step in range(1, args.steps + 1):
+        start = time.perf_counter()
+        for stage in model:
+            stage.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=[micro_batches(args, text, step) for _ in model],
+            model=model,
+            num_microbatches=count,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
+        norm = float(optimizer.step()[1])
+        loss = loss_everywhere(losses)
+        seconds = time.perf_counter() - start
+        speed = args.global_batch_size * args.seq_length / seconds
+        digest.update(" ".join(value.hex() for value in [*map(float, losses), norm]).encode())
+        exact = {"loss_hex": loss.hex(), "grad_norm_hex": norm.hex()}
+        timing = {"seconds": seconds, "tokens_per_second": speed}
+        steps.append({"loss": loss, "grad_norm": norm, **exact, **timing})
+        if dist.get_rank() == 0 and step % args.log_every == 0:
+            line = f"step {step:3}/{args.steps}  loss {loss:.4f}  grad norm {norm:.4f}"
+            print(f"{line}  {speed:,.0f} tokens/s", flush=True)
+    for stage in model:
+        for name, parameter in stage.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return steps, digest.hexdigest()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """*Collective.* Initialise, train, and gather what every rank measured on rank 0."""
+    with refusing():
+        measured = initialize(args)
+    steps, measured["rank_digests"] = train(args)
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(measured, everyone)
+    if everyone is None:
+        return None
+    ranks = {key: [rank[key] for rank in everyone] for key in measured}
+    results = {
+        "arguments": {name: value for name, value in vars(args).items() if name != "results"},
+        "world_size": len(everyone),
+        "backend": dist.get_backend(),
+        **ranks,
+        "init_seconds": max(ranks["init_seconds"]),
+        "digest": hashlib.sha256("".join(ranks["rank_digests"]).encode()).hexdigest(),
+        "steps": steps,
+    }
+    line = f"initialize_model_parallel {results['init_seconds']:.3f} s"
+    line += f"  {max(ranks['new_group_calls'])} new_group calls, {max(ranks['live_groups'])} groups"
+    print(f"{line} per rank\ndigest {results['digest']}", flush=True)
+    if args.results:
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any] | None:
+    """Train, and give the results on rank 0; a default group that was there stays open."""
+    args = parse_arguments(argv)
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        results = run(args)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        return results
+    finally:
+        if owns_world:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refusal as refusal:
+        sys.exit(f"{Path(__file__).name}: {refusal}")

@@ -1,0 +1,132 @@
+"""RankLayout: checked by properties and against an independent oracle, never against itself."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypergrid import LayoutError, RankLayout
+
+NAMES = ["tp", "cp", "ep", "dp", "pp", "gtp_remat"]
+
+
+@st.composite
+def layouts(draw):
+    names = draw(st.permutations(NAMES))[: draw(st.integers(1, 5))]
+    sizes = draw(st.lists(st.integers(1, 5), min_size=len(names), max_size=len(names)))
+    return RankLayout(tuple(names), tuple(sizes), draw(st.integers(0, 50)))
+
+
+@st.composite
+def layouts_and_dims(draw):
+    layout = draw(layouts())
+    dims = draw(st.lists(st.sampled_from(layout.dims), min_size=1, unique=True))
+    return layout, dims
+
+
+def oracle(layout, dims):
+    """Groups by definition: ranks that agree on every other coordinate, in order of appearance."""
+    rows = list(itertools.product(*(range(s) for s in reversed(layout.sizes))))
+    groups = {}
+    for rank, row in enumerate(rows, start=layout.offset):
+        at = dict(zip(reversed(layout.dims), row, strict=True))
+        groups.setdefault(tuple(at[d] for d in layout.dims if d not in dims), []).append(rank)
+    return list(groups.values())
+
+
+@given(layouts_and_dims())
+def test_the_enumeration_is_the_definition_of_a_group(case):
+    layout, dims = case
+    assert layout.groups(dims).tolist() == oracle(layout, dims)
+
+
+@given(layouts_and_dims())
+def test_each_rank_finds_its_own_group_without_the_enumeration(case):
+    layout, dims = case
+    for group in oracle(layout, dims):
+        for rank in group:
+            assert layout.group(rank, dims) == group
+
+
+@given(layouts())
+def test_coordinates_and_ranks_are_inverse(layout):
+    for rank in layout.ranks:
+        at = layout.coordinate(rank)
+        assert layout.rank(**at) == rank
+        assert all(0 <= at[d] < s for d, s in zip(layout.dims, layout.sizes, strict=True))
+
+
+@given(layouts_and_dims())
+def test_a_group_and_its_orthogonal_share_exactly_one_rank(case):
+    layout, dims = case
+    other = layout.orthogonal(dims)
+    assert set(other) | set(dims) == set(layout.dims)
+    for rank in layout.ranks:
+        assert set(layout.group(rank, dims)) & set(layout.group(rank, other)) == {rank}
+
+
+@given(layouts(), st.data())
+def test_splitting_a_dim_keeps_every_group_over_the_whole_of_it(layout, data):
+    dim = data.draw(st.sampled_from(layout.dims))
+    size = layout.dim_size(dim)
+    near = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    split = layout.split(dim, {"near": near, "far": size // near})
+    assert split.groups(("near", "far")).tolist() == layout.groups(dim).tolist()
+
+
+def test_the_order_of_the_dims_asked_for_changes_nothing_unless_asked():
+    layout = RankLayout(("a", "b", "c"), (2, 2, 2))
+    assert layout.groups("a-b").tolist() == layout.groups("b-a").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert layout.groups(["b", "a"], as_given=True).tolist() == [[0, 2, 1, 3], [4, 6, 5, 7]]
+
+
+def test_an_order_may_leave_out_what_has_size_one():
+    layout = RankLayout.from_order("TP-pp", {"tp": 2, "dp": 1, "pp": 3})
+    assert (layout.dims, layout.sizes) == (("tp", "pp", "dp"), (2, 3, 1))
+    with pytest.raises(LayoutError, match="leaves out 'dp', whose size is 4"):
+        RankLayout.from_order("tp-pp", {"tp": 2, "dp": 4, "pp": 3})
+    with pytest.raises(LayoutError, match="names 'xp'"):
+        RankLayout.from_order("tp-xp", {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes", "offset", "says"),
+    [
+        (("tp", "tp"), (2, 2), 0, "must not repeat"),
+        (("tp",), (2, 2), 0, "one size per name"),
+        (("tp", ""), (2, 2), 0, "non-empty strings"),
+        (("tp",), (0,), 0, "tp=0"),
+        (("tp",), (-2,), 0, "tp=-2"),
+        (("tp",), (2.0,), 0, "whole numbers"),
+        (("tp",), ("2",), 0, "whole numbers"),
+        (("tp",), (2,), -1, "must not be negative"),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_refused(dims, sizes, offset, says):
+    with pytest.raises(LayoutError, match=says):
+        RankLayout(dims, sizes, offset)
+
+
+def test_a_refusal_names_what_would_have_been_right():
+    layout = RankLayout(("tp", "dp"), (2, 4), 8)
+    with pytest.raises(LayoutError, match=r"invalid dim 'pp'. Valid dims are \['tp', 'dp'\]"):
+        layout.group(8, "pp")
+    with pytest.raises(LayoutError, match=r"rank 3 is outside RankLayout\(tp=2-dp=4, ranks 8..15"):
+        layout.group(3, "tp")
+    with pytest.raises(LayoutError, match="tp=2 is outside"):
+        layout.rank(tp=2)
+
+
+def test_a_rank_among_a_million_finds_its_group():
+    layout = RankLayout(("tp", "cp", "dp", "pp"), (8, 2, 4096, 16))
+    at = layout.coordinate(1_000_000)
+    expected = sorted(
+        layout.rank(**{**at, "tp": tp, "pp": pp}) for tp in range(8) for pp in range(16)
+    )
+    assert layout.group(1_000_000, "tp-pp") == expected
+
+
+def test_equal_layouts_are_equal_and_can_be_keys():
+    assert {RankLayout(("tp",), (2,)): 1}[RankLayout(("tp",), (2,))] == 1
+    assert RankLayout(("tp",), (2,)) != RankLayout(("tp",), (2,), 1)

@@ -1,0 +1,65 @@
+"""GroupPlan: the groups as data."""
+
+import json
+
+import pytest
+
+from hypergrid import GroupPlan, GroupRow, RankLayout
+
+LAYOUT = RankLayout(("tp", "dp", "pp"), (2, 3, 2), 4)
+ROWS = (
+    GroupRow("TP", "decoder", ("tp",), timeout=60.0),
+    GroupRow("HALF", "decoder", ("tp", "dp"), chunk=4, options=(("max_ctas", 8),)),
+    GroupRow("ENDS", "decoder", ("dp",), pick="ends", backend="gloo"),
+    GroupRow("FIRST", "decoder", ("pp",), pick="first", separate=True),
+    GroupRow("CHOSEN", "decoder", ("pp",), explicit=((4, 9), (9, 5), (4, 9))),
+)
+PLAN = GroupPlan({"decoder": LAYOUT}, ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
+def test_what_a_rank_computes_alone_is_what_the_whole_enumeration_says(row):
+    everything = PLAN.all(row)
+    for rank in PLAN.window:
+        assert list(PLAN.mine(row, rank).values()) == [g for g in everything if rank in g]
+
+
+def test_a_group_is_cut_into_runs_and_the_last_may_be_shorter():
+    assert PLAN.all(ROWS[1]) == [(4, 5, 6, 7), (8, 9), (10, 11, 12, 13), (14, 15)]
+
+
+def test_groups_that_a_caller_chose_have_names_that_all_their_members_agree_on():
+    assert PLAN.mine(ROWS[4], 9) == {"CHOSEN#0": (4, 9), "CHOSEN#1": (9, 5), "CHOSEN#2": (4, 9)}
+    assert PLAN.mine(ROWS[4], 5) == {"CHOSEN#1": (9, 5)}
+
+
+def test_ranks_outside_the_window_have_no_groups():
+    assert list(PLAN.groups_of(3)) == []
+
+
+def test_a_plan_survives_json():
+    assert GroupPlan.from_json(PLAN.to_json()) == PLAN
+    assert GroupPlan.from_json(PLAN.to_json()).fingerprint() == PLAN.fingerprint()
+    with pytest.raises(ValueError, match="schema 99 cannot be read"):
+        GroupPlan.from_json(json.dumps({"schema": 99}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"label": "X"},
+        {"dims": ("dp",)},
+        {"chunk": 2},
+        {"pick": "first"},
+        {"explicit": ((4, 5),)},
+        {"backend": "gloo"},
+        {"timeout": 61.0},
+        {"options": (("max_ctas", 4),)},
+        {"separate": True},
+    ],
+)
+def test_any_difference_changes_the_fingerprint(change):
+    row = GroupRow(**{**ROWS[0].__dict__, **change})
+    assert GroupPlan({"decoder": LAYOUT}, (row,)).fingerprint() != GroupPlan(
+        {"decoder": LAYOUT}, (ROWS[0],)
+    ).fingerprint()
