@@ -123,7 +123,7 @@ def initialize_model_parallel(
     request = Request(**arguments)
     request.check()
     before = _state.current
-    if any(getattr(before, slot) for slot in GROUP_SLOTS):
+    if before.request is not None or any(getattr(before, slot) for slot in GROUP_SLOTS):
         raise AssertionError(
             f"model parallel groups are already initialized: {before!r}. Call "
             f"destroy_model_parallel() first."

@@ -22,6 +22,8 @@ class UnknownDimError(LayoutError, KeyError):
 def order_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
     """The dims of ``order``, those of size 1 that it leaves out added at the end.
 
+    A dim of size 1 may repeat: it changes nothing, and upstream lets it.
+
     Raises
     ------
     MissingDimError, UnknownDimError, LayoutError
@@ -50,7 +52,13 @@ def order_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
                 f"order {order!r} leaves out {name!r}, which megatron-core 0.19 and newer need "
                 f"even at size 1. Add it to the order."
             )
-    return list(dict.fromkeys(tokens))
+    return tokens
+
+
+def lay_out(tokens: list[str], sizes: Mapping[str, int], offset: int) -> RankLayout:
+    """The layout that :func:`order_tokens` describes."""
+    dims = tuple(dict.fromkeys(tokens))
+    return RankLayout(dims, tuple(sizes[name] for name in dims), offset)
 
 
 def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
@@ -125,7 +133,7 @@ class RankGenerator:
         tokens = order_tokens(order, self.name_to_size)
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[name] for name in tokens]
-        self.layout = RankLayout(tuple(tokens), tuple(self.ordered_size), max(rank_offset, 0))
+        self.layout = lay_out(tokens, self.name_to_size, max(rank_offset, 0))
 
     def get_mask(self, order: str, token: str) -> list[bool]:
         """Which dims of ``order`` are in ``token``, such as ``"tp-dp"``."""

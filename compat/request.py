@@ -17,6 +17,7 @@ from compat.rank_generator import (
     default_embedding_ranks,
     default_position_embedding_ranks,
     inject_gtp_remat_axis,
+    lay_out,
     order_tokens,
 )
 from compat.release import HAS_GTP_REMAT
@@ -38,6 +39,7 @@ class Planned:
     slot: str
     key: int | None  # place in the slot's list or dict, where it holds several groups
     group: GroupRow
+    chosen: list[list[int]] | None = None  # as the caller's function gave them
 
 
 @dataclass(frozen=True)
@@ -269,11 +271,12 @@ class Request:
         return {**values, "plan": self.plan.fingerprint()}
 
     def _plan(self, row: Row) -> Iterator[Planned]:
-        options = tuple(sorted(self.nccl_configs.get(row.options, {}).items()))
-        backend, explicit = None, None
+        section = self.nccl_configs.get(row.options)
+        options = None if section is None else tuple(sorted(section.items()))
+        backend, chosen = None, None
         if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
             backend = self.pipeline_model_parallel_comm_backend
-            options = () if backend == "ucc" else options
+            options = None if backend == "ucc" else options
         chooser = {
             "_EMBEDDING_GROUP": (self.get_embedding_ranks, default_embedding_ranks),
             "_POSITION_EMBEDDING_GROUP": (
@@ -283,15 +286,16 @@ class Request:
         }.get(row.slot)
         if chooser is not None and chooser[0] not in (None, chooser[1]):
             pipelines = self.decoder.groups("pp").tolist()
-            explicit = tuple(tuple(chooser[0](pipeline)) for pipeline in pipelines)
+            chosen = [chooser[0](pipeline) for pipeline in pipelines]
+            _check_chosen(row.label, pipelines, chosen)
         members = self.decoder.dim_size(("dp", "cp"))
         base = GroupRow(
             label=row.label,
             layout=row.grid,
             dims=tuple(row.dims.split("-")),
             chunk=members // self._instances if row.chunk == "instance" else None,
-            pick="all" if explicit is not None else row.pick,  # type: ignore[arg-type]
-            explicit=explicit,
+            pick="all" if chosen is not None else row.pick,  # type: ignore[arg-type]
+            explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
             backend=backend,
             timeout=None if row.default_timeout else self.timeout.total_seconds(),
             options=options,
@@ -306,14 +310,14 @@ class Request:
                 group = replace(base, label=row.desc.format(i), dims=(f"cp{i}",))
                 yield Planned(row, row.slot, i, group)
         else:
-            yield Planned(row, row.slot, None, base)
+            yield Planned(row, row.slot, None, base, chosen)
         if row.gloo and self._gloo_for(row):
             timeout = None if row.twin_default_timeout else base.timeout
             twin = replace(
                 base,
                 label=row.twin_label,
                 backend="gloo",
-                options=(),
+                options=None,
                 timeout=timeout,
                 separate=True,
             )
@@ -329,8 +333,7 @@ class Request:
         if not HAS_GTP_REMAT:
             checked = {name: size for name, size in sizes.items() if name != "gtp_remat"}
             order = "-".join([*order_tokens(self.order, checked), "gtp_remat"])
-        dims = order_tokens(order, sizes)
-        return RankLayout(tuple(dims), tuple(sizes[d] for d in dims), self.rank_offset)
+        return lay_out(order_tokens(order, sizes), sizes, self.rank_offset)
 
     def _divide(self, *names: str) -> int:
         for name in names:
@@ -391,4 +394,14 @@ class Request:
             raise ValueError(
                 f"rank_offset={self.rank_offset} with local_world_size={self.world_size} is no "
                 f"window of the world's {world} ranks."
+            )
+
+
+def _check_chosen(label: str, pipelines: list[list[int]], chosen: list[list[int]]) -> None:
+    world = range(dist.get_world_size())
+    for pipeline, ranks in zip(pipelines, chosen, strict=True):
+        if len(set(ranks)) != len(ranks) or any(rank not in world for rank in ranks):
+            raise ValueError(
+                f"the function given for {label} made {list(ranks)} of the pipeline {pipeline}: "
+                f"ranks must not repeat and must be below the world size {len(world)}."
             )

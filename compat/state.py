@@ -141,6 +141,7 @@ class ParallelState(Getters):
             if request.pipeline_model_parallel_comm_backend == "ucc":
                 _prepare_ucc()
             rank = dist.get_rank()
+            self._global_process_group_list = [None]  # None is the default group
             if rank in request.decoder:
                 agreement = agree(request.decoder.ranks, request.proposal(), request.timeout)
                 self._pool = GroupPool(agreement)
@@ -159,8 +160,7 @@ class ParallelState(Getters):
 
     def _make_groups(self, request: Request, rank: int, options: dict[str, Any]) -> None:
         assert self._pool is not None
-        slots = self.__dict__
-        everything: list[ProcessGroup | None] = [None]  # None is the default group
+        slots, everything = self.__dict__, self.__dict__["_global_process_group_list"]
         planned = request.planned
         for at, p in enumerate(planned):
             sharp = request.sharp_group is not None and p.row.sharp == request.sharp_group
@@ -176,8 +176,8 @@ class ParallelState(Getters):
                 pg_options=options[p.group.label],
             )
             everything += made
-            for group, ranks in zip(made, mine.values(), strict=True):
-                self._place(p, group, ranks, rank)
+            for group, (name, ranks) in zip(made, mine.items(), strict=True):
+                self._place(p, group, name, ranks, rank)
             if sharp and (at + 1 == len(planned) or planned[at + 1].row.sharp != p.row.sharp):
                 self._finish_sharp(request.sharp_group)
         for alias in request.aliases:
@@ -185,9 +185,10 @@ class ParallelState(Getters):
                 slots[alias.slot + suffix] = slots[alias.same_as + suffix]
                 if alias.same_as in self._numbered:
                     self._numbered[alias.slot] = self._numbered[alias.same_as]
-        slots["_global_process_group_list"] = everything
 
-    def _place(self, p: Planned, group: ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
+    def _place(
+        self, p: Planned, group: ProcessGroup, name: str, ranks: tuple[int, ...], rank: int
+    ) -> None:
         slots = self.__dict__
         if p.row.fan == "sizes":
             slots[p.slot][p.key] = group
@@ -197,10 +198,11 @@ class ParallelState(Getters):
             slots[p.slot] = group
             self._numbered[p.slot] = (group, sorted(ranks).index(rank), len(ranks))
             if p.row.ranks and p.slot == p.row.slot:
-                slots[p.row.ranks] = list(ranks)
+                chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
+                slots[p.row.ranks] = chosen or list(ranks)
 
     def _nccl_options(self, p: Planned, request: Request) -> Any:
-        if not p.group.options:
+        if p.group.options is None:
             return None
         return nccl.get_nccl_options(p.row.options, request.nccl_configs)
 

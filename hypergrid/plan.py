@@ -38,8 +38,8 @@ class GroupRow:
         None means the backend of the default group.
     timeout : float, optional
         Seconds; None means torch's default for the backend.
-    options : tuple of (key, value)
-        Communicator options, as plain data.
+    options : tuple of (key, value), optional
+        Communicator options, as plain data; None leaves them to torch.
     separate : bool
         The group exists to be apart from others with the same ranks; it never shares.
     """
@@ -52,7 +52,7 @@ class GroupRow:
     explicit: tuple[Ranks, ...] | None = None
     backend: str | None = None
     timeout: float | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] | None = None
     separate: bool = False
 
     def cut(self, members: list[int], rank: int) -> Ranks:

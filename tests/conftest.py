@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 
 @pytest.fixture

@@ -77,7 +77,11 @@ def test_splitting_a_dim_keeps_every_group_over_the_whole_of_it(layout, data):
 
 def test_the_order_of_the_dims_asked_for_changes_nothing_unless_asked():
     layout = RankLayout(("a", "b", "c"), (2, 2, 2))
-    assert layout.groups("a-b").tolist() == layout.groups("b-a").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (
+        layout.groups("a-b").tolist()
+        == layout.groups("b-a").tolist()
+        == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    )
     assert layout.groups(["b", "a"], as_given=True).tolist() == [[0, 2, 1, 3], [4, 6, 5, 7]]
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from forked import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
@@ -218,7 +218,7 @@ def test_overrides_that_were_set_first_outlive_initialisation_and_not_destructio
     initialized(tensor_model_parallel_size=2)
     assert ps.get_tensor_model_parallel_world_size() == 16
     ps.destroy_model_parallel()
-    with pytest.raises(AssertionError, match="is not initialized.*initialize_model_parallel"):
+    with pytest.raises(AssertionError, match="is not initialized"):
         ps.get_tensor_model_parallel_world_size()
 
 

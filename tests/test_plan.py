@@ -60,6 +60,7 @@ def test_a_plan_survives_json():
 )
 def test_any_difference_changes_the_fingerprint(change):
     row = GroupRow(**{**ROWS[0].__dict__, **change})
-    assert GroupPlan({"decoder": LAYOUT}, (row,)).fingerprint() != GroupPlan(
-        {"decoder": LAYOUT}, (ROWS[0],)
-    ).fingerprint()
+    assert (
+        GroupPlan({"decoder": LAYOUT}, (row,)).fingerprint()
+        != GroupPlan({"decoder": LAYOUT}, (ROWS[0],)).fingerprint()
+    )

@@ -1,4 +1,4 @@
-"""Real worlds for tests: forks one process per rank from an interpreter that has torch loaded."""
+"""Real worlds on one machine: forks a process per rank from one that has torch loaded."""
 
 from __future__ import annotations
 
