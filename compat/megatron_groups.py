@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,10 @@ class Row:
     same_as: str = ""
     desc: str = ""
     twin_desc: str = ""
+    twin_options: bool = False  # upstream hands the options to the twin too
     default_timeout: bool = False  # upstream leaves the timeout to torch ...
     twin_default_timeout: bool = False  # ... or does so for the twin alone
-    pick: str = "all"  # which members of the pipeline: "ends", "first"
+    pick: Literal["all", "ends", "first"] = "all"  # of the pipeline
     chunk: str = ""  # cut into runs; "instance": one for each distributed-optimizer instance
     fan: str = ""  # several groups in one slot: "levels" a list, "sizes" a dict
     separate: bool = False  # never shares a communicator: it is there to run beside others
@@ -99,7 +101,7 @@ ROWS: tuple[Row, ...] = (
     Row("_EXPERT_DATA_PARALLEL_GROUP", "dp", "expert", options="ep_dp", gloo=True,
         twin_default_timeout=True),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra", "expert_instances",
-        options="intra_ep_dp", gloo=True, when="instances", sharp="dp_replica",
+        options="intra_ep_dp", gloo=True, when="instances", sharp="dp_replica", twin_options=True,
         desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0",
         twin_desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L0"),
     Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter", "expert_instances",

@@ -23,18 +23,23 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
     if pg_name not in nccl_comm_cfgs:
         return None
     section = nccl_comm_cfgs[pg_name]
+    check_section(pg_name, section)
     options = torch.distributed.ProcessGroupNCCL.Options(
         is_high_priority_stream=section.get("is_high_priority_stream", False)
     )
     for key in _CONFIG_KEYS:
         if key in section:
             setattr(options.config, key, section[key])
+    return options
+
+
+def check_section(pg_name: str, section: dict[str, Any]) -> None:
+    """Refuse, with RuntimeError, a network that NCCL is not told about by name."""
     if "net_name" in section and str(section["net_name"]).lower() not in _NETWORKS:
         raise RuntimeError(
             f"net_name {section['net_name']!r} of {pg_name!r} is not supported: use 'IB' or "
             f"'Socket'."
         )
-    return options
 
 
 def overwrite_nccl_comm_cfgs(

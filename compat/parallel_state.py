@@ -130,7 +130,7 @@ def initialize_model_parallel(
         )
     state = ParallelState.from_request(request)
     state.take_overrides(before)
-    _state.current = state
+    _state.set_current(state)
     if os.environ.get("HYPERGRID_REPORT", "0") != "0" and dist.get_rank() == request.rank_offset:
         print(report(state), flush=True)
 
@@ -233,7 +233,7 @@ def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
     """Group of ``group_size`` consecutive data x context parallel ranks."""
-    return Getters.get_hybrid_data_context_parallel_groups(_face, check_initialized, group_size)
+    return _state.current.get_hybrid_data_context_parallel_groups(check_initialized, group_size)
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
@@ -317,7 +317,7 @@ def get_data_modulo_expert_parallel_group(
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Former name of the expert-data-parallel group."""
-    return Getters.get_data_modulo_expert_parallel_group(_face, partial_expert_data_parallel)
+    return _state.current.get_data_modulo_expert_parallel_group(partial_expert_data_parallel)
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
@@ -372,17 +372,17 @@ def get_pipeline_model_parallel_first_rank() -> int:
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of this pipeline's last stage."""
-    return Getters.get_pipeline_model_parallel_last_rank(_face)
+    return _state.current.get_pipeline_model_parallel_last_rank()
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the next stage; the first follows the last."""
-    return Getters.get_pipeline_model_parallel_next_rank(_face)
+    return _state.current.get_pipeline_model_parallel_next_rank()
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage; the last precedes the first."""
-    return Getters.get_pipeline_model_parallel_prev_rank(_face)
+    return _state.current.get_pipeline_model_parallel_prev_rank()
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -521,7 +521,7 @@ def get_expert_data_parallel_rank(
 
 def get_all_ranks() -> str:
     """This rank's places on the dims, joined by underscores; for names of files."""
-    return Getters.get_all_ranks(_face)
+    return _state.current.get_all_ranks()
 
 
 def is_initialized() -> bool:
@@ -536,22 +536,22 @@ def model_parallel_is_initialized() -> bool:
 
 def is_unitialized() -> bool:
     """Former, misspelt opposite of :func:`is_initialized`."""
-    return Getters.is_unitialized(_face)
+    return _state.current.is_unitialized()
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, begins the pipeline."""
-    return Getters.is_pipeline_first_stage(_face, ignore_virtual, vp_stage)
+    return _state.current.is_pipeline_first_stage(ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, ends the pipeline."""
-    return Getters.is_pipeline_last_stage(_face, ignore_virtual, vp_stage)
+    return _state.current.is_pipeline_last_stage(ignore_virtual, vp_stage)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, holds word embeddings."""
-    return Getters.is_rank_in_embedding_group(_face, ignore_virtual, vp_stage)
+    return _state.current.is_rank_in_embedding_group(ignore_virtual, vp_stage)
 
 
 def is_rank_in_position_embedding_group() -> bool:
@@ -638,8 +638,11 @@ class _Face(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SLOTS:
             setattr(_state.current, name, value)
-        else:
-            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, value)
+        if name in _GETTERS:  # patched, or put back: getters built on it must see that
+            patched = any(vars(self)[getter] is not own for getter, own in _GETTERS.items())
+            _state.current.ask_via(self if patched else _state.current)
 
     def __delattr__(self, name: str) -> None:
         if name in SLOTS:  # mock.patch deletes what it set, then sets what was there
@@ -651,5 +654,5 @@ class _Face(ModuleType):
         return sorted({*super().__dir__(), *SLOTS})
 
 
-_face: Any = sys.modules[__name__]
-_face.__class__ = _Face
+_GETTERS = {name: globals()[name] for name in vars(Getters) if not name.startswith("_")}
+sys.modules[__name__].__class__ = _Face

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
-from math import log2, prod
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 
 from compat import nccl
-from compat.megatron_groups import ROWS, Row
-from compat.rank_generator import (
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    inject_gtp_remat_axis,
-    lay_out,
-    order_tokens,
-)
+from compat.megatron_plan import Planned, plan_rows
+from compat.rank_generator import inject_gtp_remat_axis, lay_out, order_tokens
 from compat.release import HAS_GTP_REMAT
 from hypergrid.layout import RankLayout
-from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.plan import GroupPlan
 
 RankChooser = Callable[[list[int]], list[int]]
 
 
 class SizeError(ValueError, ZeroDivisionError):
     """A size below 1, which upstream divides by or quietly makes no groups of."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A row of the plan and where its group goes: a private global of upstream's."""
-
-    row: Row
-    slot: str
-    key: int | None  # place in the slot's list or dict, where it holds several groups
-    group: GroupRow
-    chosen: list[list[int]] | None = None  # as the caller's function gave them
 
 
 @dataclass(frozen=True)
@@ -85,12 +68,13 @@ class Request:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
             )
-        if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and self._instances > 1:
+        if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and self.instances > 1:
             raise AssertionError(
-                f"gtp_remat with num_distributed_optimizer_instances={self._instances} is not "
+                f"gtp_remat with num_distributed_optimizer_instances={self.instances} is not "
                 f"supported: set one of them to 1."
             )
-        self._check_window()
+        if self.world_size < 1:
+            raise SizeError(f"local_world_size must be at least 1, got {self.world_size}.")
         self._divide(
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
@@ -124,35 +108,10 @@ class Request:
                 )
         _ = self.timeout
 
-    def check_groups(self) -> None:
-        """Refuse what upstream refuses once it makes groups. Always AssertionError or SizeError."""
-        self._positive("num_distributed_optimizer_instances")
-        both = self.decoder.dim_size(("dp", "cp"))
-        for what, size in (
-            ("data x context parallel size", both),
-            ("expert data parallel size", self.expert.dim_size("dp")),
-        ):
-            if size % self._instances:
-                raise AssertionError(
-                    f"num_distributed_optimizer_instances={self._instances} does not divide the "
-                    f"{what} {size}."
-                )
-        if self.hybrid_context_parallel and both % 2:
-            raise AssertionError(
-                f"hybrid_context_parallel needs an even data x context parallel size, got {both}."
-            )
-        levels = self.hierarchical_context_parallel_sizes
-        if levels and prod(levels) != self.context_parallel_size:
-            raise AssertionError(
-                f"hierarchical_context_parallel_sizes={levels} multiply to {prod(levels)}, not to "
-                f"context_parallel_size={self.context_parallel_size}."
-            )
-        if self.pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
-            raise AssertionError(
-                f"pipeline_model_parallel_comm_backend="
-                f"{self.pipeline_model_parallel_comm_backend!r} is not supported: use 'nccl', "
-                f"'ucc' or None."
-            )
+    @property
+    def instances(self) -> int:
+        """Instances of the distributed optimizer."""
+        return self.num_distributed_optimizer_instances
 
     @property
     def sharp_group(self) -> str | None:
@@ -217,8 +176,8 @@ class Request:
         """Every layout that the table's rows refer to."""
         layouts = {"decoder": self.decoder, "expert": self.expert}
         parts = {
-            "dp_intra": self.expert.dim_size("dp") // self._instances,
-            "dp_inter": self._instances,
+            "dp_intra": self.expert.dim_size("dp") // self.instances,
+            "dp_inter": self.instances,
         }
         layouts["expert_instances"] = self.expert.split("dp", parts)
         if self.hierarchical_context_parallel_sizes:
@@ -229,39 +188,23 @@ class Request:
         return layouts
 
     @cached_property
-    def facts(self) -> dict[str, bool]:
-        """What the table's ``when`` may ask for."""
-        gtp, egtp = self.gtp_remat_size > 1, self.expert_gtp_remat_size > 1
-        return {
-            "": True,
-            "gtp": HAS_GTP_REMAT,
-            "gtp_axis": gtp,
-            "no_gtp_axis": not gtp,
-            "egtp_axis": egtp,
-            "no_egtp_axis": not egtp,
-            "instances": self._instances > 1,
-            "one_instance": self._instances == 1,
-            "all_gather": bool(self.create_all_gather_group),
-            "hybrid": bool(self.hybrid_context_parallel),
-            "hierarchical": bool(self.hierarchical_context_parallel_sizes),
-        }
-
-    @cached_property
-    def aliases(self) -> list[Row]:
-        """Rows that hold the same group as another one."""
-        return [row for row in ROWS if row.same_as and self.facts[row.when]]
-
-    @cached_property
     def planned(self) -> list[Planned]:
-        """The rows to create, in order."""
-        return [
-            p for row in ROWS if not row.same_as and self.facts[row.when] for p in self._plan(row)
-        ]
+        """The rows to create, in order. Refuses what upstream refuses as it makes groups."""
+        return plan_rows(self)
 
     @cached_property
     def plan(self) -> GroupPlan:
         """The groups of this request as data."""
-        return GroupPlan(self.layouts, tuple(p.group for p in self.planned))
+        rows = tuple(p.group for p in self.planned)  # first: it refuses what cannot be laid out
+        return GroupPlan(self.layouts, rows)
+
+    @cached_property
+    def participants(self) -> Sequence[int]:
+        """The ranks that create groups: the window, and whom a caller's function named besides."""
+        window = self.decoder.ranks
+        chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
+        besides = {rank for ranks in chosen for rank in ranks if rank not in window}
+        return sorted({*window, *besides}) if besides else window
 
     def proposal(self) -> dict[str, Any]:
         """What the ranks compare before they create: arguments in plain values, and the plan."""
@@ -269,64 +212,6 @@ class Request:
             f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("get_")
         }
         return {**values, "plan": self.plan.fingerprint()}
-
-    def _plan(self, row: Row) -> Iterator[Planned]:
-        section = self.nccl_configs.get(row.options)
-        options = None if section is None else tuple(sorted(section.items()))
-        backend, chosen = None, None
-        if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
-            backend = self.pipeline_model_parallel_comm_backend
-            options = None if backend == "ucc" else options
-        chooser = {
-            "_EMBEDDING_GROUP": (self.get_embedding_ranks, default_embedding_ranks),
-            "_POSITION_EMBEDDING_GROUP": (
-                self.get_position_embedding_ranks,
-                default_position_embedding_ranks,
-            ),
-        }.get(row.slot)
-        if chooser is not None and chooser[0] not in (None, chooser[1]):
-            pipelines = self.decoder.groups("pp").tolist()
-            chosen = [chooser[0](pipeline) for pipeline in pipelines]
-            _check_chosen(row.label, pipelines, chosen)
-        members = self.decoder.dim_size(("dp", "cp"))
-        base = GroupRow(
-            label=row.label,
-            layout=row.grid,
-            dims=tuple(row.dims.split("-")),
-            chunk=members // self._instances if row.chunk == "instance" else None,
-            pick="all" if chosen is not None else row.pick,  # type: ignore[arg-type]
-            explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
-            backend=backend,
-            timeout=None if row.default_timeout else self.timeout.total_seconds(),
-            options=options,
-            separate=row.separate,
-        )
-        if row.fan == "sizes":
-            for size in (2**i for i in range(1, int(log2(members)))):
-                group = replace(base, label=row.desc.format(size), chunk=size)
-                yield Planned(row, row.slot, size, group)
-        elif row.fan == "levels":
-            for i, _ in enumerate(self.hierarchical_context_parallel_sizes or ()):
-                group = replace(base, label=row.desc.format(i), dims=(f"cp{i}",))
-                yield Planned(row, row.slot, i, group)
-        else:
-            yield Planned(row, row.slot, None, base, chosen)
-        if row.gloo and self._gloo_for(row):
-            timeout = None if row.twin_default_timeout else base.timeout
-            twin = replace(
-                base,
-                label=row.twin_label,
-                backend="gloo",
-                options=None,
-                timeout=timeout,
-                separate=True,
-            )
-            yield Planned(row, row.slot + "_GLOO", None, twin)
-
-    def _gloo_for(self, row: Row) -> bool:
-        expert = row.grid.startswith("expert")
-        axes = (self.gtp_remat_size, self.expert_gtp_remat_size if expert else 1)
-        return self.create_gloo_process_groups and max(axes) == 1
 
     def _lay_out(self, sizes: dict[str, int], after: str) -> RankLayout:
         order = inject_gtp_remat_axis(self.order, after)
@@ -337,7 +222,7 @@ class Request:
 
     def _divide(self, *names: str) -> int:
         for name in names:
-            self._positive(name)
+            self.positive(name)
         sizes = {name: self._size(name) for name in names}
         model = prod(sizes.values())
         if self.world_size % model:
@@ -348,7 +233,8 @@ class Request:
             )
         return model
 
-    def _positive(self, name: str) -> None:
+    def positive(self, name: str) -> None:
+        """Refuse the size ``name`` unless it is a whole number of at least 1."""
         value = self._size(name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number, got {value!r}.")
@@ -365,10 +251,6 @@ class Request:
         given = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if given is None else given
 
-    @property
-    def _instances(self) -> int:
-        return self.num_distributed_optimizer_instances
-
     def _check_sharp(self) -> None:
         group = self.sharp_enabled_group
         if not self.use_sharp:
@@ -378,30 +260,8 @@ class Request:
             raise AssertionError(
                 f"sharp_enabled_group={group!r} is not supported: use 'dp' or 'dp_replica'."
             )
-        elif group == "dp_replica" and self._instances <= 1:
+        elif group == "dp_replica" and self.instances <= 1:
             raise AssertionError(
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
-                f"got {self._instances}."
-            )
-
-    def _check_window(self) -> None:
-        world = dist.get_world_size()
-        if (
-            self.rank_offset < 0
-            or self.world_size < 1
-            or self.rank_offset + self.world_size > world
-        ):
-            raise ValueError(
-                f"rank_offset={self.rank_offset} with local_world_size={self.world_size} is no "
-                f"window of the world's {world} ranks."
-            )
-
-
-def _check_chosen(label: str, pipelines: list[list[int]], chosen: list[list[int]]) -> None:
-    world = range(dist.get_world_size())
-    for pipeline, ranks in zip(pipelines, chosen, strict=True):
-        if len(set(ranks)) != len(ranks) or any(rank not in world for rank in ranks):
-            raise ValueError(
-                f"the function given for {label} made {list(ranks)} of the pipeline {pipeline}: "
-                f"ranks must not repeat and must be below the world size {len(world)}."
+                f"got {self.instances}."
             )

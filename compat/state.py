@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import warnings
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat import nccl
-from compat.getters import NUMBERS, Getters, missing
+from compat.build import Built, build
+from compat.getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, NUMBERS, Getters, missing
 from compat.megatron_groups import ROWS
-from compat.request import Planned, Request
-from hypergrid.agreement import agree
+from compat.request import Request
 from hypergrid.plan import GroupPlan
-from hypergrid.pool import GroupPool
-
-_COLLNET = "NCCL_COLLNET_ENABLE"
-# What UCC needs, and whether the user's own value wins.
-_UCC_ENVIRONMENT = {
-    "TORCH_UCC_BLOCKING_WAIT": ("none", True),
-    "UCC_EC_CUDA_STREAM_TASK_MODE": ("driver", True),
-    "UCX_TLS": ("ib,cuda_copy", True),
-    "NSYS_UCP_COMM_PARAMS": ("1", False),
-    "UCX_RNDV_THRESH": ("0", False),
-    "UCX_NET_DEVICES": ("all", False),
-    "UCC_CL_BASIC_TLS": ("^sharp,nccl", False),
-}
 
 GROUP_SLOTS = tuple(
     dict.fromkeys(
@@ -39,7 +26,12 @@ GROUP_SLOTS = tuple(
     )
 )
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
-OVERRIDE_SLOTS = tuple(dict.fromkeys(n.override for n in NUMBERS.values() if n.override))
+_DP_SIZE = "_MPU_DATA_PARALLEL_WORLD_SIZE"
+OVERRIDE_SLOTS = tuple(
+    dict.fromkeys(
+        (*(n.override for n in NUMBERS.values() if n.override), "_MPU_DATA_PARALLEL_RANK", _DP_SIZE)
+    )
+)
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
@@ -48,7 +40,7 @@ OTHER_SLOTS = (
     "_global_process_group_list",
 )
 SLOTS = frozenset((*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS))
-_SOURCES = frozenset((*OVERRIDE_SLOTS, *(n.group for n in NUMBERS.values())))
+_SOURCES = frozenset((*OVERRIDE_SLOTS, *GROUP_SLOTS))
 
 
 class ParallelState(Getters):
@@ -59,19 +51,36 @@ class ParallelState(Getters):
     :meth:`create` gives one that has.
     """
 
-    _global_process_group_list: list[ProcessGroup | None] | None
-    _GLOBAL_MEMORY_BUFFER: Any
-    _GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any
+    # Slots, not a dictionary: a getter is called millions of times.
+    __slots__ = (
+        *sorted(SLOTS),
+        *NUMBERS,
+        *("_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
+        *("_numbered", "_pool", "_via", "_extra_all_gather_groups", "request", "__weakref__"),
+    )
+
+    if TYPE_CHECKING:
+        _global_process_group_list: list[ProcessGroup | None] | None
+        _GLOBAL_MEMORY_BUFFER: Any
+        _GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any
 
     def __init__(self) -> None:
-        self._clear()
+        self._forget()
 
-    def _clear(self) -> None:
-        self.__dict__.update(dict.fromkeys(SLOTS), _HYBRID_DP_CP_GROUPS={})
-        self.__dict__.update(dict.fromkeys(NUMBERS), _numbered={})
+    def _forget(self) -> None:
         self.request: Request | None = None
-        self._pool: GroupPool | None = None
         self._extra_all_gather_groups = 0
+        self._via = self
+        for slot in SLOTS:
+            object.__setattr__(self, slot, None)
+        self._take(Built())
+
+    def _take(self, built: Built) -> None:
+        self._pool = built.pool
+        self._numbered = built.numbers
+        for slot, value in built.slots.items():
+            object.__setattr__(self, slot, value)
+        self._renumber()
 
     @classmethod
     def create(cls, **arguments: Any) -> ParallelState:
@@ -91,9 +100,16 @@ class ParallelState(Getters):
     @classmethod
     def from_request(cls, request: Request) -> ParallelState:
         """As :meth:`create`, for a request that was checked already."""
-        request.check_groups()
-        state = cls()
-        state._build(request)
+        built, state = build(request), cls()
+        state._take(built)
+        state.request = request
+        state._global_process_group_list = built.groups
+        if request.virtual_pipeline_model_parallel_size is not None:
+            state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
+            state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = (
+                request.virtual_pipeline_model_parallel_size
+            )
+        state._set_global_memory_buffer()
         return state
 
     @property
@@ -102,7 +118,7 @@ class ParallelState(Getters):
         return None if self.request is None else self.request.plan
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
+        object.__setattr__(self, name, value)
         if name in _SOURCES:
             self._renumber()
 
@@ -117,7 +133,7 @@ class ParallelState(Getters):
     def take_overrides(self, before: ParallelState) -> None:
         """Keep what ``set_*`` was told before there were groups, as upstream does."""
         for slot in OVERRIDE_SLOTS:
-            self.__dict__[slot] = getattr(before, slot)
+            object.__setattr__(self, slot, getattr(before, slot))
         self._renumber()
 
     def note_group(self, group: ProcessGroup) -> None:
@@ -131,107 +147,85 @@ class ParallelState(Getters):
         _release_megatron_buffers()
         if self._pool is not None:
             self._pool.destroy()
-        self._clear()
-
-    def _build(self, request: Request) -> None:
-        # Options before anything else: a bad NCCL file must refuse before a group exists.
-        options = {p.group.label: self._nccl_options(p, request) for p in request.planned}
-        with _restored_on_failure(_COLLNET, *_UCC_ENVIRONMENT):
-            os.environ.pop(_COLLNET, None)
-            if request.pipeline_model_parallel_comm_backend == "ucc":
-                _prepare_ucc()
-            rank = dist.get_rank()
-            self._global_process_group_list = [None]  # None is the default group
-            if rank in request.decoder:
-                agreement = agree(request.decoder.ranks, request.proposal(), request.timeout)
-                self._pool = GroupPool(agreement)
-                try:
-                    self._make_groups(request, rank, options)
-                except BaseException:
-                    self._pool.destroy()
-                    raise
-        self.request = request
-        if request.virtual_pipeline_model_parallel_size is not None:
-            size = request.virtual_pipeline_model_parallel_size
-            self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
-            self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = size
-        self._set_global_memory_buffer()
-        self._renumber()
-
-    def _make_groups(self, request: Request, rank: int, options: dict[str, Any]) -> None:
-        assert self._pool is not None
-        slots, everything = self.__dict__, self.__dict__["_global_process_group_list"]
-        planned = request.planned
-        for at, p in enumerate(planned):
-            sharp = request.sharp_group is not None and p.row.sharp == request.sharp_group
-            if sharp:
-                os.environ[_COLLNET] = "1"
-            mine = request.plan.mine(p.group, rank)
-            made = self._pool.make(
-                p.group.label,
-                mine,
-                lambda p=p: request.plan.all(p.group),  # type: ignore[misc]
-                backend=p.group.backend,
-                timeout=None if p.group.timeout is None else timedelta(seconds=p.group.timeout),
-                pg_options=options[p.group.label],
-            )
-            everything += made
-            for group, (name, ranks) in zip(made, mine.items(), strict=True):
-                self._place(p, group, name, ranks, rank)
-            if sharp and (at + 1 == len(planned) or planned[at + 1].row.sharp != p.row.sharp):
-                self._finish_sharp(request.sharp_group)
-        for alias in request.aliases:
-            for suffix in ("", "_GLOO") if alias.gloo else ("",):
-                slots[alias.slot + suffix] = slots[alias.same_as + suffix]
-                if alias.same_as in self._numbered:
-                    self._numbered[alias.slot] = self._numbered[alias.same_as]
-
-    def _place(
-        self, p: Planned, group: ProcessGroup, name: str, ranks: tuple[int, ...], rank: int
-    ) -> None:
-        slots = self.__dict__
-        if p.row.fan == "sizes":
-            slots[p.slot][p.key] = group
-        elif p.row.fan == "levels":
-            slots[p.slot] = [*(slots[p.slot] or []), group]
-        else:
-            slots[p.slot] = group
-            self._numbered[p.slot] = (group, sorted(ranks).index(rank), len(ranks))
-            if p.row.ranks and p.slot == p.row.slot:
-                chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
-                slots[p.row.ranks] = chosen or list(ranks)
-
-    def _nccl_options(self, p: Planned, request: Request) -> Any:
-        if p.group.options is None:
-            return None
-        return nccl.get_nccl_options(p.row.options, request.nccl_configs)
-
-    def _finish_sharp(self, name: str | None) -> None:
-        # NCCL connects on first use, and SHARP serves whatever connects while it is switched on.
-        slot = next(row.slot for row in ROWS if row.sharp == name and row.sharp_barrier)
-        group = self.__dict__[slot]
-        if group is not None:
-            dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
-            torch.cuda.synchronize()
-        os.environ.pop(_COLLNET, None)
+        self._forget()
 
     def _renumber(self) -> None:
-        # A number is known for the groups that this state made; of a group that somebody else
-        # put into a slot, only the group can tell, each time it is asked.
-        slots, numbered = self.__dict__, self._numbered
+        """Work out every rank and size that can be known without asking a group each time.
+
+        Known are overrides, and the numbers of groups that this state made. Of a group that
+        somebody else put into a slot only the group can tell, each time.
+        """
+        put = functools.partial(object.__setattr__, self)
         for name, (override, slot, kind) in NUMBERS.items():
-            number = None if override is None else slots[override]
-            if number is None and slots[slot] is not None:
-                group, rank, size = numbered.get(slot, (None, None, None))
-                if group is slots[slot]:
-                    number = rank if kind == "rank" else size
-            slots[name] = number
+            number = None if override is None else getattr(self, override)
+            put(name, self._known(slot, kind) if number is None else number)
+        for kind, override in (("rank", "_MPU_DATA_PARALLEL_RANK"), ("size", _DP_SIZE)):
+            number = getattr(self, override)
+            dense, expert = DATA_PARALLEL.items(), EXPERT_DATA_PARALLEL.items()
+            fixed = dict.fromkeys(DATA_PARALLEL, number)
+            known = {key: self._known(slot, kind) for key, slot in dense}
+            put(f"_dp_{kind}s", known if number is None else fixed)
+            put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in expert})
+        stage, stages = self._pp_rank, self._pp_size
+        known_stage = self._via is self and stage is not None and stages is not None
+        put("_is_first", stage == 0 if known_stage else None)
+        put("_is_last", stage == stages - 1 if known_stage else None)
+
+    def _known(self, slot: str, kind: str) -> int | None:
+        group, rank, size = self._numbered.get(slot, (None, None, None))
+        if group is None or group is not getattr(self, slot):
+            return None
+        return rank if kind == "rank" else size
+
+    def ask_via(self, other: Any) -> None:
+        """Let getters that are built from other getters ask those of ``other``."""
+        self._via = other
+        self._renumber()
+
+    def set_tensor_model_parallel_world_size(self, world_size: int | None) -> None:
+        self._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+    def set_tensor_model_parallel_rank(self, rank: int | None) -> None:
+        self._MPU_TENSOR_MODEL_PARALLEL_RANK = rank
+
+    def set_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
+        self._MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+    def set_pipeline_model_parallel_rank(self, rank: int | None) -> None:
+        self._MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+    def set_virtual_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
+        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+    def set_virtual_pipeline_model_parallel_rank(self, rank: int | None) -> None:
+        warnings.warn(
+            "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
+            "is_pipeline_first_stage() and its like.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+    def set_data_parallel_rank(self, rank: int | None) -> None:
+        self._MPU_DATA_PARALLEL_RANK = rank
+
+    def set_expert_model_parallel_world_size(self, world_size: int | None) -> None:
+        self._MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+    def set_expert_model_parallel_rank(self, rank: int | None) -> None:
+        self._MPU_EXPERT_MODEL_PARALLEL_RANK = rank
+
+    def set_expert_tensor_parallel_world_size(self, world_size: int | None) -> None:
+        self._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
+
+    def set_expert_tensor_parallel_rank(self, rank: int | None) -> None:
+        self._MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
 
     def get_global_memory_buffer(self) -> Any:
         """Megatron's ``GlobalMemoryBuffer``, made when it is first asked for."""
         buffer = self._group("_GLOBAL_MEMORY_BUFFER")
         if isinstance(buffer, LazyBuffer):
-            buffer = self.__dict__["_GLOBAL_MEMORY_BUFFER"] = buffer.make()
+            buffer = self._GLOBAL_MEMORY_BUFFER = buffer.make()
         return buffer
 
     def _set_global_memory_buffer(self) -> None:
@@ -322,30 +316,6 @@ class LazyBuffer:
         return GlobalMemoryBuffer()
 
 
-@contextmanager
-def _restored_on_failure(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    except BaseException:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        raise
-
-
-def _prepare_ucc() -> None:
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise AssertionError(
-            "the UCC backend needs CUDA_DEVICE_MAX_CONNECTIONS larger than 1, it is 1: with one "
-            "connection its communication cannot overlap. Unset it or raise it."
-        )
-    for name, (value, users_wins) in _UCC_ENVIRONMENT.items():
-        os.environ[name] = os.environ.get(name, value) if users_wins else value
-
-
 def _release_megatron_buffers() -> None:
     # Upstream's own teardown does this; what was never loaded has nothing to give back.
     fused = sys.modules.get("megatron.core.transformer.moe.fused_a2a")
@@ -360,3 +330,10 @@ def _release_megatron_buffers() -> None:
 
 # The state that module-level callers speak to.
 current = ParallelState()
+
+
+def set_current(state: ParallelState) -> None:
+    """Make ``state`` the one that module-level callers speak to."""
+    global current
+    state.ask_via(state if current._via is current else current._via)
+    current = state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,9 +37,9 @@ class Agreement:
 
 
 def agree(
-    window: range, proposal: Mapping[str, Any], timeout: timedelta | None = None
+    ranks: Sequence[int], proposal: Mapping[str, Any], timeout: timedelta | None = None
 ) -> Agreement:
-    """Compare ``proposal`` over all ranks of ``window``. *Collective* over the window.
+    """Compare ``proposal`` over ``ranks``. *Collective* over them.
 
     Each rank writes one key and counts itself in; whoever comes last looks whether all were
     equal and tells the others. Costs a handful of store operations per rank, none of them with
@@ -47,8 +47,8 @@ def agree(
 
     Parameters
     ----------
-    window : range
-        The consecutive ranks that create groups together; this rank is one of them.
+    ranks : sequence of int
+        The ranks that create groups together, ascending; this rank is one of them.
     proposal : mapping
         What this rank is about to create, as values that JSON can hold.
     timeout : timedelta, optional
@@ -65,7 +65,7 @@ def agree(
     if store is None:
         return Agreement(f"alone/{next(_alone)}", obstacle)
     rank = dist.get_rank()
-    span = f"{window.start}..{window.stop - 1}"
+    span = _span(ranks)
     board = PrefixStore(f"hypergrid/{span}", store)
     epoch = board.add("round", 0)
     here = PrefixStore(str(epoch), board)
@@ -76,15 +76,15 @@ def agree(
         here.add("obstacles", 1)
     alike = "alike/" + hashlib.sha256(text.encode()).hexdigest()
     here.add(alike, 1)
-    if here.add("arrived", 1) == len(window):
+    if here.add("arrived", 1) == len(ranks):
         board.add("round", 1)  # before the verdict: whoever reads it may start the next round
-        here.set("verdict", json.dumps(_verdict(here, window, alike)))
+        here.set("verdict", json.dumps(_verdict(here, ranks, alike)))
     try:
         here.wait(["verdict"], timeout or DEFAULT_TIMEOUT)
     except RuntimeError as error:
         raise AgreementError(
             f"rank {rank} waited {timeout or DEFAULT_TIMEOUT} for all of ranks {span} to create "
-            f"their groups together; only {here.add('arrived', 0)} of {len(window)} came."
+            f"their groups together; only {here.add('arrived', 0)} of {len(ranks)} came."
         ) from error
     verdict = json.loads(here.get("verdict"))
     if "error" in verdict:
@@ -99,25 +99,37 @@ def shared_store() -> Store | None:
     return c10d._get_default_store()
 
 
-def _verdict(here: Store, window: range, alike: str) -> dict[str, str | None]:
-    if here.add(alike, 0) != len(window):
-        return {"error": _difference(here, window)}
+def _verdict(here: Store, ranks: Sequence[int], alike: str) -> dict[str, str | None]:
+    if here.add(alike, 0) != len(ranks):
+        return {"error": _difference(here, ranks)}
     blocked = here.add("obstacles", 0) > 0
     return {"obstacle": here.get("obstacle").decode() if blocked else None}
 
 
-def _difference(here: Store, window: range) -> str:
-    first = json.loads(here.get(f"proposal/{window.start}"))
-    for rank in window[1:]:
+def _difference(here: Store, ranks: Sequence[int]) -> str:
+    first = json.loads(here.get(f"proposal/{ranks[0]}"))
+    for rank in ranks[1:]:
         other = json.loads(here.get(f"proposal/{rank}"))
         if other != first:
             break
     fields = "; ".join(
-        f"{key} is {other.get(key)!r} on rank {rank} and {first.get(key)!r} on rank {window.start}"
+        f"{key} is {other.get(key)!r} on rank {rank} and {first.get(key)!r} on rank {ranks[0]}"
         for key in sorted(first.keys() | other.keys())
         if first.get(key) != other.get(key)
     )
     return (
-        f"the ranks {window.start}..{window.stop - 1} were asked for different groups: {fields}. "
+        f"ranks {_span(ranks)} were asked for different groups: {fields}. "
         f"Start all of them with the same arguments. No group was made."
     )
+
+
+def _span(ranks: Sequence[int]) -> str:
+    if isinstance(ranks, range):
+        return f"{ranks.start}..{ranks.stop - 1}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ",".join("..".join(map(str, run)) for run in runs)

@@ -1,0 +1,140 @@
+"""Creates the groups of a request on this rank, and says which private global holds which."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from compat import nccl, ucc
+from compat.megatron_groups import ROWS
+from compat.megatron_plan import Planned, aliases
+from hypergrid.agreement import agree
+from hypergrid.pool import GroupPool
+
+if TYPE_CHECKING:
+    from compat.request import Request
+
+_COLLNET = "NCCL_COLLNET_ENABLE"
+
+
+@dataclass
+class Built:
+    """The outcome: values of upstream's private globals, and the pool that owns the groups.
+
+    ``numbers`` has, for a global that holds one group, that group, this rank's place in it and
+    its size.
+    """
+
+    slots: dict[str, Any] = field(default_factory=lambda: {"_HYBRID_DP_CP_GROUPS": {}})
+    numbers: dict[str, tuple[ProcessGroup, int, int]] = field(default_factory=dict)
+    groups: list[ProcessGroup | None] = field(default_factory=lambda: [None])  # None: the default
+    pool: GroupPool | None = None
+
+
+def build(request: Request) -> Built:
+    """Create every group of ``request`` that this rank belongs to.
+
+    *Collective* over the request's participants; a rank that is none of them gets no groups.
+    After a failure no group is left and the environment is as before.
+    """
+    plan, rank, built = request.plan, dist.get_rank(), Built()
+    # Options first: what they refuse must be refused before a group exists.
+    options = [_options(p, request) for p in request.planned]
+    with _restored_on_failure(_COLLNET, *ucc.ENVIRONMENT):
+        os.environ.pop(_COLLNET, None)
+        if request.pipeline_model_parallel_comm_backend == "ucc":
+            ucc.prepare()
+        if rank not in request.participants:
+            return built
+        built.pool = GroupPool(agree(request.participants, request.proposal(), request.timeout))
+        try:
+            for p, pg_options in zip(request.planned, options, strict=True):
+                with _sharp(p, request, built):
+                    mine = plan.mine(p.group, rank)
+                    made = built.pool.make(
+                        p.group.label,
+                        mine,
+                        lambda p=p: plan.all(p.group),  # type: ignore[misc]
+                        backend=p.group.backend,
+                        timeout=_seconds(p.group.timeout),
+                        pg_options=pg_options,
+                    )
+                    for group, (name, ranks) in zip(made, mine.items(), strict=True):
+                        _place(built, p, group, name, ranks, rank)
+            for row in aliases(request):
+                for suffix in ("", "_GLOO") if row.gloo else ("",):
+                    built.slots[row.slot + suffix] = built.slots.get(row.same_as + suffix)
+                if row.same_as in built.numbers:
+                    built.numbers[row.slot] = built.numbers[row.same_as]
+        except BaseException:
+            built.pool.destroy()
+            raise
+    return built
+
+
+def _place(
+    built: Built, p: Planned, group: ProcessGroup, name: str, ranks: tuple[int, ...], rank: int
+) -> None:
+    built.groups.append(group)
+    if p.row.fan == "sizes":
+        built.slots[p.slot][p.key] = group
+    elif p.row.fan == "levels":
+        built.slots.setdefault(p.slot, []).append(group)
+    else:
+        built.slots[p.slot] = group
+        built.numbers[p.slot] = (group, sorted(ranks).index(rank), len(ranks))
+        if p.row.ranks and p.slot == p.row.slot:
+            chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
+            built.slots[p.row.ranks] = chosen or list(ranks)
+
+
+def _options(p: Planned, request: Request) -> Any:
+    if p.group.options is None:
+        return None
+    return nccl.get_nccl_options(p.row.options, request.nccl_configs)
+
+
+def _seconds(timeout: float | None) -> timedelta | None:
+    return None if timeout is None else timedelta(seconds=timeout)
+
+
+@contextmanager
+def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
+    """Switch SHARP on around the rows that it serves, and off behind the last of them.
+
+    NCCL connects on first use and takes SHARP for whatever connects while it is on: the group
+    that is to have it meets once before it is switched off.
+    """
+    served = [q for q in request.planned if q.row.sharp == request.sharp_group]
+    if request.sharp_group is None or p not in served:
+        yield
+        return
+    os.environ[_COLLNET] = "1"
+    yield
+    if p is served[-1]:
+        (slot,) = (row.slot for row in ROWS if row.sharp == p.row.sharp and row.sharp_barrier)
+        dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
+        torch.cuda.synchronize()
+        os.environ.pop(_COLLNET, None)
+
+
+@contextmanager
+def _restored_on_failure(*names: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        raise

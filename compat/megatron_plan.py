@@ -1,0 +1,202 @@
+"""From the table's rows and one request to the rows of a plan: what is made, cut how, for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import log2, prod
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from compat import nccl, ucc
+from compat.megatron_groups import ROWS, Row
+from compat.rank_generator import default_embedding_ranks, default_position_embedding_ranks
+from compat.release import HAS_GTP_REMAT
+from hypergrid.plan import GroupRow
+
+if TYPE_CHECKING:
+    from compat.request import Request
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row of the plan and where its group goes: a private global of upstream's."""
+
+    row: Row
+    slot: str
+    key: int | None  # place in the slot's list or dict, where it holds several groups
+    group: GroupRow
+    chosen: list[list[int]] | None = None  # as the caller's function gave them
+
+
+def facts(request: Request) -> dict[str, bool]:
+    """What the table's ``when`` may ask for."""
+    gtp, egtp = request.gtp_remat_size > 1, request.expert_gtp_remat_size > 1
+    return {
+        "": True,
+        "gtp": HAS_GTP_REMAT,
+        "gtp_axis": gtp,
+        "no_gtp_axis": not gtp,
+        "egtp_axis": egtp,
+        "no_egtp_axis": not egtp,
+        "instances": request.instances > 1,
+        "one_instance": request.instances == 1,
+        "all_gather": bool(request.create_all_gather_group),
+        "hybrid": bool(request.hybrid_context_parallel),
+        "hierarchical": bool(request.hierarchical_context_parallel_sizes),
+    }
+
+
+def aliases(request: Request) -> list[Row]:
+    """Rows that hold the same group as another one."""
+    true = facts(request)
+    return [row for row in ROWS if row.same_as and true[row.when]]
+
+
+def plan_rows(request: Request) -> list[Planned]:
+    """The rows to create, in order.
+
+    Refuses what upstream refuses while it makes groups, row by row in the same order, so that of
+    two faults the same one is told.
+    """
+    request.positive("num_distributed_optimizer_instances")
+    _check_instances(request, "data x context parallel size", _members(request))
+    true = facts(request)
+    rows = [row for row in ROWS if not row.same_as and true[row.when]]
+    _check_window(request)
+    return [planned for row in rows for planned in _plan(request, row)]
+
+
+def _plan(request: Request, row: Row) -> Iterator[Planned]:
+    backend, chosen = None, None
+    if row.slot in _CHECKS:
+        _CHECKS[row.slot](request)
+    if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
+        backend = request.pipeline_model_parallel_comm_backend
+    if row.slot in _CHOOSERS:
+        argument, default = _CHOOSERS[row.slot]
+        choose = getattr(request, argument)
+        if choose not in (None, default):
+            chosen = [choose(pipeline) for pipeline in request.decoder.groups("pp").tolist()]
+    section = None if backend == "ucc" else request.nccl_configs.get(row.options)
+    if section is not None:
+        nccl.check_section(row.options, section)
+    if chosen is not None:
+        _check_chosen(row.label, chosen)
+    base = GroupRow(
+        label=row.label,
+        layout=row.grid,
+        dims=tuple(row.dims.split("-")),
+        chunk=_members(request) // request.instances if row.chunk == "instance" else None,
+        pick="all" if chosen is not None else row.pick,
+        explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
+        backend=backend,
+        timeout=None if row.default_timeout else request.timeout.total_seconds(),
+        options=None if section is None else tuple(sorted(section.items())),
+        separate=row.separate,
+    )
+    if row.fan == "sizes":
+        for size in (2**i for i in range(1, int(log2(_members(request))))):
+            group = replace(base, label=row.desc.format(size), chunk=size)
+            yield Planned(row, row.slot, size, group)
+    elif row.fan == "levels":
+        for i in range(len(request.hierarchical_context_parallel_sizes or ())):
+            group = replace(base, label=row.desc.format(i), dims=(f"cp{i}",))
+            yield Planned(row, row.slot, i, group)
+    else:
+        yield Planned(row, row.slot, None, base, chosen)
+    if row.gloo and _makes_gloo(request, row):
+        twin = replace(
+            base,
+            label=row.twin_label,
+            backend="gloo",
+            options=base.options if row.twin_options else None,
+            timeout=None if row.twin_default_timeout else base.timeout,
+            separate=True,
+        )
+        yield Planned(row, row.slot + "_GLOO", None, twin)
+
+
+def _members(request: Request) -> int:
+    return request.decoder.dim_size(("dp", "cp"))
+
+
+def _makes_gloo(request: Request, row: Row) -> bool:
+    expert = row.grid.startswith("expert")
+    sharded = max(request.gtp_remat_size, request.expert_gtp_remat_size if expert else 1) > 1
+    return request.create_gloo_process_groups and not sharded
+
+
+def _check_window(request: Request) -> None:
+    world = dist.get_world_size()
+    if request.decoder.ranks.stop > world:
+        raise ValueError(
+            f"rank_offset={request.rank_offset} with local_world_size={request.world_size} is no "
+            f"window of the world's {world} ranks. Make one of them smaller."
+        )
+
+
+def _check_instances(request: Request, what: str, size: int) -> None:
+    if size % request.instances:
+        raise AssertionError(
+            f"num_distributed_optimizer_instances={request.instances} does not divide the "
+            f"{what} {size}."
+        )
+
+
+def _check_expert_instances(request: Request) -> None:
+    _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
+
+
+def _check_hybrid(request: Request) -> None:
+    if _members(request) % 2:
+        raise AssertionError(
+            f"hybrid_context_parallel needs an even data x context parallel size, got "
+            f"{_members(request)}."
+        )
+
+
+def _check_levels(request: Request) -> None:
+    levels = request.hierarchical_context_parallel_sizes or []
+    if prod(levels) != request.context_parallel_size:
+        raise AssertionError(
+            f"hierarchical_context_parallel_sizes={levels} multiply to {prod(levels)}, not to "
+            f"context_parallel_size={request.context_parallel_size}."
+        )
+
+
+def _check_pipeline_backend(request: Request) -> None:
+    backend = request.pipeline_model_parallel_comm_backend
+    if backend == "ucc":
+        ucc.check()
+    elif backend not in (None, "nccl"):
+        raise AssertionError(
+            f"pipeline_model_parallel_comm_backend={backend!r} is not supported: use 'nccl', "
+            f"'ucc' or None."
+        )
+
+
+def _check_chosen(label: str, chosen: list[list[int]]) -> None:
+    world = range(dist.get_world_size())
+    for ranks in chosen:
+        if len(set(ranks)) != len(ranks) or any(rank not in world for rank in ranks):
+            raise ValueError(
+                f"the function given for {label} chose {list(ranks)}: ranks must not repeat and "
+                f"must be below the world size {len(world)}."
+            )
+
+
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "_HYBRID_DP_CP_GROUPS": _check_hybrid,
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": _check_levels,
+    "_PIPELINE_MODEL_PARALLEL_GROUP": _check_pipeline_backend,
+    "_EXPERT_DATA_PARALLEL_GROUP": _check_expert_instances,
+}
+_CHOOSERS: dict[str, tuple[str, Callable[[list[int]], list[int]]]] = {
+    "_EMBEDDING_GROUP": ("get_embedding_ranks", default_embedding_ranks),
+    "_POSITION_EMBEDDING_GROUP": (
+        "get_position_embedding_ranks",
+        default_position_embedding_ranks,
+    ),
+}
