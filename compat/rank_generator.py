@@ -9,12 +9,9 @@ from compat.release import HAS_GTP_REMAT
 from hypergrid.layout import LayoutError, RankLayout
 
 
-class MissingDimError(LayoutError, RuntimeError):
-    """The order leaves out a dim that is larger than 1."""
-
-
-class UnknownDimError(LayoutError, KeyError):
-    """The order names a dim that does not exist."""
+class OrderError(LayoutError, RuntimeError, KeyError):
+    """An order that leaves out a dim larger than 1 (upstream: RuntimeError) or names none that
+    exists (upstream: KeyError)."""
 
     __str__ = ValueError.__str__  # KeyError would quote the sentence
 
@@ -26,32 +23,27 @@ def order_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
 
     Raises
     ------
-    MissingDimError, UnknownDimError, LayoutError
-        RuntimeError, KeyError and ValueError of upstream. All are LayoutErrors.
+    OrderError
+        A token that is no dim, or a dim larger than 1 without a token.
+    LayoutError
+        A token that repeats, of a dim larger than 1.
     """
-    text = order.lower()
-    for name, size in sizes.items():
-        if name not in text:  # as upstream: anywhere in the text, so "gtp_remat" hides "tp"
-            if size != 1:
-                raise MissingDimError(
-                    f"order {order!r} leaves out {name!r}, whose size is {size}. Add {name!r} to "
-                    f"the order, or make its size 1."
-                )
-            text += f"-{name}"
-    tokens = text.split("-")
+    tokens = order.lower().split("-")
     for token in tokens:
         if token not in sizes:
-            raise UnknownDimError(
+            raise OrderError(
                 f"order {order!r} names {token!r}, which is no dim. Known: {', '.join(sizes)}."
             )
         if tokens.count(token) > 1 and sizes[token] != 1:
             raise LayoutError(f"order {order!r} names {token!r} more than once. Name it once.")
-    for name in sizes:
+    for name, size in sizes.items():
         if name not in tokens:
-            raise LayoutError(
-                f"order {order!r} leaves out {name!r}, which megatron-core 0.19 and newer need "
-                f"even at size 1. Add it to the order."
-            )
+            if size != 1:
+                raise OrderError(
+                    f"order {order!r} leaves out {name!r}, whose size is {size}. Add {name!r} to "
+                    f"the order, or make its size 1."
+                )
+            tokens.append(name)
     return tokens
 
 
@@ -103,7 +95,7 @@ class RankGenerator:
     ------
     AssertionError
         Both ep and cp larger than 1: they belong to different grids.
-    MissingDimError, UnknownDimError
+    OrderError
         See :func:`order_tokens`.
     """
 

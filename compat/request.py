@@ -214,10 +214,10 @@ class Request:
         return {**values, "plan": self.plan.fingerprint()}
 
     def _lay_out(self, sizes: dict[str, int], after: str) -> RankLayout:
+        named = HAS_GTP_REMAT and "gtp_remat" in self.order.lower()
+        own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
+        order_tokens(self.order, own)  # refuses in the words of the order as it was given
         order = inject_gtp_remat_axis(self.order, after)
-        if not HAS_GTP_REMAT:
-            checked = {name: size for name, size in sizes.items() if name != "gtp_remat"}
-            order = "-".join([*order_tokens(self.order, checked), "gtp_remat"])
         return lay_out(order_tokens(order, sizes), sizes, self.rank_offset)
 
     def _divide(self, *names: str) -> int:

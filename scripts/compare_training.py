@@ -55,14 +55,11 @@ def run_side(side: str, options: argparse.Namespace, models: dict[str, str]) -> 
         out = Path(directory, "results.json")
         command = [sys.executable, __file__, "--side", side, "--out", str(out)]
         command += ["--ranks", str(options.ranks), "--steps", str(options.steps)]
-        command += [f"--run={arguments}" for arguments in models.values()]
+        order = f" --order {options.order}" if options.order and side == "stock" else ""
+        command += [f"--run={arguments}{order}" for arguments in models.values()]
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parent)]))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-        if options.order and side == "stock":
-            command[-len(models) :] = [
-                f"{c} --order {options.order}" for c in command[-len(models) :]
-            ]
-        elif options.order:
+        if options.order and side == "hypergrid":
             environment["HYPERGRID_ORDER"] = options.order
         subprocess.run(command, check=True, env=environment)
         results: list[Results] = json.loads(out.read_text())
