@@ -54,7 +54,9 @@ def build(request: Request) -> Built:
             ucc.prepare()
         if rank not in request.participants:
             return built
-        built.pool = GroupPool(agree(request.participants, request.proposal(), request.timeout))
+        proposal, policy = request.proposal(), request.policy
+        agreement = agree(request.participants, proposal, policy, request.timeout)
+        built.pool = GroupPool(agreement, policy)
         try:
             for p, pg_options in zip(request.planned, options, strict=True):
                 with _sharp(p, request, built):
@@ -63,6 +65,7 @@ def build(request: Request) -> Built:
                         p.group.label,
                         mine,
                         lambda p=p: plan.all(p.group),  # type: ignore[misc]
+                        kind=p.group.kind,
                         backend=p.group.backend,
                         timeout=_seconds(p.group.timeout),
                         pg_options=pg_options,

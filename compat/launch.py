@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 from compat import swap
+from hypergrid.policy import CHOICES
 
 EPILOG = """\
 environment variables, for launchers whose command line is fixed:
   HYPERGRID_ORDER=tp-cp-pp-dp  as --order        HYPERGRID_SWAP=0    as --no-swap
-  HYPERGRID_REPORT=1           as --report
+  HYPERGRID_REPORT=1           as --report       HYPERGRID_SHARE=all as --share all, and so on
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
                                swaps in every python that starts, without this launcher
 """
@@ -34,6 +35,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--order", help="order of the dims; wins over the one the script passes")
     parser.add_argument("--no-swap", action="store_true", help="run on megatron's own module")
     parser.add_argument("--report", action="store_true", help="print one line per group at rank 0")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", choices=choices, help=f"as HYPERGRID_{name.upper()}")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument(
         "--startup-path", action="store_true", help="print the directory for PYTHONPATH and exit"
@@ -49,13 +52,13 @@ def main(argv: list[str] | None = None) -> None:
     if not options.module and not Path(options.script).is_file():
         parser.error(f"there is no script {options.script!r}; its name comes after our own flags")
     swapping = not options.no_swap and os.environ.get("HYPERGRID_SWAP", "1") != "0"
-    if options.order is not None or options.report:
-        if not swapping:
-            parser.error("--order and --report act through hypergrid: leave out --no-swap")
-        if options.order is not None:
-            os.environ["HYPERGRID_ORDER"] = options.order
-        if options.report:
-            os.environ["HYPERGRID_REPORT"] = "1"
+    given = {name: getattr(options, name) for name in ("order", *CHOICES)}
+    given["report"] = "1" if options.report else None
+    for name, value in given.items():
+        if value is not None:
+            if not swapping:
+                parser.error(f"--{name} acts through hypergrid: leave out --no-swap")
+            os.environ[f"HYPERGRID_{name.upper()}"] = value
     _run(options.script, options.args, options.module, swapping)
 
 

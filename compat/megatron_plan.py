@@ -94,7 +94,7 @@ def _plan(request: Request, row: Row) -> Iterator[Planned]:
         backend=backend,
         timeout=None if row.default_timeout else request.timeout.total_seconds(),
         options=None if section is None else tuple(sorted(section.items())),
-        separate=row.separate,
+        separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
     if row.fan == "sizes":
         for size in (2**i for i in range(1, int(log2(_members(request))))):

@@ -65,6 +65,10 @@ def initialize_model_parallel(
     create_all_gather_group: bool | None = False,
     rank_offset: int = 0,
     local_world_size: int | None = None,
+    *,
+    share: str | None = None,
+    connect: str | None = None,
+    creation: str | None = None,
 ) -> None:
     """Build the groups of one model and make them what every getter answers from.
 
@@ -108,6 +112,9 @@ def initialize_model_parallel(
         As megatron-core 0.16 and 0.17: a second data x context parallel group.
     rank_offset, local_world_size : int
         The window: its first rank, and how many ranks it has.
+    share, connect, creation : str, optional
+        How groups are made, see ``hypergrid.policy.Policy``. Not upstream's; also as
+        ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT``, ``HYPERGRID_CREATION`` in the environment.
 
     Raises
     ------

@@ -68,14 +68,16 @@ def as_released(function: F) -> F:
     in this release's order are taken by keyword only.
     """
     parameters = inspect.signature(function).parameters
-    placed = [n for n in parameters if _in(RELEASE, *ARGUMENTS.get(n, ((0, 0), NEWEST)))]
+    always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    placed = [n for n in always if _in(RELEASE, *ARGUMENTS.get(n, ((0, 0), NEWEST)))]
     if placed == list(parameters)[: len(placed)]:
         return function
     # Written as source, as dataclasses do: a wrapper that sorts its arguments costs ten times it.
     keyword_only = [n for n in parameters if n not in placed]
     order = [f"{n}=defaults[{n!r}]" for n in placed]
     order += ["*"] + [f"{n}=defaults[{n!r}]" for n in keyword_only]
-    call = f"lambda {', '.join(order)}: function({', '.join(parameters)})"
+    passed = [n if n in always else f"{n}={n}" for n in parameters]
+    call = f"lambda {', '.join(order)}: function({', '.join(passed)})"
     defaults = {n: p.default for n, p in parameters.items()}
     reordered = eval(call, {"function": function, "defaults": defaults})
     functools.update_wrapper(reordered, function)

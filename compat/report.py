@@ -11,22 +11,36 @@ if TYPE_CHECKING:
 
 
 def report(state: ParallelState) -> str:
-    """One line for each group of this rank: name, dims, size, how many there are, its ranks."""
-    request, rank = state.request, dist.get_rank()
-    if request is None:
-        return "hypergrid: not initialized"
-    lines = [f"hypergrid: rank {rank} of {request.decoder!r}; expert grid {request.expert!r}"]
-    for p in request.planned:
-        layout = request.layouts[p.group.layout]
-        dims = "-".join(d for d in p.group.dims if layout.dim_size(d) > 1) or "alone"
-        if p.group.explicit is not None:
-            dims = "chosen"
-        for ranks in request.plan.mine(p.group, rank).values():
-            lines.append(
-                f"  {p.group.label:<56} {dims:<17} {p.group.backend or 'default':<8} "
-                f"{len(ranks):>5} ranks: {_short(ranks)}"
-            )
+    """How groups were made, and one line for each of this rank's: name, dims, ranks, sharing."""
+    request, pool = state.request, state.pool
+    if request is None or pool is None:
+        return "hypergrid: no groups on this rank"
+    made, live = pool.agreement, [pooled for pooled in pool.groups if pooled.shares is None]
+    lines = [
+        f"hypergrid: rank {dist.get_rank()} of {request.decoder!r}; expert grid {request.expert!r}",
+        f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
+        + (f" ({made.why})" if made.why else "")
+        + (", connected on first use" if made.lazy else "")
+        + _not_lazy(request.policy.connect, made.lazy),
+    ]
+    rows = {p.group.label: p.group for p in request.planned}
+    for pooled in pool.groups:
+        row = rows.get(pooled.label)
+        dims, backend = "", "default"
+        if row is not None:
+            layout = request.layouts[row.layout]
+            dims = "-".join(d for d in row.dims if layout.dim_size(d) > 1) or "alone"
+            dims = dims if row.explicit is None else "chosen"
+            backend = row.backend or backend
+        lines.append(
+            f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
+            f"{_short(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
+        )
     return "\n".join(lines)
+
+
+def _not_lazy(asked: str, lazy: bool) -> str:
+    return ", connected at once: not every rank's torch can wait" * (asked == "lazy" and not lazy)
 
 
 def _short(ranks: tuple[int, ...], most: int = 8) -> str:

@@ -17,6 +17,7 @@ from compat.rank_generator import inject_gtp_remat_axis, lay_out, order_tokens
 from compat.release import HAS_GTP_REMAT
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
+from hypergrid.policy import Policy
 
 RankChooser = Callable[[list[int]], list[int]]
 
@@ -53,6 +54,9 @@ class Request:
     create_all_gather_group: bool | None = False
     rank_offset: int = 0
     local_world_size: int | None = None
+    share: str | None = None
+    connect: str | None = None
+    creation: str | None = None
 
     def check(self) -> None:
         """Refuse what upstream refuses before it looks at its state, in upstream's order.
@@ -62,6 +66,7 @@ class Request:
         AssertionError, RuntimeError, ValueError, KeyError, TypeError
             As upstream does for the same fault; the message says what to change.
         """
+        _ = self.policy
         self._check_sharp()
         if not dist.is_initialized():
             raise AssertionError(
@@ -122,6 +127,11 @@ class Request:
     def world_size(self) -> int:
         """Number of ranks in the window that is laid out."""
         return dist.get_world_size() if self.local_world_size is None else self.local_world_size
+
+    @cached_property
+    def policy(self) -> Policy:
+        """How the groups are made."""
+        return Policy.resolve(share=self.share, connect=self.connect, creation=self.creation)
 
     @cached_property
     def timeout(self) -> timedelta:

@@ -19,6 +19,7 @@ from compat.getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, NUMBERS, Getters
 from compat.megatron_groups import ROWS
 from compat.request import Request
 from hypergrid.plan import GroupPlan
+from hypergrid.pool import GroupPool
 
 GROUP_SLOTS = tuple(
     dict.fromkeys(
@@ -116,6 +117,11 @@ class ParallelState(Getters):
     def plan(self) -> GroupPlan | None:
         """The groups of this state as data."""
         return None if self.request is None else self.request.plan
+
+    @property
+    def pool(self) -> GroupPool | None:
+        """The groups of this state, and how they were made; None on a rank outside the window."""
+        return self._pool
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -1,4 +1,4 @@
-"""Makes a planned group on this rank: by its members alone, or with every rank taking part."""
+"""Makes a planned group on this rank: by its members alone, by a split, or with every rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 Ranks: TypeAlias = Sequence[int]
-_numbering = threading.Lock()
+_private = threading.Lock()
 
 
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
@@ -34,6 +36,17 @@ def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessG
         return group
 
 
+def by_split(groups: Sequence[Ranks], **options: Any) -> ProcessGroup | None:
+    """Split disjoint ``groups`` off the default group, in one call. *Collective* over the world.
+
+    Torch names these groups from what each rank made before, so that the members of one group
+    may know it by different names.
+    """
+    options.pop("backend", None)
+    group: ProcessGroup | None = dist.split_group(split_ranks=[list(r) for r in groups], **options)
+    return group if isinstance(group, ProcessGroup) else None  # or torch's non-member marker
+
+
 def by_everyone(
     label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
@@ -45,8 +58,7 @@ def by_everyone(
     if not groups:
         return []
     with _running_number(group_name(label, (), epoch) if names_can_be_set() else None):
-        members = [rank for ranks in groups for rank in ranks]
-        if len(members) == len(set(members)):
+        if disjoint(groups):
             mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in groups], **options)
             return [] if mine is None else [mine]
         made = [dist.new_group(list(ranks), **options) for ranks in groups]
@@ -54,24 +66,59 @@ def by_everyone(
         return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
 
 
-def obstacle() -> str | None:
-    """Why members alone cannot create a group in this process; None where they can."""
+def disjoint(groups: Sequence[Ranks]) -> bool:
+    """Whether no rank is in two of ``groups``."""
+    members = [rank for ranks in groups for rank in ranks]
+    return len(members) == len(set(members))
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What this process can do, as ranks tell each other before they create.
+
+    ``obstacle`` keeps every group from being created by its members alone; ``bound`` only those
+    of the default group's backend, because the default group is bound to a device and each new
+    one is split from it. Each is a reason in words, or None.
+    """
+
+    obstacle: str | None = None
+    bound: str | None = None
+    can_split: bool = False
+    can_connect_lazily: bool = True
+
+
+def abilities() -> Abilities:
+    """Look at torch, its default group and the environment."""
     if not dist.is_initialized():
-        return "torch.distributed is not initialised"
-    default = c10d._get_default_group()
+        return Abilities("torch.distributed is not initialised")
+    device = getattr(c10d._get_default_group(), "bound_device_id", None)
+    reason = None
+    if device is not None:
+        reason = f"the default group is bound to {device}, and its splits want every rank"
+    return Abilities(
+        _obstacle(), reason, device is not None and _splits(device), can_connect_lazily()
+    )
+
+
+def _obstacle() -> str | None:
     if dist.get_backend() == "mpi":
         return "MPI creates every group with all ranks"
     if os.environ.get("TORCH_DIST_INIT_BARRIER", "0") == "1":
         return "TORCH_DIST_INIT_BARRIER=1 makes torch wait for the whole world after each group"
     if getattr(c10d, "_use_torchcomms_enabled", lambda: False)():
         return "torchcomms splits every group from the default one, with all ranks"
-    if callable(getattr(default, "new_group", None)):
+    if callable(getattr(c10d._get_default_group(), "new_group", None)):
         return "the default group brings its own new_group"
-    if getattr(default, "bound_device_id", None) is not None:
-        return "the default group is bound to a device, and its splits want every rank"
     if not names_can_be_set():
         return "this torch does not take a group's name from its running group number"
     return None
+
+
+def _splits(device: torch.device) -> bool:
+    try:
+        return bool(c10d._get_default_group()._get_backend(device).supports_splitting)
+    except (AttributeError, RuntimeError):
+        return False
 
 
 @functools.cache
@@ -84,6 +131,31 @@ def names_can_be_set() -> bool:
         return False
 
 
+@functools.cache
+def can_connect_lazily() -> bool:
+    """Whether this torch's gloo can put off connecting until a group is first used."""
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    return "lazy_init" in (getattr(getattr(gloo, "create_device", None), "__doc__", None) or "")
+
+
+@contextmanager
+def connecting(lazily: bool) -> Iterator[None]:
+    """Let gloo groups that are created inside connect when they are first used."""
+    if not lazily:
+        yield
+        return
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 @contextmanager
 def _running_number(number: int | None) -> Iterator[None]:
     # The only private thing of torch's that creation depends on: new_group turns this counter
@@ -91,7 +163,7 @@ def _running_number(number: int | None) -> Iterator[None]:
     if number is None:
         yield
         return
-    with _numbering:
+    with _private:
         before = c10d._world.group_count
         c10d._world.group_count = number
         try:

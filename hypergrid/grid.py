@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from hypergrid import creation
 from hypergrid.agreement import agree
 from hypergrid.layout import Dims, RankLayout
+from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
 
 
@@ -128,15 +129,25 @@ class HyperCommGrid:
 
     def _create(self, ordered: list[str], key: str, options: dict[str, Any]) -> ProcessGroup | None:
         if not self.is_current_rank_in_grid():
-            if creation.obstacle() is not None:  # then every rank of the world takes part
-                creation.by_everyone(key, self._gen_rank_enum(ordered), "outside", **options)
+            self._create_from_outside(key, self._gen_rank_enum(ordered), options)
             return None
         if self._pool is None:
             proposal = {"grid": repr(self.layout), "backend": self.backend}
-            self._pool = GroupPool(agree(self.layout.ranks, proposal))
+            policy = Policy.resolve(share="none")  # each combination has options of its own
+            self._pool = GroupPool(agree(self.layout.ranks, proposal, policy), policy)
         mine = {key: self.layout.group(dist.get_rank(), ordered)}
         (group,) = self._pool.make(key, mine, lambda: self._gen_rank_enum(ordered), **options)
         return group
+
+    def _create_from_outside(
+        self, key: str, groups: list[list[int]], options: dict[str, Any]
+    ) -> None:
+        # Where members alone cannot create, every rank of the world takes part, these too.
+        can = creation.abilities()
+        if can.obstacle is None and can.bound is not None and can.can_split:
+            creation.by_split(groups, **options)
+        elif can.obstacle is not None or can.bound is not None:
+            creation.by_everyone(key, groups, "outside", **options)
 
     def get_pg(self, dims: Dims) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.

@@ -6,13 +6,21 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hypergrid.layout import RankLayout
 
 SCHEMA = 1
 
 Ranks = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """What makes two communicators over the same ranks the same."""
+
+    backend: str | None
+    timeout: float | None
+    options: tuple[tuple[str, Any], ...] | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,13 @@ class GroupRow:
     timeout: float | None = None
     options: tuple[tuple[str, Any], ...] | None = None
     separate: bool = False
+
+    @property
+    def kind(self) -> Kind | None:
+        """What must be equal for another label to share its communicator; None if none may."""
+        if self.separate or self.explicit is not None:
+            return None
+        return Kind(self.backend, self.timeout, self.options)
 
     def cut(self, members: list[int], rank: int) -> Ranks:
         """The part of ``members`` that ``rank`` communicates with; empty where it is left out."""

@@ -30,8 +30,9 @@ def test_the_wheel_holds_both_typed_packages_and_the_licence(wheel):
 def test_installed_alone_it_imports_and_asks_for_no_megatron(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
-        "import sys; sys.modules['megatron'] = None; import hypergrid, compat, compat.parallel_state;"
-        "compat.install(); print(hypergrid.__version__, hypergrid.HyperCommGrid.__module__)"
+        "import sys; sys.modules['megatron'] = None; import hypergrid, compat.parallel_state;"
+        "import compat; compat.install();"
+        "print(hypergrid.__version__, hypergrid.HyperCommGrid.__module__)"
     )
     # -I: neither this checkout nor the environment is on the path.
     command = [

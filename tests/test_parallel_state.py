@@ -142,12 +142,13 @@ def _barrier_after_each_group(rank):
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     ps.initialize_model_parallel(2, 2)
     _check_all_reduce(rank)
-    return ps._state.current._pool.agreement.obstacle
+    agreement = ps._state.current._pool.agreement
+    return agreement.way, agreement.others, agreement.why
 
 
 def test_where_torch_waits_for_the_world_every_rank_takes_part():
-    for obstacle in run_ranks(8, _barrier_after_each_group, timeout=60):
-        assert "TORCH_DIST_INIT_BARRIER" in obstacle
+    for way, others, why in run_ranks(8, _barrier_after_each_group, timeout=60):
+        assert (way, others) == ("everyone", "everyone") and "TORCH_DIST_INIT_BARRIER" in why
 
 
 def _arguments_differ(rank):

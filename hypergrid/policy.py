@@ -1,0 +1,55 @@
+"""How groups are made: shared or not, connected now or later, by whom. Arguments or environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+CHOICES = {
+    "share": ("none", "singletons", "all"),
+    "connect": ("eager", "lazy"),
+    "creation": ("auto", "members", "split", "everyone"),
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One choice for all groups that are made together.
+
+    Parameters
+    ----------
+    share : {"none", "singletons", "all"}
+        Which names with equal ranks, backend, options and timeout use one communicator: none of
+        them, those of a single rank, all but groups that exist to be separate.
+    connect : {"eager", "lazy"}
+        Whether gloo connects the members at once or when the group is first used.
+    creation : {"auto", "members", "split", "everyone"}
+        Who takes part in creating a group. "auto" takes the first of the others that every rank
+        can do; the others insist.
+    """
+
+    share: str = "none"
+    connect: str = "eager"
+    creation: str = "auto"
+
+    @classmethod
+    def resolve(cls, **given: str | None) -> Policy:
+        """The choices given, those of ``HYPERGRID_SHARE`` and its like, and the defaults.
+
+        Raises
+        ------
+        ValueError
+            A choice that does not exist.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            variable = f"HYPERGRID_{field.name.upper()}"
+            value = given.get(field.name) or os.environ.get(variable) or field.default
+            if value not in CHOICES[field.name]:
+                raise ValueError(
+                    f"{field.name}={value!r} is no choice: use one of "
+                    f"{', '.join(CHOICES[field.name])}, as argument or in {variable}."
+                )
+            values[field.name] = value
+        return cls(**values)
