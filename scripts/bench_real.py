@@ -1,0 +1,153 @@
+"""The benchmark's real worlds: forks gloo ranks afresh for every measurement of every variant.
+
+``bench_real.py '{"world": 8, "variants": {...}, "repeats": 3, "seconds": 60}'`` prints JSON on the
+last line of its output: for each variant the seconds of the slowest rank, and what one rank did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from bench_sides import digest, load, rounds
+from torch.distributed import distributed_c10d as c10d
+
+import forked
+
+SIZES = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+}
+
+
+class CountingStore(dist.Store):
+    """Passes everything on to another store and counts it; what C++ asks comes this way too."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner = inner
+        self.operations: Counter[str] = Counter()
+
+    def clone(self) -> CountingStore:
+        """The same store: a clone's operations count as well."""
+        return self
+
+
+def _counted(name: str) -> Any:
+    def operation(self: CountingStore, *args: Any, **keywords: Any) -> Any:
+        self.operations[name] += 1
+        return getattr(self.inner, name)(*args, **keywords)
+
+    return operation
+
+
+for _name in (
+    *("set", "get", "add", "wait", "check", "compare_set", "delete_key", "num_keys"),
+    *("append", "multi_get", "multi_set", "queue_push", "queue_pop", "queue_len"),
+):
+    setattr(CountingStore, _name, _counted(_name))
+
+
+def one_rank(
+    rank: int, world: int, listener: socket.socket, variant: dict[str, Any], counting: bool
+) -> dict[str, Any]:
+    """Initialise between two barriers and say how long that took, or what it did."""
+    os.environ.update(variant["environment"])
+    module = load(variant["side"])
+    store: Any = dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
+    )
+    calls: Counter[str] = Counter()
+    if counting:
+        store = CountingStore(store)
+        _count_new_groups(calls)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.barrier()
+    files = _open_files()
+    operations = store.operations.total() if counting else 0
+    start = time.perf_counter()
+    module.initialize_model_parallel(**SIZES)
+    operations = store.operations.total() - operations if counting else 0
+    new_groups = calls.total()
+    dist.barrier()
+    result: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    if counting:
+        result |= {
+            "new_group calls": new_groups,
+            "communicators": len(set(c10d._world.pg_map) - {dist.group.WORLD}),
+            "store operations": operations,
+            "sockets and files": _open_files() - files,
+            "digest": digest(module),
+        }
+    return result
+
+
+def _count_new_groups(calls: Counter[str]) -> None:
+    original = c10d.new_group
+
+    def new_group(*args: Any, **keywords: Any) -> Any:
+        calls["new_group"] += 1
+        return original(*args, **keywords)
+
+    dist.new_group = c10d.new_group = new_group
+
+
+def _open_files() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+def run(world: int, variant: dict[str, Any], counting: bool) -> list[dict[str, Any]]:
+    """One measurement on ``world`` fresh ranks."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(world)
+        arguments = (world, listener, variant, counting)
+        results: list[dict[str, Any]] = forked.run_ranks(
+            world, one_rank, *arguments, backend="", timeout=120
+        )
+        return results
+
+
+def compare(
+    world: int, variants: dict[str, Any], repeats: int, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """All variants in turn, so that each meets the same weather; then once more to count."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for i in rounds(repeats, seconds):
+        for name in reversed(variants) if i % 2 else variants:
+            ranks = run(world, variants[name], counting=False)
+            times[name].append(max(rank["seconds"] for rank in ranks))
+    outcome = {}
+    digests = set()
+    for name, variant in variants.items():
+        ranks = run(world, variant, counting=True)
+        digests.add(tuple(rank.pop("digest") for rank in ranks))
+        counts = {key: max(rank[key] for rank in ranks) for key in ranks[0] if key != "seconds"}
+        outcome[name] = {"seconds": times[name], "counts": counts}
+    if len(digests) > 1:
+        raise SystemExit(f"the variants built different groups on {world} ranks")
+    return outcome
+
+
+if __name__ == "__main__":
+    # torch looks up the name of each loopback peer; without an answer that takes its seconds.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for side in ("stock", "ours"):
+        load(side)  # before the fork, so that no rank has to
+    print(json.dumps(compare(**json.loads(sys.argv[1]))))

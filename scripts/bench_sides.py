@@ -1,0 +1,206 @@
+"""What the benchmark runs in fresh interpreters: ``bench_sides.py '{"job": NAME, ...}'``.
+
+A job prints its result as JSON on the last line of its output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+import resource
+import sys
+import time
+import timeit
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SIZES = {
+    "tensor_model_parallel_size": 8,
+    "context_parallel_size": 2,
+    "pipeline_model_parallel_size": 16,
+    "expert_model_parallel_size": 8,
+}
+ORDER = "tp-cp-ep-dp-pp"
+GETTERS = (
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_context_parallel_rank",
+    "get_context_parallel_world_size",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_world_size",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "get_tensor_model_parallel_group",
+    "get_data_parallel_group",
+)
+GROUPS = (
+    "get_model_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_pipeline_model_parallel_group",
+    "get_data_parallel_group",
+    "get_context_parallel_group",
+    "get_tensor_and_data_parallel_group",
+    "get_tensor_and_context_parallel_group",
+    "get_expert_model_parallel_group",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_data_parallel_group",
+)
+
+
+def rounds(most: int, seconds: float) -> Iterator[int]:
+    """Count to ``most``, but stop after ``seconds``; at least one."""
+    start = time.monotonic()
+    for i in count():
+        if i and (i >= most or time.monotonic() - start > seconds):
+            return
+        yield i
+
+
+def load(side: str) -> Any:
+    """The parallel_state module of one side. Stock's is run from its source, by itself."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    if side == "ours":
+        return importlib.import_module("compat.parallel_state")
+    return importlib.import_module("stock").load_stock(metadata.version("megatron-core"))
+
+
+def start_fake_world(rank: int, world: int) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+
+def digest(module: Any) -> str:
+    """A hash of what the getters answer; equal on both sides when both built the same."""
+    import torch.distributed as dist
+
+    answers = {name: getattr(module, name)() for name in GETTERS if name not in GROUPS}
+    for name in GROUPS:
+        answers[name] = dist.get_process_group_ranks(getattr(module, name)())
+    return hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
+
+
+def initialise(side: str, world: int, repeats: int, seconds: float) -> dict[str, Any]:
+    """Initialise one rank in the middle of a fake world, several times.
+
+    The side ``mesh`` is torch's ``init_device_mesh`` over the same dims: one group for each.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    module = None if side == "mesh" else load(side)
+    start_fake_world(world // 2 + 3, world)
+    model = SIZES["tensor_model_parallel_size"] * SIZES["context_parallel_size"]
+    model *= SIZES["pipeline_model_parallel_size"]
+    shape = (SIZES["pipeline_model_parallel_size"], world // model)
+    shape += (SIZES["context_parallel_size"], SIZES["tensor_model_parallel_size"])
+    times, grown, built = [], 0, ""
+    for i in rounds(repeats if module else 1, seconds):
+        if i:
+            module.destroy_model_parallel()
+        before = _reset_peak()
+        start = time.perf_counter()
+        if module:
+            module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
+        else:
+            init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
+        times.append(time.perf_counter() - start)
+        if i == 0:
+            grown = _peak() - before
+            built = digest(module) if module else ""
+    return {"seconds": times, "bytes": grown, "digest": built}
+
+
+def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> dict[str, Any]:
+    """List the groups of one token, on stock and ours in turn."""
+    stock = load("stock").RankGenerator
+    ours = importlib.import_module("compat.rank_generator").RankGenerator
+    sizes = {"tp": 8, "ep": 1, "dp": world // 256, "pp": 16, "cp": 2}
+    sides = {"stock": stock(**sizes, order=ORDER), "ours": ours(**sizes, order=ORDER)}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for i in rounds(repeats, seconds):
+        ranks = {}
+        for side in sorted(sides, reverse=bool(i % 2)):
+            start = time.perf_counter()
+            ranks[side] = sides[side].get_ranks(token)
+            times[side].append(time.perf_counter() - start)
+        if ranks["stock"] != ranks["ours"]:
+            raise SystemExit(f"stock and ours list different groups for {token!r}")
+    return times
+
+
+def call_getters(calls: int, repeats: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+    """Seconds for a call of each getter, on stock and ours in turn."""
+    sides = {side: load(side) for side in ("stock", "ours")}
+    start_fake_world(37, 64)
+    for module in sides.values():
+        sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
+        sizes |= {"context_parallel_size": 2, "expert_model_parallel_size": 4}
+        module.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    if digest(sides["stock"]) != digest(sides["ours"]):
+        raise SystemExit("stock and ours answer differently")
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in GETTERS}
+    for i in rounds(repeats, seconds):
+        for name in GETTERS:
+            for side in sorted(sides, reverse=bool(i % 2)):
+                # Through the module, as callers do: mpu.get_tensor_model_parallel_rank().
+                timer = timeit.Timer(f"mpu.{name}()", globals={"mpu": sides[side]})
+                times[name].setdefault(side, []).append(timer.timeit(calls) / calls)
+    return times
+
+
+def import_side(side: str) -> dict[str, Any]:
+    """Import one side's parallel_state once torch is there; stock's the way its users do."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    start = time.perf_counter()
+    importlib.import_module(
+        "compat.parallel_state" if side == "ours" else "megatron.core.parallel_state"
+    )
+    return {
+        "seconds": time.perf_counter() - start,
+        "megatron": sum(name.split(".")[0] == "megatron" for name in sys.modules),
+        "cuda": torch.cuda.is_initialized(),
+    }
+
+
+def _reset_peak() -> int:
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    # Linux hands a parent's ru_maxrss down to its children; this process's own is in /proc.
+    with suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if found:
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+JOBS = {
+    "initialise": initialise,
+    "enumerate": enumerate_groups,
+    "getters": call_getters,
+    "import": import_side,
+}
+
+if __name__ == "__main__":
+    job = json.loads(sys.argv[1])
+    print(json.dumps(JOBS[job.pop("job")](**job)))
