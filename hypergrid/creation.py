@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -22,8 +23,9 @@ _private = threading.Lock()
 
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     """A group's name from what it is: 128 bits, which torch writes in decimal."""
-    text = f"{label}|{epoch}|{','.join(map(str, ranks))}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
+    digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)
+    digest.update(np.asarray(ranks, dtype="<i8").tobytes())
+    return int.from_bytes(digest.digest(), "big")
 
 
 def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessGroup:

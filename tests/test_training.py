@@ -48,3 +48,12 @@ def test_an_order_that_the_launcher_sets_trains_as_the_script_that_passes_it():
     ((stock, ours),) = _both_sides({"order": "--tp 2 --pp 2"}, order="tp-cp-pp-dp").values()
     assert stock["arguments"]["order"] == "tp-cp-pp-dp" != ours["arguments"]["order"]
     assert stock["rank_digests"] == ours["rank_digests"]
+
+
+def test_shared_communicators_that_connect_late_train_to_the_same_bits(monkeypatch):
+    monkeypatch.setenv("HYPERGRID_SHARE", "all")
+    monkeypatch.setenv("HYPERGRID_CONNECT", "lazy")
+    runs = {name: RUNS[name] for name in ("tensor and pipeline", "experts")}
+    for stock, ours in _both_sides(runs).values():
+        assert stock["rank_digests"] == ours["rank_digests"]
+        assert max(ours["live_groups"]) < 0.7 * max(stock["live_groups"])
