@@ -34,7 +34,13 @@ def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessG
     ``options`` are those of ``torch.distributed.new_group``.
     """
     with _running_number(group_name(label, ranks, epoch)):
-        group: ProcessGroup = dist.new_group(list(ranks), **options)
+        try:
+            group: ProcessGroup = dist.new_group(list(ranks), **options)
+        except RuntimeError:
+            # A dry run on a fake default group: no store through which a real backend connects.
+            if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
+                raise
+            group = dist.new_group(list(ranks), **{**options, "backend": "fake"})
         return group
 
 

@@ -40,7 +40,10 @@ def main() -> int:
     options = parser.parse_args()
     models = {arguments: arguments for arguments in options.run or []} or MODELS
     if options.side:
-        results = train(options.side, list(models.values()), options.ranks, options.steps)
+        try:
+            results = train(options.side, list(models.values()), options.ranks, options.steps)
+        except KeyboardInterrupt:
+            return 130
         options.out.write_text(json.dumps(results))
         return 0
     stock, ours = (run_side(side, options, models) for side in ("stock", "hypergrid"))
@@ -61,7 +64,9 @@ def run_side(side: str, options: argparse.Namespace, models: dict[str, str]) -> 
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
         if options.order and side == "hypergrid":
             environment["HYPERGRID_ORDER"] = options.order
-        subprocess.run(command, check=True, env=environment)
+        done = subprocess.run(command, env=environment)
+        if done.returncode:
+            sys.exit(done.returncode)
         results: list[Results] = json.loads(out.read_text())
         return results
 
@@ -82,7 +87,10 @@ def train(side: str, runs: list[str], ranks: int, steps: int) -> list[Results]:
     results = []
     for arguments in runs:
         argv = [*shlex.split(arguments), "--steps", str(steps)]
-        per_rank = forked.run_ranks(ranks, lambda _, argv=argv: train_gpt.main(argv), timeout=600)
+        try:
+            per_rank = forked.run_ranks(ranks, lambda _, a=argv: train_gpt.main(a), timeout=600)
+        except forked.RankFailure as failure:
+            sys.exit(f"{side}, {arguments or 'no arguments'}: {failure.line}")
         results.append(per_rank[0])
     return results
 
@@ -110,4 +118,7 @@ def show(title: str, stock: Results, ours: Results) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -19,7 +19,11 @@ import torch.distributed as dist
 
 
 class RankFailure(AssertionError):
-    """What went wrong on which rank, with the traceback from there."""
+    """What went wrong on which rank: a line, and the traceback from there."""
+
+    def __init__(self, line: str, trace: str = "") -> None:
+        super().__init__(f"{line}\n{trace}" if trace else line)
+        self.line = line
 
 
 def run_ranks(
@@ -45,7 +49,13 @@ def run_ranks(
             if pid == 0:
                 _child(rank, world, body, args, backend, listener, Path(directory), timeout)
             children[pid] = rank
-        lost = _wait(children, time.monotonic() + timeout)
+        try:
+            lost = _wait(children, time.monotonic() + timeout)
+        finally:
+            for pid in children:  # too late, or waiting was interrupted
+                os.kill(pid, signal.SIGKILL)
+            for pid in children:
+                os.waitpid(pid, 0)
         results: list[Any] = []
         for rank in range(world):
             file = Path(directory, str(rank))
@@ -53,7 +63,9 @@ def run_ranks(
                 raise RankFailure(f"rank {rank} {lost.get(rank, 'left without a result')}")
             kind, value = pickle.loads(file.read_bytes())
             if (kind == "error") != (expect == "errors"):
-                raise RankFailure(f"rank {rank}: {value[2] if kind == 'error' else value!r}")
+                if kind == "result":
+                    raise RankFailure(f"rank {rank} should have failed, it gave {value!r}")
+                raise RankFailure(f"rank {rank}: {value[0]}: {value[1]}", value[2])
             results.append(value[:2] if kind == "error" else value)
         return results
 
@@ -68,6 +80,7 @@ def _child(
     directory: Path,
     timeout: float,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
@@ -109,10 +122,7 @@ def _wait(children: dict[int, int], deadline: float) -> dict[int, str]:
             if status:
                 lost[rank] = f"ended with status {status}"
         elif time.monotonic() > deadline:
-            for pid, rank in children.items():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                lost[rank] = "did not finish in time"
+            lost.update(dict.fromkeys(children.values(), "did not finish in time"))
             break
         else:
             time.sleep(0.005)

@@ -174,6 +174,13 @@ def test_a_rank_makes_only_the_groups_that_it_belongs_to(fake_world):
     assert new_group.call_count == len(ps._global_process_group_list) - 1 < 25
 
 
+def test_a_dry_run_on_a_fake_process_group_makes_gloo_twins_too(initialized):
+    initialized(16, rank=5, tensor_model_parallel_size=2, create_gloo_process_groups=True)
+    twin = ps.get_data_parallel_group_gloo()
+    ranks = dist.get_process_group_ranks(twin)
+    assert ranks == dist.get_process_group_ranks(ps.get_data_parallel_group())
+
+
 def test_private_globals_read_and_write_through_to_the_state(initialized):
     initialized(tensor_model_parallel_size=2)
     fake = mock.Mock(rank=lambda: 5, size=lambda: 7)
