@@ -1,13 +1,13 @@
-"""The getters of one parallel state: every answer that upstream's module gives, as a method."""
+"""The ranks and sizes of one parallel state, and the predicates built on them."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
+from compat.group_getters import EXPERT_DATA_PARALLEL, GroupGetters, data_parallel_slot
 from compat.release import HAS_GTP_REMAT
 
 
@@ -42,56 +42,15 @@ NUMBERS: dict[str, Number] = {
     **_pair("_etp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
 }
 
-# The data-parallel groups, by (with cp, with gtp_remat, partial) ...
-DATA_PARALLEL: dict[tuple[bool, ...], str] = {
-    (False, False, False): "_DATA_PARALLEL_GROUP",
-    (False, True, False): "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-    (True, False, False): "_DATA_PARALLEL_GROUP_WITH_CP",
-    (True, True, False): "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-    (True, False, True): "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    (True, True, True): "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-}
-# ... and the expert ones, by (with gtp_remat, partial).
-EXPERT_DATA_PARALLEL: dict[tuple[bool, ...], str] = {
-    (False, False): "_EXPERT_DATA_PARALLEL_GROUP",
-    (True, False): "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-    (False, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-    (True, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-}
 
-
-def missing(slot: str) -> AssertionError:
-    """The refusal of a group that does not exist, in words."""
-    name = slot.strip("_").replace("_", " ").lower()
-    return AssertionError(
-        f"{name} is not initialized: no model parallel state with such a group is current. Call "
-        f"initialize_model_parallel() first, with the sizes that make this group."
-    )
-
-
-class Getters:
-    """Answers from the slots of ``self``, which are named as upstream's private globals.
+class Getters(GroupGetters):
+    """Every getter of the module, as a method.
 
     All are *local*: no communication. A method that is built from other getters asks them through
     ``_via``: the state itself, or the module while somebody has patched a getter there.
     """
 
     __slots__ = ()
-
-    if TYPE_CHECKING:  # the slots of the state
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def _group(self, slot: str, check_initialized: bool = True) -> Any:
-        group = getattr(self, slot)
-        if group is None and check_initialized:
-            raise missing(slot)
-        return group
-
-    def _absent(self, slot: str, check_initialized: bool = True) -> Any:
-        if check_initialized:
-            raise missing(slot)
-        return None
 
     def _ask(self, name: str, *, zero: bool = True) -> Any:
         override, slot, kind = NUMBERS[name]
@@ -111,260 +70,7 @@ class Getters:
         override = self._MPU_DATA_PARALLEL_RANK
         if kind == "size":
             override = self._MPU_DATA_PARALLEL_WORLD_SIZE
-        return override if override is not None else self._ask_group(_data_parallel(*key), kind)
-
-    # groups
-
-    def get_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._MODEL_PARALLEL_GROUP
-            if self._MODEL_PARALLEL_GROUP is not None
-            else self._absent("_MODEL_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_tensor_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._TENSOR_MODEL_PARALLEL_GROUP
-            if self._TENSOR_MODEL_PARALLEL_GROUP is not None
-            else self._absent("_TENSOR_MODEL_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_gtp_weight_remat_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._GTP_WEIGHT_REMAT_GROUP
-            if self._GTP_WEIGHT_REMAT_GROUP is not None
-            else self._absent("_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-        )
-
-    def get_pipeline_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._PIPELINE_MODEL_PARALLEL_GROUP
-            if self._PIPELINE_MODEL_PARALLEL_GROUP is not None
-            else self._absent("_PIPELINE_MODEL_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_data_parallel_group(
-        self,
-        with_context_parallel: bool = False,
-        with_gtp_remat: bool = True,
-        partial_data_parallel: bool = False,
-        independent_all_gather: bool = False,
-    ) -> ProcessGroup:
-        if independent_all_gather and with_context_parallel and not partial_data_parallel:
-            return self._group("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-        slot = _data_parallel(with_context_parallel, with_gtp_remat, partial_data_parallel)
-        return self._group(slot)
-
-    def get_data_parallel_group_gloo(
-        self, with_context_parallel: bool = False, partial_data_parallel: bool = False
-    ) -> ProcessGroup:
-        slot = _data_parallel(with_context_parallel, False, partial_data_parallel)
-        return self._group(slot + "_GLOO")
-
-    def has_separate_all_gather_group(self) -> bool:
-        return self._DATA_PARALLEL_GROUP_WITH_CP_AG is not None
-
-    def get_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._CONTEXT_PARALLEL_GROUP
-            if self._CONTEXT_PARALLEL_GROUP is not None
-            else self._absent("_CONTEXT_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_hierarchical_context_parallel_groups(
-        self, check_initialized: bool = True
-    ) -> list[ProcessGroup]:
-        return (
-            self._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS
-            if self._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS is not None
-            else self._absent("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", check_initialized)
-        )
-
-    def get_hybrid_data_context_parallel_groups(
-        self, check_initialized: bool = True, group_size: int | None = None
-    ) -> ProcessGroup:
-        if self._via.get_data_parallel_world_size(with_context_parallel=True) == group_size:
-            return self._group("_DATA_PARALLEL_GROUP_WITH_CP", check_initialized)
-        groups = self._group("_HYBRID_DP_CP_GROUPS", check_initialized)
-        if group_size not in groups:
-            raise KeyError(
-                f"there is no hybrid data x context parallel group of size {group_size!r}; sizes "
-                f"that exist: {sorted(groups) or 'none'}. Initialise with "
-                f"hybrid_context_parallel=True."
-            )
-        return groups[group_size]
-
-    def get_embedding_group(self, check_initialized: bool = True) -> ProcessGroup:
-        group = self._EMBEDDING_GROUP
-        return (
-            group if group is not None or not check_initialized else self._group("_EMBEDDING_GROUP")
-        )
-
-    def get_position_embedding_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._POSITION_EMBEDDING_GROUP
-            if self._POSITION_EMBEDDING_GROUP is not None
-            else self._absent("_POSITION_EMBEDDING_GROUP", check_initialized)
-        )
-
-    def get_amax_reduction_group(
-        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
-    ) -> ProcessGroup:
-        if tp_only_amax_red:
-            with_cp, without = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"
-        else:
-            with_cp = "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
-            without = "_TENSOR_AND_DATA_PARALLEL_GROUP"
-        return self._group(with_cp if with_context_parallel else without)
-
-    def get_tensor_and_data_parallel_group(
-        self, check_initialized: bool = True, with_context_parallel: bool = False
-    ) -> ProcessGroup:
-        slot = "_TENSOR_AND_DATA_PARALLEL_GROUP"
-        return self._group(slot + "_WITH_CP" if with_context_parallel else slot, check_initialized)
-
-    def get_tensor_and_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._TENSOR_AND_CONTEXT_PARALLEL_GROUP
-            if self._TENSOR_AND_CONTEXT_PARALLEL_GROUP is not None
-            else self._absent("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_expert_gtp_weight_remat_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._EXPERT_GTP_WEIGHT_REMAT_GROUP
-            if self._EXPERT_GTP_WEIGHT_REMAT_GROUP is not None
-            else self._absent("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-        )
-
-    def get_expert_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._EXPERT_MODEL_PARALLEL_GROUP
-            if self._EXPERT_MODEL_PARALLEL_GROUP is not None
-            else self._absent("_EXPERT_MODEL_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_expert_tensor_parallel_group(self, check_initialized: bool = True) -> ProcessGroup:
-        return (
-            self._EXPERT_TENSOR_PARALLEL_GROUP
-            if self._EXPERT_TENSOR_PARALLEL_GROUP is not None
-            else self._absent("_EXPERT_TENSOR_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_expert_tensor_and_model_parallel_group(
-        self, check_initialized: bool = True
-    ) -> ProcessGroup:
-        return (
-            self._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
-            if self._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP is not None
-            else self._absent("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized)
-        )
-
-    def get_expert_tensor_model_pipeline_parallel_group(
-        self, check_initialized: bool = True, with_egtp_remat: bool = False
-    ) -> ProcessGroup:
-        slot = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
-        return self._group(slot + "_WITH_EGTP" if with_egtp_remat else slot, check_initialized)
-
-    def get_expert_data_parallel_group(
-        self,
-        check_initialized: bool = True,
-        with_gtp_remat: bool = True,
-        partial_expert_data_parallel: bool = False,
-    ) -> ProcessGroup:
-        slot = EXPERT_DATA_PARALLEL[bool(with_gtp_remat), bool(partial_expert_data_parallel)]
-        return self._group(slot, check_initialized)
-
-    def get_expert_data_parallel_group_gloo(
-        self, partial_expert_data_parallel: bool = False
-    ) -> ProcessGroup:
-        slot = EXPERT_DATA_PARALLEL[False, bool(partial_expert_data_parallel)]
-        return self._group(slot + "_GLOO")
-
-    def get_data_modulo_expert_parallel_group(
-        self, partial_expert_data_parallel: bool = False
-    ) -> ProcessGroup:
-        warnings.warn(
-            "get_data_modulo_expert_parallel_group is deprecated: use "
-            "get_expert_data_parallel_group.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return self._via.get_expert_data_parallel_group(
-            partial_expert_data_parallel=partial_expert_data_parallel
-        )
-
-    def get_intra_distributed_optimizer_instance_group(
-        self, check_initialized: bool = True
-    ) -> ProcessGroup:
-        return (
-            self._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP
-            if self._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP is not None
-            else self._absent("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", check_initialized)
-        )
-
-    def get_inter_distributed_optimizer_instance_group(
-        self, check_initialized: bool = True
-    ) -> ProcessGroup:
-        return (
-            self._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-            if self._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP is not None
-            else self._absent("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
-        )
-
-    # global ranks
-
-    def get_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
-        return (
-            self._GTP_WEIGHT_REMAT_GLOBAL_RANKS
-            if self._GTP_WEIGHT_REMAT_GLOBAL_RANKS is not None
-            else self._absent("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-        )
-
-    def get_expert_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
-        return (
-            self._EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS
-            if self._EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS is not None
-            else self._absent("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-        )
-
-    def get_context_parallel_global_ranks(self, check_initialized: bool = True) -> list[int]:
-        return (
-            self._CONTEXT_PARALLEL_GLOBAL_RANKS
-            if self._CONTEXT_PARALLEL_GLOBAL_RANKS is not None
-            else self._absent("_CONTEXT_PARALLEL_GLOBAL_RANKS", check_initialized)
-        )
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        return self._group("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")[0]
-
-    def get_model_parallel_src_rank(self) -> int:
-        return self._group("_MODEL_PARALLEL_GLOBAL_RANKS")[0]
-
-    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
-        slot = "_DATA_PARALLEL_GLOBAL_RANKS"
-        return self._group(slot + "_WITH_CP" if with_context_parallel else slot)[0]
-
-    def get_expert_model_parallel_src_rank(self) -> int:
-        return self._group("_EXPERT_MODEL_PARALLEL_RANKS")[0]
-
-    def get_pipeline_model_parallel_first_rank(self) -> int:
-        return self._group("_PIPELINE_GLOBAL_RANKS")[0]
-
-    def get_pipeline_model_parallel_last_rank(self) -> int:
-        stages = self._via.get_pipeline_model_parallel_world_size()
-        return self._group("_PIPELINE_GLOBAL_RANKS")[stages - 1]
-
-    def get_pipeline_model_parallel_next_rank(self) -> int:
-        return self._pipeline_neighbour(+1)
-
-    def get_pipeline_model_parallel_prev_rank(self) -> int:
-        return self._pipeline_neighbour(-1)
-
-    def _pipeline_neighbour(self, step: int) -> int:
-        ranks = self._group("_PIPELINE_GLOBAL_RANKS")
-        stage = self._via.get_pipeline_model_parallel_rank()
-        return ranks[(stage + step) % self._via.get_pipeline_model_parallel_world_size()]
+        return override if override is not None else self._ask_group(data_parallel_slot(*key), kind)
 
     # ranks and sizes
 
@@ -565,12 +271,3 @@ class Getters:
 
     def get_virtual_pipeline_model_parallel_world_size(self) -> int | None:
         return self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-
-
-def _data_parallel(with_cp: bool, with_gtp: bool, partial: bool) -> str:
-    if partial and not with_cp:
-        raise AssertionError(
-            "a partial data-parallel group includes context parallelism: pass "
-            "with_context_parallel=True with partial_data_parallel=True."
-        )
-    return DATA_PARALLEL[bool(with_cp), bool(with_gtp), bool(partial)]

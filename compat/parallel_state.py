@@ -661,5 +661,5 @@ class _Face(ModuleType):
         return sorted({*super().__dir__(), *SLOTS})
 
 
-_GETTERS = {name: globals()[name] for name in vars(Getters) if not name.startswith("_")}
+_GETTERS = {name: globals()[name] for name in dir(Getters) if not name.startswith("_")}
 sys.modules[__name__].__class__ = _Face

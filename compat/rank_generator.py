@@ -16,41 +16,20 @@ class OrderError(LayoutError, RuntimeError, KeyError):
     __str__ = ValueError.__str__  # KeyError would quote the sentence
 
 
-def order_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """The dims of ``order``, those of size 1 that it leaves out added at the end.
-
-    A dim of size 1 may repeat: it changes nothing, and upstream lets it.
+def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
+    """``RankLayout.from_order`` as upstream understands an order: a dim of size 1 may repeat.
 
     Raises
     ------
     OrderError
-        A token that is no dim, or a dim larger than 1 without a token.
-    LayoutError
-        A token that repeats, of a dim larger than 1.
+        A token that is no dim, a dim larger than 1 without a token or with two.
     """
     tokens = order.lower().split("-")
-    for token in tokens:
-        if token not in sizes:
-            raise OrderError(
-                f"order {order!r} names {token!r}, which is no dim. Known: {', '.join(sizes)}."
-            )
-        if tokens.count(token) > 1 and sizes[token] != 1:
-            raise LayoutError(f"order {order!r} names {token!r} more than once. Name it once.")
-    for name, size in sizes.items():
-        if name not in tokens:
-            if size != 1:
-                raise OrderError(
-                    f"order {order!r} leaves out {name!r}, whose size is {size}. Add {name!r} to "
-                    f"the order, or make its size 1."
-                )
-            tokens.append(name)
-    return tokens
-
-
-def lay_out(tokens: list[str], sizes: Mapping[str, int], offset: int) -> RankLayout:
-    """The layout that :func:`order_tokens` describes."""
-    dims = tuple(dict.fromkeys(tokens))
-    return RankLayout(dims, tuple(sizes[name] for name in dims), offset)
+    once = [t for i, t in enumerate(tokens) if sizes.get(t) != 1 or t not in tokens[:i]]
+    try:
+        return RankLayout.from_order("-".join(once), sizes, offset)
+    except LayoutError as error:
+        raise OrderError(str(error)) from None
 
 
 def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
@@ -96,7 +75,7 @@ class RankGenerator:
     AssertionError
         Both ep and cp larger than 1: they belong to different grids.
     OrderError
-        See :func:`order_tokens`.
+        See :func:`lay_out`.
     """
 
     def __init__(
@@ -122,10 +101,11 @@ class RankGenerator:
         if HAS_GTP_REMAT:
             self.name_to_size["gtp_remat"] = gtp_remat
         self.world_size = prod(self.name_to_size.values())
-        tokens = order_tokens(order, self.name_to_size)
+        self.layout = lay_out(order, self.name_to_size, max(rank_offset, 0))
+        tokens = order.lower().split("-")
+        tokens += [name for name in self.layout.dims if name not in tokens]
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[name] for name in tokens]
-        self.layout = lay_out(tokens, self.name_to_size, max(rank_offset, 0))
 
     def get_mask(self, order: str, token: str) -> list[bool]:
         """Which dims of ``order`` are in ``token``, such as ``"tp-dp"``."""

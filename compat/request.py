@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from compat import nccl
 from compat.megatron_plan import Planned, plan_rows
-from compat.rank_generator import inject_gtp_remat_axis, lay_out, order_tokens
+from compat.rank_generator import inject_gtp_remat_axis, lay_out
 from compat.release import HAS_GTP_REMAT
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
@@ -226,9 +226,8 @@ class Request:
     def _lay_out(self, sizes: dict[str, int], after: str) -> RankLayout:
         named = HAS_GTP_REMAT and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
-        order_tokens(self.order, own)  # refuses in the words of the order as it was given
-        order = inject_gtp_remat_axis(self.order, after)
-        return lay_out(order_tokens(order, sizes), sizes, self.rank_offset)
+        lay_out(self.order, own)  # refuses in the words of the order as it was given
+        return lay_out(inject_gtp_remat_axis(self.order, after), sizes, self.rank_offset)
 
     def _divide(self, *names: str) -> int:
         for name in names:

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 
 from compat import nccl
 from compat.build import Built, build
-from compat.getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, NUMBERS, Getters, missing
+from compat.getters import NUMBERS, Getters
+from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
 from compat.request import Request
 from hypergrid.plan import GroupPlan
