@@ -80,8 +80,9 @@ class GroupGetters:
     ) -> ProcessGroup:
         if independent_all_gather and with_context_parallel and not partial_data_parallel:
             return self._group("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-        slot = data_parallel_slot(with_context_parallel, with_gtp_remat, partial_data_parallel)
-        return self._group(slot)
+        key = (with_context_parallel, with_gtp_remat, partial_data_parallel)
+        group = self._dp_groups.get(key)
+        return group if group is not None else self._group(data_parallel_slot(*key))
 
     def get_data_parallel_group_gloo(
         self, with_context_parallel: bool = False, partial_data_parallel: bool = False

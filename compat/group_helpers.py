@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat import state as _state
 from hypergrid.layout import RankLayout
 
 
@@ -34,7 +33,9 @@ def create_group(
         group_desc=group_desc,
     )
     if ranks is None or dist.get_rank() in ranks:
-        _state.current.note_group(group)
+        from compat.parallel_state import current_state  # which imports this file
+
+        current_state().note_group(group)
     return group
 
 

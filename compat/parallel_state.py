@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat import state as _state
 from compat.getters import Getters
 from compat.group_helpers import create_group as create_group
 from compat.group_helpers import create_hierarchical_groups as create_hierarchical_groups
@@ -37,6 +36,19 @@ from compat.release import as_released
 from compat.report import report
 from compat.request import Request
 from compat.state import GROUP_SLOTS, SLOTS, ParallelState
+
+_current = ParallelState()  # what every function here speaks to
+
+
+def current_state() -> ParallelState:
+    """The state that this module's functions speak to; one without groups before there are any."""
+    return _current
+
+
+def _make_current(state: ParallelState) -> None:
+    global _current
+    state.ask_via(state if _current.asks_itself else sys.modules[__name__])
+    _current = state
 
 
 @as_released
@@ -129,7 +141,7 @@ def initialize_model_parallel(
     arguments["order"] = os.environ.get("HYPERGRID_ORDER") or order
     request = Request(**arguments)
     request.check()
-    before = _state.current
+    before = _current
     if before.request is not None or any(getattr(before, slot) for slot in GROUP_SLOTS):
         raise AssertionError(
             f"model parallel groups are already initialized: {before!r}. Call "
@@ -137,14 +149,14 @@ def initialize_model_parallel(
         )
     state = ParallelState.from_request(request)
     state.take_overrides(before)
-    _state.set_current(state)
+    _make_current(state)
     if os.environ.get("HYPERGRID_REPORT", "0") != "0" and dist.get_rank() == request.rank_offset:
         print(report(state), flush=True)
 
 
 def destroy_model_parallel() -> None:
     """Close every group that ``initialize_model_parallel`` made and forget all state."""
-    _state.current.destroy()
+    _current.destroy()
 
 
 def create_all_gather_groups(
@@ -153,52 +165,52 @@ def create_all_gather_groups(
     nccl_comm_cfgs: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Second communicators for all-gather beside reduce-scatter. *Collective* over the window."""
-    return _state.current.create_all_gather_groups(for_expert_parallelism, timeout, nccl_comm_cfgs)
+    return _current.create_all_gather_groups(for_expert_parallelism, timeout, nccl_comm_cfgs)
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
     """Set the timeout of ``pg``, or of all groups made here. *Collective* over ``pg``."""
-    _state.current.update_pg_timeout(timeout, pg)
+    _current.update_pg_timeout(timeout, pg)
 
 
 def get_global_memory_buffer() -> Any:
     """Megatron's buffer of reusable tensors."""
-    return _state.current.get_global_memory_buffer()
+    return _current.get_global_memory_buffer()
 
 
 def destroy_global_memory_buffer() -> None:
     """Forget the memory buffer."""
-    _state.current.destroy_global_memory_buffer()
+    _current.destroy_global_memory_buffer()
 
 
 def get_global_symmetric_memory_buffer() -> Any:
     """Megatron 0.16's symmetric memory buffer for inference."""
-    return _state.current.get_global_symmetric_memory_buffer()
+    return _current.get_global_symmetric_memory_buffer()
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
     """Forget the symmetric memory buffer."""
-    _state.current.destroy_global_symmetric_memory_buffer()
+    _current.destroy_global_symmetric_memory_buffer()
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group of this rank's model: tensor, GTP and pipeline parallel ranks."""
-    return _state.current.get_model_parallel_group(check_initialized)
+    return _current.get_model_parallel_group(check_initialized)
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over tp: one layer's matrices are split over it."""
-    return _state.current.get_tensor_model_parallel_group(check_initialized)
+    return _current.get_tensor_model_parallel_group(check_initialized)
 
 
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over gtp_remat: weights are sharded over it."""
-    return _state.current.get_gtp_weight_remat_group(check_initialized)
+    return _current.get_gtp_weight_remat_group(check_initialized)
 
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over pp: the stages of one pipeline."""
-    return _state.current.get_pipeline_model_parallel_group(check_initialized)
+    return _current.get_pipeline_model_parallel_group(check_initialized)
 
 
 @as_released
@@ -209,7 +221,7 @@ def get_data_parallel_group(
     independent_all_gather: bool = False,
 ) -> ProcessGroup:
     """Group over dp; optionally with cp, without gtp_remat, or one optimizer instance's part."""
-    return _state.current.get_data_parallel_group(
+    return _current.get_data_parallel_group(
         with_context_parallel, with_gtp_remat, partial_data_parallel, independent_all_gather
     )
 
@@ -218,87 +230,85 @@ def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Gloo twin of a data-parallel group."""
-    return _state.current.get_data_parallel_group_gloo(with_context_parallel, partial_data_parallel)
+    return _current.get_data_parallel_group_gloo(with_context_parallel, partial_data_parallel)
 
 
 def has_separate_all_gather_group() -> bool:
     """Whether ``create_all_gather_group`` was asked for."""
-    return _state.current.has_separate_all_gather_group()
+    return _current.has_separate_all_gather_group()
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over cp: one sequence is split over it."""
-    return _state.current.get_context_parallel_group(check_initialized)
+    return _current.get_context_parallel_group(check_initialized)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
     """One group per level of hierarchical context parallelism, innermost first."""
-    return _state.current.get_hierarchical_context_parallel_groups(check_initialized)
+    return _current.get_hierarchical_context_parallel_groups(check_initialized)
 
 
 def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
     """Group of ``group_size`` consecutive data x context parallel ranks."""
-    return _state.current.get_hybrid_data_context_parallel_groups(check_initialized, group_size)
+    return _current.get_hybrid_data_context_parallel_groups(check_initialized, group_size)
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks of this pipeline that hold word embeddings."""
-    return _state.current.get_embedding_group(check_initialized)
+    return _current.get_embedding_group(check_initialized)
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks of this pipeline that hold position embeddings."""
-    return _state.current.get_position_embedding_group(check_initialized)
+    return _current.get_position_embedding_group(check_initialized)
 
 
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
     """Group over which FP8 scaling factors are reduced."""
-    return _state.current.get_amax_reduction_group(with_context_parallel, tp_only_amax_red)
+    return _current.get_amax_reduction_group(with_context_parallel, tp_only_amax_red)
 
 
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
     """Group over tp and dp, optionally with cp."""
-    return _state.current.get_tensor_and_data_parallel_group(
-        check_initialized, with_context_parallel
-    )
+    return _current.get_tensor_and_data_parallel_group(check_initialized, with_context_parallel)
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over tp and cp."""
-    return _state.current.get_tensor_and_context_parallel_group(check_initialized)
+    return _current.get_tensor_and_context_parallel_group(check_initialized)
 
 
 def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over the expert grid's gtp_remat."""
-    return _state.current.get_expert_gtp_weight_remat_group(check_initialized)
+    return _current.get_expert_gtp_weight_remat_group(check_initialized)
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over ep: the experts are spread over it."""
-    return _state.current.get_expert_model_parallel_group(check_initialized)
+    return _current.get_expert_model_parallel_group(check_initialized)
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over the expert grid's tp."""
-    return _state.current.get_expert_tensor_parallel_group(check_initialized)
+    return _current.get_expert_tensor_parallel_group(check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over the expert grid's tp and ep."""
-    return _state.current.get_expert_tensor_and_model_parallel_group(check_initialized)
+    return _current.get_expert_tensor_and_model_parallel_group(check_initialized)
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Group over the expert grid's tp, ep and pp, optionally with gtp_remat."""
-    return _state.current.get_expert_tensor_model_pipeline_parallel_group(
+    return _current.get_expert_tensor_model_pipeline_parallel_group(
         check_initialized, with_egtp_remat
     )
 
@@ -310,106 +320,106 @@ def get_expert_data_parallel_group(
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Group over the expert grid's dp; optionally without gtp_remat, or one instance's part."""
-    return _state.current.get_expert_data_parallel_group(
+    return _current.get_expert_data_parallel_group(
         check_initialized, with_gtp_remat, partial_expert_data_parallel
     )
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Gloo twin of an expert-data-parallel group."""
-    return _state.current.get_expert_data_parallel_group_gloo(partial_expert_data_parallel)
+    return _current.get_expert_data_parallel_group_gloo(partial_expert_data_parallel)
 
 
 def get_data_modulo_expert_parallel_group(
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Former name of the expert-data-parallel group."""
-    return _state.current.get_data_modulo_expert_parallel_group(partial_expert_data_parallel)
+    return _current.get_data_modulo_expert_parallel_group(partial_expert_data_parallel)
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
     """All ranks of this rank's distributed-optimizer instance."""
-    return _state.current.get_intra_distributed_optimizer_instance_group(check_initialized)
+    return _current.get_intra_distributed_optimizer_instance_group(check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks with this rank's place in each optimizer instance."""
-    return _state.current.get_inter_distributed_optimizer_instance_group(check_initialized)
+    return _current.get_inter_distributed_optimizer_instance_group(check_initialized)
 
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Global ranks of the gtp_remat group."""
-    return _state.current.get_gtp_weight_remat_global_ranks(check_initialized)
+    return _current.get_gtp_weight_remat_global_ranks(check_initialized)
 
 
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Global ranks of the expert gtp_remat group."""
-    return _state.current.get_expert_gtp_weight_remat_global_ranks(check_initialized)
+    return _current.get_expert_gtp_weight_remat_global_ranks(check_initialized)
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """Global ranks of the context-parallel group."""
-    return _state.current.get_context_parallel_global_ranks(check_initialized)
+    return _current.get_context_parallel_global_ranks(check_initialized)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Global rank that comes first in the tensor-parallel group."""
-    return _state.current.get_tensor_model_parallel_src_rank()
+    return _current.get_tensor_model_parallel_src_rank()
 
 
 def get_model_parallel_src_rank() -> int:
     """Global rank that comes first in the model-parallel group."""
-    return _state.current.get_model_parallel_src_rank()
+    return _current.get_model_parallel_src_rank()
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Global rank that comes first in the data-parallel group."""
-    return _state.current.get_data_parallel_src_rank(with_context_parallel)
+    return _current.get_data_parallel_src_rank(with_context_parallel)
 
 
 def get_expert_model_parallel_src_rank() -> int:
     """Global rank that comes first in the expert-parallel group."""
-    return _state.current.get_expert_model_parallel_src_rank()
+    return _current.get_expert_model_parallel_src_rank()
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of this pipeline's first stage."""
-    return _state.current.get_pipeline_model_parallel_first_rank()
+    return _current.get_pipeline_model_parallel_first_rank()
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of this pipeline's last stage."""
-    return _state.current.get_pipeline_model_parallel_last_rank()
+    return _current.get_pipeline_model_parallel_last_rank()
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the next stage; the first follows the last."""
-    return _state.current.get_pipeline_model_parallel_next_rank()
+    return _current.get_pipeline_model_parallel_next_rank()
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage; the last precedes the first."""
-    return _state.current.get_pipeline_model_parallel_prev_rank()
+    return _current.get_pipeline_model_parallel_prev_rank()
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Tensor-parallel size."""
-    return _state.current.get_tensor_model_parallel_world_size()
+    return _current.get_tensor_model_parallel_world_size()
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's place in the tensor-parallel group."""
-    return _state.current.get_tensor_model_parallel_rank()
+    return _current.get_tensor_model_parallel_rank()
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Number of pipeline stages."""
-    return _state.current.get_pipeline_model_parallel_world_size()
+    return _current.get_pipeline_model_parallel_world_size()
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """This rank's pipeline stage."""
-    return _state.current.get_pipeline_model_parallel_rank()
+    return _current.get_pipeline_model_parallel_rank()
 
 
 @as_released
@@ -419,7 +429,7 @@ def get_data_parallel_world_size(
     partial_data_parallel: bool = False,
 ) -> int:
     """Data-parallel size; arguments as for the group."""
-    return _state.current.get_data_parallel_world_size(
+    return _current.get_data_parallel_world_size(
         with_context_parallel, with_gtp_remat, partial_data_parallel
     )
 
@@ -431,79 +441,79 @@ def get_data_parallel_rank(
     partial_data_parallel: bool = False,
 ) -> int:
     """This rank's place in the data-parallel group; arguments as for the group."""
-    return _state.current.get_data_parallel_rank(
+    return _current.get_data_parallel_rank(
         with_context_parallel, with_gtp_remat, partial_data_parallel
     )
 
 
 def get_context_parallel_world_size() -> int:
     """Context-parallel size."""
-    return _state.current.get_context_parallel_world_size()
+    return _current.get_context_parallel_world_size()
 
 
 def get_context_parallel_rank() -> int:
     """This rank's place in the context-parallel group."""
-    return _state.current.get_context_parallel_rank()
+    return _current.get_context_parallel_rank()
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """Size of the tensor x context parallel group."""
-    return _state.current.get_tensor_and_context_parallel_world_size()
+    return _current.get_tensor_and_context_parallel_world_size()
 
 
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's place in the tensor x context parallel group."""
-    return _state.current.get_tensor_and_context_parallel_rank()
+    return _current.get_tensor_and_context_parallel_rank()
 
 
 def get_gtp_weight_remat_world_size() -> int:
     """gtp_remat size; 0 where there is no such group."""
-    return _state.current.get_gtp_weight_remat_world_size()
+    return _current.get_gtp_weight_remat_world_size()
 
 
 def get_gtp_weight_remat_rank() -> int:
     """This rank's place in the gtp_remat group; 0 where there is none."""
-    return _state.current.get_gtp_weight_remat_rank()
+    return _current.get_gtp_weight_remat_rank()
 
 
 def get_expert_gtp_weight_remat_world_size() -> int:
     """Expert gtp_remat size; 0 where there is no such group."""
-    return _state.current.get_expert_gtp_weight_remat_world_size()
+    return _current.get_expert_gtp_weight_remat_world_size()
 
 
 def get_expert_gtp_weight_remat_rank() -> int:
     """This rank's place in the expert gtp_remat group; 0 where there is none."""
-    return _state.current.get_expert_gtp_weight_remat_rank()
+    return _current.get_expert_gtp_weight_remat_rank()
 
 
 def get_expert_model_parallel_world_size() -> int:
     """Expert-parallel size."""
-    return _state.current.get_expert_model_parallel_world_size()
+    return _current.get_expert_model_parallel_world_size()
 
 
 def get_expert_model_parallel_rank() -> int:
     """This rank's place in the expert-parallel group."""
-    return _state.current.get_expert_model_parallel_rank()
+    return _current.get_expert_model_parallel_rank()
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
     """Expert tensor-parallel size."""
-    return _state.current.get_expert_tensor_parallel_world_size()
+    return _current.get_expert_tensor_parallel_world_size()
 
 
 def get_expert_tensor_parallel_rank() -> int | None:
     """This rank's place in the expert tensor-parallel group."""
-    return _state.current.get_expert_tensor_parallel_rank()
+    return _current.get_expert_tensor_parallel_rank()
 
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
     """Size of the expert tensor x expert parallel group."""
-    return _state.current.get_expert_tensor_and_model_parallel_world_size()
+    return _current.get_expert_tensor_and_model_parallel_world_size()
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
     """This rank's place in the expert tensor x expert parallel group."""
-    return _state.current.get_expert_tensor_and_model_parallel_rank()
+    return _current.get_expert_tensor_and_model_parallel_rank()
 
 
 @as_released
@@ -511,7 +521,7 @@ def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Expert-data-parallel size; arguments as for the group."""
-    return _state.current.get_expert_data_parallel_world_size(
+    return _current.get_expert_data_parallel_world_size(
         with_gtp_remat, partial_expert_data_parallel
     )
 
@@ -521,139 +531,139 @@ def get_expert_data_parallel_rank(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """This rank's place in the expert-data-parallel group."""
-    return _state.current.get_expert_data_parallel_rank(
-        with_gtp_remat, partial_expert_data_parallel
-    )
+    return _current.get_expert_data_parallel_rank(with_gtp_remat, partial_expert_data_parallel)
 
 
 def get_all_ranks() -> str:
     """This rank's places on the dims, joined by underscores; for names of files."""
-    return _state.current.get_all_ranks()
+    return _current.get_all_ranks()
 
 
 def is_initialized() -> bool:
     """Whether this rank has a data-parallel group."""
-    return _state.current.is_initialized()
+    return _current.is_initialized()
 
 
 def model_parallel_is_initialized() -> bool:
     """Whether this rank has tensor-, pipeline- and data-parallel groups."""
-    return _state.current.model_parallel_is_initialized()
+    return _current.model_parallel_is_initialized()
 
 
 def is_unitialized() -> bool:
     """Former, misspelt opposite of :func:`is_initialized`."""
-    return _state.current.is_unitialized()
+    return _current.is_unitialized()
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, begins the pipeline."""
-    return _state.current.is_pipeline_first_stage(ignore_virtual, vp_stage)
+    return _current.is_pipeline_first_stage(ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, ends the pipeline."""
-    return _state.current.is_pipeline_last_stage(ignore_virtual, vp_stage)
+    return _current.is_pipeline_last_stage(ignore_virtual, vp_stage)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, holds word embeddings."""
-    return _state.current.is_rank_in_embedding_group(ignore_virtual, vp_stage)
+    return _current.is_rank_in_embedding_group(ignore_virtual, vp_stage)
 
 
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank holds position embeddings."""
-    return _state.current.is_rank_in_position_embedding_group()
+    return _current.is_rank_in_position_embedding_group()
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """The virtual stage that was set, or None."""
-    return _state.current.get_virtual_pipeline_model_parallel_rank()
+    return _current.get_virtual_pipeline_model_parallel_rank()
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Virtual stages per rank, or None."""
-    return _state.current.get_virtual_pipeline_model_parallel_world_size()
+    return _current.get_virtual_pipeline_model_parallel_world_size()
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
     """Make the tensor-parallel size answer this; None lifts it."""
-    _state.current.set_tensor_model_parallel_world_size(world_size)
+    _current.set_tensor_model_parallel_world_size(world_size)
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
     """Make the tensor-parallel rank answer this; None lifts it."""
-    _state.current.set_tensor_model_parallel_rank(rank)
+    _current.set_tensor_model_parallel_rank(rank)
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """Make the pipeline size answer this; None lifts it."""
-    _state.current.set_pipeline_model_parallel_world_size(world_size)
+    _current.set_pipeline_model_parallel_world_size(world_size)
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Make the pipeline rank answer this; None lifts it."""
-    _state.current.set_pipeline_model_parallel_rank(rank)
+    _current.set_pipeline_model_parallel_rank(rank)
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """Set the number of virtual stages per rank."""
-    _state.current.set_virtual_pipeline_model_parallel_world_size(world_size)
+    _current.set_virtual_pipeline_model_parallel_world_size(world_size)
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the virtual stage. Deprecated: pass ``vp_stage`` instead."""
-    _state.current.set_virtual_pipeline_model_parallel_rank(rank)
+    _current.set_virtual_pipeline_model_parallel_rank(rank)
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
     """Make every data-parallel rank answer this; None lifts it."""
-    _state.current.set_data_parallel_rank(rank)
+    _current.set_data_parallel_rank(rank)
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
     """Make the expert-parallel size answer this; None lifts it."""
-    _state.current.set_expert_model_parallel_world_size(world_size)
+    _current.set_expert_model_parallel_world_size(world_size)
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
     """Make the expert-parallel rank answer this; None lifts it."""
-    _state.current.set_expert_model_parallel_rank(rank)
+    _current.set_expert_model_parallel_rank(rank)
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
     """Make the expert tensor-parallel size answer this; None lifts it."""
-    _state.current.set_expert_tensor_parallel_world_size(world_size)
+    _current.set_expert_tensor_parallel_world_size(world_size)
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
     """Make the expert tensor-parallel rank answer this; None lifts it."""
-    _state.current.set_expert_tensor_parallel_rank(rank)
+    _current.set_expert_tensor_parallel_rank(rank)
+
+
+def __getattr__(name: str) -> Any:
+    # Here and not on the class below: there it would slow every read of the module down.
+    if name.startswith("_") and not name.startswith("__"):
+        try:
+            return getattr(_current, name)
+        except AttributeError:
+            pass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Face(ModuleType):
-    """This module, with upstream's private globals read from and written to the current state."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and not name.startswith("__"):
-            try:
-                return getattr(_state.current, name)
-            except AttributeError:
-                pass
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+    """This module, with upstream's private globals written through to the current state."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SLOTS:
-            setattr(_state.current, name, value)
+            setattr(_current, name, value)
             return
         super().__setattr__(name, value)
         if name in _GETTERS:  # patched, or put back: getters built on it must see that
             patched = any(vars(self)[getter] is not own for getter, own in _GETTERS.items())
-            _state.current.ask_via(self if patched else _state.current)
+            _current.ask_via(self if patched else _current)
 
     def __delattr__(self, name: str) -> None:
         if name in SLOTS:  # mock.patch deletes what it set, then sets what was there
-            delattr(_state.current, name)
+            delattr(_current, name)
         else:
             super().__delattr__(name)
 

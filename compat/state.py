@@ -57,6 +57,7 @@ class ParallelState(Getters):
     __slots__ = (
         *sorted(SLOTS),
         *NUMBERS,
+        "_dp_groups",
         *("_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
         *("_numbered", "_pool", "_via", "_extra_all_gather_groups", "request", "__weakref__"),
     )
@@ -173,6 +174,7 @@ class ParallelState(Getters):
             known = {key: self._known(slot, kind) for key, slot in dense}
             put(f"_dp_{kind}s", known if number is None else fixed)
             put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in expert})
+        put("_dp_groups", {key: getattr(self, slot) for key, slot in DATA_PARALLEL.items()})
         stage, stages = self._pp_rank, self._pp_size
         known_stage = self._via is self and stage is not None and stages is not None
         put("_is_first", stage == 0 if known_stage else None)
@@ -183,6 +185,11 @@ class ParallelState(Getters):
         if group is None or group is not getattr(self, slot):
             return None
         return rank if kind == "rank" else size
+
+    @property
+    def asks_itself(self) -> bool:
+        """Whether no getter of the module is patched at present."""
+        return self._via is self
 
     def ask_via(self, other: Any) -> None:
         """Let getters that are built from other getters ask those of ``other``."""
@@ -333,14 +340,3 @@ def _release_megatron_buffers() -> None:
     ):
         with suppress(Exception):  # what cannot be released must not keep groups alive
             getattr(owner, name, lambda: None)()
-
-
-# The state that module-level callers speak to.
-current = ParallelState()
-
-
-def set_current(state: ParallelState) -> None:
-    """Make ``state`` the one that module-level callers speak to."""
-    global current
-    state.ask_via(state if current._via is current else current._via)
-    current = state

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from types import ModuleType
+from typing import Any
 
 COLOURS = {"stock": "#5f6368", "mesh": "#d98200", "ours": "#0b63c5"}
 
@@ -53,7 +54,7 @@ def draw(file: Path, curves: Mapping[str, Curve], names: Mapping[str, str], abou
     lowest = min(min(times) for curve in curves.values() for times in curve.values())
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlim(worlds[0] / 1.6, worlds[-1] * 1.6)
+    axes.set_xlim(worlds[0] / 2, worlds[-1] * 1.6)
     axes.set_ylim(bottom=lowest / 2)
     axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
     axes.xaxis.set_minor_locator(plt.NullLocator())
@@ -69,24 +70,21 @@ def draw(file: Path, curves: Mapping[str, Curve], names: Mapping[str, str], abou
     plt.close(figure)
 
 
-def _mark_ratios(axes: object, curves: Mapping[str, Curve]) -> None:
+def _mark_ratios(axes: Any, curves: Mapping[str, Curve]) -> None:
     stock, ours = curves.get("stock", {}), curves.get("ours", {})
     for world in sorted(stock.keys() & ours.keys()):
         high, low = median(stock[world]), median(ours[world])
-        axes.annotate(  # type: ignore[attr-defined]
-            "",
-            (world, low * 1.25),
-            xytext=(world, high / 1.25),
-            arrowprops={"arrowstyle": "->", "color": "#9aa0a6", "linewidth": 1},
-        )
-        axes.annotate(  # type: ignore[attr-defined]
+        arrow = {"arrowstyle": "->", "color": "#9aa0a6", "linewidth": 1}
+        axes.annotate("", (world, low * 1.2), xytext=(world, high / 1.2), arrowprops=arrow)
+        axes.annotate(
             f"{high / low:.0f}x" if high >= 10 * low else f"{high / low:.1f}x",
-            (world, (high * low) ** 0.5),
+            (world, low * (high / low) ** 0.25),  # below the mesh's line
             xytext=(-6, 0),
             textcoords="offset points",
             ha="right",
             va="center",
-            fontsize=9,
+            fontweight="bold",
+            color=COLOURS["ours"],
         )
 
 

@@ -102,12 +102,10 @@ def initialise(side: str, world: int, repeats: int, seconds: float) -> dict[str,
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    module = None if side == "mesh" else load(side)
+    module: Any = None if side == "mesh" else load(side)
     start_fake_world(world // 2 + 3, world)
-    model = SIZES["tensor_model_parallel_size"] * SIZES["context_parallel_size"]
-    model *= SIZES["pipeline_model_parallel_size"]
-    shape = (SIZES["pipeline_model_parallel_size"], world // model)
-    shape += (SIZES["context_parallel_size"], SIZES["tensor_model_parallel_size"])
+    tp, cp, pp, _ = SIZES.values()
+    mesh = {"pp": pp, "dp": world // (tp * cp * pp), "cp": cp, "tp": tp}
     times, grown, built = [], 0, ""
     for i in rounds(repeats if module else 1, seconds):
         if i:
@@ -117,7 +115,7 @@ def initialise(side: str, world: int, repeats: int, seconds: float) -> dict[str,
         if module:
             module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
         else:
-            init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
+            init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         times.append(time.perf_counter() - start)
         if i == 0:
             grown = _peak() - before
@@ -194,7 +192,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-JOBS = {
+JOBS: dict[str, Any] = {
     "initialise": initialise,
     "enumerate": enumerate_groups,
     "getters": call_getters,

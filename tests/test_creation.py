@@ -75,10 +75,10 @@ def _by(rank, way):
         # One call for each combination of dims; gloo twins, which do not split, by members.
         labels = [call.kwargs["group_desc"] for call in split.call_args_list]
         assert len(labels) == len(set(labels)) and not any("GLOO" in label for label in labels)
-        assert len(labels) + 3 == len(ps._state.current.plan.rows)
+        assert len(labels) + 3 == len(ps.current_state().plan.rows)
     else:
         ps.initialize_model_parallel(**arguments, creation=way)
-    pool, membership = ps._state.current.pool, _membership()
+    pool, membership = ps.current_state().pool, _membership()
     _check_all_reduce(rank)
     return pool.agreement.way, membership
 
@@ -95,7 +95,7 @@ def _one_cannot(rank):
     with mock.patch("hypergrid.agreement.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT)
     _check_all_reduce(rank)
-    return ps._state.current.pool.agreement
+    return ps.current_state().pool.agreement
 
 
 def test_one_rank_that_cannot_decides_for_all():
@@ -126,7 +126,7 @@ def _mixed_binding(rank):
     with mock.patch("hypergrid.agreement.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT)
     _check_all_reduce(rank)
-    return ps._state.current.pool.agreement.way, ps._state.current.pool.agreement.others
+    return ps.current_state().pool.agreement.way, ps.current_state().pool.agreement.others
 
 
 def test_where_some_are_bound_and_some_are_not_everyone_creates_but_gloo_twins_go_by_members():
@@ -184,7 +184,7 @@ def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):
 def _shares(rank, share):
     ps.initialize_model_parallel(**LAYOUT, share=share)
     _check_all_reduce(rank)
-    pool = ps._state.current.pool
+    pool = ps.current_state().pool
     sharing = {p.label: p.shares for p in pool.groups if p.shares}
     sizes = {p.label: len(p.ranks) for p in pool.groups}
     live = len(c10d._world.pg_map) - 1
@@ -217,7 +217,7 @@ def test_sharing_gives_every_name_the_same_answers_on_fewer_communicators():
 def _shares_in_lockstep(rank):
     ps.initialize_model_parallel(**LAYOUT, share="all", creation="everyone")
     _check_all_reduce(rank)
-    return {p.label: p.shares for p in ps._state.current.pool.groups}
+    return {p.label: p.shares for p in ps.current_state().pool.groups}
 
 
 def test_sharing_is_the_same_when_every_rank_takes_part():
@@ -258,7 +258,7 @@ def _lazily(rank, connect):
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     dist.barrier()
     _check_all_reduce(rank)
-    return opened, ps._state.current.pool.agreement.lazy
+    return opened, ps.current_state().pool.agreement.lazy
 
 
 def test_lazy_groups_connect_when_they_are_used():
@@ -273,7 +273,7 @@ def _an_older_torch(rank):
         ps.initialize_model_parallel(**LAYOUT, connect="lazy")
     from compat.report import report
 
-    return ps._state.current.pool.agreement.lazy, report(ps._state.current)
+    return ps.current_state().pool.agreement.lazy, report(ps.current_state())
 
 
 def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported():
@@ -306,5 +306,5 @@ def test_custom_embedding_ranks_are_evaluated_only_when_they_are_not_the_default
     ps.initialize_model_parallel(
         2, 2, create_gloo_process_groups=False, get_embedding_ranks=ps.default_embedding_ranks
     )
-    (row,) = (r for r in ps._state.current.plan.rows if r.label == "EMBEDDING_GROUP")
+    (row,) = (r for r in ps.current_state().plan.rows if r.label == "EMBEDDING_GROUP")
     assert row.explicit is None and row.pick == "ends"

@@ -1,0 +1,425 @@
+"""Measures stock megatron-core and this project in turn and prints their ratios as a table.
+
+    python scripts/bench.py                                # all of it, at most twelve minutes
+    python scripts/bench.py --quick --only 'Init.*65,536'  # less than a minute; some rows
+    python scripts/bench.py --out bench.md --plot bench.png
+
+A time means little on a machine that others use too: both sides run in the same minutes, take
+turns, and what counts is the ratio of their medians. A bench is no test: the exit status is 1 only
+when a side fails or the two answer differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import bench_plot
+from bench_sides import GETTERS, GROUPS, rounds
+
+HERE = Path(__file__).resolve().parent
+STOCK, MESH = "stock", "init_device_mesh"
+SIZES = "tp=8 cp=2 pp=16 ep=8"
+MIB = 2**20
+WORLDS = (1024, 8192, 65536, 1048576)
+REAL_WORLDS = (8, 16, 32, 64)
+QUICK_WORLDS, QUICK_REAL_WORLDS = (1024, 65536, 1048576), (8,)
+VARIANTS = [(share, connect) for share in ("none", "all") for connect in ("eager", "lazy")]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: what each side took, repetition by repetition."""
+
+    title: str
+    ours: list[float]
+    peer: list[float] = field(default_factory=list)
+    peer_name: str = STOCK
+    kind: str = "time"  # or "memory", "count"
+    at_least: float | None = None  # the bar: peer / ours
+    at_most: float | None = None  # the bar: ours
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        ours = median(self.ours)
+        shown = [show(median(self.peer), self.kind) if self.peer else "", show(ours, self.kind)]
+        ratio = spread = bar = verdict = ""
+        if self.peer and ours > 0:
+            ratio = times(median(self.peer) / ours)
+            each = [peer / mine for peer, mine in zip(self.peer, self.ours, strict=False) if mine]
+            spread = f"{times(min(each))} to {times(max(each))}" if len(each) > 1 else "once"
+        if self.at_least is not None:
+            bar = f"≥ {times(self.at_least)}"
+            verdict = "met" if median(self.peer) >= self.at_least * ours else "**NOT met**"
+        if self.at_most is not None:
+            bar = f"≤ {show(self.at_most, self.kind)}"
+            verdict = "met" if ours <= self.at_most else "**NOT met**"
+        peer_name = self.peer_name if self.peer else ""
+        return (self.title, peer_name, *shown, ratio, spread, bar, verdict)
+
+
+@dataclass
+class Bench:
+    """The settings of one run, and what it has found so far."""
+
+    quick: bool
+    wanted: Callable[[str], bool]
+    deadline: float
+    rows: list[Row] = field(default_factory=list)
+    curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    counts: list[tuple[str, ...]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def repeats(self, full: int, quick: int = 1) -> int:
+        return quick if self.quick else full
+
+    def seconds(self, most: float) -> float:
+        """How long a case may go on repeating itself."""
+        return max(0.0, min(most, self.deadline - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows that are measured together."""
+
+    titles: tuple[str, ...]
+    measure: Callable[[Bench], list[Row]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="PATTERN", help="rows whose title matches this regex")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller worlds")
+    parser.add_argument("--list", action="store_true", help="print the titles of all rows and end")
+    parser.add_argument("--minutes", type=float, default=12, help="start no repetition after that")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the picture (PNG)")
+    options = parser.parse_args()
+    pattern = re.compile(options.only or "", re.IGNORECASE)
+    bench = Bench(
+        quick=options.quick,
+        wanted=lambda title: bool(pattern.search(title)),
+        deadline=time.monotonic() + 60 * options.minutes,
+    )
+    cases = [case for case in all_cases(bench) if any(map(bench.wanted, case.titles))]
+    if options.list or not cases:
+        every = [title for case in all_cases(bench) for title in case.titles]
+        print("\n".join(every if options.list else ["--only matches no row. Rows:", *every]))
+        return 0
+    if options.plot:
+        bench_plot.pyplot()  # its absence should be told before the measuring
+    for case in cases:
+        print(f"measuring: {case.titles[0]} ...", file=sys.stderr, flush=True)
+        try:
+            bench.rows += [row for row in case.measure(bench) if bench.wanted(row.title)]
+        except ChildError as error:
+            bench.failures.append(f"{case.titles[0]}: {error}")
+    text = document(bench)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    if options.plot:
+        plot(bench, options.plot)
+    return 1 if bench.failures else 0
+
+
+def all_cases(bench: Bench) -> list[Case]:
+    cases = [
+        Case((ENUMERATION,), enumeration),
+        *(
+            Case(init_titles(world), lambda bench, world=world: initialisation(bench, world))
+            for world in (QUICK_WORLDS if bench.quick else WORLDS)
+        ),
+        *(
+            Case(real_titles(world), lambda bench, world=world: real(bench, world))
+            for world in (QUICK_REAL_WORLDS if bench.quick else REAL_WORLDS)
+        ),
+        Case(tuple(f"`{name}()`" for name in GETTERS), getters),
+        Case(IMPORT, imports),
+    ]
+    return cases
+
+
+ENUMERATION = "`RankGenerator.get_ranks('dp-cp')`, 65,536 ranks"
+IMPORT = (
+    "Import of `compat.parallel_state`",
+    "Megatron modules that the import brings",
+    "CUDA contexts that the import makes",
+)
+
+
+def enumeration(bench: Bench) -> list[Row]:
+    job = {"job": "enumerate", "world": 65536, "token": "dp-cp"}
+    found = child("bench_sides.py", repeats=bench.repeats(9, 3), seconds=bench.seconds(20), **job)
+    return [Row(ENUMERATION, found["ours"], found["stock"], at_least=40)]
+
+
+def init_titles(world: int) -> tuple[str, ...]:
+    where = f"{world:,} ranks"
+    return (
+        f"Initialisation, {where}",
+        f"Initialisation, {where}, once more in the same process",
+        f"Initialisation, {where}, beside a mesh of 4 dims",
+        f"Peak memory of initialisation, {where}",
+    )
+
+
+def initialisation(bench: Bench, world: int) -> list[Row]:
+    """Both sides and torch's mesh in turn, each time in a fresh interpreter."""
+    titles = init_titles(world)
+    huge = world > 100_000
+    sides = ["stock", "ours", "mesh"]
+    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    job = {"job": "initialise", "world": world, "seconds": 8 if not bench.quick else 2}
+    for i in rounds(bench.repeats(3 if huge else 7, 1 if huge else 2), bench.seconds(100)):
+        for side in reversed(sides) if i % 2 else sides:
+            # At a million ranks stock takes the better part of a minute: once, in a full run.
+            if side != "ours" and huge and (i or bench.quick):
+                continue
+            if side == "mesh" and bench.quick and i:
+                continue
+            repeats = 1 if huge and side != "ours" else 4
+            results[side].append(child("bench_sides.py", side=side, repeats=repeats, **job))
+    if len({r["digest"] for side in ("stock", "ours") for r in results[side]}) != 1:
+        raise ChildError(f"stock and ours built different groups of {world:,} ranks")
+    first = {side: [r["seconds"][0] for r in results[side]] for side in sides}
+    again = {s: [median(r["seconds"][1:]) for r in results[s] if r["seconds"][1:]] for s in sides}
+    memory = {side: [r["bytes"] for r in results[side]] for side in sides}
+    for side in sides:
+        if first[side]:
+            bench.curves.setdefault(side, {})[world] = first[side]
+    rows = [
+        Row(
+            titles[0],
+            first["ours"],
+            first["stock"],
+            at_least=100 if world == 65536 else None,
+            at_most=2 if world == 1048576 else None,
+        )
+    ]
+    if again["ours"] and again["stock"]:
+        rows.append(Row(titles[1], again["ours"], again["stock"]))
+    if first["mesh"]:
+        rows.append(Row(titles[2], first["ours"], first["mesh"], peer_name=MESH))
+    if world >= 65536:  # below, both are lost in what the interpreter holds anyway
+        rows.append(Row(titles[3], memory["ours"], memory["stock"], kind="memory"))
+    return rows
+
+
+def real_titles(world: int) -> tuple[str, ...]:
+    titles = [f"{world} gloo ranks, share={s} connect={c}" for s, c in VARIANTS]
+    return (*titles, f"{world} gloo ranks, without the agreement")
+
+
+def real(bench: Bench, world: int) -> list[Row]:
+    """Forked ranks that really connect: stock, and ours in each way of sharing and connecting."""
+    titles = real_titles(world)
+    variants: dict[str, dict[str, Any]] = {"stock": {"side": "stock", "environment": {}}}
+    for title, (share, connect) in zip(titles, VARIANTS, strict=False):
+        environment = {"HYPERGRID_SHARE": share, "HYPERGRID_CONNECT": connect}
+        variants[title] = {"side": "ours", "environment": environment}
+    # The cheapest variant: there the agreement is the largest part.
+    cheap, bare = titles[-2], titles[-1]
+    if world == REAL_WORLDS[-1]:
+        environment = {**variants[cheap]["environment"], "HYPERGRID_AGREEMENT": "0"}
+        variants[bare] = {"side": "ours", "environment": environment, "fewer_than": cheap}
+    budget = bench.seconds(20 if bench.quick else 40 + 2 * world)
+    found = child(
+        "bench_real.py",
+        timeout=600,
+        world=world,
+        variants=variants,
+        repeats=bench.repeats(9 if world < 32 else 5, 2),
+        seconds=budget,
+    )
+    rows = []
+    for title in variants:
+        if title == bare:
+            if title in found:
+                seconds = [found[each]["seconds"] for each in (bare, cheap)]
+                rows.append(Row(title, *seconds, peer_name="with it"))
+            continue
+        name = f"{world} gloo ranks, stock" if title == "stock" else title
+        bench.counts.append((name, *(f"{n:,}" for n in found[title]["counts"].values())))
+        if title != "stock":
+            rows.append(Row(title, found[title]["seconds"], found["stock"]["seconds"]))
+    return rows
+
+
+def getters(bench: Bench) -> list[Row]:
+    calls = {"calls": bench.repeats(20000, 5000), "repeats": bench.repeats(15, 5)}
+    found = child("bench_sides.py", job="getters", seconds=bench.seconds(60), **calls)
+    rows = []
+    for name, sides in found.items():
+        bar: float | None = 10 if name == "is_pipeline_first_stage" else 2
+        if name in GROUPS or name == "is_pipeline_last_stage":
+            bar = None
+        rows.append(Row(f"`{name}()`", sides["ours"], sides["stock"], at_least=bar))
+    return rows
+
+
+def imports(bench: Bench) -> list[Row]:
+    results: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
+    for i in rounds(bench.repeats(5, 2), bench.seconds(60)):
+        for side in sorted(results, reverse=bool(i % 2)):
+            results[side].append(child("bench_sides.py", job="import", side=side))
+
+    def of(side: str, key: str) -> list[float]:
+        return [float(result[key]) for result in results[side]]
+
+    return [
+        Row(IMPORT[0], of("ours", "seconds"), of("stock", "seconds"), at_most=0.05),
+        Row(IMPORT[1], of("ours", "megatron"), of("stock", "megatron"), kind="count", at_most=0),
+        Row(IMPORT[2], of("ours", "cuda"), of("stock", "cuda"), kind="count", at_most=0),
+    ]
+
+
+class ChildError(RuntimeError):
+    """A side raised, hung, or answered differently."""
+
+
+def child(script: str, *, timeout: float = 280, **job: Any) -> Any:
+    """Run a job in a fresh interpreter and give its result."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HYPERGRID_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [sys.executable, str(HERE / script), json.dumps(job)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            _kill(process)
+            raise ChildError(f"{script} {job} took longer than {timeout:.0f} s") from error
+        except BaseException:
+            _kill(process)
+            raise
+    if process.returncode:
+        raise ChildError(f"{script} {job} ended with {process.returncode}:\n{errors[-3000:]}")
+    return json.loads(output.splitlines()[-1])
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)  # its forked ranks too
+
+
+def document(bench: Bench) -> str:
+    """The Markdown that a run prints."""
+    packages = [f"{name} {version(name)}" for name in ("hypergrid", "megatron-core", "torch")]
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    text = [
+        f"{', '.join(packages)}, Python {platform.python_version()}; {os.cpu_count()} cores; "
+        f"{today}{'; a quick run' if bench.quick else ''}.",
+        "",
+        "Medians; the ratio is the peer's median over ours, so larger is better, and the range is "
+        "that of the single repetitions, in which the two took turns.",
+    ]
+    if bench.rows:
+        head = ("Measured", "Peer", "Peer's", "Ours", "Peer / ours", "Range", "Bar", "")
+        text += ["", *table(head, [row.cells() for row in bench.rows], right=(2, 3, 4, 5, 6))]
+    if bench.counts:
+        head = ("The busiest rank", "new_group calls", "Communicators", "Store operations")
+        text += ["", *table((*head, "Sockets and files"), bench.counts, right=(1, 2, 3, 4))]
+    titles = " ".join(row.title for row in bench.rows)
+    if "nitialisation" in titles:
+        text += [
+            "",
+            f"- Initialisation: one rank from the middle of a world under torch's fake backend, "
+            f"{SIZES}, no gloo twins; a fresh process each time, import excluded. "
+            f"`{MESH}` makes 4 groups over the dims pp, dp, cp and tp, Megatron's state has more.",
+        ]
+    if "gloo ranks" in titles:
+        text += [
+            "- gloo ranks: processes of one machine, tp=2 pp=2 ep=2, gloo twins on; from a barrier "
+            "to the next on the slowest rank. With connect=lazy a group connects when it is first "
+            "used, which is not in that time. Counted in a run of its own, until the getters are "
+            "first asked; store operations include those of gloo's own rendezvous.",
+        ]
+    text += [f"\nFAILED: {failure}" for failure in bench.failures]
+    return "\n".join(text)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """A Markdown table that is legible as text too."""
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    rule = [
+        "-" * (width - 1) + ":" if i in right else "-" * width for i, width in enumerate(widths)
+    ]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join(padded)} |"
+
+    return [line(head), line(rule), *map(line, rows)]
+
+
+def plot(bench: Bench, file: Path) -> None:
+    if not bench.curves:
+        print("no picture: it is drawn from the rows of Initialisation, none ran", file=sys.stderr)
+        return
+    names = {
+        "stock": f"megatron-core\n{version('megatron-core')}",
+        "mesh": "torch's\ninit_device_mesh\n(4 groups only)",
+        "ours": "hypergrid",
+    }
+    about = f"{SIZES}, torch's fake backend, fresh processes; median, least and most"
+    bench_plot.draw(file, bench.curves, names, about)
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def show(value: float, kind: str) -> str:
+    if kind == "count":
+        return f"{value:g}"
+    if kind == "memory":
+        return f"{value / MIB:.1f} MiB"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= 0.9995 * scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e9:.3g} ns"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
+
+
+def use_project_environment() -> None:
+    """Start again under the project's own Python when this one has no torch."""
+    python = HERE.parent / ".venv" / "bin" / "python"
+    if python.exists() and importlib.util.find_spec("torch") is None:
+        os.execv(python, [str(python), *sys.argv])
+
+
+if __name__ == "__main__":
+    if Path(sys.prefix) != HERE.parent / ".venv":
+        use_project_environment()
+    sys.exit(main())

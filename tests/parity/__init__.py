@@ -1,0 +1,30 @@
+"""Getter-by-getter parity of a candidate module with stock ``parallel_state``, in one process.
+
+Draw a random configuration of ``initialize_model_parallel``, run stock and the candidate under
+torch's ``fake`` backend as some of its ranks, write down everything that either shows, compare.
+
+>>> report = run(candidate, "0.19.2", n=2000, seed=1, max_world=1024)
+>>> assert not report.differences, report
+
+``scripts/parity`` does this from the command line, each release in a process of its own.
+
+What may differ, and nothing else:
+
+* *supersets*: where stock raises ``TypeError`` for an argument it does not know, the candidate may
+  answer; it may have more functions, and more arguments after stock's;
+* *leftovers*: stock forgets part of its state on destroy. Afterwards the candidate may answer as
+  stock does or as stock did before the first initialisation;
+* *failures*: a failed initialisation of stock leaves some globals set. Only the exception's type is
+  compared: the candidate's has to be an instance of stock's, or any where stock's is not a builtin;
+* *nonsense* (`breaking.is_nonsense`): sizes below one, negative offsets and repeated tokens, which
+  stock sometimes lets pass. The candidate may refuse them with any exception;
+* *unreachable groups* (`recording.UNREACHABLE`): groups that stock makes and no getter returns;
+* *repeated barriers*: stock repeats the barrier that starts SHARP on replicas once for each later
+  expert data-parallel group; which groups meet is compared, not how often;
+* *repairs* (`repairs.REPAIRS`): where stock's own code defeats itself, the candidate may agree with
+  stock or with a copy of stock in which that one place is put right.
+"""
+
+from tests.parity.running import Report, run
+
+__all__ = ["Report", "run"]

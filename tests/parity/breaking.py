@@ -1,0 +1,114 @@
+"""Ways to break a configuration, usually so that stock refuses it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tests.parity.surface import COMMUNICATORS, DEFAULT_ORDER, Config
+
+
+def break_one(rng: random.Random, config: Config, gtp: bool) -> str:
+    """Break `config` in one way, sometimes in two; says which."""
+    ways = _ways(rng, config, gtp)
+    kinds = [rng.choice(list(ways))]
+    if rng.random() < 0.2:
+        kinds.append(rng.choice(list(ways)))
+    for kind in kinds:
+        config["kwargs"] |= ways[kind]()
+    return ", ".join(kinds)
+
+
+def _ways(rng: random.Random, config: Config, gtp: bool) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What each way changes of the keyword arguments."""
+    world, kwargs = config["world_size"], config["kwargs"]
+    cp = kwargs.get("context_parallel_size", 1)
+    order = kwargs.get("order", DEFAULT_ORDER)
+    tokens = order.split("-")
+    default_tokens = DEFAULT_ORDER.split("-")
+    sizes = [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "num_distributed_optimizer_instances",
+    ]
+    sizes += ["gtp_remat_size", "expert_gtp_remat_size"] if gtp else []
+
+    def one_of(name: str, *values: Any) -> Callable[[], dict[str, Any]]:
+        return lambda: {name: rng.choice(values)}
+
+    def any_size(*values: int) -> Callable[[], dict[str, Any]]:
+        return lambda: {rng.choice(sizes): rng.choice(values)}
+
+    def one_connection() -> dict[str, Any]:
+        config["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return {"pipeline_model_parallel_comm_backend": "ucc"}
+
+    def lacks_a_token() -> dict[str, Any]:
+        lost = rng.choice(tokens)
+        return {"order": "-".join(token for token in tokens if token != lost)}
+
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "indivisible size": any_size(world + 1, 7, 2, 3, 5),
+        "another size": any_size(2, 3, 4, 6, 8),
+        "size below one": any_size(0, 0, -1, -2),
+        "virtual stages": lambda: {
+            "pipeline_model_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+        "order lacks a token": lacks_a_token,
+        "another order": lambda: {"order": "-".join(rng.sample(default_tokens, 5))},
+        "another case": lambda: {"order": order.upper()},
+        "unknown token": one_of(
+            "order", order + "-zz", "xpp-" + order, order.replace("-", " "), "", "-"
+        ),
+        "repeated token": lambda: {"order": f"{order}-{rng.choice(tokens).lower()}"},
+        "instances": one_of("num_distributed_optimizer_instances", 2, 3, 4, 5, 8),
+        "hierarchy": one_of("hierarchical_context_parallel_sizes", [cp, 2], [cp + 1], [2, 2], []),
+        "hybrid": lambda: {"hybrid_context_parallel": True},
+        "sharp group without sharp": lambda: {
+            "use_sharp": False,
+            "sharp_enabled_group": rng.choice(["dp", "dp_replica", "x"]),
+        },
+        "unknown sharp group": lambda: {"use_sharp": True, "sharp_enabled_group": "tp"},
+        "sharp replica of one": lambda: {
+            "use_sharp": True,
+            "sharp_enabled_group": "dp_replica",
+            "num_distributed_optimizer_instances": 1,
+        },
+        "pipeline backend": one_of("pipeline_model_parallel_comm_backend", "gloo", "UCC", "x", ""),
+        "one connection": one_connection,
+        "callback": one_of("get_embedding_ranks", "twice", "outside", "raises"),
+        "position callback": one_of("get_position_embedding_ranks", "twice", "outside", "raises"),
+        "bad net": lambda: {
+            "nccl_communicator_config_path": {rng.choice(COMMUNICATORS): {"net_name": "eth"}}
+        },
+        "no such file": lambda: {"nccl_communicator_config_path": "absent"},
+    }
+    if gtp:
+        ways["window"] = lambda: {
+            "local_world_size": config["window"],
+            "rank_offset": world - config["window"] + 1,
+        }
+        ways["window too large"] = one_of("local_world_size", 2 * world, 2 * world, 0)
+        ways["negative offset"] = one_of("rank_offset", -1, -world)
+    return ways
+
+
+def is_nonsense(config: Config) -> bool:
+    """Whether refusing is right whatever stock does.
+
+    A size below one, a negative offset, or a token twice in the order.
+    """
+    kwargs = config["kwargs"]
+    tokens = kwargs.get("order", "").lower().split("-")
+    sizes = [value for name, value in kwargs.items() if name.endswith("_size")]
+    sizes += [kwargs.get("num_distributed_optimizer_instances", 1)]
+    return (
+        len(set(tokens)) != len(tokens)
+        or any(size is not None and size < 1 for size in sizes)
+        or kwargs.get("rank_offset", 0) < 0
+    )

@@ -1,0 +1,190 @@
+"""A recorder in the place of torch's group calls: what a module makes and answers, as data."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.parity.surface import Call, Config
+
+UNREACHABLE = {"HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L1"}
+
+
+class _Options:
+    """Stands in for ``ProcessGroupNCCL.Options``, which a CPU build of torch lacks."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = types.SimpleNamespace()
+
+
+class _ProcessGroupNCCL:
+    Options = _Options
+
+
+def _options_content(options: Any) -> Any:
+    if options is None:
+        return None
+    if isinstance(options, _Options):
+        config = tuple(sorted(vars(options.config).items()))
+        return ("options", options.is_high_priority_stream, config)
+    return type(options).__name__
+
+
+class Recorder:
+    """Takes the place of torch's group calls, and names what `module` answers as `rank`.
+
+    A group is named by the first answer that showed it, so that two modules agree on which
+    answers are the very same object exactly when they agree on the names.
+    """
+
+    def __init__(self, module: ModuleType, config: Config, rank: int, release: str) -> None:
+        self.module, self.config, self.rank, self.release = module, config, rank, release
+        self.world: int = config["world_size"]
+        self.created: list[tuple[Any, ...]] = []
+        self.barriers: list[Any] = []
+        self.timeouts: list[Any] = []
+        self.names: dict[int, str] = {}
+        self.details: dict[str, Any] = {}
+        self._asked: dict[int, tuple[Any, ...]] = {}
+        self._alive: list[Any] = []  # a name belongs to an id, which must not be used again
+        self._new_group = c10d.new_group
+
+    def new_group(
+        self,
+        ranks: Any = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        **more: Any,
+    ) -> Any:
+        members = list(range(self.world)) if ranks is None else list(ranks)
+        if self.rank not in members:
+            if len(set(members)) != len(members):
+                raise ValueError(f"ranks repeat in {members}")
+            if members and (min(members) < 0 or max(members) >= self.world):
+                raise ValueError(f"ranks beyond the world of {self.world} in {members}")
+            if use_local_synchronization:
+                return None
+            c10d._world.group_count += 1
+            return dist.GroupMember.NON_GROUP_MEMBER
+        group = self._new_group(
+            ranks=ranks,
+            timeout=timeout,
+            backend="fake",
+            use_local_synchronization=use_local_synchronization,
+            group_desc=group_desc,
+            **more,
+        )
+        asked = self._asked[id(group)] = (
+            *(backend, str(timeout), _options_content(pg_options)),
+            os.environ.get("NCCL_COLLNET_ENABLE"),
+        )
+        self._alive.append(group)
+        if group_desc not in UNREACHABLE:
+            self.created.append((group_desc, tuple(sorted(members)), *asked))
+        return group
+
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.barriers.append((tuple(ranks), tuple(device_ids or ())))
+
+    def set_timeout(self, timeout: timedelta, group: Any = None) -> None:
+        self.timeouts += [(str(timeout), kind) for kind in self.kinds([group])]
+
+    @staticmethod
+    def kinds(groups: Sequence[Any]) -> list[str]:
+        """Description and ranks of each group; None stands for the default group."""
+        kinds = [g and (g.group_desc, tuple(dist.get_process_group_ranks(g))) for g in groups]
+        return sorted(repr(kind) for kind in kinds if not kind or kind[0] not in UNREACHABLE)
+
+    def show(self, value: Any, label: str) -> Any:
+        """`value` as plain data that can be compared and printed."""
+        if value is None or type(value) in (bool, int, float, str):
+            return repr(value)
+        if value is dist.GroupMember.NON_GROUP_MEMBER:
+            return "<not a member>"
+        if isinstance(value, dist.ProcessGroup):
+            name = self.names.get(id(value))
+            if name is None:
+                name = self.names[id(value)] = label
+                self._alive.append(value)
+                self.details[name] = self._detail(value)
+            return f"group of {name}"
+        if isinstance(value, list | tuple):
+            if all(type(item) is int for item in value):
+                return repr(value)
+            shown = [self.show(item, f"{label}[{i}]") for i, item in enumerate(value)]
+            return [type(value).__name__, *shown]
+        if isinstance(value, dict):
+            keys = sorted(value, key=repr)
+            return {repr(key): self.show(value[key], f"{label}[{key!r}]") for key in keys}
+        if isinstance(value, _Options):
+            return list(map(repr, _options_content(value)))
+        return f"<{type(value).__name__}>"
+
+    def _detail(self, group: Any) -> Any:
+        if group is dist.group.WORLD:
+            return "the default group"
+        if group not in c10d._world.pg_group_ranks:
+            return "a closed group"
+        ranks = dist.get_process_group_ranks(group)
+        asked = self._asked.get(id(group), ("not made through new_group",))
+        return [group.group_desc, ranks, *asked, group.rank(), group.size()]
+
+    def call(self, call: Call, target: Any = None) -> Any:
+        """What `call` answers, or the classes of what it raises."""
+        label, name, args, kwargs = call
+        try:
+            value = getattr(self.module if target is None else target, name)(*args, **kwargs)
+        except Exception as error:
+            return raised(error)
+        return self.show(value, label)
+
+    def ask(self, calls: Sequence[Call]) -> dict[str, Any]:
+        """The answers to `calls` by their text."""
+        return {call[0]: self.call(call) for call in calls}
+
+
+def raised(error: BaseException) -> dict[str, Any]:
+    """An exception as data: the names of its classes, the most special first."""
+    return {"raises": [base.__name__ for base in type(error).__mro__[:-1]]}
+
+
+@contextlib.contextmanager
+def observed(recorder: Recorder) -> Iterator[None]:
+    """torch as one rank of a world that is not there; everything as before on leaving."""
+    rank, world = recorder.rank, recorder.world
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
+        os.environ.pop("NCCL_COLLNET_ENABLE", None)
+        os.environ.update(recorder.config["environment"])
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        patches = [
+            *((module, "new_group", recorder.new_group) for module in (dist, c10d)),
+            *((module, "barrier", recorder.barrier) for module in (dist, c10d)),
+            *((module, "ProcessGroupNCCL", _ProcessGroupNCCL) for module in (dist, c10d)),
+            (c10d, "_set_pg_timeout", recorder.set_timeout),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "synchronize", lambda *_: None),
+        ]
+        for target, name, value in patches:
+            stack.enter_context(mock.patch.object(target, name, value, create=True))
+        yield

@@ -1,0 +1,83 @@
+"""Edits of stock's source; and the repairs of places where its own code defeats itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+from tests.parity.surface import Config, parameters
+from tests.stock import load_stock
+
+
+def replaced(*pairs: tuple[str, str]) -> Callable[[str], str]:
+    """An edit of stock's source that insists on finding what it replaces."""
+
+    def edit(text: str) -> str:
+        for old, new in pairs:
+            if old not in text:
+                raise ValueError(f"the source has no {old!r} to replace")
+            text = text.replace(old, new)
+        return text
+
+    return edit
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What to replace where stock defeats itself, and which configurations come across it."""
+
+    applies: Callable[[Config], bool]
+    pairs: tuple[tuple[str, str], ...]
+
+
+def _has_remat(config: Config) -> bool:
+    names = ("gtp_remat_size", "expert_gtp_remat_size")
+    return any(config["kwargs"].get(name, 1) > 1 for name in names)
+
+
+REPAIRS = {
+    # 0.19: the barrier asks for a group that is only made later, so that SHARP on dp always fails;
+    # a rank outside the window has no such group at all.
+    "sharp on dp": Repair(
+        lambda config: config["kwargs"].get("use_sharp", False),
+        (
+            (
+                """torch.distributed.barrier(
+            group=get_data_parallel_group(with_context_parallel=True),""",
+                """if _DATA_PARALLEL_GROUP_WITH_CP is not None: torch.distributed.barrier(
+            group=_DATA_PARALLEL_GROUP_WITH_CP,""",
+            ),
+        ),
+    ),
+    # 0.19: "tp" is looked for in a string that contains "gtp_remat".
+    "order without tp": Repair(
+        lambda config: "tp" not in config["kwargs"].get("order", "tp").lower().split("-"),
+        (("if name not in order", 'if name not in order.split("-")'),),
+    ),
+    # 0.19: the data-parallel size already counts gtp_remat, which is then counted again.
+    "all-gather groups with gtp_remat": Repair(
+        _has_remat,
+        (
+            (
+                "dp_size = get_data_parallel_world_size()",
+                "dp_size = get_data_parallel_world_size(with_gtp_remat=False)",
+            ),
+            (
+                "expert_dp_size = get_expert_data_parallel_world_size()",
+                "expert_dp_size = get_expert_data_parallel_world_size(with_gtp_remat=False)",
+            ),
+        ),
+    ),
+}
+
+
+def repaired_stocks(release: str, config: Config) -> Iterator[ModuleType]:
+    """Stock with one or more of the `REPAIRS` that `config` would come across."""
+    if "gtp_remat_size" not in parameters(release):
+        return
+    met = [repair.pairs for repair in REPAIRS.values() if repair.applies(config)]
+    for count in range(1, len(met) + 1):
+        for chosen in itertools.combinations(met, count):
+            yield load_stock(release, replaced(*itertools.chain(*chosen)))

@@ -1,0 +1,139 @@
+"""What a release of Megatron offers: its functions, parameters and globals, and calls to try."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import re
+from types import ModuleType
+from typing import Any
+
+from tests.stock import load_stock, source
+
+Config = dict[str, Any]
+Call = tuple[str, str, tuple[Any, ...], dict[str, Any]]
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+COMMUNICATORS = [
+    *("dp_cp", "dp", "cp", "hcp", "mp", "tp", "pp", "embd", "pos_embd", "tp_dp_cp", "tp_dp"),
+    *("tp_cp", "ep", "ep_tp", "tp_ep_mp", "tp_ep_pp", "ep_dp", "intra_dp_cp", "intra_ep_dp"),
+    *("inter_ep_dp", "intra_dist_opt_instance", "gtp_remat", "gtp_remat_dp", "gtp_remat_dp_cp"),
+    *("expt_gtp_remat", "tp_ep_gtp_remat_pp", "ep_gtp_remat_dp", "nobody"),
+]
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "vp_stage": (None, 0, 1, 2),
+    "group_size": (None, 1, 2, 3, 4, 6, 8, 12, 16, 32),
+}
+
+_stock = functools.cache(load_stock)
+
+
+@functools.cache
+def parameters(release: str, name: str = "initialize_model_parallel") -> dict[str, Any]:
+    """The names and defaults of a function's parameters, in order."""
+    found = inspect.signature(getattr(_stock(release), name)).parameters
+    return {name: parameter.default for name, parameter in found.items()}
+
+
+@functools.cache
+def public_functions(release: str) -> tuple[str, ...]:
+    """The public functions that a release defines, in the order of its source."""
+    module = _stock(release)
+    return tuple(
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+    )
+
+
+@functools.cache
+def private_globals(release: str) -> tuple[str, ...]:
+    """The private module globals that a release assigns at its top or declares in a function."""
+    tree = ast.parse(source(release))
+    names = {n for node in ast.walk(tree) if isinstance(node, ast.Global) for n in node.names}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return tuple(sorted(name for name in names if name.startswith("_")))
+
+
+def named(label: str, name: str, *args: Any, **kwargs: Any) -> Call:
+    """A call to try, under a name of its own."""
+    return label, name, args, kwargs
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Call:
+    """A call to try, named by its text."""
+    shown = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
+    return named(f"{name}({', '.join(shown)})", name, *args, **kwargs)
+
+
+@functools.cache
+def getter_calls(release: str) -> tuple[Call, ...]:
+    """Every getter and predicate with every sensible set of arguments, by position and keyword."""
+    made: list[Call] = []
+    for name in public_functions(release):
+        getter = name.startswith(("get_", "is_", "has_")) or name.endswith("_is_initialized")
+        if not getter or name == "get_nccl_options":
+            continue
+        found = parameters(release, name)
+        values = [_VALUES.get(parameter, (False, True)) for parameter in found]
+        for length in range(len(values) + 1):
+            made += [call(name, *args) for args in itertools.product(*values[:length])]
+        omit = object()
+        for args in itertools.product(*[(omit, *choices) for choices in values]):
+            given = {p: a for p, a in zip(found, args, strict=True) if a is not omit}
+            made.append(call(name, **given))
+        made += [call(name, **{p: 1}) for p in found if p not in _VALUES]
+        made.append(call(name, *[True] * (len(values) + 1)))
+    return tuple({each[0]: each for each in made}.values())
+
+
+@functools.cache
+def plain_calls(release: str) -> tuple[Call, ...]:
+    """The getters and predicates that give numbers, ranks and strings, without arguments."""
+    wanted = re.compile(r"_(rank|ranks|size|initialized)$|^(is|has)_")
+    return tuple(c for c in getter_calls(release) if c[0] == f"{c[1]}()" and wanted.search(c[1]))
+
+
+@functools.cache
+def stage_calls(release: str) -> tuple[Call, ...]:
+    """The questions that virtual pipeline stages answer differently, with every argument."""
+    staged = ("is_pipeline_first_stage", "is_pipeline_last_stage", "is_rank_in_embedding_group")
+    return tuple(c for c in getter_calls(release) if c[1] in staged)
+
+
+def compare_surface(candidate: ModuleType, release: str) -> list[str]:
+    """What `candidate` lacks of `release`, one line each.
+
+    Every public function with its parameters in their places and their defaults, every private
+    global, and the refusal to initialise without torch.distributed.
+    """
+    found = []
+    for name in public_functions(release):
+        theirs = getattr(candidate, name, None)
+        if not callable(theirs):
+            found.append(f"{name}: the candidate has no such function")
+            continue
+        signature = inspect.signature(theirs).parameters.values()
+        placed = [(p.name, p.default) for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
+        ours = list(parameters(release, name).items())
+        for place, ((parameter, default), other) in enumerate(
+            itertools.zip_longest(ours, placed[: len(ours)])
+        ):
+            if repr(other) != repr((parameter, default)):
+                found.append(f"{name}, {place}: stock {parameter}={default!r}, candidate {other}")
+    for name in private_globals(release):
+        if not hasattr(candidate, name):
+            found.append(f"{name}: the candidate has no such global")
+    for module, label in ((_stock(release), "stock"), (candidate, "candidate")):
+        try:
+            module.initialize_model_parallel()
+            found.append(f"initialize_model_parallel without torch.distributed: {label} accepts")
+        except AssertionError:
+            pass
+        except Exception as error:
+            found.append(f"initialize_model_parallel without torch.distributed: {error!r}")
+    return found
