@@ -53,18 +53,19 @@ def generate_masked_orthogonal_rank_groups(
     Raises
     ------
     AssertionError
-        ``world_size`` is larger than the product of the sizes.
+        ``world_size`` has room for more groups than the sizes make.
     """
     names = [str(i) for i in range(len(parallel_size))]
     picked = [name for name, wanted in zip(names, mask, strict=True) if wanted]
     layout = RankLayout(tuple(names), tuple(parallel_size))
-    if world_size > layout.size:
+    groups: list[list[int]] = layout.groups(picked).tolist()
+    wanted = world_size // layout.dim_size(picked)
+    if wanted > len(groups):
         raise AssertionError(
             f"world size {world_size} is larger than {' x '.join(map(str, parallel_size))} = "
             f"{layout.size}. Make them equal."
         )
-    groups: list[list[int]] = layout.groups(picked).tolist()
-    return groups[: world_size // layout.dim_size(picked)]
+    return groups[:wanted]
 
 
 class RankGenerator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from hypergrid.layout import RankLayout
@@ -138,7 +138,7 @@ class GroupPlan:
         }
         default = GroupRow("", "", ())
         rows = [
-            {k: v for k, v in asdict(row).items() if v != getattr(default, k)} for row in self.rows
+            {k: v for k, v in vars(row).items() if v != getattr(default, k)} for row in self.rows
         ]
         return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
 
