@@ -56,6 +56,13 @@ def build(request: Request) -> Built:
             return built
         proposal, policy = request.proposal(), request.policy
         agreement = agree(request.participants, proposal, policy, request.timeout)
+        if agreement.way != "members" and len(request.participants) < dist.get_world_size():
+            raise RuntimeError(
+                f"a window of {len(request.participants)} of {dist.get_world_size()} ranks needs "
+                f"groups that their members create alone, and here every rank must take part: "
+                f"{agreement.why or 'creation was set so'}. Change that, or lay out the whole "
+                f"world."
+            )
         built.pool = GroupPool(agreement, policy)
         try:
             for p, pg_options in zip(request.planned, options, strict=True):

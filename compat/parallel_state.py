@@ -36,6 +36,7 @@ from compat.release import as_released
 from compat.report import report
 from compat.request import Request
 from compat.state import GROUP_SLOTS, SLOTS, ParallelState
+from compat.swap import warn_of_a_second_state
 
 _current = ParallelState()  # what every function here speaks to
 
@@ -150,6 +151,7 @@ def initialize_model_parallel(
     state = ParallelState.from_request(request)
     state.take_overrides(before)
     _make_current(state)
+    warn_of_a_second_state()
     if os.environ.get("HYPERGRID_REPORT", "0") != "0" and dist.get_rank() == request.rank_offset:
         print(report(state), flush=True)
 

@@ -132,6 +132,17 @@ def hiding() -> Path | None:
     return None
 
 
+def warn_of_a_second_state() -> None:
+    """Tell who initialises ours while megatron itself reads its own module."""
+    if _stock_modules():
+        warnings.warn(
+            "megatron.core has loaded its own parallel_state, which stays without groups: only "
+            "code that imports compat.parallel_state sees these. Call compat.install() before "
+            "the first `import megatron` to have one state.",
+            stacklevel=3,
+        )
+
+
 def _stock_modules() -> list[str]:
     return [
         name

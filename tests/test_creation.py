@@ -107,6 +107,17 @@ def test_one_rank_that_cannot_decides_for_all():
         )
 
 
+def _window_with_an_obstacle(rank):
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    ps.initialize_model_parallel(2, rank_offset=rank // 4 * 4, local_world_size=4)
+
+
+def test_a_window_that_would_wait_for_the_other_ranks_for_ever_is_refused():
+    for name, text in run_ranks(8, _window_with_an_obstacle, expect="errors"):
+        assert name == "RuntimeError"
+        assert "a window of 4 of 8 ranks" in text and "TORCH_DIST_INIT_BARRIER=1" in text
+
+
 def _insists(rank):
     with mock.patch(
         "hypergrid.agreement.abilities",

@@ -91,6 +91,19 @@ def test_uninstall_before_megatron_gives_stock(tmp_path):
     assert "megatron/core/parallel_state.py" in python("-c", textwrap.dedent(code), cwd=tmp_path)
 
 
+def test_two_states_side_by_side_are_warned_of(tmp_path):
+    code = """
+        import megatron.core.parallel_state
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from compat import parallel_state
+        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+        parallel_state.initialize_model_parallel(2)
+    """
+    out = python("-c", textwrap.dedent(code), cwd=tmp_path)
+    assert "megatron.core has loaded its own parallel_state, which stays without groups" in out
+
+
 SHOWS_THE_ORDER = """
     import sys
     import torch.distributed as dist
