@@ -35,7 +35,7 @@ def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout
 def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
     """``order`` with gtp_remat put behind ``after``, else behind tp, else first."""
     tokens = order.split("-")
-    if "gtp_remat" in tokens:
+    if "gtp_remat" in order.lower().split("-"):
         return order
     anchor = next((name for name in (after, "tp") if name in tokens), None)
     tokens.insert(0 if anchor is None else tokens.index(anchor) + 1, "gtp_remat")
