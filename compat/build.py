@@ -45,9 +45,10 @@ def build(request: Request) -> Built:
     *Collective* over the request's participants; a rank that is none of them gets no groups.
     After a failure no group is left and the environment is as before.
     """
-    plan, rank, built = request.plan, dist.get_rank(), Built()
-    # Options first: what they refuse must be refused before a group exists.
-    options = [_options(p, request) for p in request.planned]
+    rank, built = dist.get_rank(), Built()
+    # Plan and options first: what they refuse must be refused before a group exists.
+    with request.telling_others():
+        plan, options = request.plan, [_options(p, request) for p in request.planned]
     with _restored_on_failure(_COLLNET, *ucc.ENVIRONMENT):
         os.environ.pop(_COLLNET, None)
         if request.pipeline_model_parallel_comm_backend == "ucc":

@@ -140,14 +140,14 @@ def initialize_model_parallel(
     """
     arguments = dict(locals())
     arguments["order"] = os.environ.get("HYPERGRID_ORDER") or order
-    request = Request(**arguments)
-    request.check()
-    before = _current
-    if before.request is not None or any(getattr(before, slot) for slot in GROUP_SLOTS):
-        raise AssertionError(
-            f"model parallel groups are already initialized: {before!r}. Call "
-            f"destroy_model_parallel() first."
-        )
+    request, before = Request(**arguments), _current
+    with request.telling_others():
+        request.check()
+        if before.request is not None or any(getattr(before, slot) for slot in GROUP_SLOTS):
+            raise AssertionError(
+                f"model parallel groups are already initialized: {before!r}. Call "
+                f"destroy_model_parallel() first."
+            )
     state = ParallelState.from_request(request)
     state.take_overrides(before)
     _make_current(state)

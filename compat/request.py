@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
@@ -15,6 +16,7 @@ from compat import nccl
 from compat.megatron_plan import Planned, plan_rows
 from compat.rank_generator import inject_gtp_remat_axis, lay_out
 from compat.release import HAS_GTP_REMAT
+from hypergrid.agreement import refuse
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import Policy
@@ -112,6 +114,16 @@ class Request:
                     f"Put pp last, or make tp x cp and expert tp x ep equal."
                 )
         _ = self.timeout
+
+    @contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """Tell the other ranks of the window when this one refuses, so that none waits for it."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(Exception):  # the refusal itself is what the caller must see
+                refuse(range(self.rank_offset, self.rank_offset + self.world_size), error)
+            raise
 
     @property
     def instances(self) -> int:

@@ -97,7 +97,8 @@ class ParallelState(Getters):
         As ``compat.parallel_state.initialize_model_parallel``.
         """
         request = Request(**arguments)
-        request.check()
+        with request.telling_others():
+            request.check()
         return cls.from_request(request)
 
     @classmethod

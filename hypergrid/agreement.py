@@ -76,39 +76,109 @@ def agree(
     Raises
     ------
     AgreementError
-        On every rank, with the same text, when proposals differ, or when the way of creation
-        that the policy insists on is not open to all; on the ranks that wait when another one
-        does not come within ``timeout``.
+        On every rank, with the same text, when proposals differ, when a rank has refused its own
+        (:func:`refuse`), when the way of creation that the policy insists on is not open to all,
+        or when a rank does not come within ``timeout``.
     """
     can, store = abilities(), _shared_store()
     if store is None:
-        verdict = _choose(f"alone/{next(_alone)}", policy, [can])
-        return _accept(verdict)
-    rank, span = dist.get_rank(), _span(ranks)
-    board = PrefixStore(f"hypergrid/{span}", store)
-    round_number = board.add("round", 0)
-    here = PrefixStore(str(round_number), board)
-    text = json.dumps({**proposal, **asdict(policy)}, sort_keys=True, default=str)
-    here.set(f"proposal/{rank}", text)
-    alike = "alike/" + hashlib.sha256(text.encode()).hexdigest()
-    here.add(alike, 1)
-    if can != Abilities():  # the usual ones are not worth a key
-        here.set(f"abilities/{here.add('abilities', 1)}", json.dumps(asdict(can)))
-    if here.add("arrived", 1) == len(ranks):
-        if here.add(alike, 0) == len(ranks):
-            verdict = _choose(f"{span}/{round_number}", policy, _all_abilities(here, len(ranks)))
-        else:
-            verdict = {"error": _difference(here, ranks)}
-        board.add("round", 1)  # before the verdict: whoever reads it may start the next round
-        here.set("verdict", json.dumps(verdict))
-    try:
-        here.wait(["verdict"], timeout or DEFAULT_TIMEOUT)
-    except RuntimeError as error:
-        raise AgreementError(
-            f"rank {rank} waited {timeout or DEFAULT_TIMEOUT} for all of ranks {span} to create "
-            f"their groups together; only {here.add('arrived', 0)} of {len(ranks)} came."
-        ) from error
-    return _accept(json.loads(here.get("verdict")))
+        return _accept(_choose(f"alone/{next(_alone)}", policy, [can]))
+    here, everything = _Round(store, ranks), {**proposal, **asdict(policy)}
+    if not here.arrive(everything, can, policy):
+        here.wait(timeout or DEFAULT_TIMEOUT)
+        here = _Round(store, ranks)
+        here.arrive(everything, can, policy)
+    return _accept(here.wait(timeout or DEFAULT_TIMEOUT))
+
+
+def refuse(ranks: Sequence[int], error: BaseException) -> None:
+    """Tell the other ranks that this one has refused its arguments, so that none waits for it.
+
+    *Local*: it does not wait. The others raise with this error's text once all have come.
+    """
+    store = _shared_store()
+    if store is not None and dist.get_rank() in ranks:
+        text = f"{type(error).__name__}: {error}"
+        _Round(store, ranks).arrive({"refused": text}, Abilities(), Policy())
+
+
+class _Round:
+    """One meeting of ``ranks`` at the store. The next one begins when its verdict is out.
+
+    A rank that comes again before that, as a fresh process in a dead one's place, replaces what
+    it said and is counted once. A refusal stands: whoever refused meets the others in the next
+    round, when they too have heard of it.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int]) -> None:
+        self.rank, self.ranks = dist.get_rank(), ranks
+        self.board = PrefixStore(f"hypergrid/{_span(ranks)}", store)
+        self.number = self.board.add("round", 0)
+        self.here = PrefixStore(str(self.number), self.board)
+
+    def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> bool:
+        """Say what this rank proposes; who comes last of all also writes the verdict.
+
+        False, and nothing is said, if this rank has refused in this round.
+        """
+        own, text = f"proposal/{self.rank}", json.dumps(proposal, sort_keys=True, default=str)
+        again = self.here.add(f"came/{self.rank}", 1) > 1
+        if again:
+            before = self.here.get(own).decode()
+            if "refused" in json.loads(before):
+                return False
+            self.here.add(_alike(before), -1)
+        self.here.set(own, text)
+        self.here.add(_alike(text), 1)
+        if can != Abilities():  # the usual ones are not worth a key
+            self.here.set(f"abilities/{self.here.add('abilities', 1)}", json.dumps(asdict(can)))
+        if self.here.add("arrived", 0 if again else 1) == len(self.ranks) and not again:
+            if self.here.add(_alike(text), 0) == len(self.ranks) and "refused" not in proposal:
+                everybody = _all_abilities(self.here, len(self.ranks))
+                verdict = _choose(f"{_span(self.ranks)}/{self.number}", policy, everybody)
+            else:
+                verdict = {"error": _difference(self.here, self.ranks)}
+            self.close(verdict)
+        return True
+
+    def close(self, verdict: dict[str, Any]) -> None:
+        """Write the verdict, unless somebody has; the next round begins before it can be read."""
+        if self.here.add("closed", 1) == 1:
+            self.board.add("round", 1)
+            self.here.set("verdict", json.dumps(verdict))
+
+    def wait(self, timeout: timedelta) -> dict[str, Any]:
+        """The verdict; if time runs out, one that names who did not come."""
+        try:
+            self.here.wait(["verdict"], timeout)
+        except RuntimeError:
+            missing = [r for r in self.ranks if not self.here.check([f"came/{r}"])]
+            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            self.close(
+                {
+                    "error": f"{len(missing)} of {len(self.ranks)} ranks did not come to create "
+                    f"groups together within {timeout}: {shown}. Look at their logs, or give "
+                    f"them more time by distributed_timeout_minutes."
+                }
+            )
+            self.here.wait(["verdict"], timedelta(seconds=30))
+        verdict: dict[str, Any] = json.loads(self.here.get("verdict"))
+        self.tidy("error" in verdict)
+        return verdict
+
+    def tidy(self, failed: bool) -> None:
+        """Take this rank's keys away, and the shared ones once all have read them."""
+        if failed:
+            return  # a rank that comes late must still find the verdict
+        own = f"proposal/{self.rank}"
+        shared = ["arrived", "closed", "verdict", _alike(self.here.get(own).decode()), "read"]
+        for key in (own, f"came/{self.rank}"):
+            self.here.delete_key(key)
+        if self.here.add("read", 1) == len(self.ranks):
+            posted = self.here.add("abilities", 0)
+            shared += ["abilities", *(f"abilities/{i + 1}" for i in range(posted))]
+            for key in shared:
+                self.here.delete_key(key)
 
 
 def _shared_store() -> Store | None:
@@ -159,9 +229,15 @@ def _accept(verdict: dict[str, Any]) -> Agreement:
 
 
 def _difference(here: Store, ranks: Sequence[int]) -> str:
+    """In words: the lowest rank that refused, or that differs from the first one, and how."""
     first = json.loads(here.get(f"proposal/{ranks[0]}"))
-    for rank in ranks[1:]:
+    for rank in ranks:
         other = json.loads(here.get(f"proposal/{rank}"))
+        if "refused" in other:
+            return (
+                f"rank {rank} refused its arguments, so no rank of {_span(ranks)} made a group: "
+                f"{other['refused']}"
+            )
         if other != first:
             break
     fields = "; ".join(
@@ -170,9 +246,14 @@ def _difference(here: Store, ranks: Sequence[int]) -> str:
         if first.get(key) != other.get(key)
     )
     return (
-        f"ranks {_span(ranks)} were asked for different groups: {fields}. "
+        f"ranks {_span(ranks)} were asked for different groups: "
+        f"{fields or 'one of them changed its mind meanwhile'}. "
         f"Start all of them with the same arguments. No group was made."
     )
+
+
+def _alike(text: str) -> str:
+    return "alike/" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _span(ranks: Sequence[int]) -> str:
