@@ -268,9 +268,11 @@ def test_destroying_twice_or_after_torch_is_quiet(initialized):
     initialized()
     ps.destroy_model_parallel()
     ps.destroy_model_parallel()
+    assert len(c10d._world.pg_map) == 1
     initialized()
     dist.destroy_process_group()
     ps.destroy_model_parallel()
+    assert not ps.is_initialized() and not c10d._world.pg_map
 
 
 def test_groups_that_a_caller_made_stay_the_callers(initialized):
