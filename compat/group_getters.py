@@ -35,7 +35,7 @@ def missing(slot: str) -> AssertionError:
 
 
 class GroupGetters:
-    """Answers from the slots of the state, which are named as upstream\'s private globals."""
+    """Answers from the slots of the state, which are named as upstream's private globals."""
 
     __slots__ = ()
 

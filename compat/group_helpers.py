@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from math import log2
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.megatron_plan import hybrid_sizes
 from hypergrid.layout import RankLayout
 
 
@@ -83,7 +83,7 @@ def create_hybrid_dp_cp_groups(
 ) -> dict[int, ProcessGroup]:
     """Groups of ``rank`` by size: runs of 2, 4, 8 ... of ``ranks``. *Collective* over the world."""
     groups = {}
-    for size in (2**i for i in range(1, int(log2(len(ranks))))):
+    for size in hybrid_sizes(len(ranks)):
         for start in range(0, len(ranks), size):
             members = ranks[start : start + size]
             desc = f"HYBRID_DP_CP_GROUP_{size}"

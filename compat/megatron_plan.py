@@ -68,6 +68,11 @@ def plan_rows(request: Request) -> list[Planned]:
     return [planned for row in rows for planned in _plan(request, row)]
 
 
+def hybrid_sizes(members: int) -> list[int]:
+    """Sizes of hybrid groups among ``members`` ranks: powers of two, 2 to at most half of them."""
+    return [2**i for i in range(1, int(log2(members)))]
+
+
 def _plan(request: Request, row: Row) -> Iterator[Planned]:
     backend, chosen = None, None
     if row.slot in _CHECKS:
@@ -97,7 +102,7 @@ def _plan(request: Request, row: Row) -> Iterator[Planned]:
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
     if row.fan == "sizes":
-        for size in (2**i for i in range(1, int(log2(_members(request))))):
+        for size in hybrid_sizes(_members(request)):
             group = replace(base, label=row.desc.format(size), chunk=size)
             yield Planned(row, row.slot, size, group)
     elif row.fan == "levels":

@@ -48,7 +48,8 @@ def current_state() -> ParallelState:
 
 def _make_current(state: ParallelState) -> None:
     global _current
-    state.ask_via(state if _current.asks_itself else sys.modules[__name__])
+    if not _current.asks_itself:
+        state.ask_via(sys.modules[__name__])
     _current = state
 
 

@@ -9,9 +9,9 @@ from compat.release import HAS_GTP_REMAT
 from hypergrid.layout import LayoutError, RankLayout
 
 
-class OrderError(LayoutError, RuntimeError, KeyError):
-    """An order that leaves out a dim larger than 1 (upstream: RuntimeError) or names none that
-    exists (upstream: KeyError)."""
+class OrderError(LayoutError, RuntimeError, KeyError, AssertionError):
+    """An order that leaves out a dim larger than 1 (upstream: RuntimeError), names none that
+    exists (KeyError) or names one twice (ValueError or AssertionError, by what it meets first)."""
 
     __str__ = ValueError.__str__  # KeyError would quote the sentence
 
@@ -35,7 +35,7 @@ def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout
 def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
     """``order`` with gtp_remat put behind ``after``, else behind tp, else first."""
     tokens = order.split("-")
-    if "gtp_remat" in order.lower().split("-"):
+    if "gtp_remat" in tokens:  # as upstream in small letters only: in capitals it gets a second
         return order
     anchor = next((name for name in (after, "tp") if name in tokens), None)
     tokens.insert(0 if anchor is None else tokens.index(anchor) + 1, "gtp_remat")

@@ -20,9 +20,10 @@ def report(state: ParallelState) -> str:
         f"hypergrid: rank {dist.get_rank()} of {request.decoder!r}; expert grid {request.expert!r}",
         f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
         + (f" ({made.why})" if made.why else "")
-        + (", connected on first use" if made.lazy else "")
-        + _not_lazy(request.policy.connect, made.lazy),
+        + (", connected on first use" if made.lazy else ""),
     ]
+    if request.policy.connect == "lazy" and not made.lazy:
+        lines[-1] += ", connected at once: not every rank's torch can wait"
     rows = {p.group.label: p.group for p in request.planned}
     for pooled in pool.groups:
         row = rows.get(pooled.label)
@@ -37,10 +38,6 @@ def report(state: ParallelState) -> str:
             f"{_short(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
         )
     return "\n".join(lines)
-
-
-def _not_lazy(asked: str, lazy: bool) -> str:
-    return ", connected at once: not every rank's torch can wait" * (asked == "lazy" and not lazy)
 
 
 def _short(ranks: tuple[int, ...], most: int = 8) -> str:

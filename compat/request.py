@@ -21,6 +21,20 @@ from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import Policy
 
+# The sizes that divide the world in each grid; dp is what is left of it.
+_DENSE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "gtp_remat_size",
+)
+_EXPERT = (
+    "expert_tensor_parallel_size",
+    "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_gtp_remat_size",
+)
+
 RankChooser = Callable[[list[int]], list[int]]
 
 
@@ -82,12 +96,7 @@ class Request:
             )
         if self.world_size < 1:
             raise SizeError(f"local_world_size must be at least 1, got {self.world_size}.")
-        self._divide(
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "gtp_remat_size",
-        )
+        self._divide(*_DENSE)
         if (
             self.virtual_pipeline_model_parallel_size is not None
             and self.pipeline_model_parallel_size <= 1
@@ -158,12 +167,7 @@ class Request:
     @cached_property
     def decoder(self) -> RankLayout:
         """The grid of dense layers."""
-        model = (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-            * self.gtp_remat_size
-        )
+        model = self._divide(*_DENSE)
         sizes = {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,
@@ -177,12 +181,7 @@ class Request:
     @cached_property
     def expert(self) -> RankLayout:
         """The grid of expert layers: the same ranks, factorised without cp."""
-        model = self._divide(
-            "expert_tensor_parallel_size",
-            "expert_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_gtp_remat_size",
-        )
+        model = self._divide(*_EXPERT)
         sizes = {
             "tp": self._expert_tensor_size,
             "pp": self.pipeline_model_parallel_size,

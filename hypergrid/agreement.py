@@ -115,6 +115,7 @@ class _Round:
         self.board = PrefixStore(f"hypergrid/{_span(ranks)}", store)
         self.number = self.board.add("round", 0)
         self.here = PrefixStore(str(self.number), self.board)
+        self.alike = ""  # counts the ranks that said what this one did
 
     def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> bool:
         """Say what this rank proposes; who comes last of all also writes the verdict.
@@ -129,11 +130,12 @@ class _Round:
                 return False
             self.here.add(_alike(before), -1)
         self.here.set(own, text)
-        self.here.add(_alike(text), 1)
+        self.alike = _alike(text)
+        self.here.add(self.alike, 1)
         if can != Abilities():  # the usual ones are not worth a key
             self.here.set(f"abilities/{self.here.add('abilities', 1)}", json.dumps(asdict(can)))
-        if self.here.add("arrived", 0 if again else 1) == len(self.ranks) and not again:
-            if self.here.add(_alike(text), 0) == len(self.ranks) and "refused" not in proposal:
+        if not again and self.here.add("arrived", 1) == len(self.ranks):
+            if self.here.add(self.alike, 0) == len(self.ranks) and "refused" not in proposal:
                 everybody = _all_abilities(self.here, len(self.ranks))
                 verdict = _choose(f"{_span(self.ranks)}/{self.number}", policy, everybody)
             else:
@@ -170,14 +172,12 @@ class _Round:
         """Take this rank's keys away, and the shared ones once all have read them."""
         if failed:
             return  # a rank that comes late must still find the verdict
-        own = f"proposal/{self.rank}"
-        shared = ["arrived", "closed", "verdict", _alike(self.here.get(own).decode()), "read"]
-        for key in (own, f"came/{self.rank}"):
+        for key in (f"proposal/{self.rank}", f"came/{self.rank}"):
             self.here.delete_key(key)
         if self.here.add("read", 1) == len(self.ranks):
             posted = self.here.add("abilities", 0)
-            shared += ["abilities", *(f"abilities/{i + 1}" for i in range(posted))]
-            for key in shared:
+            shared = ["arrived", "closed", "verdict", self.alike, "read", "abilities"]
+            for key in (*shared, *(f"abilities/{i + 1}" for i in range(posted))):
                 self.here.delete_key(key)
 
 

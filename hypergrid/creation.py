@@ -74,6 +74,16 @@ def by_everyone(
         return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
 
 
+def by_world(
+    way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
+) -> list[ProcessGroup]:
+    """Create ``groups`` with all ranks, by a split if that is the ``way`` and they are disjoint."""
+    if way != "split" or not disjoint(groups):
+        return by_everyone(label, groups, epoch, **options)
+    mine = by_split(groups, **options) if groups else None
+    return [] if mine is None else [mine]
+
+
 def disjoint(groups: Sequence[Ranks]) -> bool:
     """Whether no rank is in two of ``groups``."""
     members = [rank for ranks in groups for rank in ranks]

@@ -144,10 +144,10 @@ class HyperCommGrid:
     ) -> None:
         # Where members alone cannot create, every rank of the world takes part, these too.
         can = creation.abilities()
-        if can.obstacle is None and can.bound is not None and can.can_split:
-            creation.by_split(groups, **options)
-        elif can.obstacle is not None or can.bound is not None:
-            creation.by_everyone(key, groups, "outside", **options)
+        bound = can.bound is not None and self.backend in (None, dist.get_backend())
+        if can.obstacle is not None or bound:
+            way = "split" if can.obstacle is None and can.can_split else "everyone"
+            creation.by_world(way, key, groups, "outside", **options)
 
     def get_pg(self, dims: Dims) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.

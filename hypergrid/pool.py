@@ -108,11 +108,8 @@ class GroupPool:
         # In lockstep: every rank leaves out the same groups, those of others too.
         owners = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
         missing = [ranks for ranks in groups if owners[tuple(ranks)] is None]
-        if self._way(options.get("backend")) == "split" and creation.disjoint(missing):
-            split = creation.by_split(missing, **options) if missing else None
-            fresh = [] if split is None else [split]
-        else:
-            fresh = creation.by_everyone(label, missing, self.agreement.epoch, **options)
+        way = self._way(options.get("backend"))
+        fresh = creation.by_world(way, label, missing, self.agreement.epoch, **options)
         for ranks in mine.values():
             owner = owners[tuple(ranks)]
             if owner is None:
