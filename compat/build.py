@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from compat import nccl, ucc
 from compat.megatron_groups import ROWS
 from compat.megatron_plan import Planned, aliases
-from hypergrid.agreement import agree
+from hypergrid.agreement import agree, all_or_none
+from hypergrid.plan import GroupPlan
 from hypergrid.pool import GroupPool
 
 if TYPE_CHECKING:
@@ -43,52 +44,59 @@ def build(request: Request) -> Built:
     """Create every group of ``request`` that this rank belongs to.
 
     *Collective* over the request's participants; a rank that is none of them gets no groups.
-    After a failure no group is left and the environment is as before.
+    After a failure no group is left.
     """
     rank, built = dist.get_rank(), Built()
     # Plan and options first: what they refuse must be refused before a group exists.
     with request.telling_others():
         plan, options = request.plan, [_options(p, request) for p in request.planned]
-    with _restored_on_failure(_COLLNET, *ucc.ENVIRONMENT):
-        os.environ.pop(_COLLNET, None)
-        if request.pipeline_model_parallel_comm_backend == "ucc":
-            ucc.prepare()
-        if rank not in request.participants:
-            return built
-        proposal, policy = request.proposal(), request.policy
-        agreement = agree(request.participants, proposal, policy, request.timeout)
-        if agreement.way != "members" and len(request.participants) < dist.get_world_size():
-            raise RuntimeError(
-                f"a window of {len(request.participants)} of {dist.get_world_size()} ranks needs "
-                f"groups that their members create alone, and here every rank must take part: "
-                f"{agreement.why or 'creation was set so'}. Change that, or lay out the whole "
-                f"world."
-            )
-        built.pool = GroupPool(agreement, policy)
-        try:
+    os.environ.pop(_COLLNET, None)
+    if request.pipeline_model_parallel_comm_backend == "ucc":
+        ucc.prepare()
+    if rank not in request.participants:
+        return built
+    proposal, policy = request.proposal(), request.policy
+    participants, timeout = request.participants, request.timeout
+    agreement = agree(participants, proposal, policy, timeout, request.life)
+    if agreement.way != "members" and len(participants) < dist.get_world_size():
+        raise RuntimeError(
+            f"a window of {len(participants)} of {dist.get_world_size()} ranks needs "
+            f"groups that their members create alone, and here every rank must take part: "
+            f"{agreement.why or 'creation was set so'}. Change that, or lay out the whole "
+            f"world."
+        )
+    pool = built.pool = GroupPool(agreement, policy, f"ParallelState over {request.decoder!r}")
+    try:
+        with all_or_none(agreement, participants, timeout):
             for p, pg_options in zip(request.planned, options, strict=True):
                 with _sharp(p, request, built):
-                    mine = plan.mine(p.group, rank)
-                    made = built.pool.make(
-                        p.group.label,
-                        mine,
-                        lambda p=p: plan.all(p.group),  # type: ignore[misc]
-                        kind=p.group.kind,
-                        backend=p.group.backend,
-                        timeout=_seconds(p.group.timeout),
-                        pg_options=pg_options,
-                    )
-                    for group, (name, ranks) in zip(made, mine.items(), strict=True):
-                        _place(built, p, group, name, ranks, rank)
+                    _make(built, pool, plan, p, pg_options)
             for row in aliases(request):
                 for suffix in ("", "_GLOO") if row.gloo else ("",):
                     built.slots[row.slot + suffix] = built.slots.get(row.same_as + suffix)
                 if row.same_as in built.numbers:
                     built.numbers[row.slot] = built.numbers[row.same_as]
-        except BaseException:
-            built.pool.destroy()
-            raise
+    except BaseException:
+        pool.destroy()
+        raise
     return built
+
+
+def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options: Any) -> None:
+    rank, row = dist.get_rank(), p.group
+    mine = plan.mine(row, rank)
+    made = pool.make(
+        row.label,
+        mine,
+        lambda: plan.all(row),
+        dims=row.dims,
+        kind=row.kind,
+        backend=row.backend,
+        timeout=_seconds(row.timeout),
+        pg_options=pg_options,
+    )
+    for group, (name, ranks) in zip(made, mine.items(), strict=True):
+        _place(built, p, group, name, ranks, rank)
 
 
 def _place(
@@ -138,8 +146,9 @@ def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
 
 
 @contextmanager
-def _restored_on_failure(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
+def environment_restored_on_failure() -> Iterator[None]:
+    """Put back, after an error, the variables that :func:`build` sets."""
+    before = {name: os.environ.get(name) for name in (_COLLNET, *ucc.ENVIRONMENT)}
     try:
         yield
     except BaseException:

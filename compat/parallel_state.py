@@ -7,6 +7,7 @@ are *local* unless they say otherwise. The private globals that outside code rea
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.build import environment_restored_on_failure
 from compat.getters import Getters
 from compat.group_helpers import create_group as create_group
 from compat.group_helpers import create_hierarchical_groups as create_hierarchical_groups
@@ -39,6 +41,7 @@ from compat.state import GROUP_SLOTS, SLOTS, ParallelState
 from compat.swap import warn_of_a_second_state
 
 _current = ParallelState()  # what every function here speaks to
+_lives = itertools.count(1)
 
 
 def current_state() -> ParallelState:
@@ -141,7 +144,7 @@ def initialize_model_parallel(
     """
     arguments = dict(locals())
     arguments["order"] = os.environ.get("HYPERGRID_ORDER") or order
-    request, before = Request(**arguments), _current
+    request, before = Request(**arguments, life=next(_lives)), _current
     with request.telling_others():
         request.check()
         if before.request is not None or any(getattr(before, slot) for slot in GROUP_SLOTS):
@@ -149,12 +152,18 @@ def initialize_model_parallel(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
             )
-    state = ParallelState.from_request(request)
-    state.take_overrides(before)
-    _make_current(state)
-    warn_of_a_second_state()
-    if os.environ.get("HYPERGRID_REPORT", "0") != "0" and dist.get_rank() == request.rank_offset:
-        print(report(state), flush=True)
+    with environment_restored_on_failure():
+        state = ParallelState.from_request(request)
+        try:
+            state.take_overrides(before)
+            warn_of_a_second_state()
+            wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
+            if wanted and dist.get_rank() == request.rank_offset:
+                print(report(state), flush=True)
+            _make_current(state)
+        except BaseException:
+            state.destroy()
+            raise
 
 
 def destroy_model_parallel() -> None:
@@ -672,6 +681,9 @@ class _Face(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *SLOTS})
+
+    def __repr__(self) -> str:
+        return f"<module {self.__name__!r} from {self.__file__!r}: {_current!r}>"
 
 
 _GETTERS = {name: globals()[name] for name in dir(Getters) if not name.startswith("_")}

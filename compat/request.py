@@ -15,7 +15,7 @@ import torch.distributed as dist
 from compat import nccl
 from compat.megatron_plan import Planned, plan_rows
 from compat.rank_generator import inject_gtp_remat_axis, lay_out
-from compat.release import HAS_GTP_REMAT
+from compat.release import HAS_GTP_REMAT, RELEASE
 from hypergrid.agreement import refuse
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
@@ -73,6 +73,7 @@ class Request:
     share: str | None = None
     connect: str | None = None
     creation: str | None = None
+    life: int | None = None  # not an argument: the how-many-eth initialisation of the process
 
     def check(self) -> None:
         """Refuse what upstream refuses before it looks at its state, in upstream's order.
@@ -131,8 +132,14 @@ class Request:
             yield
         except Exception as error:
             with suppress(Exception):  # the refusal itself is what the caller must see
-                refuse(range(self.rank_offset, self.rank_offset + self.world_size), error)
+                refuse(self._window(), error, self.life)
             raise
+
+    def _window(self) -> range:
+        try:
+            return range(self.rank_offset, self.rank_offset + self.world_size)
+        except TypeError:  # no numbers: whoever waits for this rank has another window
+            return range(dist.get_world_size())
 
     @property
     def instances(self) -> int:
@@ -230,9 +237,30 @@ class Request:
     def proposal(self) -> dict[str, Any]:
         """What the ranks compare before they create: arguments in plain values, and the plan."""
         values = {
-            f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("get_")
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name != "life" and not f.name.startswith("get_")
         }
-        return {**values, "plan": self.plan.fingerprint()}
+        chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
+        given = {f"options of {p.row.label}": p.group.options for p in self.planned}
+        return {
+            **values,
+            **{name: self._places(each) for name, each in chosen.items()},
+            **{name: options for name, options in given.items() if options is not None},
+            "megatron-core": RELEASE,
+            "plan": self.plan.fingerprint(),
+        }
+
+    def _places(self, chosen: list[list[int]]) -> Any:
+        """The ranks as places in their pipelines, if in all of them the same: short for any W."""
+        pipelines = self.decoder.groups("pp").tolist()
+        places = [
+            [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
+            for pipeline, ranks in zip(pipelines, chosen, strict=True)
+        ]
+        if all(each == places[0] for each in places):
+            return f"places {places[0]} of each pipeline"
+        return [list(ranks) for ranks in chosen[:16]]
 
     def _lay_out(self, sizes: dict[str, int], after: str) -> RankLayout:
         named = HAS_GTP_REMAT and "gtp_remat" in self.order.lower()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat import nccl
-from compat.build import Built, build
+from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
@@ -104,16 +104,22 @@ class ParallelState(Getters):
     @classmethod
     def from_request(cls, request: Request) -> ParallelState:
         """As :meth:`create`, for a request that was checked already."""
-        built, state = build(request), cls()
-        state._take(built)
-        state.request = request
-        state._global_process_group_list = built.groups
-        if request.virtual_pipeline_model_parallel_size is not None:
-            state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
-            state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = (
-                request.virtual_pipeline_model_parallel_size
-            )
-        state._set_global_memory_buffer()
+        state = cls()
+        with environment_restored_on_failure():
+            built = build(request)
+            try:
+                state._take(built)
+                state.request = request
+                state._global_process_group_list = built.groups
+                stages = request.virtual_pipeline_model_parallel_size
+                if stages is not None:
+                    state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
+                    state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
+                state._set_global_memory_buffer()
+            except BaseException:
+                if built.pool is not None:
+                    built.pool.destroy()
+                raise
         return state
 
     @property
@@ -311,6 +317,7 @@ class ParallelState(Getters):
                 name,
                 {name: tuple(layouts[grid].group(dist.get_rank(), dims))},
                 lambda grid=grid, dims=dims: layouts[grid].groups(dims).tolist(),  # type: ignore[misc]
+                dims=tuple(dims.split("-")),
                 timeout=timeout,
                 pg_options=nccl.get_nccl_options(section, configs),
                 group_desc=label,

@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hypergrid.agreement import AgreementError as AgreementError
+    from hypergrid.creation import CreationError as CreationError
     from hypergrid.grid import HyperCommGrid as HyperCommGrid
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.pool import GroupPool as GroupPool
+    from hypergrid.record import dump as dump
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AgreementError": "agreement",
+    "CreationError": "creation",
     "GroupPlan": "plan",
     "GroupPool": "pool",
     "GroupRow": "plan",
     "HyperCommGrid": "grid",
     "LayoutError": "layout",
     "RankLayout": "layout",
+    "dump": "record",
 }
 __all__ = [*_HOMES, "__version__"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.creation import Abilities, abilities
+from hypergrid import __version__
+from hypergrid.creation import Abilities, CreationError, abilities
 from hypergrid.policy import Policy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_alone = itertools.count()
+_alone: Counter[str] = Counter()  # agreements of each span that no store numbered
 
 
 class AgreementError(RuntimeError):
@@ -55,12 +58,14 @@ def agree(
     proposal: Mapping[str, Any],
     policy: Policy,
     timeout: timedelta | None = None,
+    life: int | None = None,
 ) -> Agreement:
     """Compare ``proposal`` and what each process can do over ``ranks``. *Collective* over them.
 
     Each rank writes one key and counts itself in; whoever comes last looks whether all were
     equal and tells the others. Costs a handful of store operations per rank, none of them with
-    the proposals of others unless they differ.
+    the proposals of others unless they differ. ``HYPERGRID_AGREEMENT=0`` on all ranks leaves it
+    out: each then believes that the others do as it does.
 
     Parameters
     ----------
@@ -72,26 +77,33 @@ def agree(
         Compared too. "auto" takes the best way that all ranks can.
     timeout : timedelta, optional
         How long to wait for the last rank. Default 30 minutes.
+    life : int, optional
+        For windows of which a rank is in one at a time: the how-many-eth of this process. Two
+        that overlap in the same life are refused, since one would wait for the other's ranks.
 
     Raises
     ------
     AgreementError
         On every rank, with the same text, when proposals differ, when a rank has refused its own
         (:func:`refuse`), when the way of creation that the policy insists on is not open to all,
-        or when a rank does not come within ``timeout``.
+        when windows overlap, or when a rank does not come within ``timeout``. Also when the store
+        is lost.
     """
     can, store = abilities(), _shared_store()
     if store is None:
-        return _accept(_choose(f"alone/{next(_alone)}", policy, [can]))
-    here, everything = _Round(store, ranks), {**proposal, **asdict(policy)}
-    if not here.arrive(everything, can, policy):
-        here.wait(timeout or DEFAULT_TIMEOUT)
-        here = _Round(store, ranks)
-        here.arrive(everything, can, policy)
-    return _accept(here.wait(timeout or DEFAULT_TIMEOUT))
+        _alone[span_of(ranks)] += 1
+        return _accept(_choose(f"{span_of(ranks)}/alone/{_alone[span_of(ranks)]}", policy, [can]))
+    everything = {**proposal, **asdict(policy), "hypergrid": __version__}
+    with _telling_of_a_lost_store():
+        here = _Round(store, ranks, life)
+        if not here.arrive(everything, can, policy):
+            here.wait(timeout or DEFAULT_TIMEOUT)
+            here = _Round(store, ranks, life)
+            here.arrive(everything, can, policy)
+        return _accept(here.wait(timeout or DEFAULT_TIMEOUT))
 
 
-def refuse(ranks: Sequence[int], error: BaseException) -> None:
+def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
     """Tell the other ranks that this one has refused its arguments, so that none waits for it.
 
     *Local*: it does not wait. The others raise with this error's text once all have come.
@@ -99,7 +111,79 @@ def refuse(ranks: Sequence[int], error: BaseException) -> None:
     store = _shared_store()
     if store is not None and dist.get_rank() in ranks:
         text = f"{type(error).__name__}: {error}"
-        _Round(store, ranks).arrive({"refused": text}, Abilities(), Policy())
+        _Round(store, ranks, life).arrive({"refused": text}, Abilities(), Policy())
+
+
+@contextmanager
+def all_or_none(
+    agreement: Agreement, ranks: Sequence[int], timeout: timedelta | None = None
+) -> Iterator[None]:
+    """What is created inside is created on all ``ranks`` or reported by all as not created.
+
+    *Collective* over ``ranks``, after :func:`agree`. A rank leaves it without an error only when
+    all have come to its end; whoever fails tells those that are there. To give back what was made
+    is the caller's.
+
+    Raises
+    ------
+    CreationError
+        Another rank failed, or did not come to the end within ``timeout`` and a little.
+    """
+    store = _shared_store()
+    if store is None:
+        yield
+        return
+    here = PrefixStore(f"hypergrid/{agreement.epoch}", store)
+    try:
+        yield
+    except BaseException as error:
+        first = None
+        with suppress(Exception):  # the failure itself is what the caller must see
+            own = str(error) if isinstance(error, CreationError) else in_words(error)
+            first = _settle(here, {"error": own})["error"]
+            _leave(here, ranks)
+        if isinstance(error, CreationError) and first not in (None, own):
+            raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
+        raise
+    with _telling_of_a_lost_store():
+        outcome = _meet_at_the_end(here, ranks, timeout or DEFAULT_TIMEOUT)
+        _leave(here, ranks)
+    if "error" in outcome:
+        raise CreationError(
+            f"rank {dist.get_rank()} gave its groups back, another rank could not make its own: "
+            f"{outcome['error']}"
+        )
+
+
+def _meet_at_the_end(here: Store, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
+    here.set(f"done/{dist.get_rank()}", "")
+    if here.add("done", 1) == len(ranks):
+        return _settle(here, {})
+    try:
+        # Whoever is stuck in torch finds out after the timeout, and knows better what at.
+        here.wait(["outcome"], timeout + timedelta(seconds=5))
+    except RuntimeError:
+        missing = [rank for rank in ranks if not here.check([f"done/{rank}"])]
+        text = f"{_some_of(missing, ranks)} did not finish creating groups within {timeout}"
+        return _settle(here, {"error": f"{text}. Look at their logs."})
+    outcome: dict[str, Any] = json.loads(here.get("outcome"))
+    return outcome
+
+
+def _settle(here: Store, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Write how it ended, unless somebody has; gives what stands."""
+    if here.add("settled", 1) == 1:
+        here.set("outcome", json.dumps(outcome))
+        return outcome
+    here.wait(["outcome"], timedelta(seconds=30))
+    standing: dict[str, Any] = json.loads(here.get("outcome"))
+    return standing
+
+
+def _leave(here: Store, ranks: Sequence[int]) -> None:
+    here.delete_key(f"done/{dist.get_rank()}")
+    if here.add("left", 1) == len(ranks):
+        _clear(here)
 
 
 class _Round:
@@ -110,9 +194,9 @@ class _Round:
     round, when they too have heard of it.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int]) -> None:
-        self.rank, self.ranks = dist.get_rank(), ranks
-        self.board = PrefixStore(f"hypergrid/{_span(ranks)}", store)
+    def __init__(self, store: Store, ranks: Sequence[int], life: int | None = None) -> None:
+        self.rank, self.ranks, self.store, self.life = dist.get_rank(), ranks, store, life
+        self.board = PrefixStore(f"hypergrid/{span_of(ranks)}", store)
         self.number = self.board.add("round", 0)
         self.here = PrefixStore(str(self.number), self.board)
         self.alike = ""  # counts the ranks that said what this one did
@@ -134,20 +218,49 @@ class _Round:
         self.here.add(self.alike, 1)
         if can != Abilities():  # the usual ones are not worth a key
             self.here.set(f"abilities/{self.here.add('abilities', 1)}", json.dumps(asdict(can)))
-        if not again and self.here.add("arrived", 1) == len(self.ranks):
+        if again:
+            return True
+        arrived = self.here.add("arrived", 1)
+        if arrived == 1 and self.life is not None and self.overlaps(self.life):
+            return True
+        if arrived == len(self.ranks):
             if self.here.add(self.alike, 0) == len(self.ranks) and "refused" not in proposal:
                 everybody = _all_abilities(self.here, len(self.ranks))
-                verdict = _choose(f"{_span(self.ranks)}/{self.number}", policy, everybody)
+                verdict = _choose(f"{span_of(self.ranks)}/{self.number}", policy, everybody)
             else:
                 verdict = {"error": _difference(self.here, self.ranks)}
-            self.close(verdict)
+            _close(self.board, self.number, verdict)
         return True
 
-    def close(self, verdict: dict[str, Any]) -> None:
-        """Write the verdict, unless somebody has; the next round begins before it can be read."""
-        if self.here.add("closed", 1) == 1:
-            self.board.add("round", 1)
-            self.here.set("verdict", json.dumps(verdict))
+    def overlaps(self, life: int) -> bool:
+        """Make this window known to the others of its life; refuse it and those it overlaps."""
+        lives = PrefixStore("hypergrid/windows", self.store)
+        windows = PrefixStore(str(life), lives)
+        known = windows.add("count", 1)
+        windows.set(str(known), json.dumps([list(self.ranks), self.number]))
+        if known == 1 and life > 2:
+            past = PrefixStore(str(life - 2), lives)
+            for key in ("count", *(str(i + 1) for i in range(past.add("count", 0)))):
+                past.delete_key(key)
+        found = False
+        for i in range(1, known):
+            windows.wait([str(i)], timedelta(seconds=30))
+            ranks, number = json.loads(windows.get(str(i)))
+            both = sorted(set(ranks) & set(self.ranks))
+            if not both or ranks == list(self.ranks):
+                continue
+            found, spans = True, sorted((span_of(ranks), span_of(self.ranks)))
+            verdict = {
+                "error": f"the windows {spans[0]} and {spans[1]} overlap: "
+                f"{_some_of(both, range(dist.get_world_size()))} are in both, and each would "
+                f"wait for them. Give all ranks of a window the same rank_offset and "
+                f"local_world_size."
+            }
+            board = PrefixStore(f"hypergrid/{span_of(ranks)}", self.store)
+            if board.add("round", 0) == number:  # it waits; else it has its groups
+                _close(board, number, verdict)
+            _close(self.board, self.number, verdict)
+        return found
 
     def wait(self, timeout: timedelta) -> dict[str, Any]:
         """The verdict; if time runs out, one that names who did not come."""
@@ -155,14 +268,12 @@ class _Round:
             self.here.wait(["verdict"], timeout)
         except RuntimeError:
             missing = [r for r in self.ranks if not self.here.check([f"came/{r}"])]
-            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-            self.close(
-                {
-                    "error": f"{len(missing)} of {len(self.ranks)} ranks did not come to create "
-                    f"groups together within {timeout}: {shown}. Look at their logs, or give "
-                    f"them more time by distributed_timeout_minutes."
-                }
+            error = (
+                f"{_some_of(missing, self.ranks)} did not come to create groups together within "
+                f"{timeout}. Look at their logs, or give them more time by "
+                f"distributed_timeout_minutes."
             )
+            _close(self.board, self.number, {"error": error})
             self.here.wait(["verdict"], timedelta(seconds=30))
         verdict: dict[str, Any] = json.loads(self.here.get("verdict"))
         self.tidy("error" in verdict)
@@ -170,20 +281,55 @@ class _Round:
 
     def tidy(self, failed: bool) -> None:
         """Take this rank's keys away, and the shared ones once all have read them."""
-        if failed:
-            return  # a rank that comes late must still find the verdict
         for key in (f"proposal/{self.rank}", f"came/{self.rank}"):
             self.here.delete_key(key)
-        if self.here.add("read", 1) == len(self.ranks):
-            posted = self.here.add("abilities", 0)
-            shared = ["arrived", "closed", "verdict", self.alike, "read", "abilities"]
-            for key in (*shared, *(f"abilities/{i + 1}" for i in range(posted))):
-                self.here.delete_key(key)
+        if failed:  # a rank that comes late must still find the verdict
+            if self.here.add(self.alike, -1) == 0:
+                self.here.delete_key(self.alike)
+        elif self.here.add("read", 1) == len(self.ranks):
+            self.here.delete_key(self.alike)
+            _clear(self.here)
+            for number in range(self.number - 1, -1, -1):  # nobody is left in those that failed
+                old = PrefixStore(str(number), self.board)
+                if not old.check(["verdict"]) and not old.check(["outcome"]):
+                    break
+                _clear(old)
+
+
+def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
+    """Write the verdict, unless somebody has; the next round begins before it can be read."""
+    here = PrefixStore(str(number), board)
+    if here.add("closed", 1) == 1:
+        board.add("round", 1)
+        here.set("verdict", json.dumps(verdict))
+
+
+def _clear(here: Store) -> None:
+    posted = here.add("abilities", 0)
+    meeting = ["arrived", "closed", "verdict", "read", "abilities"]
+    ending = ["done", "settled", "outcome", "left"]
+    for key in (*meeting, *ending, *(f"abilities/{i + 1}" for i in range(posted))):
+        here.delete_key(key)
+
+
+@contextmanager
+def _telling_of_a_lost_store() -> Iterator[None]:
+    try:
+        yield
+    except (AgreementError, CreationError):
+        raise
+    except RuntimeError as error:
+        raise AgreementError(
+            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
+            f"The process or the host that serves it has ended, or the network to it is cut. "
+            f"This rank has made no group."
+        ) from error
 
 
 def _shared_store() -> Store | None:
     """The default group's store, where it is one that ranks really share; else None."""
-    if not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
+    switched_off = os.environ.get("HYPERGRID_AGREEMENT", "1") == "0"
+    if switched_off or not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
         return None
     return c10d._get_default_store()
 
@@ -230,33 +376,47 @@ def _accept(verdict: dict[str, Any]) -> Agreement:
 
 def _difference(here: Store, ranks: Sequence[int]) -> str:
     """In words: the lowest rank that refused, or that differs from the first one, and how."""
+    if not here.check([f"proposal/{rank}" for rank in ranks]):
+        return "the round was given up meanwhile"  # and has its verdict: this one is not read
     first = json.loads(here.get(f"proposal/{ranks[0]}"))
     for rank in ranks:
         other = json.loads(here.get(f"proposal/{rank}"))
         if "refused" in other:
             return (
-                f"rank {rank} refused its arguments, so no rank of {_span(ranks)} made a group: "
+                f"rank {rank} refused its arguments, so no rank of {span_of(ranks)} made a group: "
                 f"{other['refused']}"
             )
         if other != first:
             break
+    keys = [k for k in sorted(first.keys() | other.keys()) if first.get(k) != other.get(k)]
     fields = "; ".join(
         f"{key} is {other.get(key)!r} on rank {rank} and {first.get(key)!r} on rank {ranks[0]}"
-        for key in sorted(first.keys() | other.keys())
-        if first.get(key) != other.get(key)
+        for key in keys
+        if key != "plan" or keys == ["plan"]  # a digest says less than whatever it follows from
     )
     return (
-        f"ranks {_span(ranks)} were asked for different groups: "
+        f"ranks {span_of(ranks)} were asked for different groups: "
         f"{fields or 'one of them changed its mind meanwhile'}. "
         f"Start all of them with the same arguments. No group was made."
     )
+
+
+def in_words(error: BaseException) -> str:
+    """The type and the first line of the text: what torch appends to it is a C++ traceback."""
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _some_of(which: Sequence[int], ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, which[:10])) + (", ..." if len(which) > 10 else "")
+    return f"{len(which)} of {len(ranks)} ranks ({shown})"
 
 
 def _alike(text: str) -> str:
     return "alike/" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _span(ranks: Sequence[int]) -> str:
+def span_of(ranks: Sequence[int]) -> str:
     if isinstance(ranks, range):
         return f"{ranks.start}..{ranks.stop - 1}"
     runs: list[list[int]] = []

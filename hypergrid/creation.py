@@ -21,6 +21,10 @@ Ranks: TypeAlias = Sequence[int]
 _private = threading.Lock()
 
 
+class CreationError(RuntimeError):
+    """Torch could not create a group, here or on another rank of the window."""
+
+
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     """A group's name from what it is: 128 bits, which torch writes in decimal."""
     digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)
@@ -65,11 +69,17 @@ def by_everyone(
     """
     if not groups:
         return []
+    before = set(c10d._world.pg_map)
     with _running_number(group_name(label, (), epoch) if names_can_be_set() else None):
-        if disjoint(groups):
-            mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in groups], **options)
-            return [] if mine is None else [mine]
-        made = [dist.new_group(list(ranks), **options) for ranks in groups]
+        try:
+            if disjoint(groups):
+                mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in groups], **options)
+                return [] if mine is None else [mine]
+            made = [dist.new_group(list(ranks), **options) for ranks in groups]
+        except BaseException:
+            for group in c10d._world.pg_map.keys() - before:
+                dist.destroy_process_group(group)
+            raise
         rank = dist.get_rank()
         return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
 

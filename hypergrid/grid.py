@@ -85,7 +85,12 @@ class HyperCommGrid:
         return self.layout.offset
 
     def __repr__(self) -> str:
-        return f"HyperCommGrid({self.layout!r}, created: {sorted(self._pgs) or 'none'})"
+        here = ""
+        if dist.is_initialized():
+            rank = dist.get_rank()
+            inside = rank in self.layout
+            here = f", rank {rank} at {self.layout.coordinate(rank)}" if inside else ", not here"
+        return f"HyperCommGrid({self.layout!r}{here}, created: {sorted(self._pgs) or 'none'})"
 
     def create_pg(self, dims: Dims, **options: Any) -> ProcessGroup | None:
         """Create the groups over ``dims``, once, and give that of this rank.
@@ -134,9 +139,12 @@ class HyperCommGrid:
         if self._pool is None:
             proposal = {"grid": repr(self.layout), "backend": self.backend}
             policy = Policy.resolve(share="none")  # each combination has options of its own
-            self._pool = GroupPool(agree(self.layout.ranks, proposal, policy), policy)
+            agreement = agree(self.layout.ranks, proposal, policy)
+            self._pool = GroupPool(agreement, policy, f"HyperCommGrid over {self.layout!r}")
         mine = {key: self.layout.group(dist.get_rank(), ordered)}
-        (group,) = self._pool.make(key, mine, lambda: self._gen_rank_enum(ordered), **options)
+        (group,) = self._pool.make(
+            key, mine, lambda: self._gen_rank_enum(ordered), dims=tuple(ordered), **options
+        )
         return group
 
     def _create_from_outside(

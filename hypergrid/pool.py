@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,17 +14,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid import creation
-from hypergrid.agreement import Agreement
-from hypergrid.creation import Ranks
+from hypergrid.agreement import Agreement, in_words, span_of
+from hypergrid.creation import CreationError, Ranks
 from hypergrid.plan import Kind
 from hypergrid.policy import Policy
 
 DEFAULT = "the default group"
+_live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class PooledGroup:
-    """A label's group: its global ranks, torch's group, and whose communicator it is.
+    """A label's group: its global ranks, torch's group, its dims and whose communicator it is.
 
     ``shares`` is None for a group made for this label; else the label that it was made for, or
     :data:`DEFAULT`.
@@ -31,17 +34,20 @@ class PooledGroup:
     label: str
     ranks: tuple[int, ...]
     group: ProcessGroup
+    dims: tuple[str, ...] = ()
     shares: str | None = None
 
 
 class GroupPool:
-    """Live groups of this process, in the order in which they were made."""
+    """Live groups of this process, in the order in which they were made; ``owner`` in words."""
 
-    def __init__(self, agreement: Agreement, policy: Policy) -> None:
+    def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
         self.policy = policy
+        self.owner = owner
         self.groups: list[PooledGroup] = []
         self._owners: dict[tuple[Ranks, Kind], str] = {}
+        _live.add(self)
 
     def make(
         self,
@@ -49,6 +55,7 @@ class GroupPool:
         mine: Mapping[str, Ranks],
         everyone: Callable[[], Sequence[Ranks]],
         *,
+        dims: tuple[str, ...] = (),
         kind: Kind | None = None,
         **options: Any,
     ) -> list[ProcessGroup]:
@@ -62,6 +69,8 @@ class GroupPool:
             The groups that this rank belongs to; their members know them by the same name.
         everyone : function
             Gives all groups of the label; asked only where members alone cannot create.
+        dims : tuple of str
+            What the groups are over, for who asks later.
         kind : Kind, optional
             What must be equal, beside the ranks, for labels to share a communicator; None for a
             group that is never shared.
@@ -71,31 +80,40 @@ class GroupPool:
 
         *Collective* over the members of each group, or over the world where the agreement says
         that members alone cannot create. After a failure nothing of this call is left.
+
+        Raises
+        ------
+        CreationError
+            Torch could not create a group; its own error is the cause.
         """
         options.setdefault("group_desc", label)
         before, owners = len(self.groups), dict(self._owners)
         try:
             with creation.connecting(self.agreement.lazy):
                 if self._way(options.get("backend")) == "members":
-                    self._make_mine(label, mine, kind, options)
+                    made = self._make_mine(label, mine, kind, options)
                 else:
-                    self._make_all(label, mine, everyone(), kind, options)
-        except BaseException:
+                    made = self._make_all(label, mine, everyone(), kind, options)
+                for ranks, group, shares in made:
+                    self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+        except BaseException as error:
             self.destroy(before)
             self._owners = owners
+            if type(error) is RuntimeError or isinstance(error, dist.DistError):
+                raise self._failure(label, mine, options, error) from error
             raise
         return [pooled.group for pooled in self.groups[before:]]
 
     def _make_mine(
         self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
-    ) -> None:
+    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
         for name, ranks in mine.items():
             owner = self._owner(label, ranks, kind)
             if owner is None:
                 group = creation.by_members(name, ranks, self.agreement.epoch, **options)
-                self.groups.append(PooledGroup(label, tuple(ranks), group))
             else:
-                self._share(label, ranks, owner)
+                group = self._shared(ranks, owner)
+            yield ranks, group, owner
 
     def _make_all(
         self,
@@ -104,7 +122,7 @@ class GroupPool:
         groups: Sequence[Ranks],
         kind: Kind | None,
         options: dict[str, Any],
-    ) -> None:
+    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
         # In lockstep: every rank leaves out the same groups, those of others too.
         owners = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
         missing = [ranks for ranks in groups if owners[tuple(ranks)] is None]
@@ -112,10 +130,17 @@ class GroupPool:
         fresh = creation.by_world(way, label, missing, self.agreement.epoch, **options)
         for ranks in mine.values():
             owner = owners[tuple(ranks)]
-            if owner is None:
-                self.groups.append(PooledGroup(label, tuple(ranks), fresh.pop(0)))
-            else:
-                self._share(label, ranks, owner)
+            yield ranks, fresh.pop(0) if owner is None else self._shared(ranks, owner), owner
+
+    def _failure(
+        self, label: str, mine: Mapping[str, Ranks], options: dict[str, Any], error: BaseException
+    ) -> CreationError:
+        members = " or ".join(span_of(ranks) for ranks in mine.values()) or "other ranks"
+        return CreationError(
+            f"rank {dist.get_rank()} could not create {label} of ranks {members} with "
+            f"{options.get('backend') or dist.get_backend()}: {in_words(error)} One of them may "
+            f"have ended, or cannot be reached."
+        )
 
     def _way(self, backend: str | None) -> str:
         own = backend is None or backend == dist.get_backend()
@@ -134,20 +159,42 @@ class GroupPool:
         self._owners[key] = label
         return None
 
-    def _share(self, label: str, ranks: Ranks, owner: str) -> None:
-        members = tuple(ranks)
+    def _shared(self, ranks: Ranks, owner: str) -> ProcessGroup:
         if owner == DEFAULT:
-            group = c10d._get_default_group()
-        else:
-            (group,) = (g.group for g in self.groups if g.label == owner and g.ranks == members)
-        self.groups.append(PooledGroup(label, members, group, owner))
+            return c10d._get_default_group()
+        members = tuple(ranks)
+        (group,) = (g.group for g in self.groups if g.label == owner and g.ranks == members)
+        return group
 
     def destroy(self, keep: int = 0) -> None:
-        """Give back every group but the first ``keep``; those that torch has lost already too."""
+        """Give back every group but the first ``keep``; those that torch has lost already too.
+
+        One that torch cannot close is warned about and keeps none of the others alive.
+        """
         leaving, self.groups = self.groups[keep:], self.groups[:keep]
         for pooled in leaving:
             if pooled.shares is None and pooled.group in c10d._world.pg_map:
-                dist.destroy_process_group(pooled.group)
+                try:
+                    _close(pooled.group)
+                except RuntimeError as error:
+                    warnings.warn(
+                        f"rank {dist.get_rank()} could not close {pooled.label}: {in_words(error)}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+
+
+def _close(group: ProcessGroup) -> None:
+    world = c10d._world
+    tag = world.pg_to_tag.get(group)
+    dist.destroy_process_group(group)
+    if tag is not None and not world.tags_to_pg.get(tag, True):
+        del world.tags_to_pg[tag]  # torch leaves an empty list for every group there ever was
+
+
+def live_pools() -> list[GroupPool]:
+    """Every pool of this process that has groups."""
+    return [pool for pool in _live if pool.groups]
 
 
 def _default_kind() -> Kind | None:

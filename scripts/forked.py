@@ -36,6 +36,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``body(rank, *args)`` on each rank of a real process group; give what they return.
 
+    With ``backend=""`` there is a store at MASTER_PORT, and no process group.
+
     With ``expect="errors"`` each rank must raise, and the exceptions' (type name, text) come back.
     The port is bound here and handed to rank 0, so that nobody else can take it in between.
     """
@@ -83,11 +85,13 @@ def _child(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
     torch.set_num_threads(1)
+    port = listener.getsockname()[1]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         store = dist.TCPStore(
             "127.0.0.1",
-            listener.getsockname()[1],
+            port,
             is_master=rank == 0,
             wait_for_workers=False,
             master_listen_fd=listener.detach() if rank == 0 else None,
