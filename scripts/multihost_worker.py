@@ -1,0 +1,123 @@
+"""One host of `scripts/multihost_test`: forks its ranks, which make groups until the fault comes.
+
+Each rank writes to the shared folder what it met: `gate.RANK` (its process) where the fault shall
+strike, `outcome.RANK` when it has raised or finished, `trace.RANK` when it hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from compat import parallel_state
+
+LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def main() -> None:
+    """Fork the ranks, keep the store as torchrun's agent does, and note who has ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", required=True, help="those of this host")
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--store", required=True, help="ADDRESS:PORT, served by rank 0's host")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, required=True, help="seconds, of the groups")
+    parser.add_argument("--patience", type=float, required=True, help="seconds until it hangs")
+    parser.add_argument("--at", type=int, required=True, help="number of the group; 0: none yet")
+    parser.add_argument("--held", type=int, nargs="*", default=[], help="ranks that stop before it")
+    options = parser.parse_args()
+    address, port = options.store.split(":")
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port, WORLD_SIZE=str(options.world))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # every rank is a client of it
+    children, tester = {}, os.getppid()
+    for rank in options.ranks:
+        pid = os.fork()
+        if pid == 0:
+            _child(rank, options)
+        children[pid] = rank
+    store = None
+    if 0 in options.ranks:
+        store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False)
+    while children:
+        pid, status = os.wait()
+        _write(options.folder, f"ended.{children.pop(pid)}", status)
+    while store is not None and os.getppid() == tester:  # it ends us when nobody needs the store
+        time.sleep(1)
+
+
+def _child(rank: int, options: argparse.Namespace) -> None:
+    try:
+        os.environ["RANK"] = str(rank)
+        _rank(rank, options)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _rank(rank: int, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    dist.barrier()  # the world is there, connected, before anything breaks
+    new_group, calls = dist.new_group, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == options.at:
+            _gate(rank, options)
+        return new_group(*args, **kwargs)
+
+    if options.at == 0:
+        _gate(rank, options)
+    with open(options.folder / f"trace.{rank}", "w") as trace:
+        faulthandler.dump_traceback_later(options.patience, file=trace)
+        outcome: dict[str, Any] = {"rank": rank, "type": None, "text": "", "kinds": []}
+        start = time.monotonic()
+        try:
+            with mock.patch.object(dist, "new_group", counted):
+                parallel_state.initialize_model_parallel(
+                    **LAYOUT, distributed_timeout_minutes=options.timeout / 60
+                )
+        except Exception as error:
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            outcome.update(type=kinds[0], text=str(error), kinds=kinds)
+        struck = options.folder / "struck"
+        now = time.monotonic()
+        since = max(start, json.loads(struck.read_text())) if struck.exists() else start
+        outcome.update(
+            seconds=now - since,
+            calls=calls,
+            groups=len(dist.distributed_c10d._world.pg_map) - 1,
+            initialized=parallel_state.is_initialized(),
+        )
+        _write(options.folder, f"outcome.{rank}", outcome)
+        dist.destroy_process_group()
+
+
+def _gate(rank: int, options: argparse.Namespace) -> None:
+    """Say who came, and stop here if this rank is to until the fault has struck."""
+    _write(options.folder, f"gate.{rank}", os.getpid())
+    while rank in options.held and not (options.folder / "struck").exists():
+        time.sleep(0.01)
+
+
+def _write(folder: Path, name: str, value: Any) -> None:
+    """Whole or not at all, for whoever reads it meanwhile."""
+    part = folder / f"{name}.part"
+    part.write_text(json.dumps(value))
+    part.rename(folder / name)
+
+
+if __name__ == "__main__":
+    main()
