@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid import __version__
+from hypergrid.connection import noticing_a_dead_link
 from hypergrid.creation import Abilities, CreationError, abilities
 from hypergrid.policy import Policy
 
@@ -94,13 +95,14 @@ def agree(
         _alone[span_of(ranks)] += 1
         return _accept(_choose(f"{span_of(ranks)}/alone/{_alone[span_of(ranks)]}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
-    with _telling_of_a_lost_store():
+    timeout = timeout or DEFAULT_TIMEOUT
+    with noticing_a_dead_link(store, timeout), _telling_of_a_lost_store():
         here = _Round(store, ranks, life)
         if not here.arrive(everything, can, policy):
-            here.wait(timeout or DEFAULT_TIMEOUT)
+            here.wait(timeout)
             here = _Round(store, ranks, life)
             here.arrive(everything, can, policy)
-        return _accept(here.wait(timeout or DEFAULT_TIMEOUT))
+        return _accept(here.wait(timeout))
 
 
 def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
@@ -133,26 +135,27 @@ def all_or_none(
     if store is None:
         yield
         return
-    here = PrefixStore(f"hypergrid/{agreement.epoch}", store)
-    try:
-        yield
-    except BaseException as error:
-        first = None
-        with suppress(Exception):  # the failure itself is what the caller must see
-            own = str(error) if isinstance(error, CreationError) else in_words(error)
-            first = _settle(here, {"error": own})["error"]
+    here, timeout = PrefixStore(f"hypergrid/{agreement.epoch}", store), timeout or DEFAULT_TIMEOUT
+    with noticing_a_dead_link(store, timeout):
+        try:
+            yield
+        except BaseException as error:
+            first = None
+            with suppress(Exception):  # the failure itself is what the caller must see
+                own = str(error) if isinstance(error, CreationError) else in_words(error)
+                first = _settle(here, {"error": own})["error"]
+                _leave(here, ranks)
+            if isinstance(error, CreationError) and first not in (None, own):
+                raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
+            raise
+        with _telling_of_a_lost_store():
+            outcome = _meet_at_the_end(here, ranks, timeout)
             _leave(here, ranks)
-        if isinstance(error, CreationError) and first not in (None, own):
-            raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
-        raise
-    with _telling_of_a_lost_store():
-        outcome = _meet_at_the_end(here, ranks, timeout or DEFAULT_TIMEOUT)
-        _leave(here, ranks)
-    if "error" in outcome:
-        raise CreationError(
-            f"rank {dist.get_rank()} gave its groups back, another rank could not make its own: "
-            f"{outcome['error']}"
-        )
+        if "error" in outcome:
+            raise CreationError(
+                f"rank {dist.get_rank()} gave its groups back, another rank could not make its "
+                f"own: {outcome['error']}"
+            )
 
 
 def _meet_at_the_end(here: Store, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
@@ -403,7 +406,7 @@ def _difference(here: Store, ranks: Sequence[int]) -> str:
 
 def in_words(error: BaseException) -> str:
     """The type and the first line of the text: what torch appends to it is a C++ traceback."""
-    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

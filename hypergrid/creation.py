@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -164,6 +165,19 @@ def can_connect_lazily() -> bool:
     """Whether this torch's gloo can put off connecting until a group is first used."""
     gloo = getattr(dist, "ProcessGroupGloo", None)
     return "lazy_init" in (getattr(getattr(gloo, "create_device", None), "__doc__", None) or "")
+
+
+def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None:
+    """The timeout to create a group with, for it to be given up within ``timeout`` altogether.
+
+    Gloo takes five times as long before it gives up a member that has said where it is and does
+    not answer there. None where the group can be created with its own timeout.
+    """
+    known = hasattr(c10d, "_set_pg_timeout") and dist.get_backend() != "fake"
+    if "gloo" not in (backend or dist.get_backend()) or not known:
+        return None
+    timeout = timeout or c10d.default_pg_timeout
+    return max(timeout / 5, min(timeout, timedelta(seconds=2)))
 
 
 @contextmanager

@@ -88,6 +88,10 @@ class GroupPool:
         """
         options.setdefault("group_desc", label)
         before, owners = len(self.groups), dict(self._owners)
+        timeout = options.get("timeout")
+        shorter = creation.patience(options.get("backend"), timeout)
+        if shorter is not None:
+            options["timeout"] = shorter
         try:
             with creation.connecting(self.agreement.lazy):
                 if self._way(options.get("backend")) == "members":
@@ -96,6 +100,8 @@ class GroupPool:
                     made = self._make_all(label, mine, everyone(), kind, options)
                 for ranks, group, shares in made:
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+                    if shorter is not None and shares is None:
+                        c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
         except BaseException as error:
             self.destroy(before)
             self._owners = owners

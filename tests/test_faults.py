@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import soaking
@@ -17,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import hypergrid
 from compat import parallel_state as ps
-from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid import AgreementError, CreationError, HyperCommGrid, connection, creation
 
 ROOT = Path(__file__).parents[1]
 
@@ -212,3 +215,40 @@ def test_a_record_can_be_written_to_a_file_and_asked_for_before_there_is_anythin
     text = hypergrid.dump(tmp_path / "groups.json")
     assert json.loads((tmp_path / "groups.json").read_text()) == json.loads(text)
     assert json.loads(text)["groups"] == [] and json.loads(text)["rank"] is None
+
+
+def _timeouts_that_groups_have(rank):
+    ps.initialize_model_parallel(2, distributed_timeout_minutes=7)
+    groups = [group.group for group in ps.current_state().pool.groups]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(fake_world):
+    timeouts = set(run_ranks(2, _timeouts_that_groups_have)[0])
+    assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout}
+    with mock.patch("torch.distributed.get_backend", return_value="gloo"):
+        assert creation.patience("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
+        assert creation.patience(None, timedelta(seconds=3)) == timedelta(seconds=2)
+        assert creation.patience("nccl", timedelta(seconds=60)) is None
+    fake_world(2)
+    assert creation.patience("gloo", timedelta(seconds=60)) is None
+
+
+def _keeps_options(rank):
+    store, seconds = c10d._get_default_store(), timedelta(seconds=8)
+    options = [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), (socket.SOL_SOCKET, 9)]
+
+    def read():
+        return [c.getsockopt(*option) for c in connection._connections(store) for option in options]
+
+    before = read()
+    with connection.noticing_a_dead_link(store, seconds):
+        inside = read()
+    return before, inside, read(), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no TCP_USER_TIMEOUT")
+def test_the_stores_connection_gives_up_in_time_only_while_groups_are_made():
+    for before, inside, after, descriptors in run_ranks(2, _keeps_options):
+        assert inside and inside == [4000, 1] * (len(inside) // 2) and before == after != inside
+        assert descriptors < 64

@@ -1,0 +1,68 @@
+"""Notice that the store's host cannot be reached any more, in time and not after a quarter hour."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+@contextmanager
+def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
+    """While inside, let calls of a ``TCPStore`` fail within ``timeout`` when its host is gone.
+
+    Torch's client waits for an answer without a limit: a cut link or a host that lost power ends
+    such a call only when TCP gives up, which Linux does after some 15 minutes. A store that is
+    merely slow is waited for as before. Only where the system has these options (Linux); for
+    other stores it does nothing.
+    """
+    seconds = timeout.total_seconds()
+    wanted = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", None)): max(1, int(seconds / 4)),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPINTVL", None)): max(1, int(seconds / 8)),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)): int(seconds * 500),
+    }
+    before = []
+    for connection in _connections(store):
+        for (level, option), value in wanted.items():
+            if option is not None:
+                with suppress(OSError):  # a value that this system does not take
+                    before.append((connection, level, option, connection.getsockopt(level, option)))
+                    connection.setsockopt(level, option, value)
+    try:
+        yield
+    finally:
+        for connection, level, option, value in before:
+            with suppress(OSError):
+                connection.setsockopt(level, option, value)
+        for connection in {entry[0] for entry in before}:
+            connection.close()
+
+
+def _connections(store: Store) -> list[socket.socket]:
+    """Duplicates of this process's sockets whose other end is the store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port, found = getattr(store, "port", None), []
+    if port is None or not os.path.isdir("/proc/self/fd"):
+        return []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            connection = socket.socket(fileno=os.dup(int(name)))
+            try:
+                address = connection.getpeername()
+            except OSError:
+                address = ()
+            if isinstance(address, tuple) and address[1:2] == (port,):
+                found.append(connection)
+            else:
+                connection.close()
+    return found
