@@ -38,7 +38,7 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
     try:
         yield
     finally:
-        for connection, level, option, value in before:
+        for connection, level, option, value in reversed(before):  # one may be here twice
             with suppress(OSError):
                 connection.setsockopt(level, option, value)
         for connection in {entry[0] for entry in before}:
