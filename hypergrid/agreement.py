@@ -186,7 +186,7 @@ def _settle(here: Store, outcome: dict[str, Any]) -> dict[str, Any]:
 def _leave(here: Store, ranks: Sequence[int]) -> None:
     here.delete_key(f"done/{dist.get_rank()}")
     if here.add("left", 1) == len(ranks):
-        _clear(here)
+        _clear_ending(here)
 
 
 class _Round:
@@ -291,12 +291,13 @@ class _Round:
                 self.here.delete_key(self.alike)
         elif self.here.add("read", 1) == len(self.ranks):
             self.here.delete_key(self.alike)
-            _clear(self.here)
+            _clear_meeting(self.here)  # and not its ending, which others may have come to
             for number in range(self.number - 1, -1, -1):  # nobody is left in those that failed
                 old = PrefixStore(str(number), self.board)
                 if not old.check(["verdict"]) and not old.check(["outcome"]):
                     break
-                _clear(old)
+                _clear_meeting(old)
+                _clear_ending(old)
 
 
 def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
@@ -307,11 +308,15 @@ def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
         here.set("verdict", json.dumps(verdict))
 
 
-def _clear(here: Store) -> None:
+def _clear_meeting(here: Store) -> None:
     posted = here.add("abilities", 0)
-    meeting = ["arrived", "closed", "verdict", "read", "abilities"]
-    ending = ["done", "settled", "outcome", "left"]
-    for key in (*meeting, *ending, *(f"abilities/{i + 1}" for i in range(posted))):
+    keys = ["arrived", "closed", "verdict", "read", "abilities"]
+    for key in (*keys, *(f"abilities/{i + 1}" for i in range(posted))):
+        here.delete_key(key)
+
+
+def _clear_ending(here: Store) -> None:
+    for key in ("done", "settled", "outcome", "left"):
         here.delete_key(key)
 
 
