@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import log2, prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +15,10 @@ import torch.distributed as dist
 from compat import nccl, ucc
 from compat.megatron_groups import ROWS, Row
 from compat.rank_generator import default_embedding_ranks, default_position_embedding_ranks
+from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS_GTP_REMAT
 from hypergrid.plan import GroupRow
+from hypergrid.words import retold, shown
 
 if TYPE_CHECKING:
     from compat.request import Request
@@ -27,7 +32,7 @@ class Planned:
     slot: str
     key: int | None  # place in the slot's list or dict, where it holds several groups
     group: GroupRow
-    chosen: list[list[int]] | None = None  # as the caller's function gave them
+    chosen: list[Sequence[int]] | None = None  # as the caller's function gave them
 
 
 def facts(request: Request) -> dict[str, bool]:
@@ -44,7 +49,7 @@ def facts(request: Request) -> dict[str, bool]:
         "one_instance": request.instances == 1,
         "all_gather": bool(request.create_all_gather_group),
         "hybrid": bool(request.hybrid_context_parallel),
-        "hierarchical": bool(request.hierarchical_context_parallel_sizes),
+        "hierarchical": _is_given(request.hierarchical_context_parallel_sizes),
     }
 
 
@@ -64,6 +69,7 @@ def plan_rows(request: Request) -> list[Planned]:
     _check_instances(request, "data x context parallel size", _members(request))
     true = facts(request)
     rows = [row for row in ROWS if not row.same_as and true[row.when]]
+    nccl.section(rows[0].options, request.nccl_configs)
     _check_window(request)
     return [planned for row in rows for planned in _plan(request, row)]
 
@@ -80,15 +86,9 @@ def _plan(request: Request, row: Row) -> Iterator[Planned]:
     if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
         backend = request.pipeline_model_parallel_comm_backend
     if row.slot in _CHOOSERS:
-        argument, default = _CHOOSERS[row.slot]
-        choose = getattr(request, argument)
-        if choose not in (None, default):
-            chosen = [choose(pipeline) for pipeline in request.decoder.groups("pp").tolist()]
-    section = None if backend == "ucc" else request.nccl_configs.get(row.options)
-    if section is not None:
-        nccl.check_section(row.options, section)
-    if chosen is not None:
-        _check_chosen(row.label, chosen)
+        chosen = _chosen(request, row)
+    section = None if _is_ucc(backend) else nccl.section(row.options, request.nccl_configs)
+    _check_backend(backend)
     base = GroupRow(
         label=row.label,
         layout=row.grid,
@@ -98,7 +98,7 @@ def _plan(request: Request, row: Row) -> Iterator[Planned]:
         explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
         backend=backend,
         timeout=None if row.default_timeout else request.timeout.total_seconds(),
-        options=None if section is None else tuple(sorted(section.items())),
+        options=None if section is None else tuple(section.items()),
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
     if row.fan == "sizes":
@@ -133,11 +133,80 @@ def _makes_gloo(request: Request, row: Row) -> bool:
     return request.create_gloo_process_groups and not sharded
 
 
+def _is_given(value: Any) -> bool:
+    try:
+        return bool(value)
+    except Exception:  # an array of several values has no truth; the row's check refuses it
+        return True
+
+
+def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
+    """What the caller's function says of each pipeline; None where there is none, or upstream's."""
+    argument, default = _CHOOSERS[row.slot]
+    choose = getattr(request, argument)
+    if choose is None or choose is default:
+        return None
+    if not callable(choose):
+        raise ArgumentError(
+            f"{argument} must be a function from a pipeline's ranks to some of them, got "
+            f"{shown(choose)}."
+        )
+    chosen = []
+    for pipeline in request.decoder.groups("pp").tolist():
+        given = _call(argument, choose, pipeline)
+        nccl.section(row.options, request.nccl_configs)  # upstream's order of refusals
+        chosen.append(_plain_ranks(argument, given))
+    return chosen
+
+
+def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]) -> Any:
+    try:
+        return choose(pipeline)
+    except Exception as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # the function's own error; others come of calling it at all
+        raise retold(
+            error,
+            f"the function given as {argument} does not take a pipeline's ranks: {error}. Give one "
+            f"that takes a list of ranks and returns some of them.",
+        ) from None
+
+
+def _plain_ranks(argument: str, given: Any) -> Sequence[int]:
+    """What a caller's function returned: as it is if that is a list of ints, else made one."""
+    world = range(dist.get_world_size())
+    several: Iterator[Any] | None = None
+    with suppress(TypeError):
+        several = None if isinstance(given, str) else iter(given)
+    if several is None:
+        raise ArgumentError(
+            f"the function given as {argument} must return a list of ranks, it returned "
+            f"{shown(given)}."
+        )
+    ranks = []
+    for rank in islice(several, len(world) + 1):  # it may have no end
+        try:
+            ranks.append(operator.index(rank))
+        except TypeError:
+            raise ArgumentError(
+                f"the function given as {argument} must return ranks, which are whole numbers; "
+                f"it returned {shown(rank)} among them."
+            ) from None
+    if len(set(ranks)) != len(ranks) or any(rank not in world for rank in ranks):
+        raise ValueError(
+            f"the function given as {argument} chose {shown(ranks)}: ranks must not repeat and "
+            f"must be below the world size {len(world)}."
+        )
+    as_given = isinstance(given, list | tuple) and all(type(rank) is int for rank in given)
+    return given if as_given else ranks
+
+
 def _check_window(request: Request) -> None:
     world = dist.get_world_size()
     if request.decoder.ranks.stop > world:
         raise ValueError(
-            f"rank_offset={request.rank_offset} with local_world_size={request.world_size} is no "
+            f"rank_offset={shown(request.rank_offset)} with local_world_size="
+            f"{shown(request.world_size)} is no "
             f"window of the world's {world} ranks. Make one of them smaller."
         )
 
@@ -145,8 +214,8 @@ def _check_window(request: Request) -> None:
 def _check_instances(request: Request, what: str, size: int) -> None:
     if size % request.instances:
         raise AssertionError(
-            f"num_distributed_optimizer_instances={request.instances} does not divide the "
-            f"{what} {size}."
+            f"num_distributed_optimizer_instances={shown(request.instances)} does not divide the "
+            f"{what} {shown(size)}."
         )
 
 
@@ -158,44 +227,54 @@ def _check_hybrid(request: Request) -> None:
     if _members(request) % 2:
         raise AssertionError(
             f"hybrid_context_parallel needs an even data x context parallel size, got "
-            f"{_members(request)}."
+            f"{shown(_members(request))}."
         )
 
 
 def _check_levels(request: Request) -> None:
-    levels = request.hierarchical_context_parallel_sizes or []
+    levels: Any = request.hierarchical_context_parallel_sizes
+    named = f"hierarchical_context_parallel_sizes={shown(levels)}"
+    if not isinstance(levels, list) or not all(isinstance(size, int) for size in levels):
+        raise ArgumentError(f"{named} must be a list of whole numbers, such as [2, 4].")
+    if len(levels) > _MOST_LEVELS:
+        raise ArgumentError(
+            f"{named} has {len(levels)} levels: give at most {_MOST_LEVELS}, and none of size 1."
+        )
     if prod(levels) != request.context_parallel_size:
         raise AssertionError(
-            f"hierarchical_context_parallel_sizes={levels} multiply to {prod(levels)}, not to "
+            f"{named} multiply to {shown(prod(levels))}, not to "
             f"context_parallel_size={request.context_parallel_size}."
         )
+    if min(levels) < 1:
+        raise SizeError(f"{named} must be at least 1 each.")
 
 
-def _check_pipeline_backend(request: Request) -> None:
-    backend = request.pipeline_model_parallel_comm_backend
-    if backend == "ucc":
+def _check_ucc(request: Request) -> None:
+    if _is_ucc(request.pipeline_model_parallel_comm_backend):
         ucc.check()
-    elif backend not in (None, "nccl"):
+
+
+def _is_ucc(backend: Any) -> bool:
+    return isinstance(backend, str) and backend == "ucc"
+
+
+def _check_backend(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(
+            f"pipeline_model_parallel_comm_backend must be a name or None, got {shown(backend)}."
+        )
+    if backend not in (None, "nccl", "ucc"):
         raise AssertionError(
-            f"pipeline_model_parallel_comm_backend={backend!r} is not supported: use 'nccl', "
+            f"pipeline_model_parallel_comm_backend={shown(backend)} is not supported: use 'nccl', "
             f"'ucc' or None."
         )
 
 
-def _check_chosen(label: str, chosen: list[list[int]]) -> None:
-    world = range(dist.get_world_size())
-    for ranks in chosen:
-        if len(set(ranks)) != len(ranks) or any(rank not in world for rank in ranks):
-            raise ValueError(
-                f"the function given for {label} chose {list(ranks)}: ranks must not repeat and "
-                f"must be below the world size {len(world)}."
-            )
-
-
+_MOST_LEVELS = 64  # no world has more ranks than 64 levels of two
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "_HYBRID_DP_CP_GROUPS": _check_hybrid,
     "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": _check_levels,
-    "_PIPELINE_MODEL_PARALLEL_GROUP": _check_pipeline_backend,
+    "_PIPELINE_MODEL_PARALLEL_GROUP": _check_ucc,
     "_EXPERT_DATA_PARALLEL_GROUP": _check_expert_instances,
 }
 _CHOOSERS: dict[str, tuple[str, Callable[[list[int]], list[int]]]] = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from compat.refusals import ArgumentError
 from compat.release import HAS_GTP_REMAT
 from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.words import shown
 
 
 class OrderError(LayoutError, RuntimeError, KeyError, AssertionError):
@@ -16,6 +18,12 @@ class OrderError(LayoutError, RuntimeError, KeyError, AssertionError):
     __str__ = ValueError.__str__  # KeyError would quote the sentence
 
 
+def check_order(order: object) -> None:
+    """Refuse an order that is no text."""
+    if not isinstance(order, str):
+        raise ArgumentError(f"order must be a text such as 'tp-cp-ep-dp-pp', got {shown(order)}.")
+
+
 def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
     """``RankLayout.from_order`` as upstream understands an order: a dim of size 1 may repeat.
 
@@ -23,9 +31,16 @@ def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout
     ------
     OrderError
         A token that is no dim, a dim larger than 1 without a token or with two.
+    ArgumentError
+        An order that is no text.
     """
-    tokens = order.lower().split("-")
-    once = [t for i, t in enumerate(tokens) if sizes.get(t) != 1 or t not in tokens[:i]]
+    check_order(order)
+    seen: set[str] = set()
+    once = []
+    for token in order.lower().split("-"):
+        if sizes.get(token) != 1 or token not in seen:
+            once.append(token)
+            seen.add(token)
     try:
         return RankLayout.from_order("-".join(once), sizes, offset)
     except LayoutError as error:

@@ -12,10 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from hypergrid.words import shown
+
 Version = tuple[int, int]
 F = TypeVar("F", bound=Callable[..., object])
 
 NEWEST: Version = (0, 19)
+_LONGEST = 1 << 16  # characters of a package_info.py, which has some hundred
 
 # Arguments that came or went: (first, last) release in which they have a place in the positional
 # order. Outside of it they are still taken by keyword.
@@ -36,7 +39,9 @@ def _checkout() -> str | None:
     for entry in sys.path:
         file = Path(entry or ".") / "megatron" / "core" / "package_info.py"
         if file.is_file():
-            numbers = dict(re.findall(r"^(MAJOR|MINOR)\s*=\s*(\d+)", file.read_text(), re.M))
+            with file.open(errors="replace") as stream:
+                text = stream.read(_LONGEST)
+            numbers = dict(re.findall(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", text, re.M))
             if len(numbers) == 2:
                 return f"{numbers['MAJOR']}.{numbers['MINOR']}"
     return None
@@ -49,10 +54,10 @@ def _read_release() -> Version:
             text = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
             return NEWEST
-    found = re.match(r"(\d+)\.(\d+)", text)
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", text)
     if found is None:
         raise ValueError(
-            f"HYPERGRID_MEGATRON_RELEASE={text!r} is no release: write it as in '0.16.1'."
+            f"HYPERGRID_MEGATRON_RELEASE={shown(text)} is no release: write it as in '0.16.1'."
         )
     return min((int(found[1]), int(found[2])), NEWEST)
 

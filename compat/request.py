@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -14,12 +17,14 @@ import torch.distributed as dist
 
 from compat import nccl
 from compat.megatron_plan import Planned, plan_rows
-from compat.rank_generator import inject_gtp_remat_axis, lay_out
+from compat.rank_generator import check_order, inject_gtp_remat_axis, lay_out
+from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS_GTP_REMAT, RELEASE
 from hypergrid.agreement import refuse
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import Policy
+from hypergrid.words import retold, shown
 
 # The sizes that divide the world in each grid; dp is what is left of it.
 _DENSE = (
@@ -35,11 +40,33 @@ _EXPERT = (
     "expert_gtp_remat_size",
 )
 
+_INSTANCES = "num_distributed_optimizer_instances"
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+
 RankChooser = Callable[[list[int]], list[int]]
 
 
-class SizeError(ValueError, ZeroDivisionError):
-    """A size below 1, which upstream divides by or quietly makes no groups of."""
+def _levels(given: Any) -> Any:
+    if isinstance(given, str | bytes | Mapping):
+        return given or None
+    return [operator.index(size) for size in given[:]] or None
+
+
+def _names(given: Any) -> Any:
+    return given if isinstance(given, str) else list(islice(given, nccl.MOST_NAMES + 1))
+
+
+# How a value is made plain: whole numbers and lists of them may come from numpy or torch.
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys((*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL), operator.index),
+    **dict.fromkeys(("rank_offset", "local_world_size"), operator.index),
+    "distributed_timeout_minutes": operator.index,  # a float stays what it is
+    **dict.fromkeys(("use_sharp", "hybrid_context_parallel"), bool),
+    **dict.fromkeys(("create_gloo_process_groups", "create_all_gather_group"), bool),
+    "hierarchical_context_parallel_sizes": _levels,
+    "high_priority_stream_groups": _names,
+    "nccl_communicator_config_path": os.fsdecode,
+}
 
 
 @dataclass(frozen=True)
@@ -75,53 +102,65 @@ class Request:
     creation: str | None = None
     life: int | None = None  # not an argument: the how-many-eth initialisation of the process
 
+    def __post_init__(self) -> None:
+        # What cannot be made plain stays as it is, for its check to refuse in upstream's order.
+        for name, plain in _PLAIN.items():
+            value = getattr(self, name)
+            if value is not None:
+                with suppress(Exception):
+                    object.__setattr__(self, name, plain(value))
+
     def check(self) -> None:
         """Refuse what upstream refuses before it looks at its state, in upstream's order.
 
         Raises
         ------
-        AssertionError, RuntimeError, ValueError, KeyError, TypeError
+        AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError
             As upstream does for the same fault; the message says what to change.
         """
         _ = self.policy
+        self._check_flags()
         self._check_sharp()
         if not dist.is_initialized():
             raise AssertionError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
             )
-        if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and self.instances > 1:
+        # Lazily, as upstream: the second is not looked at where the first is enough.
+        remat = (self.whole(name) > 1 for name in ("gtp_remat_size", "expert_gtp_remat_size"))
+        if any(remat) and self.whole(_INSTANCES) > 1:
             raise AssertionError(
-                f"gtp_remat with num_distributed_optimizer_instances={self.instances} is not "
-                f"supported: set one of them to 1."
+                f"gtp_remat with num_distributed_optimizer_instances={shown(self.instances)} is "
+                f"not supported: set one of them to 1."
             )
-        if self.world_size < 1:
-            raise SizeError(f"local_world_size must be at least 1, got {self.world_size}.")
+        if self.local_world_size is not None:
+            self.positive("local_world_size")
         self._divide(*_DENSE)
-        if (
-            self.virtual_pipeline_model_parallel_size is not None
-            and self.pipeline_model_parallel_size <= 1
-        ):
-            raise RuntimeError(
-                f"virtual_pipeline_model_parallel_size="
-                f"{self.virtual_pipeline_model_parallel_size} needs "
-                f"pipeline_model_parallel_size > 1, which is {self.pipeline_model_parallel_size}."
-            )
-        _ = self.nccl_configs, self.decoder, self.expert
+        if self.virtual_pipeline_model_parallel_size is not None:
+            if self.pipeline_model_parallel_size <= 1:
+                raise RuntimeError(
+                    f"{_VIRTUAL}={shown(self.virtual_pipeline_model_parallel_size)} needs "
+                    f"pipeline_model_parallel_size > 1, which is "
+                    f"{self.pipeline_model_parallel_size}."
+                )
+            self.positive(_VIRTUAL)
+        _ = self.nccl_configs
         dense, expert = self.decoder, self.expert
         if self.pipeline_model_parallel_size > 1:
             if not self.order.endswith("pp") and dense.dim_size("dp") != expert.dim_size("dp"):
                 raise AssertionError(
-                    f"order {self.order!r} does not end in pp, so the dense data-parallel size "
-                    f"{dense.dim_size('dp')} and the expert one {expert.dim_size('dp')} must be "
-                    f"equal. Put pp last, or change the expert sizes."
+                    f"order {shown(self.order)} does not end in pp, so the dense data-parallel "
+                    f"size {shown(dense.dim_size('dp'))} and the expert one "
+                    f"{shown(expert.dim_size('dp'))} must be equal. Put pp last, or change the "
+                    f"expert sizes."
                 )
             strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
             if strides[0] != strides[1]:
                 raise AssertionError(
                     f"pipelines must be the same for dense and expert layers; with order "
-                    f"{self.order!r} their stages are {strides[0]} and {strides[1]} ranks apart. "
-                    f"Put pp last, or make tp x cp and expert tp x ep equal."
+                    f"{shown(self.order)} their stages are {shown(strides[0])} and "
+                    f"{shown(strides[1])} ranks apart. Put pp last, or make tp x cp and expert "
+                    f"tp x ep equal."
                 )
         _ = self.timeout
 
@@ -163,7 +202,15 @@ class Request:
 
     @cached_property
     def timeout(self) -> timedelta:
-        return timedelta(minutes=self.distributed_timeout_minutes)
+        given = self.distributed_timeout_minutes
+        try:
+            return timedelta(minutes=given)
+        except Exception as error:
+            raise retold(
+                error,
+                f"distributed_timeout_minutes={shown(given)} is no time to wait: {error}. Give a "
+                f"number of minutes, such as 30.",
+            ) from None
 
     @cached_property
     def nccl_configs(self) -> nccl.Configs:
@@ -251,7 +298,7 @@ class Request:
             "plan": self.plan.fingerprint(),
         }
 
-    def _places(self, chosen: list[list[int]]) -> Any:
+    def _places(self, chosen: list[Sequence[int]]) -> Any:
         """The ranks as places in their pipelines, if in all of them the same: short for any W."""
         pipelines = self.decoder.groups("pp").tolist()
         places = [
@@ -263,9 +310,15 @@ class Request:
         return [list(ranks) for ranks in chosen[:16]]
 
     def _lay_out(self, sizes: dict[str, int], after: str) -> RankLayout:
+        check_order(self.order)
         named = HAS_GTP_REMAT and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
         lay_out(self.order, own)  # refuses in the words of the order as it was given
+        if self.whole("rank_offset") < 0:
+            raise SizeError(
+                f"rank_offset must be at least 0, the first rank of the window, got "
+                f"{shown(self.rank_offset)}."
+            )
         return lay_out(inject_gtp_remat_axis(self.order, after), sizes, self.rank_offset)
 
     def _divide(self, *names: str) -> int:
@@ -274,20 +327,25 @@ class Request:
         sizes = {name: self._size(name) for name in names}
         model = prod(sizes.values())
         if self.world_size % model:
-            asked = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+            asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
             raise RuntimeError(
-                f"world size {self.world_size} is not divisible by {asked} = {model}: it leaves a "
-                f"remainder of {self.world_size % model}. Change a size or the number of ranks."
+                f"world size {shown(self.world_size)} is not divisible by {asked} = "
+                f"{shown(model)}: it leaves a remainder of {shown(self.world_size % model)}. "
+                f"Change a size or the number of ranks."
             )
         return model
 
+    def whole(self, name: str) -> int:
+        """The number ``name``; ArgumentError if it is no whole number."""
+        value = self._size(name)
+        if not isinstance(value, int):
+            raise ArgumentError(f"{name} must be a whole number, got {shown(value)}.")
+        return value
+
     def positive(self, name: str) -> None:
         """Refuse the size ``name`` unless it is a whole number of at least 1."""
-        value = self._size(name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r}.")
-        if value < 1:
-            raise SizeError(f"{name} must be at least 1, got {value}.")
+        if self.whole(name) < 1:
+            raise SizeError(f"{name} must be at least 1, got {shown(self._size(name))}.")
 
     def _size(self, name: str) -> Any:
         if name == "expert_tensor_parallel_size":
@@ -299,17 +357,28 @@ class Request:
         given = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if given is None else given
 
+    def _check_flags(self) -> None:
+        for name, plain in _PLAIN.items():
+            value = getattr(self, name)
+            if plain is bool and not isinstance(value, bool | None):
+                raise ArgumentError(f"{name} must be True or False, got {shown(value)}.")
+
     def _check_sharp(self) -> None:
         group = self.sharp_enabled_group
         if not self.use_sharp:
             if group is not None:
-                raise AssertionError(f"sharp_enabled_group={group!r} needs use_sharp=True.")
+                raise AssertionError(
+                    f"sharp_enabled_group={shown(group)} needs use_sharp=True: set that, or leave "
+                    f"the group out."
+                )
+        elif group is not None and not isinstance(group, str):
+            raise ArgumentError(f"sharp_enabled_group must be a name or None, got {shown(group)}.")
         elif group not in (None, "dp", "dp_replica"):
             raise AssertionError(
-                f"sharp_enabled_group={group!r} is not supported: use 'dp' or 'dp_replica'."
+                f"sharp_enabled_group={shown(group)} is not supported: use 'dp' or 'dp_replica'."
             )
-        elif group == "dp_replica" and self.instances <= 1:
+        elif group == "dp_replica" and self.whole(_INSTANCES) <= 1:
             raise AssertionError(
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
-                f"got {self.instances}."
+                f"got {shown(self.instances)}."
             )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
+
+from hypergrid.words import shown
 
 Dims: TypeAlias = str | Iterable[str]
 
@@ -59,24 +63,24 @@ class RankLayout:
     strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        dims, sizes = tuple(self.dims), tuple(_integers(self.sizes, "sizes"))
+        dims, sizes = tuple(_listed(self.dims, "dims")), tuple(_integers(self.sizes, "sizes"))
         (offset,) = _integers((self.offset,), "offset")
         if len(dims) != len(sizes):
             raise LayoutError(
-                f"{len(dims)} dim names {list(dims)} were given {len(sizes)} sizes {list(sizes)}. "
-                f"Give one size per name."
+                f"{len(dims)} dim names {shown(list(dims))} were given {len(sizes)} sizes "
+                f"{shown(list(sizes))}. Give one size per name."
             )
         for name in dims:
             if not isinstance(name, str) or not name:
-                raise LayoutError(f"dim names must be non-empty strings, got {list(dims)}.")
+                raise LayoutError(f"dim names must be non-empty strings, got {shown(list(dims))}.")
         if len(set(dims)) != len(dims):
-            raise LayoutError(f"dim names must not repeat, got {list(dims)}.")
+            raise LayoutError(f"dim names must not repeat, got {shown(list(dims))}.")
         for name, size in zip(dims, sizes, strict=True):
             if size < 1:
-                raise LayoutError(f"every size must be at least 1, got {name}={size}.")
+                raise LayoutError(f"every size must be at least 1, got {name}={shown(size)}.")
         if offset < 0:
-            raise LayoutError(f"the rank offset must not be negative, got {offset}.")
-        strides = tuple(prod(sizes[:i]) for i in range(len(sizes)))
+            raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
+        strides = tuple(accumulate(sizes, operator.mul, initial=1))[: len(sizes)]
         for name, value in (
             ("dims", dims),
             ("sizes", sizes),
@@ -97,18 +101,23 @@ class RankLayout:
         LayoutError
             On a dim larger than 1 that ``order`` does not name, a token without a size, a repeat.
         """
+        if not isinstance(order, str):
+            raise LayoutError(f"order must be a text such as 'tp-cp-dp', got {shown(order)}.")
         dims = order.lower().split("-")
         for token in dims:
             if token not in sizes:
                 raise LayoutError(
-                    f"order {order!r} names {token!r}, which has no size. Known: {list(sizes)}."
+                    f"order {shown(order)} names {shown(token)}, which has no size. Known: "
+                    f"{', '.join(sizes)}."
                 )
+        if len(set(dims)) != len(dims):
+            raise LayoutError(f"order {shown(order)} names a dim twice. Leave one of them out.")
         for name, size in sizes.items():
             if name not in dims:
                 if size != 1:
                     raise LayoutError(
-                        f"order {order!r} leaves out {name!r}, whose size is {size}. Add it to "
-                        f"the order or make its size 1."
+                        f"order {shown(order)} leaves out {name!r}, whose size is {shown(size)}. "
+                        f"Add it to the order or make its size 1."
                     )
                 dims.append(name)
         return cls(tuple(dims), tuple(sizes[name] for name in dims), offset)
@@ -212,12 +221,12 @@ class RankLayout:
         if isinstance(dims, str):
             names = [dims] if dims in self.dims else dims.split("-")
         else:
-            names = list(dims)
+            names = _listed(dims, "dims")
         for name in names:
             if name not in self.dims:
-                raise LayoutError(f"invalid dim {name!r}. Valid dims are {list(self.dims)}.")
+                raise LayoutError(f"invalid dim {shown(name)}. Valid dims are {list(self.dims)}.")
         if len(set(names)) != len(names):
-            raise LayoutError(f"dims must not repeat, got {names}.")
+            raise LayoutError(f"dims must not repeat, got {shown(names)}.")
         return [self.dims.index(name) for name in names]
 
     def _within(self, rank: int) -> int:
@@ -226,9 +235,21 @@ class RankLayout:
         return rank - self.offset
 
 
+def _listed(values: Iterable[Any], what: str) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise LayoutError(f"{what} must be several values, got {shown(values)}.") from None
+
+
 def _integers(values: Iterable[Any], what: str) -> list[int]:
-    values = list(values)
-    for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise LayoutError(f"{what} must be whole numbers, got {value!r}.")
-    return [int(value) for value in values]
+    return [_integer(value, what) for value in _listed(values, what)]
+
+
+def _integer(value: Any, what: str) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise LayoutError(f"{what} must be whole numbers, got {shown(value)}.")

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hypergrid.words import shown
+
 CHOICES = {
     "share": ("none", "singletons", "all"),
     "connect": ("eager", "lazy"),
@@ -45,10 +47,12 @@ class Policy:
         values: dict[str, Any] = {}
         for field in fields(cls):
             variable = f"HYPERGRID_{field.name.upper()}"
-            value = given.get(field.name) or os.environ.get(variable) or field.default
-            if value not in CHOICES[field.name]:
+            value: Any = given.get(field.name)
+            if value is None or (isinstance(value, str) and not value):
+                value = os.environ.get(variable) or field.default
+            if not isinstance(value, str) or value not in CHOICES[field.name]:
                 raise ValueError(
-                    f"{field.name}={value!r} is no choice: use one of "
+                    f"{field.name}={shown(value)} is no choice: use one of "
                     f"{', '.join(CHOICES[field.name])}, as argument or in {variable}."
                 )
             values[field.name] = value

@@ -65,6 +65,10 @@ class Tally:
         return "\n".join([f"{self.promise}: {kept} {self.seen}".rstrip(), *self.lost[:5]])
 
 
+class Injected(BaseException):
+    """Goes through whatever handles an Exception."""
+
+
 def _traces() -> dict[str, Any]:
     """What an initialisation must leave behind when it fails: all this as before it."""
     return {
@@ -85,7 +89,7 @@ def _changes(before: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _fault_at(number: int) -> Iterator[list[str]]:
-    """Raise MemoryError where the ``number``-th call of a function of ours begins."""
+    """Raise :class:`Injected` where the ``number``-th call of a function of ours begins."""
     entered: list[str] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -97,7 +101,7 @@ def _fault_at(number: int) -> Iterator[list[str]]:
             entered.append(f"{os.path.basename(code.co_filename)}:{code.co_qualname}")
             if len(entered) == number:
                 sys.setprofile(None)
-                raise MemoryError(f"injected at the entry of {entered[-1]}")
+                raise Injected(f"injected at the entry of {entered[-1]}")
 
     sys.setprofile(profile)
     try:
@@ -128,7 +132,7 @@ def faults_in_every_function(each: int = 1, arguments: dict[str, Any] | None = N
             with _fault_at(number):
                 try:
                     ps.initialize_model_parallel(**arguments)
-                except MemoryError:
+                except Injected:
                     raised = True
             changes = _changes(before) if raised else ""
             if not raised:  # the fault was survived, then all of it must be there
@@ -242,7 +246,7 @@ def disagreements(count: int, seed: int = 1, world: int = 8) -> Tally:
         ("tensor_model_parallel_size", {"tensor_model_parallel_size": 3}),
         ("tensor_model_parallel_size", {"tensor_model_parallel_size": 0}),
         ("tensor_model_parallel_size", {"tensor_model_parallel_size": "2"}),
-        ("'tp'", {"order": "tp-tp-dp"}),
+        ("tp-tp-dp", {"order": "tp-tp-dp"}),
         ("no/such/file", {"nccl_communicator_config_path": "no/such/file.yaml"}),
         ("overlap", {"local_world_size": 4}),
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import types
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -22,12 +21,24 @@ from tests.parity.surface import Call, Config
 UNREACHABLE = {"HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L1"}
 
 
+class _Config:
+    """NCCL's settings, with the types that torch insists on."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        number = isinstance(value, int) and abs(value) < 2**31
+        if not (isinstance(value, str) if name == "net_name" else number):
+            raise TypeError(f"incompatible function arguments: {name}={value!r}")
+        super().__setattr__(name, value)
+
+
 class _Options:
     """Stands in for ``ProcessGroupNCCL.Options``, which a CPU build of torch lacks."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = types.SimpleNamespace()
+        if not isinstance(is_high_priority_stream, int | float | None):
+            raise TypeError(f"incompatible constructor arguments: {is_high_priority_stream!r}")
+        self.is_high_priority_stream = bool(is_high_priority_stream)
+        self.config = _Config()
 
 
 class _ProcessGroupNCCL:
