@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from compat import nccl, ucc
 from compat.megatron_groups import ROWS
 from compat.megatron_plan import Planned, aliases
-from hypergrid.agreement import agree, all_or_none
+from hypergrid.agreement import agree
+from hypergrid.ending import all_or_none
 from hypergrid.plan import GroupPlan
 from hypergrid.pool import GroupPool
 
@@ -67,7 +68,7 @@ def build(request: Request) -> Built:
         )
     pool = built.pool = GroupPool(agreement, policy, f"ParallelState over {request.decoder!r}")
     try:
-        with all_or_none(agreement, participants, timeout):
+        with all_or_none(agreement.epoch, participants, timeout):
             for p, pg_options in zip(request.planned, options, strict=True):
                 with _sharp(p, request, built):
                     _make(built, pool, plan, p, pg_options)

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hypergrid.agreement import AgreementError as AgreementError
-    from hypergrid.creation import CreationError as CreationError
+    from hypergrid.errors import AgreementError as AgreementError
+    from hypergrid.errors import CreationError as CreationError
     from hypergrid.grid import HyperCommGrid as HyperCommGrid
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AgreementError": "agreement",
-    "CreationError": "creation",
+    "AgreementError": "errors",
+    "CreationError": "errors",
     "GroupPlan": "plan",
     "GroupPool": "pool",
     "GroupRow": "plan",

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
 
 from hypergrid import __version__
-from hypergrid.connection import noticing_a_dead_link
-from hypergrid.creation import Abilities, CreationError, abilities
+from hypergrid.connection import noticing_a_dead_link, shared_store, telling_of_a_lost_store
+from hypergrid.creation import Abilities, abilities
+from hypergrid.ending import clear_ending
+from hypergrid.errors import AgreementError
 from hypergrid.policy import Policy
+from hypergrid.words import some_of, span_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _alone: Counter[str] = Counter()  # agreements of each span that no store numbered
-
-
-class AgreementError(RuntimeError):
-    """The ranks of a window were asked for different things, or one of them did not come."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +86,13 @@ def agree(
         when windows overlap, or when a rank does not come within ``timeout``. Also when the store
         is lost.
     """
-    can, store = abilities(), _shared_store()
+    can, store = abilities(), shared_store()
     if store is None:
         _alone[span_of(ranks)] += 1
         return _accept(_choose(f"{span_of(ranks)}/alone/{_alone[span_of(ranks)]}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
     timeout = timeout or DEFAULT_TIMEOUT
-    with noticing_a_dead_link(store, timeout), _telling_of_a_lost_store():
+    with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
         here = _Round(store, ranks, life)
         if not here.arrive(everything, can, policy):
             here.wait(timeout)
@@ -110,83 +106,10 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
 
     *Local*: it does not wait. The others raise with this error's text once all have come.
     """
-    store = _shared_store()
+    store = shared_store()
     if store is not None and dist.get_rank() in ranks:
         text = f"{type(error).__name__}: {error}"
         _Round(store, ranks, life).arrive({"refused": text}, Abilities(), Policy())
-
-
-@contextmanager
-def all_or_none(
-    agreement: Agreement, ranks: Sequence[int], timeout: timedelta | None = None
-) -> Iterator[None]:
-    """What is created inside is created on all ``ranks`` or reported by all as not created.
-
-    *Collective* over ``ranks``, after :func:`agree`. A rank leaves it without an error only when
-    all have come to its end; whoever fails tells those that are there. To give back what was made
-    is the caller's.
-
-    Raises
-    ------
-    CreationError
-        Another rank failed, or did not come to the end within ``timeout`` and a little.
-    """
-    store = _shared_store()
-    if store is None:
-        yield
-        return
-    here, timeout = PrefixStore(f"hypergrid/{agreement.epoch}", store), timeout or DEFAULT_TIMEOUT
-    with noticing_a_dead_link(store, timeout):
-        try:
-            yield
-        except BaseException as error:
-            first = None
-            with suppress(Exception):  # the failure itself is what the caller must see
-                own = str(error) if isinstance(error, CreationError) else in_words(error)
-                first = _settle(here, {"error": own})["error"]
-                _leave(here, ranks)
-            if isinstance(error, CreationError) and first not in (None, own):
-                raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
-            raise
-        with _telling_of_a_lost_store():
-            outcome = _meet_at_the_end(here, ranks, timeout)
-            _leave(here, ranks)
-        if "error" in outcome:
-            raise CreationError(
-                f"rank {dist.get_rank()} gave its groups back, another rank could not make its "
-                f"own: {outcome['error']}"
-            )
-
-
-def _meet_at_the_end(here: Store, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
-    here.set(f"done/{dist.get_rank()}", "")
-    if here.add("done", 1) == len(ranks):
-        return _settle(here, {})
-    try:
-        # Whoever is stuck in torch finds out after the timeout, and knows better what at.
-        here.wait(["outcome"], timeout + timedelta(seconds=5))
-    except RuntimeError:
-        missing = [rank for rank in ranks if not here.check([f"done/{rank}"])]
-        text = f"{_some_of(missing, ranks)} did not finish creating groups within {timeout}"
-        return _settle(here, {"error": f"{text}. Look at their logs."})
-    outcome: dict[str, Any] = json.loads(here.get("outcome"))
-    return outcome
-
-
-def _settle(here: Store, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Write how it ended, unless somebody has; gives what stands."""
-    if here.add("settled", 1) == 1:
-        here.set("outcome", json.dumps(outcome))
-        return outcome
-    here.wait(["outcome"], timedelta(seconds=30))
-    standing: dict[str, Any] = json.loads(here.get("outcome"))
-    return standing
-
-
-def _leave(here: Store, ranks: Sequence[int]) -> None:
-    here.delete_key(f"done/{dist.get_rank()}")
-    if here.add("left", 1) == len(ranks):
-        _clear_ending(here)
 
 
 class _Round:
@@ -255,7 +178,7 @@ class _Round:
             found, spans = True, sorted((span_of(ranks), span_of(self.ranks)))
             verdict = {
                 "error": f"the windows {spans[0]} and {spans[1]} overlap: "
-                f"{_some_of(both, range(dist.get_world_size()))} are in both, and each would "
+                f"{some_of(both, range(dist.get_world_size()))} are in both, and each would "
                 f"wait for them. Give all ranks of a window the same rank_offset and "
                 f"local_world_size."
             }
@@ -272,7 +195,7 @@ class _Round:
         except RuntimeError:
             missing = [r for r in self.ranks if not self.here.check([f"came/{r}"])]
             error = (
-                f"{_some_of(missing, self.ranks)} did not come to create groups together within "
+                f"{some_of(missing, self.ranks)} did not come to create groups together within "
                 f"{timeout}. Look at their logs, or give them more time by "
                 f"distributed_timeout_minutes."
             )
@@ -297,7 +220,7 @@ class _Round:
                 if not old.check(["verdict"]) and not old.check(["outcome"]):
                     break
                 _clear_meeting(old)
-                _clear_ending(old)
+                clear_ending(old)
 
 
 def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
@@ -313,33 +236,6 @@ def _clear_meeting(here: Store) -> None:
     keys = ["arrived", "closed", "verdict", "read", "abilities"]
     for key in (*keys, *(f"abilities/{i + 1}" for i in range(posted))):
         here.delete_key(key)
-
-
-def _clear_ending(here: Store) -> None:
-    for key in ("done", "settled", "outcome", "left"):
-        here.delete_key(key)
-
-
-@contextmanager
-def _telling_of_a_lost_store() -> Iterator[None]:
-    try:
-        yield
-    except (AgreementError, CreationError):
-        raise
-    except RuntimeError as error:
-        raise AgreementError(
-            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
-            f"The process or the host that serves it has ended, or the network to it is cut. "
-            f"This rank has made no group."
-        ) from error
-
-
-def _shared_store() -> Store | None:
-    """The default group's store, where it is one that ranks really share; else None."""
-    switched_off = os.environ.get("HYPERGRID_AGREEMENT", "1") == "0"
-    if switched_off or not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
-        return None
-    return c10d._get_default_store()
 
 
 def _all_abilities(here: Store, count: int) -> list[Abilities]:
@@ -409,28 +305,5 @@ def _difference(here: Store, ranks: Sequence[int]) -> str:
     )
 
 
-def in_words(error: BaseException) -> str:
-    """The type and the first line of the text: what torch appends to it is a C++ traceback."""
-    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _some_of(which: Sequence[int], ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, which[:10])) + (", ..." if len(which) > 10 else "")
-    return f"{len(which)} of {len(ranks)} ranks ({shown})"
-
-
 def _alike(text: str) -> str:
     return "alike/" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def span_of(ranks: Sequence[int]) -> str:
-    if isinstance(ranks, range):
-        return f"{ranks.start}..{ranks.stop - 1}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ",".join("..".join(map(str, run)) for run in runs)

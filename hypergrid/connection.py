@@ -1,4 +1,4 @@
-"""Notice that the store's host cannot be reached any more, in time and not after a quarter hour."""
+"""The store that ranks share, and what is said, in time, when it cannot be reached any more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from hypergrid.errors import AgreementError, CreationError
+from hypergrid.words import in_words
+
+
+def shared_store() -> Store | None:
+    """The default group's store, where it is one that ranks really share; else None."""
+    switched_off = os.environ.get("HYPERGRID_AGREEMENT", "1") == "0"
+    if switched_off or not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
+        return None
+    return c10d._get_default_store()
+
+
+@contextmanager
+def telling_of_a_lost_store() -> Iterator[None]:
+    """Turn what torch raises inside when the store is gone into an AgreementError."""
+    try:
+        yield
+    except (AgreementError, CreationError):
+        raise
+    except RuntimeError as error:
+        raise AgreementError(
+            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
+            f"The process or the host that serves it has ended, or the network to it is cut. "
+            f"This rank has made no group."
+        ) from error
 
 
 @contextmanager

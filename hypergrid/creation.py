@@ -22,10 +22,6 @@ Ranks: TypeAlias = Sequence[int]
 _private = threading.Lock()
 
 
-class CreationError(RuntimeError):
-    """Torch could not create a group, here or on another rank of the window."""
-
-
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     """A group's name from what it is: 128 bits, which torch writes in decimal."""
     digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)

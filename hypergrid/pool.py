@@ -14,10 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid import creation
-from hypergrid.agreement import Agreement, in_words, span_of
-from hypergrid.creation import CreationError, Ranks
+from hypergrid.agreement import Agreement
+from hypergrid.creation import Ranks
+from hypergrid.errors import CreationError
 from hypergrid.plan import Kind
 from hypergrid.policy import Policy
+from hypergrid.words import in_words, span_of
 
 DEFAULT = "the default group"
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()

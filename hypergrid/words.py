@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
@@ -24,3 +25,26 @@ def retold(error: Exception, sentence: str) -> Exception:
     body = {"__str__": lambda _: sentence, "__module__": kind.__module__}
     told: Exception = type(kind.__name__, (kind,), body)(*error.args)
     return told
+
+
+def in_words(error: BaseException) -> str:
+    """The type and the first line of the text: what torch appends to it is a C++ traceback."""
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def some_of(which: Sequence[int], ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, which[:10])) + (", ..." if len(which) > 10 else "")
+    return f"{len(which)} of {len(ranks)} ranks ({shown})"
+
+
+def span_of(ranks: Sequence[int]) -> str:
+    if isinstance(ranks, range):
+        return f"{ranks.start}..{ranks.stop - 1}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ",".join("..".join(map(str, run)) for run in runs)
