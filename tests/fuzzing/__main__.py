@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
@@ -17,8 +18,8 @@ from typing import Any
 MEMORY = 4 << 30  # bytes on top of what is there: stock must not take the machine along
 
 
-def run(release: str, numbers: range, seed: int, show: int) -> dict[str, Any]:
-    """Judge the sets of these numbers."""
+def run(release: str, numbers: range, seed: int, show: int, at: Path) -> dict[str, Any]:
+    """Judge the sets of these numbers; the file `at` says which one it is at."""
     from tests.fuzzing.judging import judge
     from tests.fuzzing.wild import draw
 
@@ -28,6 +29,9 @@ def run(release: str, numbers: range, seed: int, show: int) -> dict[str, Any]:
     kinds: Counter[str] = Counter()
     examples: list[str] = []
     for number in numbers:
+        at.write_text(str(number))
+        # An alarm does not stop a loop that never comes back to Python; this ends the process.
+        faulthandler.dump_traceback_later(180, exit=True)
         given = draw(random.Random(f"{seed}/{release}/{number}"), release)
         verdict = judge(given, candidate)
         count["sets"] += 1
@@ -60,7 +64,7 @@ def main() -> None:
 
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY,) * 2)
-    found = run(given.release, numbers, given.seed, given.show)
+    found = run(given.release, numbers, given.seed, given.show, given.out.with_name("at"))
     given.out.write_text(json.dumps(found))
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tests.fuzzing.wild import CHOICES, MARKER, ArgumentSet, Made, Unspeakable
+from tests.fuzzing.wild import CHOICES, MARKER, ArgumentSet, Hang, Made, Unspeakable
 from tests.parity.breaking import is_nonsense
 from tests.parity.recording import Recorder, observed
 from tests.parity.repairs import repaired_stocks
@@ -49,10 +49,6 @@ _LONGEST_MESSAGE = 1000
 _PATIENCE = 20.0  # seconds, for ours
 _STOCKS_PATIENCE = 2.0
 _LARGEST_WINDOW = 4096  # of which stock, in Python, is done in time
-
-
-class Hang(BaseException):
-    """Time is up. Nothing that catches Exception catches it."""
 
 
 @dataclass
