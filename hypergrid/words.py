@@ -22,7 +22,11 @@ def shown(value: object) -> str:
 def retold(error: Exception, sentence: str) -> Exception:
     """An error that is caught wherever ``error`` would be, and says ``sentence``."""
     kind = type(error)
-    body = {"__str__": lambda _: sentence, "__module__": kind.__module__}
+    body = {
+        "__str__": lambda _: sentence,
+        "__module__": kind.__module__,
+        "__reduce__": lambda _: (retold, (error, sentence)),  # it must reach another process
+    }
     told: Exception = type(kind.__name__, (kind,), body)(*error.args)
     return told
 

@@ -7,6 +7,7 @@ for the others in processes of their own. ``scripts/fuzz`` runs far more of the 
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ from compat.rank_generator import lay_out
 from compat.release import RELEASE
 from compat.request import Request
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.words import shown
+from hypergrid.words import retold, shown
 from tests.fuzzing import judging, wild
 from tests.fuzzing.judging import NAMED, judge, words_missing
 from tests.fuzzing.wild import MARKER, ArgumentSet, Made, draw
@@ -322,6 +324,21 @@ def test_a_long_order_is_taken_or_refused_at_once_and_never_repeated_in_full(ord
 @pytest.mark.parametrize("value", ["x" * 10**6, [10**5000], wild.Unspeakable(), {1: [[[[[1]]]]]}])
 def test_a_message_shows_any_value_in_few_words(value):
     assert 0 < len(shown(value)) < 200
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        yaml.scanner.ScannerError("while scanning", None, "a tab", None),
+        OverflowError("too large"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_retold_is_caught_as_the_first_in_another_process_too(error):
+    told = pickle.loads(pickle.dumps(retold(error, "Do it otherwise.")))
+    assert isinstance(told, type(error)) and str(told) == "Do it otherwise."
 
 
 def _broken(**functions):
