@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hypergrid.errors import AgreementError as AgreementError
     from hypergrid.errors import CreationError as CreationError
     from hypergrid.grid import HyperCommGrid as HyperCommGrid
+    from hypergrid.grid import validate_grids as validate_grids
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
     from hypergrid.plan import GroupPlan as GroupPlan
@@ -31,6 +32,7 @@ _HOMES = {
     "LayoutError": "layout",
     "RankLayout": "layout",
     "dump": "record",
+    "validate_grids": "grid",
 }
 __all__ = [*_HOMES, "__version__"]
 

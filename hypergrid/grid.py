@@ -1,23 +1,39 @@
-"""HyperCommGrid: a rank layout together with the process groups over its dims."""
+"""HyperCommGrid: rank layouts of one span together with the process groups over their dims."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import creation
-from hypergrid.agreement import agree
-from hypergrid.layout import Dims, RankLayout
+from hypergrid.agreement import Agreement, agree
+from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+BASE = "base"
+Key = str | tuple[str, tuple[str, ...]]  # of a group: "dp-cp", or the view and its dims
+
+
+class _View(NamedTuple):
+    layout: RankLayout
+    shared: tuple[str, ...]  # dims whose groups are the base's
 
 
 class HyperCommGrid:
     """N-dimensional communication grid, as megatron-core's ``HyperCommGrid``.
+
+    One span of ranks, factorised in one way or, with :meth:`register_view`, in several: dense and
+    expert layers of one model are two views of one grid. Each combination of dims has one group.
 
     Parameters
     ----------
@@ -52,17 +68,35 @@ class HyperCommGrid:
         rank_offset: int = 0,
         backend: str | None = None,
     ) -> None:
-        self.layout = RankLayout(tuple(dim_names), tuple(shape), rank_offset)
+        self._start(RankLayout(tuple(dim_names), tuple(shape), rank_offset), backend)
+
+    def _start(self, layout: RankLayout, backend: str | None) -> None:
         world = _world_size()
-        if self.layout.ranks.stop > world:
+        if layout.ranks.stop > world:
             raise RuntimeError(
-                f"{self.layout} is oversized: it needs {self.layout.size} ranks from rank "
-                f"{rank_offset} on, and the world has {world}. Make the shape or the offset "
+                f"{layout} is oversized: it needs {layout.size} ranks from rank "
+                f"{layout.offset} on, and the world has {world}. Make the shape or the offset "
                 f"smaller, or start more ranks."
             )
+        self.layout = layout
         self.backend = backend
-        self._pgs: dict[str, ProcessGroup | None] = {}
+        self._views = {BASE: _View(layout, ())}
+        self._pgs: dict[Key, ProcessGroup | None] = {}
         self._pool: GroupPool | None = None
+
+    @classmethod
+    def over(
+        cls,
+        layout: RankLayout,
+        views: Mapping[str, tuple[RankLayout, Sequence[str]]] | None = None,
+        backend: str | None = None,
+    ) -> HyperCommGrid:
+        """A grid over ``layout``, with views given as layouts and the dims that they share."""
+        grid = cls.__new__(cls)
+        grid._start(layout, backend)
+        for name, (other, shared) in (views or {}).items():
+            grid.register_view(name, other.sizes, other.dims, shared)
+        return grid
 
     @property
     def shape(self) -> list[int]:
@@ -84,15 +118,84 @@ class HyperCommGrid:
         """First rank of the grid."""
         return self.layout.offset
 
+    @property
+    def views(self) -> dict[str, RankLayout]:
+        """The layouts by the names of the views; ``"base"`` is that of the grid itself."""
+        return {name: view.layout for name, view in self._views.items()}
+
+    @property
+    def pool(self) -> GroupPool | None:
+        """The groups that this grid has made, and how; None before the first."""
+        return self._pool
+
     def __repr__(self) -> str:
         here = ""
         if dist.is_initialized():
             rank = dist.get_rank()
             inside = rank in self.layout
             here = f", rank {rank} at {self.layout.coordinate(rank)}" if inside else ", not here"
-        return f"HyperCommGrid({self.layout!r}{here}, created: {sorted(self._pgs) or 'none'})"
+        others = [f"{name}: {view.layout!r}" for name, view in self._views.items() if name != BASE]
+        views = "".join(f", view {other}" for other in others)
+        created = sorted(key if isinstance(key, str) else _label(key) for key in self._pgs)
+        return f"HyperCommGrid({self.layout!r}{here}{views}, created: {created or 'none'})"
 
-    def create_pg(self, dims: Dims, **options: Any) -> ProcessGroup | None:
+    def register_view(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        shared_dims: Sequence[str] | None = None,
+    ) -> None:
+        """Add another factorisation of the same ranks, for ``view=`` of the other methods. *Local*.
+
+        Parameters
+        ----------
+        name : str
+            Its name; ``"base"`` is the grid's own.
+        shape, dim_names : sequence
+            As for the grid; their product is the size of the grid.
+        shared_dims : sequence of str, optional
+            Dims whose groups are the same in both: the view uses those of the base.
+
+        Raises
+        ------
+        ValueError
+            The name is taken, the sizes do not multiply to the grid's size, or a shared dim is
+            missing in one of them or has other members.
+        """
+        if name in self._views:
+            raise ValueError(f"the view {name!r} is already registered. Take another name.")
+        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
+        if layout.size != self.size:
+            raise LayoutError(
+                f"the view {name!r} has {layout.size} ranks, {layout.sizes} multiplied, and the "
+                f"grid has {self.size}. A view lays out the same ranks."
+            )
+        shared = tuple(shared_dims or ())
+        for each in (*((dim,) for dim in shared), shared):
+            self._check_shared(name, layout, each)
+        self._views[name] = _View(layout, shared)
+
+    def _check_shared(self, name: str, layout: RankLayout, dims: tuple[str, ...]) -> None:
+        for where, each in (("the grid", self.layout), (f"the view {name!r}", layout)):
+            missing = [dim for dim in dims if dim not in each.dims]
+            if missing:
+                raise LayoutError(
+                    f"shared dim {missing[0]!r} is not a dim of {where}, which has "
+                    f"{list(each.dims)}. Leave it out of shared_dims."
+                )
+        ours = _enumerate(self.layout, _ordered(self.layout, dims))
+        theirs = _enumerate(layout, _ordered(layout, dims))
+        if not np.array_equal(ours, theirs):
+            raise LayoutError(
+                f"shared dims {list(dims)} have different members: {ours.tolist()[:4]} in the "
+                f"grid and {theirs.tolist()[:4]} in the view {name!r}. Only groups that are the "
+                f"same can be shared."
+            )
+
+    def create_pg(
+        self, dims: Dims, *, view: str | None = None, **options: Any
+    ) -> ProcessGroup | None:
         """Create the groups over ``dims``, once, and give that of this rank.
 
         *Collective* over the grid: all its ranks create the same combinations in the same order.
@@ -101,6 +204,8 @@ class HyperCommGrid:
         ----------
         dims : str or iterable of str
             In any order; it names the same group.
+        view : str, optional
+            Which factorisation the dims are of; by default the grid's own.
         **options
             ``timeout`` (timedelta), ``pg_options``, ``group_desc``, as for
             ``torch.distributed.new_subgroups_by_enumeration``.
@@ -113,73 +218,194 @@ class HyperCommGrid:
         Raises
         ------
         KeyError
-            The combination exists. Options cannot be compared, so it is not handed out again.
+            The combination exists, or the view does not. Options cannot be compared, so a group
+            is not handed out again.
         ValueError
-            A dim that the grid does not have.
+            A dim that the view does not have.
         """
-        ordered, key = self._order_dims(dims)
+        key, layout, ordered = self._find(dims, view)
         if key in self._pgs:
             raise KeyError(
-                f"the groups over {key!r} have already been created, and whether the options are "
-                f"the same cannot be told. Call get_pg({key!r}) to have them."
+                f"the groups over {_label(key)!r} have already been created, and whether the "
+                f"options are the same cannot be told. Call get_pg({_call(key)}) to have them."
             )
         options["backend"] = self.backend
         group: ProcessGroup | None
         if not dist.is_initialized():
-            group, _ = dist.new_subgroups_by_enumeration(self._gen_rank_enum(ordered), **options)
+            ranks = _enumerate(layout, ordered).tolist()
+            group, _ = dist.new_subgroups_by_enumeration(ranks, **options)
         else:
-            group = self._create(ordered, key, options)
+            group = self._create(_label(key), layout, ordered, options)
         self._pgs[key] = group
         return group
 
-    def _create(self, ordered: list[str], key: str, options: dict[str, Any]) -> ProcessGroup | None:
+    def _create(
+        self, label: str, layout: RankLayout, ordered: list[str], options: dict[str, Any]
+    ) -> ProcessGroup | None:
         if not self.is_current_rank_in_grid():
-            self._create_from_outside(key, self._gen_rank_enum(ordered), options)
+            groups = _enumerate(layout, ordered).tolist()
+            self._create_from_outside(label, groups, options)
             return None
         if self._pool is None:
-            proposal = {"grid": repr(self.layout), "backend": self.backend}
+            views = {f"view {name}": repr(layout) for name, layout in self.views.items()}
+            proposal = {**views, "backend": self.backend}
             policy = Policy.resolve(share="none")  # each combination has options of its own
-            agreement = agree(self.layout.ranks, proposal, policy)
-            self._pool = GroupPool(agreement, policy, f"HyperCommGrid over {self.layout!r}")
-        mine = {key: self.layout.group(dist.get_rank(), ordered)}
+            self.begin(agree(self.layout.ranks, proposal, policy), policy)
+        assert self._pool is not None
         (group,) = self._pool.make(
-            key, mine, lambda: self._gen_rank_enum(ordered), dims=tuple(ordered), **options
+            label,
+            {label: layout.group(dist.get_rank(), ordered)},
+            lambda: _enumerate(layout, ordered).tolist(),
+            dims=tuple(ordered),
+            **options,
         )
         return group
 
+    def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
+        """Make groups from here on under ``agreement``. For whoever agreed on more than dims."""
+        self._pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
+        return self._pool
+
+    def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
+        """Answer ``get_pg(dims)`` with a group that somebody else made; the first one stays."""
+        self._pgs.setdefault(self._find(dims, view)[0], group)
+
     def _create_from_outside(
-        self, key: str, groups: list[list[int]], options: dict[str, Any]
+        self, label: str, groups: list[list[int]], options: dict[str, Any]
     ) -> None:
         # Where members alone cannot create, every rank of the world takes part, these too.
         can = creation.abilities()
         bound = can.bound is not None and self.backend in (None, dist.get_backend())
         if can.obstacle is not None or bound:
             way = "split" if can.obstacle is None and can.can_split else "everyone"
-            creation.by_world(way, key, groups, "outside", **options)
+            creation.by_world(way, label, groups, "outside", **options)
 
-    def get_pg(self, dims: Dims) -> ProcessGroup | None:
+    def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.
 
         Raises
         ------
         KeyError
-            ``create_pg`` was not called for this combination.
+            ``create_pg`` was not called for this combination, or there is no such view.
         """
-        _, key = self._order_dims(dims)
+        key, _, _ = self._find(dims, view)
         if key not in self._pgs:
+            created = sorted(_label(known) for known in self._pgs)
             raise KeyError(
-                f"the groups over {key!r} have not been created: call create_pg({key!r}) on every "
-                f"rank of the grid first. Created so far: {sorted(self._pgs) or 'none'}."
+                f"the groups over {_label(key)!r} have not been created: call "
+                f"create_pg({_call(key)}) on every rank of the grid first. Created so far: "
+                f"{created or 'none'}."
             )
         return self._pgs[key]
 
-    def get_rank_enum(self, dims: Dims) -> list[list[int]]:
+    def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
-        return self._gen_rank_enum(self._order_dims(dims)[0])
+        layout = self._view(view).layout
+        enumeration: list[list[int]] = _enumerate(layout, _ordered(layout, dims)).tolist()
+        return enumeration
 
     def is_current_rank_in_grid(self) -> bool:
         """Whether this rank is one of the grid's."""
         return dist.get_rank() in self.layout
+
+    def coordinate(self, rank: int | None = None, *, view: str | None = None) -> dict[str, int]:
+        """Position of ``rank``, by default of this one, on each dim. *Local*, as all below."""
+        return self._view(view).layout.coordinate(_rank(rank))
+
+    def rank(self, *, view: str | None = None, **coordinates: int) -> int:
+        """The rank at ``coordinates``; a dim left out counts as 0."""
+        return self._view(view).layout.rank(**coordinates)
+
+    def dim_size(self, dims: Dims, *, view: str | None = None) -> int:
+        """Number of ranks in a group over ``dims``."""
+        return self._view(view).layout.dim_size(dims)
+
+    def group_ranks(
+        self, dims: Dims, rank: int | None = None, *, view: str | None = None
+    ) -> list[int]:
+        """The ranks that share a group over ``dims`` with ``rank``, by default this one."""
+        return self._view(view).layout.group(_rank(rank), dims)
+
+    def orthogonal(
+        self, dims: Dims, rank: int | None = None, *, view: str | None = None
+    ) -> list[int]:
+        """The ranks that share a group over all *other* dims: they meet ``dims`` in one rank.
+
+        ``grid.create_pg(grid.layout.orthogonal(dims))`` makes that group.
+        """
+        layout = self._view(view).layout
+        return layout.group(_rank(rank), layout.orthogonal(dims))
+
+    def shift(
+        self, dim: str, by: int = 1, rank: int | None = None, *, view: str | None = None
+    ) -> int:
+        """The rank ``by`` steps further along ``dim``, around its end: a pipeline's neighbour."""
+        return self._view(view).layout.shift(_rank(rank), dim, by)
+
+    def source_rank(self, dims: Dims, rank: int | None = None, *, view: str | None = None) -> int:
+        """The first rank of the group over ``dims``: who broadcasts in it."""
+        return self.group_ranks(dims, rank, view=view)[0]
+
+    def device_mesh(self, dims: Dims | None = None, device_type: str | None = None) -> DeviceMesh:
+        """A torch ``DeviceMesh`` over the very groups of this grid. *Local*: makes none.
+
+        Parameters
+        ----------
+        dims : str or iterable of str, optional
+            The dims of the mesh, by default all. Each needs its group: ``create_pg(dim)``.
+        device_type : str, optional
+            Such as "cpu" or "cuda"; by default what the groups' backend serves.
+
+        Returns
+        -------
+        DeviceMesh
+            Its dims are those of the grid reversed, the slowest first. Over a part of the dims
+            it holds the ranks that differ from this one on them.
+
+        Raises
+        ------
+        KeyError
+            The group over a single dim has not been created.
+        RuntimeError
+            This rank is outside the grid.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not self.is_current_rank_in_grid():
+            raise RuntimeError(
+                f"rank {dist.get_rank()} is outside {self.layout!r}: it has no mesh."
+            )
+        ordered = _ordered(self.layout, self.layout.dims if dims is None else dims)
+        groups = [self.get_pg(dim) for dim in ordered]
+        members = np.array(self.layout.group(dist.get_rank(), ordered))
+        mesh = torch.from_numpy(members.reshape([self.dim_size(dim) for dim in ordered]))
+        return DeviceMesh.from_group(
+            groups,  # type: ignore[arg-type]
+            device_type or _device_type(groups[0]),
+            mesh=mesh,
+            mesh_dim_names=tuple(ordered),
+        )
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> HyperCommGrid:
+        """The grid of ``mesh``: its dims reversed, its groups, none made. They stay the mesh's.
+
+        Raises
+        ------
+        ValueError
+            The mesh has no names, or its ranks do not ascend without a gap.
+        """
+        names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
+        if not names:
+            raise ValueError("the mesh has no names for its dims: give it mesh_dim_names.")
+        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+            raise ValueError(
+                f"the ranks of the mesh are {ranks}; those of a grid ascend without a gap."
+            )
+        grid = cls(list(mesh.mesh.shape)[::-1], names[::-1], rank_offset=ranks[0])
+        for name in names if mesh.get_coordinate() is not None else ():
+            grid.hold((name,), mesh.get_group(name))
+        return grid
 
     def destroy(self) -> None:
         """Give back every group of this grid; they can then be created anew. *Local*."""
@@ -188,15 +414,99 @@ class HyperCommGrid:
         self._pool = None
         self._pgs.clear()
 
+    def _view(self, name: str | None) -> _View:
+        if (name or BASE) not in self._views:
+            raise KeyError(
+                f"there is no view {name!r}: call register_view() first. Known: "
+                f"{list(self._views)}."
+            )
+        return self._views[name or BASE]
+
+    def _find(self, dims: Dims, view: str | None) -> tuple[Key, RankLayout, list[str]]:
+        """The key of a group, and the layout and dims that enumerate it."""
+        layout, shared = self._view(view)
+        ordered = _ordered(layout, dims)
+        if view in (None, BASE) or set(ordered) <= set(shared):
+            ordered = _ordered(self.layout, ordered)
+            return "-".join(ordered), self.layout, ordered
+        return (str(view), tuple(ordered)), layout, ordered
+
     def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
-        # As upstream: members run through ``dims`` with the last one fastest.
-        groups: list[list[int]] = self.layout.groups(list(dims)[::-1], as_given=True).tolist()
-        return groups
+        enumeration: list[list[int]] = _enumerate(self.layout, list(dims)).tolist()
+        return enumeration
 
     def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
         # As upstream: reversed order of dim_names; the key is the dims joined by "-".
-        ordered = [self.layout.dims[i] for i in sorted(self.layout.axes(dims), reverse=True)]
+        ordered = _ordered(self.layout, dims)
         return ordered, "-".join(ordered)
+
+
+def validate_grids(
+    grids: Iterable[HyperCommGrid | RankLayout], world_size: int | None = None
+) -> None:
+    """Refuse grids that are declared together and do not divide the world between them. *Local*.
+
+    Any two must lay out the same ranks or have none in common, and each rank of the world must
+    be in one.
+
+    Raises
+    ------
+    ValueError
+        Names the ranks in conflict, or those in no grid.
+    """
+    layouts = [grid if isinstance(grid, RankLayout) else grid.layout for grid in grids]
+    world = range(_world_size() if world_size is None else world_size)
+    for i, one in enumerate(layouts):
+        for other in layouts[:i]:
+            both = sorted(set(one.ranks) & set(other.ranks))
+            if both and one.ranks != other.ranks:
+                raise ValueError(
+                    f"{other!r} and {one!r} overlap on ranks {_few(both)} only: grids that are "
+                    f"declared together have all ranks in common or none. Change an offset or a "
+                    f"shape."
+                )
+    covered = {rank for layout in layouts for rank in layout.ranks}
+    for ranks, fault in (
+        (sorted(set(world) - covered), "are in no grid"),
+        (sorted(covered - set(world)), f"are in a grid and outside the world of {len(world)}"),
+    ):
+        if ranks:
+            raise ValueError(
+                f"ranks {_few(ranks)} {fault}: {', '.join(map(repr, layouts)) or 'no grids'}."
+            )
+
+
+def _few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")
+
+
+def _rank(rank: int | None) -> int:
+    return dist.get_rank() if rank is None else rank
+
+
+def _label(key: Key) -> str:
+    return key if isinstance(key, str) else f"{key[0]}/{'-'.join(key[1])}"
+
+
+def _call(key: Key) -> str:
+    return repr(key) if isinstance(key, str) else f"{'-'.join(key[1])!r}, view={key[0]!r}"
+
+
+def _ordered(layout: RankLayout, dims: Dims) -> list[str]:
+    return [layout.dims[i] for i in sorted(layout.axes(dims), reverse=True)]
+
+
+def _enumerate(layout: RankLayout, ordered: list[str]) -> np.ndarray:
+    # As upstream: members run through the dims given with the last one fastest.
+    return layout.groups(ordered[::-1], as_given=True)
+
+
+def _device_type(group: ProcessGroup | None) -> str:
+    types: list[str] = [device.type for device in getattr(group, "_device_types", [])]
+    fast = [
+        each for each in types if each != "cpu" and torch.get_device_module(each).is_available()
+    ]
+    return (fast or ["cpu"])[0]
 
 
 def _world_size() -> int:

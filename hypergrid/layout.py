@@ -165,6 +165,12 @@ class RankLayout:
             at += value * self.strides[i]
         return at
 
+    def shift(self, rank: int, dim: str, by: int = 1) -> int:
+        """The rank ``by`` steps further along ``dim``, around its end."""
+        (i,) = self.axes((dim,))
+        at = self._within(rank) // self.strides[i] % self.sizes[i]
+        return rank + ((at + by) % self.sizes[i] - at) * self.strides[i]
+
     def group(self, rank: int, dims: Dims) -> list[int]:
         """The group of ``rank`` over ``dims``, ascending. Costs O(size of the group)."""
         axes = sorted(self.axes(dims))
