@@ -18,18 +18,21 @@ from compat.megatron_groups import ROWS
 from compat.megatron_plan import Planned, aliases
 from hypergrid.agreement import agree
 from hypergrid.ending import all_or_none
+from hypergrid.grid import BASE, HyperCommGrid
+from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.pool import GroupPool
 
 if TYPE_CHECKING:
     from compat.request import Request
 
+DECODER = "decoder"  # the layout that is the grid's own; the others are its views
 _COLLNET = "NCCL_COLLNET_ENABLE"
 
 
 @dataclass
 class Built:
-    """The outcome: values of upstream's private globals, and the pool that owns the groups.
+    """The outcome: values of upstream's private globals, and the grid that owns the groups.
 
     ``numbers`` has, for a global that holds one group, that group, this rank's place in it and
     its size.
@@ -38,7 +41,7 @@ class Built:
     slots: dict[str, Any] = field(default_factory=lambda: {"_HYBRID_DP_CP_GROUPS": {}})
     numbers: dict[str, tuple[ProcessGroup, int, int]] = field(default_factory=dict)
     groups: list[ProcessGroup | None] = field(default_factory=lambda: [None])  # None: the default
-    pool: GroupPool | None = None
+    grid: HyperCommGrid | None = None
 
 
 def build(request: Request) -> Built:
@@ -54,6 +57,7 @@ def build(request: Request) -> Built:
     os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
         ucc.prepare()
+    grid = built.grid = HyperCommGrid.over(request.decoder, _views(request))
     if rank not in request.participants:
         return built
     proposal, policy = request.proposal(), request.policy
@@ -66,7 +70,7 @@ def build(request: Request) -> Built:
             f"{agreement.why or 'creation was set so'}. Change that, or lay out the whole "
             f"world."
         )
-    pool = built.pool = GroupPool(agreement, policy, f"ParallelState over {request.decoder!r}")
+    pool = grid.begin(agreement, policy, f"ParallelState over {request.decoder!r}")
     try:
         with all_or_none(agreement.epoch, participants, timeout):
             for p, pg_options in zip(request.planned, options, strict=True):
@@ -78,9 +82,19 @@ def build(request: Request) -> Built:
                 if row.same_as in built.numbers:
                     built.numbers[row.slot] = built.numbers[row.same_as]
     except BaseException:
-        pool.destroy()
+        grid.destroy()
         raise
     return built
+
+
+def _views(request: Request) -> dict[str, tuple[RankLayout, tuple[str, ...]]]:
+    """The other layouts as views of the decoder's grid; with it they share what is the same."""
+    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
+    for name, layout in request.layouts.items():
+        if name != DECODER:
+            same = layout.stride("pp") == request.decoder.stride("pp")
+            views[name] = (layout, ("pp",) if same else ())
+    return views
 
 
 def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options: Any) -> None:
@@ -98,6 +112,13 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
     )
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
         _place(built, p, group, name, ranks, rank)
+        if row.chunk is None and row.pick == "all" and row.explicit is None and built.grid:
+            view = None if row.layout == DECODER else row.layout
+            layout = built.grid.views[row.layout if view else BASE]
+            built.grid.hold(row.dims, group, view=view)
+            # An axis that was not asked for need not be named either.
+            asked = [dim for dim in row.dims if dim != "gtp_remat" or layout.dim_size(dim) > 1]
+            built.grid.hold(asked or row.dims, group, view=view)
 
 
 def _place(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -51,9 +52,28 @@ def current_state() -> ParallelState:
 
 def _make_current(state: ParallelState) -> None:
     global _current
-    if not _current.asks_itself:
-        state.ask_via(sys.modules[__name__])
-    _current = state
+    before, _current = _current, state
+    patched = not before.asks_itself
+    before.ask_via(before)
+    state.ask_via(sys.modules[__name__] if patched else state)
+
+
+@contextmanager
+def _activated(state: ParallelState) -> Iterator[None]:
+    before = _current
+    _make_current(state)
+    try:
+        yield
+    except BaseException:
+        _make_current(before)
+        raise
+    inside = _current
+    _make_current(before)
+    if inside is not state:
+        raise RuntimeError(
+            f"{inside!r} was made current while {state!r} was active and is so still: activations "
+            f"must nest. Threads that use two states at a time ask the objects themselves."
+        )
 
 
 @as_released

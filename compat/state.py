@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 from compat import nccl
 from compat.build import Built, build, environment_restored_on_failure
@@ -19,6 +21,7 @@ from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
 from compat.request import Request
+from hypergrid.grid import HyperCommGrid
 from hypergrid.plan import GroupPlan
 from hypergrid.pool import GroupPool
 
@@ -59,7 +62,7 @@ class ParallelState(Getters):
         *NUMBERS,
         "_dp_groups",
         *("_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
-        *("_numbered", "_pool", "_via", "_extra_all_gather_groups", "request", "__weakref__"),
+        *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
     )
 
     if TYPE_CHECKING:
@@ -72,14 +75,16 @@ class ParallelState(Getters):
 
     def _forget(self) -> None:
         self.request: Request | None = None
-        self._extra_all_gather_groups = 0
+        self._extra: list[tuple[bool, timedelta | None, nccl.Configs]] = []  # all-gather groups
+        self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
+        self._names: list[str] | None = None  # of the groups while they are suspended
         self._via = self
         for slot in SLOTS:
             object.__setattr__(self, slot, None)
         self._take(Built())
 
     def _take(self, built: Built) -> None:
-        self._pool = built.pool
+        self._grid = built.grid
         self._numbered = built.numbers
         for slot, value in built.slots.items():
             object.__setattr__(self, slot, value)
@@ -117,8 +122,8 @@ class ParallelState(Getters):
                     state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
                 state._set_global_memory_buffer()
             except BaseException:
-                if built.pool is not None:
-                    built.pool.destroy()
+                if built.grid is not None:
+                    built.grid.destroy()
                 raise
         return state
 
@@ -130,7 +135,12 @@ class ParallelState(Getters):
     @property
     def pool(self) -> GroupPool | None:
         """The groups of this state, and how they were made; None on a rank outside the window."""
-        return self._pool
+        return None if self._grid is None else self._grid.pool
+
+    @property
+    def grid(self) -> HyperCommGrid | None:
+        """The grid of this state: dense layers as its own dims, expert layers as view "expert"."""
+        return self._grid
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -160,9 +170,106 @@ class ParallelState(Getters):
     def destroy(self) -> None:
         """Give back all groups of this state and forget everything. *Local*; twice is once."""
         _release_megatron_buffers()
-        if self._pool is not None:
-            self._pool.destroy()
+        if self._grid is not None:
+            self._grid.destroy()
         self._forget()
+
+    @contextmanager
+    def activate(self) -> Iterator[ParallelState]:
+        """Let the functions of ``compat.parallel_state`` speak to this state inside. *Local*.
+
+        For the whole process, so that autograd's threads see it too; nests, and what was current
+        is so again afterwards, also after an error. Threads that need different states at the
+        same time ask the objects.
+
+        Raises
+        ------
+        RuntimeError
+            At the end, if an activation by another thread has not ended before this one.
+        """
+        from compat import parallel_state  # which imports this file
+
+        with parallel_state._activated(self):
+            yield self
+
+    def suspend(self) -> None:
+        """Give every communicator back until :meth:`resume`. *Local*.
+
+        Ranks, sizes and the plan can still be asked. Getters of groups give placeholders, which
+        refuse to be used and say why. References to the old groups that others keep (a model, an
+        optimizer, a ``DeviceMesh``) keep gloo's descriptors open: let go of them first.
+
+        Raises
+        ------
+        RuntimeError
+            There are no groups to suspend.
+        """
+        if self.pool is None or self._grid is None or self._names is not None:
+            raise RuntimeError(f"there are no groups to suspend: {self!r}.")
+        pooled = list(self.pool.groups)
+        stand_ins: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
+        self._names = [each.group.group_name for each in pooled]
+        for slot in GROUP_SLOTS:
+            object.__setattr__(self, slot, _exchanged(getattr(self, slot), stand_ins))
+        groups = self._global_process_group_list or []
+        self._global_process_group_list = [g for g in groups if g not in stand_ins]
+        self._numbered = {
+            slot: (stand_ins.get(group, group), rank, size)
+            for slot, (group, rank, size) in self._numbered.items()
+        }
+        del pooled, stand_ins, groups
+        self._grid.destroy()
+        self._renumber()
+
+    def resume(self) -> dict[str, ProcessGroup]:
+        """Make the groups again as they were planned. *Collective* as the first initialisation.
+
+        Torch cannot revive a group: these are new ones, with the same ranks, options and
+        timeouts, also those set by :meth:`update_pg_timeout`, and second all-gather groups are
+        made again too. Whoever holds an old one must fetch or be given the new one.
+
+        Returns
+        -------
+        dict
+            New group by the name of the old one: ``renewed[old.group_name]``.
+
+        Raises
+        ------
+        RuntimeError
+            The state is not suspended.
+        As initialisation does; the state is then still suspended.
+        """
+        if self.request is None or self._names is None:
+            raise RuntimeError(f"this state is not suspended: {self!r}.")
+        with environment_restored_on_failure():
+            built = build(self.request)
+            before = {slot: getattr(self, slot) for slot in GROUP_SLOTS}
+            own = [group for group in self._global_process_group_list or [] if group is not None]
+            kept = self._grid, self._numbered
+            self._take(built)
+            try:
+                for slot, value in before.items():
+                    if not _is_suspended(value):  # somebody else's group
+                        object.__setattr__(self, slot, value)
+                self._global_process_group_list = [*built.groups, *own]
+                for arguments in self._extra:
+                    self._make_all_gather_groups(*arguments)
+                renewed = list(self.pool.groups) if self.pool else []
+                for each in renewed:
+                    if (each.label, each.ranks) in self._timeouts:
+                        changed = self._timeouts[each.label, each.ranks]
+                        c10d._set_pg_timeout(changed, each.group)
+            except BaseException:
+                if built.grid is not None:
+                    built.grid.destroy()
+                self._grid, self._numbered = kept
+                for slot, value in before.items():
+                    object.__setattr__(self, slot, value)
+                self._global_process_group_list = [None, *own]
+                raise
+        names, self._names = self._names, None
+        self._renumber()
+        return {name: each.group for name, each in zip(names, renewed, strict=True)}
 
     def _renumber(self) -> None:
         """Work out every rank and size that can be known without asking a group each time.
@@ -279,13 +386,15 @@ class ParallelState(Getters):
 
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
         """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``."""
-        from torch.distributed import distributed_c10d as c10d
-
         dist.barrier(pg)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        for group in [pg] if pg is not None else self._global_process_group_list or [None]:
+        groups = [pg] if pg is not None else self._global_process_group_list or [None]
+        for group in groups:
             c10d._set_pg_timeout(timeout, group)
+        for pooled in self.pool.groups if self.pool else ():
+            if pooled.group in groups:
+                self._timeouts[pooled.label, pooled.ranks] = timeout
 
     def create_all_gather_groups(
         self,
@@ -303,17 +412,25 @@ class ParallelState(Getters):
                 "create_all_gather_groups() needs an initialized state: call "
                 "initialize_model_parallel() first."
             )
-        if self._pool is None:
+        if self.pool is None:
             return None, None
-        configs, layouts = nccl_comm_cfgs or {}, self.request.layouts
+        arguments = (for_expert_parallelism, timeout, nccl_comm_cfgs or {})
+        made = self._make_all_gather_groups(*arguments)
+        self._extra.append(arguments)
+        return made[0], made[1] if len(made) > 1 else None
+
+    def _make_all_gather_groups(
+        self, for_expert_parallelism: bool, timeout: timedelta | None, configs: nccl.Configs
+    ) -> list[ProcessGroup]:
+        assert self.request is not None and self.pool is not None
+        layouts, made = self.request.layouts, []
         wanted = [("decoder", "dp-cp", "dp_cp", "DATA_PARALLEL_GROUP_WITH_CP_AG")]
         if for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1:
             wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
-        made: list[ProcessGroup | None] = []
-        self._extra_all_gather_groups += 1
         for grid, dims, section, label in wanted:
-            name = f"{label}#{self._extra_all_gather_groups}"
-            (group,) = self._pool.make(
+            known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]
+            name = f"{label}#{known.count(label) + 1}"
+            (group,) = self.pool.make(
                 name,
                 {name: tuple(layouts[grid].group(dist.get_rank(), dims))},
                 lambda grid=grid, dims=dims: layouts[grid].groups(dims).tolist(),  # type: ignore[misc]
@@ -324,7 +441,41 @@ class ParallelState(Getters):
             )
             self.note_group(group)
             made.append(group)
-        return made[0], made[1] if len(made) > 1 else None
+        return made
+
+
+class SuspendedGroup:
+    """Stands where a group was that :meth:`ParallelState.suspend` gave back."""
+
+    __slots__ = ("_label",)
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __repr__(self) -> str:
+        return f"<{self._label}, suspended: call resume() on its ParallelState and fetch it anew>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"{self._label} was used while it is suspended: call resume() on its ParallelState on "
+            f"all ranks, and fetch the group anew."
+        )
+
+
+def _is_suspended(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value
+    values = values if isinstance(value, dict | list) else [value]
+    return any(isinstance(each, SuspendedGroup) for each in values)
+
+
+def _exchanged(value: Any, stand_ins: dict[Any, Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: stand_ins.get(each, each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [stand_ins.get(each, each) for each in value]
+    return stand_ins.get(value, value)
 
 
 class LazyBuffer:

@@ -148,6 +148,10 @@ class RankLayout:
         """Number of ranks in a group over ``dims``."""
         return prod(self.sizes[i] for i in self.axes(dims))
 
+    def stride(self, dim: str) -> int:
+        """How many ranks apart two neighbours on ``dim`` are."""
+        return self.strides[self.axes((dim,))[0]]
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of ``rank`` on each dim, in the order of the dims."""
         at = self._within(rank)

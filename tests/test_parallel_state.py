@@ -142,7 +142,7 @@ def _barrier_after_each_group(rank):
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     ps.initialize_model_parallel(2, 2)
     _check_all_reduce(rank)
-    agreement = ps.current_state()._pool.agreement
+    agreement = ps.current_state().pool.agreement
     return agreement.way, agreement.others, agreement.why
 
 
