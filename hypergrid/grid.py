@@ -172,6 +172,8 @@ class HyperCommGrid:
                 f"grid has {self.size}. A view lays out the same ranks."
             )
         shared = tuple(shared_dims or ())
+        if len(set(shared)) != len(shared):
+            raise LayoutError(f"shared dims must not repeat, got {list(shared)}.")
         for dims in (*((dim,) for dim in shared), shared):
             self._check_shared(name, layout, dims)
         self._views[name] = _View(layout, shared)
