@@ -20,7 +20,7 @@ from hypergrid.agreement import agree
 from hypergrid.ending import all_or_none
 from hypergrid.grid import BASE, HyperCommGrid
 from hypergrid.layout import RankLayout
-from hypergrid.plan import GroupPlan
+from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.pool import GroupPool
 
 if TYPE_CHECKING:
@@ -112,13 +112,18 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
     )
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
         _place(built, p, group, name, ranks, rank)
-        if row.chunk is None and row.pick == "all" and row.explicit is None and built.grid:
-            view = None if row.layout == DECODER else row.layout
-            layout = built.grid.views[row.layout if view else BASE]
-            built.grid.hold(row.dims, group, view=view)
-            # An axis that was not asked for need not be named either.
-            asked = [dim for dim in row.dims if dim != "gtp_remat" or layout.dim_size(dim) > 1]
-            built.grid.hold(asked or row.dims, group, view=view)
+        if row.chunk is None and row.pick == "all" and row.explicit is None:
+            _hold(built, row, group)
+
+
+def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
+    """Let the grid answer with ``group``; a remat axis that was not asked for need not be named."""
+    assert built.grid is not None
+    view = None if row.layout == DECODER else row.layout
+    layout = built.grid.views[view or BASE]
+    asked = [dim for dim in row.dims if dim != "gtp_remat" or layout.dim_size(dim) > 1]
+    for dims in (row.dims, asked or row.dims):
+        built.grid.hold(dims, group, view=view)
 
 
 def _place(
