@@ -1,0 +1,92 @@
+"""An encoder and a decoder on different ranks, each with a grid of its own.
+
+    torchrun --nproc-per-node 8 scripts/examples/encoder_decoder.py
+
+Ranks 0-3 hold the encoder as tp=2 x dp=2, ranks 4-7 the decoder as dp=4. Each encoder rank sends a
+quarter of the batch's activations to one decoder rank and gets their gradients back; all gradients
+equal those of the whole model on one rank.
+"""
+
+import torch
+import torch.distributed as dist
+
+from hypergrid import HyperCommGrid, validate_grids
+
+BATCH, WIDTH = 8, 6
+
+
+def whole_model() -> list[torch.Tensor]:
+    """The batch, the encoder's two matrices and the decoder's one: alike on every rank."""
+    random = torch.Generator().manual_seed(0)
+    shapes = (BATCH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def loss_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight).square().sum() / BATCH
+
+
+def encode(grid: HyperCommGrid) -> dict[str, torch.Tensor]:
+    """Half of the columns of ``up`` and rows of ``down``, for half of the batch."""
+    x, up, down, _ = whole_model()
+    here, peer = grid.coordinate(), dist.get_rank() + 4
+    up = up.chunk(2, dim=1)[here["tp"]].clone().requires_grad_()
+    down = down.chunk(2)[here["tp"]].clone().requires_grad_()
+    part = (x.chunk(2)[here["dp"]] @ up).tanh() @ down
+    hidden = part.detach().clone()
+    dist.all_reduce(hidden, group=grid.get_pg("tp"))
+    # Both ranks of a tp pair hold the sum now: each sends one half of it.
+    dist.send(hidden.chunk(2)[here["tp"]].contiguous(), peer)
+    halves = list(torch.empty_like(hidden).chunk(2))
+    received = torch.empty_like(halves[0])
+    dist.recv(received, peer)
+    dist.all_gather(halves, received, group=grid.get_pg("tp"))
+    part.backward(torch.cat(halves))
+    for weight in (up, down):
+        dist.all_reduce(weight.grad, group=grid.get_pg("dp"))
+    return {"up": up.grad, "down": down.grad}
+
+
+def decode(grid: HyperCommGrid) -> dict[str, torch.Tensor]:
+    """All of ``out``, for a quarter of the batch."""
+    x, _, _, out = whole_model()
+    peer = dist.get_rank() - 4
+    hidden = torch.empty_like(x.chunk(4)[0])
+    dist.recv(hidden, peer)
+    loss_of(hidden.requires_grad_(), out.requires_grad_()).backward()
+    dist.send(hidden.grad, peer)
+    dist.all_reduce(out.grad, group=grid.get_pg("dp"))
+    return {"out": out.grad}
+
+
+def main() -> dict[str, float]:
+    """*Collective* over eight ranks: how far this rank's gradients are from those of one rank."""
+    encoder = HyperCommGrid([2, 2], ["tp", "dp"])
+    decoder = HyperCommGrid([4], ["dp"], rank_offset=4)
+    validate_grids([encoder, decoder])  # nobody is in both or left out
+    for grid in (encoder, decoder):
+        for dim in grid.dim_names:
+            grid.create_pg(dim)  # None on the ranks outside
+    inside = encoder.is_current_rank_in_grid()
+    gradients = encode(encoder) if inside else decode(decoder)
+
+    x, up, down, out = (each.requires_grad_() for each in whole_model())
+    loss_of((x @ up).tanh() @ down, out).backward()
+    tp = encoder.coordinate()["tp"] if inside else 0
+    whole = {"up": up.grad.chunk(2, 1)[tp], "down": down.grad.chunk(2)[tp], "out": out.grad}
+    errors = {name: (grad - whole[name]).abs().max().item() for name, grad in gradients.items()}
+
+    everyone: list[dict[str, float]] = [{}] * 8
+    dist.all_gather_object(everyone, errors)
+    if dist.get_rank() == 0:
+        for rank, each in enumerate(everyone):
+            print(f"rank {rank}: largest difference of gradients {each}")
+    for grid in (encoder, decoder):
+        grid.destroy()
+    return errors
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()

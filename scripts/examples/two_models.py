@@ -1,0 +1,97 @@
+"""Two models with different layouts in one process: distillation with megatron-core's layers.
+
+    torchrun --nproc-per-node 8 scripts/examples/two_models.py
+
+The teacher is split over tp=4, the student over tp=2, on the same eight ranks. Each is built and
+run while its own `ParallelState` is active; what comes out are the gradients of one rank.
+"""
+
+# ruff: noqa: E402 - the swap comes before megatron
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import compat
+
+compat.install()
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import megatron_on_cpu
+
+megatron_on_cpu.adapt()
+warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from compat.state import ParallelState
+
+WIDTH, HIDDEN = 16, 64
+
+
+class Mlp(torch.nn.Module):
+    """Split over the tensor parallel group of the state that is active when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = ModelParallelConfig(use_cpu_initialization=True)
+        options = {"config": config, "init_method": torch.nn.init.xavier_normal_, "bias": False}
+        options |= {"keep_master_weight_for_test": True, "skip_bias_add": False}
+        self.up = ColumnParallelLinear(WIDTH, HIDDEN, gather_output=False, **options)
+        self.down = RowParallelLinear(HIDDEN, WIDTH, input_is_parallel=True, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)[0].tanh())[0]
+
+
+def on_one_rank(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return (x @ up.t()).tanh() @ down.t()
+
+
+def main() -> dict[str, Any]:
+    """*Collective* over eight ranks: what this one holds, and how far it is from one rank."""
+    torch.manual_seed(0)
+    x = torch.randn(8, WIDTH)
+    states = {
+        "teacher": ParallelState.create(tensor_model_parallel_size=4),
+        "student": ParallelState.create(tensor_model_parallel_size=2),
+    }
+    models, outputs, held = {}, {}, {}
+    for name, state in states.items():
+        with state.activate():
+            model = models[name] = Mlp()
+            outputs[name] = model(x)
+            tp = parallel_state.get_tensor_model_parallel_world_size()
+        held[name] = f"tp={tp}, {tuple(model.up.weight.shape)} of {(HIDDEN, WIDTH)}"
+    with states["student"].activate():
+        (outputs["student"] - outputs["teacher"].detach()).square().mean().backward()
+
+    masters = {m: [models[m].up.master_weight, models[m].down.master_weight] for m in models}
+    taught = on_one_rank(x, *masters["teacher"])
+    up, down = (weight.requires_grad_() for weight in masters["student"])
+    (on_one_rank(x, up, down) - taught).square().mean().backward()
+    tp, student = states["student"].get_tensor_model_parallel_rank(), models["student"]
+    differences = {
+        "the teacher's output": outputs["teacher"] - taught,
+        "the student's first gradient": student.up.weight.grad - up.grad.chunk(2)[tp],
+        "the student's second gradient": student.down.weight.grad - down.grad.chunk(2, dim=1)[tp],
+    }
+    errors = {name: each.abs().max().item() for name, each in differences.items()}
+    if dist.get_rank() == 0:
+        for name, what in held.items():
+            print(f"{name}: {what}")
+        for name, error in errors.items():
+            print(f"{name} differs from that of one rank by {error:.1e}")
+    for state in states.values():
+        state.destroy()
+    return {"held": held, "errors": errors, "gradient": up.grad.abs().max().item()}
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()
