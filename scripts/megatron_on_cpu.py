@@ -59,7 +59,7 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def local_layers(config: Any, vp_stage: int | None) -> Any:
+def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe import moe_utils
@@ -75,7 +75,7 @@ def local_layers(config: Any, vp_stage: int | None) -> Any:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = _context_parallel_attention()
-    count = get_num_layers_to_build(config, vp_stage)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -48,6 +48,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -68,6 +69,38 @@ class Refusal(Exception):
     """Megatron, or this script, does not take these arguments."""
 
 
+class Parallel(NamedTuple):
+    """Who answers for ranks and sizes, and what megatron-core is handed to communicate over."""
+
+    state: Any  # megatron's module, or a ParallelState
+    groups: Any = None  # a ProcessGroupCollection; without one megatron asks its module
+
+    @property
+    def handed(self) -> dict[str, Any]:
+        return {} if self.groups is None else {"pg_collection": self.groups}
+
+    @contextmanager
+    def module_left_alone(self) -> Iterator[None]:
+        """Let the module know, of an explicit state, only what megatron-core asks nobody else for.
+
+        As of 0.16 that is the tensor parallel group, which vocab_parallel_cross_entropy takes no
+        argument for, and the memory buffer, which holds no group.
+        """
+        if self.groups is None:
+            yield
+            return
+        from compat.state import ParallelState
+
+        left = ParallelState()
+        left._TENSOR_MODEL_PARALLEL_GROUP = self.groups.tp
+        left._set_global_memory_buffer()
+        with left.activate():
+            yield
+
+    def destroy(self) -> None:
+        (self.state.destroy_model_parallel if self.groups is None else self.state.destroy)()
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -83,6 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--num-distributed-optimizer-instances", type=int, default=1)
     add("--order", default="tp-cp-ep-dp-pp", help="from the fastest rank dimension to the slowest")
     add("--no-gloo-groups", action="store_true", help="make no gloo twins of data-parallel groups")
+    add("--explicit-groups", action="store_true", help="hand megatron a ProcessGroupCollection")
     add("--steps", type=int, default=20)
     add("--micro-batch-size", type=int, default=2)
     add("--global-batch-size", type=int, default=16)
@@ -107,22 +141,32 @@ def refusing() -> Iterator[None]:
         raise Refusal(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def initialize(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the model-parallel groups; what that took on this rank."""
+def initialize(args: argparse.Namespace) -> tuple[Parallel, dict[str, Any]]:
+    """Make the model-parallel groups, and what that took on this rank."""
+    sizes = {name: getattr(args, name) for name in SIZES}
+    sizes |= {"num_distributed_optimizer_instances": args.num_distributed_optimizer_instances}
     groups_before = len(dist.distributed_c10d._world.pg_map)
     dist.barrier()
     start = time.perf_counter()
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-        parallel_state.initialize_model_parallel(
-            **{name: getattr(args, name) for name in SIZES},
-            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-            order=args.order,
-            create_gloo_process_groups=not args.no_gloo_groups,
-        )
+        if args.explicit_groups:
+            from compat.collection import from_state
+            from compat.state import ParallelState
+
+            # Megatron's optimizer takes no gloo groups with a collection.
+            state = ParallelState.create(
+                **sizes, order=args.order, create_gloo_process_groups=False
+            )
+            parallel = Parallel(state, from_state(state))
+        else:
+            parallel_state.initialize_model_parallel(
+                **sizes, order=args.order, create_gloo_process_groups=not args.no_gloo_groups
+            )
+            parallel = Parallel(parallel_state)
     seconds = time.perf_counter() - start
     groups = len(dist.distributed_c10d._world.pg_map) - groups_before
     calls = new_group.call_count
-    return {"init_seconds": seconds, "new_group_calls": calls, "live_groups": groups}
+    return parallel, {"init_seconds": seconds, "new_group_calls": calls, "live_groups": groups}
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
@@ -154,21 +198,24 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def build_stage(
-    args: argparse.Namespace, config: TransformerConfig, stage: int | None
+    args: argparse.Namespace, parallel: Parallel, config: TransformerConfig, stage: int | None
 ) -> DistributedDataParallel:
     """One pipeline stage of the model, wrapped for data parallelism."""
     where = {"ignore_virtual": False, "vp_stage": stage}
     model: torch.nn.Module = GPTModel(
         config,
-        megatron_on_cpu.local_layers(config, stage),
+        megatron_on_cpu.local_layers(
+            config, stage, parallel.state.get_pipeline_model_parallel_rank()
+        ),
         vocab_size=256,
         max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=parallel.state.is_pipeline_first_stage(**where),
+        post_process=parallel.state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=True,
         vp_stage=stage,
+        **parallel.handed,
     )
-    fill_parameters(model, args.seed)
+    fill_parameters(model, parallel.state, args.seed)
     model.to(torch.cuda.current_device())
     if args.bf16:
         model = Float16Module(config, model)
@@ -177,24 +224,26 @@ def build_stage(
         use_distributed_optimizer=args.use_distributed_optimizer,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
     )
-    return DistributedDataParallel(config, ddp_config, model, disable_bucketing=bool(stage))
+    return DistributedDataParallel(
+        config, ddp_config, model, disable_bucketing=bool(stage), **parallel.handed
+    )
 
 
 @torch.no_grad()
-def fill_parameters(model: GPTModel, seed: int) -> None:
+def fill_parameters(model: GPTModel, state: Any, seed: int) -> None:
     """Draw each weight whole, from its name in the whole model, and keep this rank's shard."""
     layers = model.decoder.layers
     experts = model.config.num_moe_experts or 0
-    experts //= parallel_state.get_expert_model_parallel_world_size()
-    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    experts //= state.get_expert_model_parallel_world_size()
+    first_expert = experts * state.get_expert_model_parallel_rank()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             continue  # norms start at one and biases at zero, everywhere alike
         size, rank = 1, 0
         if getattr(parameter, "tensor_model_parallel", False):
             kind = "expert_tensor" if ".local_experts." in name else "tensor_model"
-            size = getattr(parallel_state, f"get_{kind}_parallel_world_size")()
-            rank = getattr(parallel_state, f"get_{kind}_parallel_rank")()
+            size = getattr(state, f"get_{kind}_parallel_world_size")()
+            rank = getattr(state, f"get_{kind}_parallel_rank")()
         name = re.sub(r"(?<=layers\.)\d+", lambda m: str(layers[int(m[0])].layer_number), name)
         name = re.sub(r"(?<=experts\.)\d+", lambda m: str(first_expert + int(m[0])), name)
         name = name.replace("output_layer", "embedding.word_embeddings")
@@ -210,13 +259,22 @@ def hashed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
-def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
+def build(
+    args: argparse.Namespace, parallel: Parallel
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """This rank's stages and their optimizer."""
     # Without dropout nothing is drawn: the tracker for inference needs no CUDA generator.
-    model_parallel_cuda_manual_seed(args.seed, inference_rng_tracker=True)
+    state = parallel.state
+    model_parallel_cuda_manual_seed(
+        args.seed,
+        inference_rng_tracker=True,
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        etp_rank=state.get_expert_tensor_parallel_rank(),
+    )
     config = transformer_config(args)
     stages = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
-    model = [build_stage(args, config, stage) for stage in stages]
+    model = [build_stage(args, parallel, config, stage) for stage in stages]
     optimizer_config = OptimizerConfig(
         lr=args.lr,
         weight_decay=0.0,
@@ -224,8 +282,12 @@ def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], Mega
         params_dtype=config.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    gloo = not args.no_gloo_groups
-    optimizer = get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=gloo)
+    optimizer = get_megatron_optimizer(
+        optimizer_config,
+        model,
+        use_gloo_process_groups=parallel.groups is None and not args.no_gloo_groups,
+        **parallel.handed,
+    )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return model, optimizer
@@ -241,14 +303,14 @@ def read_text() -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
 
 
-def micro_batches(args: argparse.Namespace, text: torch.Tensor, step: int) -> Batches:
+def micro_batches(args: argparse.Namespace, state: Any, text: torch.Tensor, step: int) -> Batches:
     """This data-parallel rank's contiguous share of the step's global batch."""
-    share = args.global_batch_size // parallel_state.get_data_parallel_world_size()
-    first = step * args.global_batch_size + parallel_state.get_data_parallel_rank() * share
+    share = args.global_batch_size // state.get_data_parallel_world_size()
+    first = step * args.global_batch_size + state.get_data_parallel_rank() * share
     size, length = args.micro_batch_size, args.seq_length
-    cp_size = parallel_state.get_context_parallel_world_size()
+    cp_size = state.get_context_parallel_world_size()
     chunks = torch.arange(length).view(2 * cp_size, -1)
-    held = megatron_on_cpu.chunks_held(parallel_state.get_context_parallel_rank(), cp_size)
+    held = megatron_on_cpu.chunks_held(state.get_context_parallel_rank(), cp_size)
     columns = chunks[held].flatten()
     for start in range(first, first + share, size):
         offsets = [hashed(args.seed, start + i) % (len(text) - length) for i in range(size)]
@@ -271,11 +333,10 @@ def forward_step(batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor
     return output, loss_of
 
 
-def loss_everywhere(losses: list[torch.Tensor]) -> float:
+def loss_everywhere(losses: list[torch.Tensor], group: dist.ProcessGroup) -> float:
     """The mean over micro batches and data-parallel ranks, told to every rank of the world."""
     loss = torch.full((1,), -math.inf, device=torch.cuda.current_device())
     if losses:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         loss = torch.stack(losses).mean().view(1)
         dist.all_reduce(loss, group=group)
         loss /= dist.get_world_size(group)
@@ -283,9 +344,10 @@ def loss_everywhere(losses: list[torch.Tensor]) -> float:
     return loss.item()
 
 
-def train(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, Any]], str]:
     """Each step's measurements, and a digest of all that this rank computed."""
-    dp_size = parallel_state.get_data_parallel_world_size()
+    state, groups = parallel.state, parallel.groups
+    dp_size = state.get_data_parallel_world_size()
     count, rest = divmod(args.global_batch_size, args.micro_batch_size * dp_size)
     with refusing():
         if rest:
@@ -293,8 +355,17 @@ def train(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
                 f"global batch size {args.global_batch_size} is no multiple of micro batch size "
                 f"{args.micro_batch_size} x {dp_size} data-parallel ranks"
             )
-        model, optimizer = build(args)
-    forward_backward = get_forward_backward_func()
+        model, optimizer = build(args, parallel)
+    handed = parallel.handed
+    if groups is None:
+        forward_backward = get_forward_backward_func()
+        losses_group = state.get_data_parallel_group(with_context_parallel=True)
+    else:
+        forward_backward = get_forward_backward_func(
+            groups.pp.size(), args.virtual_pipeline_model_parallel_size
+        )
+        losses_group = groups.dp_cp
+        handed["p2p_communicator"] = P2PCommunicator(groups.pp, model[0].config)
     text = read_text()
     digest = hashlib.sha256()
     steps = []
@@ -305,15 +376,16 @@ def train(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
         optimizer.zero_grad()
         losses = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=[micro_batches(args, text, step) for _ in model],
+            data_iterator=[micro_batches(args, state, text, step) for _ in model],
             model=model,
             num_microbatches=count,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=False,
+            **handed,
         )
         norm = float(optimizer.step()[1])
-        loss = loss_everywhere(losses)
+        loss = loss_everywhere(losses, losses_group)
         seconds = time.perf_counter() - start
         speed = args.global_batch_size * args.seq_length / seconds
         digest.update(" ".join(value.hex() for value in [*map(float, losses), norm]).encode())
@@ -333,10 +405,13 @@ def train(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """*Collective.* Initialise, train, and gather what every rank measured on rank 0."""
     with refusing():
-        measured = initialize(args)
-    steps, measured["rank_digests"] = train(args)
+        parallel, measured = initialize(args)
+    with parallel.module_left_alone():
+        steps, measured["rank_digests"] = train(args, parallel)
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(measured, everyone)
+    dist.barrier()
+    parallel.destroy()
     if everyone is None:
         return None
     ranks = {key: [rank[key] for rank in everyone] for key in measured}
@@ -368,10 +443,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     if owns_world:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        results = run(args)
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
-        return results
+        return run(args)
     finally:
         if owns_world:
             dist.destroy_process_group()
