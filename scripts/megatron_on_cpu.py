@@ -33,6 +33,9 @@ def adapt() -> None:
     tensor.cuda = lambda self, *_args, **_kwargs: self
     # Gradient clipping and the distributed optimizer take only tensors that say they are CUDA's.
     tensor.type = _saying_cuda(tensor.type)
+    # Bridges between modules write backend="nccl" out for the groups that they broadcast in.
+    distributed: Any = torch.distributed
+    distributed.new_subgroups_by_enumeration = _not_nccl(distributed.new_subgroups_by_enumeration)
 
 
 class _NoStream:
@@ -45,6 +48,14 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         if device is not None and torch.device(device).type == "cuda":
             device = "cpu"
         return factory(*args, device=device, **kwargs)
+
+    return make
+
+
+def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def make(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return create(*args, backend=None if backend == "nccl" else backend, **kwargs)
 
     return make
 
