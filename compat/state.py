@@ -153,7 +153,8 @@ class ParallelState(Getters):
         rank = dist.get_rank() if dist.is_initialized() else -1
         layout = self.request.decoder
         here = layout.coordinate(rank) if rank in layout else "outside the window"
-        return f"ParallelState(rank {rank} at {here} of {layout!r})"
+        resting = "" if self._names is None else ", suspended"
+        return f"ParallelState(rank {rank} at {here} of {layout!r}{resting})"
 
     def take_overrides(self, before: ParallelState) -> None:
         """Keep what ``set_*`` was told before there were groups, as upstream does."""

@@ -278,6 +278,7 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
         state.resume()
     assert len(c10d._world.pg_map) == groups
     assert "suspended" in repr(state.get_tensor_model_parallel_group())
+    assert repr(state).endswith("ranks 0..7), suspended)")
     assert state.get_tensor_model_parallel_rank() == 1
     state.resume()
     assert state.get_tensor_model_parallel_group() in c10d._world.pg_map
