@@ -167,8 +167,9 @@ def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
     yield
     if p is served[-1]:
         (slot,) = (row.slot for row in ROWS if row.sharp == p.row.sharp and row.sharp_barrier)
-        dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
-        torch.cuda.synchronize()
+        if slot in built.slots:  # not on a rank outside the window that a function named
+            dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
+            torch.cuda.synchronize()
         os.environ.pop(_COLLNET, None)
 
 

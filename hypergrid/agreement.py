@@ -14,12 +14,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
-from hypergrid.connection import noticing_a_dead_link, shared_store, telling_of_a_lost_store
+from hypergrid.connection import (
+    bounded,
+    noticing_a_dead_link,
+    shared_store,
+    telling_of_a_lost_store,
+)
 from hypergrid.creation import Abilities, abilities
 from hypergrid.ending import clear_ending
 from hypergrid.errors import AgreementError
 from hypergrid.policy import Policy
-from hypergrid.words import some_of, span_of
+from hypergrid.words import shown, some_of, span_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _alone: Counter[str] = Counter()  # agreements of each span that no store numbered
@@ -91,7 +96,7 @@ def agree(
         _alone[span_of(ranks)] += 1
         return _accept(_choose(f"{span_of(ranks)}/alone/{_alone[span_of(ranks)]}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
-    timeout = timeout or DEFAULT_TIMEOUT
+    timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
         here = _Round(store, ranks, life)
         if not here.arrive(everything, can, policy):
@@ -108,7 +113,7 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
     """
     store = shared_store()
     if store is not None and dist.get_rank() in ranks:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {str(error)[:2000]}"
         _Round(store, ranks, life).arrive({"refused": text}, Abilities(), Policy())
 
 
@@ -294,7 +299,8 @@ def _difference(here: Store, ranks: Sequence[int]) -> str:
             break
     keys = [k for k in sorted(first.keys() | other.keys()) if first.get(k) != other.get(k)]
     fields = "; ".join(
-        f"{key} is {other.get(key)!r} on rank {rank} and {first.get(key)!r} on rank {ranks[0]}"
+        f"{key} is {shown(other.get(key))} on rank {rank} and {shown(first.get(key))} on rank "
+        f"{ranks[0]}"
         for key in keys
         if key != "plan" or keys == ["plan"]  # a digest says less than whatever it follows from
     )

@@ -25,6 +25,11 @@ def shared_store() -> Store | None:
     return c10d._get_default_store()
 
 
+def bounded(timeout: timedelta) -> timedelta:
+    """A time that a store can wait for: to torch's, none at all means without end."""
+    return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))
+
+
 @contextmanager
 def telling_of_a_lost_store() -> Iterator[None]:
     """Turn what torch raises inside when the store is gone into an AgreementError."""

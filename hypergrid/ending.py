@@ -11,7 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hypergrid.connection import noticing_a_dead_link, shared_store, telling_of_a_lost_store
+from hypergrid.connection import (
+    bounded,
+    noticing_a_dead_link,
+    shared_store,
+    telling_of_a_lost_store,
+)
 from hypergrid.errors import CreationError
 from hypergrid.words import in_words, some_of
 
@@ -33,7 +38,7 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
     if store is None:
         yield
         return
-    here = PrefixStore(f"hypergrid/{epoch}", store)
+    here, timeout = PrefixStore(f"hypergrid/{epoch}", store), bounded(timeout)
     with noticing_a_dead_link(store, timeout):
         try:
             yield

@@ -328,3 +328,18 @@ def test_importing_it_imports_no_megatron():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
     )
     assert out.stdout.strip() == "False"
+
+
+def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(fake_world):
+    fake_world(9)
+    with mock.patch("torch.cuda.synchronize"), mock.patch("torch.cuda.current_device"):
+        ps.initialize_model_parallel(
+            pipeline_model_parallel_size=3,
+            use_sharp=True,
+            rank_offset=2,
+            local_world_size=3,
+            get_embedding_ranks=lambda ranks: sorted({0, ranks[-1]}),
+        )
+    assert dist.get_process_group_ranks(ps.get_embedding_group()) == [0, 4]
+    assert ps._DATA_PARALLEL_GROUP_WITH_CP is None
+    ps.destroy_model_parallel()
