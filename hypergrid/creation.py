@@ -173,7 +173,7 @@ def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None
     if "gloo" not in (backend or dist.get_backend()) or not known:
         return None
     timeout = timeout or c10d.default_pg_timeout
-    return max(timeout / 5, min(timeout, timedelta(seconds=2)))
+    return max(timeout / 5, min(timeout, timedelta(seconds=5)))
 
 
 @contextmanager

@@ -228,7 +228,7 @@ def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(
     assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout}
     with mock.patch("torch.distributed.get_backend", return_value="gloo"):
         assert creation.patience("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
-        assert creation.patience(None, timedelta(seconds=3)) == timedelta(seconds=2)
+        assert creation.patience(None, timedelta(seconds=9)) == timedelta(seconds=5)
         assert creation.patience("nccl", timedelta(seconds=60)) is None
     fake_world(2)
     assert creation.patience("gloo", timedelta(seconds=60)) is None
