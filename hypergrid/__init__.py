@@ -1,6 +1,7 @@
 """hypergrid: which ranks of a distributed job talk to each other.
 
-``RankLayout`` and ``GroupPlan`` are arithmetic and need no torch; the rest loads on first use.
+``RankLayout``, ``GroupPlan``, ``GroupTree`` and ``Topology`` are arithmetic and need no torch; the
+rest loads on first use.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ if TYPE_CHECKING:
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.pool import GroupPool as GroupPool
     from hypergrid.record import dump as dump
+    from hypergrid.topology import Topology as Topology
+    from hypergrid.tree import GroupNode as GroupNode
+    from hypergrid.tree import GroupTree as GroupTree
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AgreementError": "errors",
     "CreationError": "errors",
+    "GroupNode": "tree",
     "GroupPlan": "plan",
     "GroupPool": "pool",
     "GroupRow": "plan",
+    "GroupTree": "tree",
     "HyperCommGrid": "grid",
     "LayoutError": "layout",
     "RankLayout": "layout",
+    "Topology": "topology",
     "dump": "record",
     "validate_grids": "grid",
 }

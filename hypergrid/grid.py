@@ -16,6 +16,7 @@ from hypergrid.agreement import Agreement, agree
 from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
+from hypergrid.topology import Hosts, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -353,6 +354,10 @@ class HyperCommGrid:
     def source_rank(self, dims: Dims, rank: int | None = None, *, view: str | None = None) -> int:
         """The first rank of the group over ``dims``: who broadcasts in it."""
         return self.group_ranks(dims, rank, view=view)[0]
+
+    def topology(self, hosts: Hosts, *, view: str | None = None) -> Topology:
+        """Which groups stay inside a host: ``grid.topology(hosts=8).inside("tp-cp")``."""
+        return Topology(self._view(view).layout, hosts)
 
     def device_mesh(self, dims: Dims | None = None, device_type: str | None = None) -> DeviceMesh:
         """A torch ``DeviceMesh`` over the very groups of this grid. *Local*: makes none.

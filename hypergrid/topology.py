@@ -1,0 +1,122 @@
+"""Ranks to hosts, and which groups of a layout stay inside one. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+
+from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.words import shown
+
+Hosts: TypeAlias = int | Sequence[int] | Sequence[str] | Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The hosts under a layout. *Local*: arithmetic, no communication.
+
+    Parameters
+    ----------
+    layout : RankLayout
+        Whose groups are asked about.
+    hosts : int, sequence of int, mapping of str to int, or sequence of str
+        Ranks per host, the same on each; the ranks of each host; the same with its name; or the
+        name of each rank's host. Hosts are counted from rank 0, also under a layout with an
+        offset.
+
+    Raises
+    ------
+    LayoutError
+        Hosts that are none of these, or that have too few ranks.
+
+    Examples
+    --------
+    >>> topology = Topology(RankLayout(("tp", "dp"), (4, 4)), hosts=8)
+    >>> topology.inside("tp"), topology.inside("dp")
+    (True, False)
+    >>> topology.hosts_of("dp", rank=5)
+    ('host0', 'host1')
+    """
+
+    layout: RankLayout
+    hosts: Hosts
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _host: Any = field(init=False, repr=False, compare=False)  # the host's number, by global rank
+
+    def __post_init__(self) -> None:
+        names, host = _placed(self.hosts, self.layout.ranks.stop)
+        if len(host) < self.layout.ranks.stop:
+            raise LayoutError(
+                f"hosts={shown(self.hosts)} have {len(host)} ranks, and {self.layout} reaches to "
+                f"rank {self.layout.ranks.stop - 1}. Name the host of every rank of the world."
+            )
+        host.setflags(write=False)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "_host", host)
+
+    def __str__(self) -> str:
+        """One line per dim."""
+        counts = {dim: len(self.crossing(dim)) for dim in self.layout.dims}
+        return "\n".join(
+            f"{dim}: " + (f"{count} groups cross hosts" if count else "inside a host")
+            for dim, count in counts.items()
+        )
+
+    def host(self, rank: int) -> str:
+        """The name of the host of ``rank``."""
+        if rank not in self.layout:
+            raise LayoutError(f"rank {shown(rank)} is outside {self.layout}.")
+        name: str = self.names[self._host[rank]]
+        return name
+
+    def hosts_of(self, dims: Dims, rank: int) -> tuple[str, ...]:
+        """The hosts that the group of ``rank`` over ``dims`` touches."""
+        return tuple(dict.fromkeys(map(self.host, self.layout.group(rank, dims))))
+
+    def inside(self, dims: Dims, rank: int | None = None) -> bool:
+        """Whether each group over ``dims``, or that of ``rank``, stays inside one host."""
+        if rank is not None:
+            return len(self.hosts_of(dims, rank)) == 1
+        return not self._crosses(dims).any()
+
+    def crossing(self, dims: Dims) -> list[list[int]]:
+        """The groups over ``dims`` whose ranks are on several hosts."""
+        groups: list[list[int]] = self.layout.groups(dims)[self._crosses(dims)].tolist()
+        return groups
+
+    def _crosses(self, dims: Dims) -> np.ndarray:
+        hosts = self._host[self.layout.groups(dims)]
+        crosses: np.ndarray = (hosts != hosts[:, :1]).any(axis=1)
+        return crosses
+
+
+def _placed(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
+    """The hosts' names, and the number of the host of each rank."""
+    names: Sequence[object]
+    sizes: list[Any]
+    if _is_count(hosts):
+        of_rank = np.arange(ranks) // hosts
+        return tuple(f"host{i}" for i in range(-(-ranks // hosts))), of_rank
+    if isinstance(hosts, Mapping):
+        names, sizes = list(hosts), list(hosts.values())
+    elif isinstance(hosts, Sequence) and not isinstance(hosts, str):
+        if hosts and all(isinstance(each, str) for each in hosts):
+            numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
+            return tuple(map(str, numbers)), np.array([numbers[name] for name in hosts])
+        names, sizes = [f"host{i}" for i in range(len(hosts))], list(hosts)
+    else:
+        names, sizes = [], []
+    if not sizes or not all(map(_is_count, sizes)):
+        raise LayoutError(
+            f"hosts={shown(hosts)} make no sense: give ranks per host (8), the ranks of each host "
+            f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
+        )
+    return tuple(map(str, names)), np.repeat(np.arange(len(sizes)), sizes)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0

@@ -1,0 +1,404 @@
+"""Groups described as a tree (model-parallel = spatial x channel), turned into dims. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from numbers import Integral
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.topology import Hosts, Topology
+from hypergrid.words import shown, span_of
+
+if TYPE_CHECKING:
+    from hypergrid.grid import HyperCommGrid
+
+OPEN = -1  # the size of a leaf that takes what is left
+
+
+class TreeError(LayoutError, AssertionError):
+    """A tree that cannot be, or cannot be laid out; physicsnemo raises AssertionError."""
+
+
+@dataclass(eq=False)
+class GroupNode:
+    """One group of the tree.
+
+    Parameters
+    ----------
+    name : str
+        Unique in the tree.
+    size : int, optional
+        Number of ranks; -1 on one leaf for what is left. Of parents it follows from the leaves.
+    orthogonal_group : str or mapping of str to (str or None), optional
+        Name for the group over all that this one is not over, in the world. For several, or in
+        the scope of an ancestor: ``{name: ancestor}``, None for the world.
+    within : {"host"}, optional
+        No group of this node may cross hosts.
+    """
+
+    name: str
+    size: int | None = None
+    orthogonal_group: str | Mapping[str, str | None] | None = None
+    within: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TreeError(f"a group's name must be a text, got {shown(self.name)}.")
+        if self.size is not None:
+            self.size = _check_size(self.name, self.size)
+        if self.within not in (None, "host"):
+            raise TreeError(
+                f"{self.name!r} cannot stay within={shown(self.within)}: within='host' is all "
+                f"that is known. Leave it out for a group that may cross hosts."
+            )
+
+    @property
+    def orthogonals(self) -> dict[str, str | None]:
+        """The names of its orthogonal groups, and in whose scope each is."""
+        given = self.orthogonal_group
+        return {given: None} if isinstance(given, str) else dict(given or {})
+
+
+Node = TypeVar("Node", bound=GroupNode)
+
+
+class GroupTree(Generic[Node]):
+    """A model's groups as a tree: sizes are set on leaves, those of parents are products.
+
+    *Declared order* is depth first, siblings as they were added: that of the dims of
+    :meth:`place`. The first leaf is the fastest dim, so its ranks are neighbours, as in
+    physicsnemo; and so are the ranks of each first child.
+
+    Parameters
+    ----------
+    node : GroupNode
+        The root.
+
+    Examples
+    --------
+    >>> tree = GroupTree(GroupNode("model", orthogonal_group="data"))
+    >>> tree.add_node(GroupNode("spatial"), parent="model")
+    >>> tree.add_node(GroupNode("channel"), parent="model")
+    >>> tree.set_leaf_group_sizes({"channel": 4, "spatial": 2})
+    >>> tree.get_node("model").size
+    8
+    >>> placed = tree.place(world_size=32)
+    >>> placed.layout
+    RankLayout(spatial=2-channel=4-data=4, ranks 0..31)
+    >>> placed.dims("model"), placed.orthogonal("model"), placed.orthogonal("spatial", "model")
+    (('spatial', 'channel'), ('data',), ('channel',))
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.root = node
+        self._nodes: dict[str, Node] = {node.name: node}
+        self._children: dict[str, list[str]] = {node.name: []}
+
+    @property
+    def root_id(self) -> str:
+        """The name of the root."""
+        return self.root.name
+
+    def __str__(self) -> str:
+        return "\n".join(self._drawn(self.root_id, ""))
+
+    def _drawn(self, name: str, indent: str) -> Iterator[str]:
+        size = self._nodes[name].size
+        yield f"{indent}{name}" + ("" if size is None else f"={size}")
+        for child in self._children[name]:
+            yield from self._drawn(child, indent + "  ")
+
+    def add_node(self, node: Node, parent: str | Node) -> None:
+        """Add ``node`` as the last child of ``parent``, a node or its name.
+
+        Raises
+        ------
+        TreeError
+            The name is taken, or the tree has no such parent.
+        """
+        above = self.get_node(parent.name if isinstance(parent, GroupNode) else parent)
+        if node.name in self._nodes:
+            raise TreeError(f"the tree has a group {node.name!r} already. Take another name.")
+        self._nodes[node.name] = node
+        self._children[node.name] = []
+        self._children[above.name].append(node.name)
+
+    def get_node(self, name: str) -> Node:
+        """The node of that name. Raises TreeError if there is none."""
+        if name not in self._nodes:
+            raise TreeError(f"the tree has no group {shown(name)}. It has {list(self._nodes)}.")
+        return self._nodes[name]
+
+    def children(self, name: str) -> list[str]:
+        """The names of the children of ``name``, as they were added."""
+        return list(self._children[self.get_node(name).name])
+
+    def leaf_groups(self) -> list[str]:
+        """The names of all leaves in the order in which they were added, as physicsnemo's."""
+        return [name for name in self._nodes if not self._children[name]]
+
+    def breadth_first(self) -> list[str]:
+        """All names, level by level."""
+        names = [self.root_id]
+        for name in names:
+            names.extend(self._children[name])
+        return names
+
+    def set_leaf_group_sizes(
+        self, group_sizes: Mapping[str, int], update_parent_sizes: bool = True
+    ) -> None:
+        """Set sizes of leaves, all or, when one is refused, none.
+
+        Parameters
+        ----------
+        group_sizes : mapping of name to size
+            -1 for one leaf of the tree: it takes what is left of the world.
+        update_parent_sizes : bool
+            Compute those of the parents too.
+
+        Raises
+        ------
+        TreeError
+            No such group, not a leaf, no size, a second -1; a leaf that is left without a size
+            while parents are to be updated.
+        """
+        sizes = {name: self._nodes[name].size for name in self.leaf_groups()}
+        for name, size in group_sizes.items():
+            if self._children[self.get_node(name).name]:
+                raise TreeError(
+                    f"{name!r} is not a leaf: its size follows from {self._children[name]}. Set "
+                    f"theirs."
+                )
+            sizes[name] = _check_size(name, size)
+        _check_leaves(sizes, complete=update_parent_sizes)
+        for name in group_sizes:
+            self._nodes[name].size = sizes[name]
+        if update_parent_sizes:
+            self.update_parent_sizes()
+
+    def update_parent_sizes(self, verbose: bool = False) -> int:
+        """Make each parent's size the product of its children's; gives that of the root.
+
+        It is -1 above a leaf of that size. Raises TreeError if a leaf has no size.
+        """
+        _check_leaves({name: self._nodes[name].size for name in self.leaf_groups()})
+        for name in reversed(self.breadth_first()):
+            sizes = [self._nodes[child].size or 0 for child in self._children[name]]
+            size = OPEN if OPEN in sizes else prod(sizes)
+            node = self._nodes[name]
+            if sizes and node.size != size:
+                if verbose:
+                    print(f"size of {name}: {node.size} -> {size}")
+                node.size = size
+        assert self.root.size is not None
+        return self.root.size
+
+    def place(
+        self, world_size: int | None = None, *, offset: int = 0, hosts: Hosts | None = None
+    ) -> Placement:
+        """Lay the tree out over ``world_size`` ranks. *Local*; the tree stays as it is.
+
+        Parameters
+        ----------
+        world_size : int, optional
+            By default the size of the root. What the tree does not fill becomes the slowest dim,
+            named by the root's ``orthogonal_group``, else ``"outside"``. So does a part of a
+            parent whose own size is a multiple of its children's: ``"rest of NAME"``.
+        offset : int
+            The first rank.
+        hosts : optional
+            As for :class:`~hypergrid.topology.Topology`.
+
+        Raises
+        ------
+        TreeError
+            A leaf without a size, sizes that do not divide the world, an orthogonal group whose
+            name means other ranks already, a group that is to stay inside a host and does not.
+        """
+        _check_leaves({name: self._nodes[name].size for name in self.leaf_groups()})
+        sizes: dict[str, int] = {}
+        spans: dict[str, tuple[str, ...]] = {}
+        self._lay(self.root_id, sizes, spans)
+        if world_size is not None:
+            total = _check_size("the world", world_size, least=1)
+            _close("the world", total, list(sizes), sizes, self._out)
+        elif OPEN in sizes.values():
+            raise TreeError(
+                f"{next(d for d in sizes if sizes[d] == OPEN)!r} takes what is left, and of how "
+                f"many ranks is not known: give world_size."
+            )
+        layout = RankLayout(tuple(sizes), tuple(sizes.values()), offset)
+        placement = Placement(layout, spans, Topology(layout, hosts) if hosts is not None else None)
+        for name in self.breadth_first():
+            for other, scope in self._nodes[name].orthogonals.items():
+                self._name_orthogonal(placement, spans, name, other, scope)
+        for name, node in self._nodes.items():
+            if node.within is not None:
+                _check_within_host(placement, name)
+        return placement
+
+    @property
+    def _out(self) -> str:
+        named = (name for name, scope in self.root.orthogonals.items() if scope is None)
+        name = next(named, "outside")
+        return f"outside {self.root_id}" if name in self._nodes else name
+
+    def _lay(self, name: str, sizes: dict[str, int], spans: dict[str, tuple[str, ...]]) -> None:
+        size, before = self._nodes[name].size, len(sizes)
+        if not self._children[name]:
+            assert size is not None
+            sizes[name] = size
+        else:
+            spans[name] = ()  # parents come first
+            for child in self._children[name]:
+                self._lay(child, sizes, spans)
+            if size not in (None, OPEN):
+                _close(repr(name), size or 0, list(sizes)[before:], sizes, f"rest of {name}")
+        spans[name] = tuple(sizes)[before:]
+
+    def _name_orthogonal(
+        self,
+        placement: Placement,
+        spans: dict[str, tuple[str, ...]],
+        name: str,
+        other: str,
+        scope: str | None,
+    ) -> None:
+        if scope is not None and scope not in self._nodes:
+            raise TreeError(
+                f"{other!r}, orthogonal to {name!r}, is in the scope of {scope!r}, "
+                f"which the tree does not have. It has {list(self._nodes)}."
+            )
+        dims = placement.orthogonal(name, scope)
+        taken = placement.dims(other) if other in {*spans, *placement.layout.dims} else dims
+        if taken != dims:
+            raise TreeError(
+                f"{other!r} cannot be orthogonal to {name!r}: it is over {list(taken)} already, "
+                f"and what is orthogonal is over {list(dims)}. Take another name."
+            )
+        spans[other] = dims
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A tree laid out over ranks: each of its groups is a combination of dims.
+
+    Parameters
+    ----------
+    layout : RankLayout
+        Its dims are the leaves in declared order, the first one fastest.
+    spans : mapping of str to tuple of str
+        The dims of each node and of each orthogonal group that has a name.
+    topology : Topology, optional
+        Where hosts were given.
+    """
+
+    layout: RankLayout
+    spans: Mapping[str, tuple[str, ...]] = field(repr=False)
+    topology: Topology | None = None
+
+    def dims(self, of: Dims) -> tuple[str, ...]:
+        """The dims of a node, of an orthogonal group's name, or of several names or dims."""
+        names = [of] if isinstance(of, str) else list(of)
+        for name in names:
+            if name not in self.spans and name not in self.layout.dims:
+                known = list(dict.fromkeys([*self.spans, *self.layout.dims]))
+                raise TreeError(f"there is no group {shown(name)}. Known: {known}.")
+        wanted = {dim for name in names for dim in self.spans.get(name, (name,))}
+        return tuple(dim for dim in self.layout.dims if dim in wanted)
+
+    def orthogonal(self, of: Dims, scope: Dims | None = None) -> tuple[str, ...]:
+        """All dims that ``of`` is not over, in the world or in ``scope``, which contains it.
+
+        ``of`` and its orthogonal meet in exactly one rank and their sizes multiply to that of
+        the scope; the orthogonal of the orthogonal, in the same scope, is ``of``.
+
+        Raises
+        ------
+        TreeError
+            An unknown group; a scope that does not contain ``of``.
+        """
+        dims = self.dims(of)
+        whole = self.layout.dims if scope is None else self.dims(scope)
+        if not set(dims) <= set(whole):
+            raise TreeError(
+                f"{shown(of)} is over {list(dims)}, which are not all in {shown(scope)}, over "
+                f"{list(whole)}. Take an ancestor as scope, or leave it out for the world."
+            )
+        return tuple(dim for dim in whole if dim not in dims)
+
+    def size(self, of: Dims) -> int:
+        """Number of ranks in a group of ``of``."""
+        return self.layout.dim_size(self.dims(of))
+
+    def group(self, of: Dims, rank: int) -> list[int]:
+        """The ranks in the group of ``rank``, ascending."""
+        return self.layout.group(rank, self.dims(of))
+
+    def grid(self, backend: str | None = None) -> HyperCommGrid:
+        """The grid of these dims: ``grid.create_pg(placement.dims(name))``. It has no groups."""
+        from hypergrid.grid import HyperCommGrid
+
+        return HyperCommGrid.over(self.layout, backend=backend)
+
+
+def _check_size(name: str, size: object, least: int = OPEN) -> int:
+    if isinstance(size, Integral) and not isinstance(size, bool) and size != 0:
+        size = int(size)
+        if size >= least:
+            return size
+    also = ", or -1" if least == OPEN else ""
+    raise TreeError(f"the size of {name} must be at least 1{also}, got {shown(size)}.")
+
+
+def _check_leaves(sizes: Mapping[str, int | None], complete: bool = True) -> None:
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing and complete:
+        raise TreeError(
+            f"leaves {missing} have no size: give each one by set_leaf_group_sizes(), -1 for one "
+            f"that takes what is left."
+        )
+    for name, size in sizes.items():
+        if size is not None:
+            _check_size(name, size)
+    left = [name for name, size in sizes.items() if size == OPEN]
+    if len(left) > 1:
+        raise TreeError(f"{left} cannot all take what is left: give all but one a size.")
+
+
+def _close(owner: str, total: int, dims: list[str], sizes: dict[str, int], rest: str) -> None:
+    """Make ``dims`` multiply to ``total``: by the one that takes what is left, or by one more."""
+    known = {dim: sizes[dim] for dim in dims if sizes[dim] != OPEN}
+    product = prod(known.values())
+    if total % product:
+        factors = " x ".join(f"{dim}={size}" for dim, size in known.items())
+        raise TreeError(
+            f"{owner} has {total} ranks, which {factors} = {product} does not divide: "
+            f"{total} / {product} leaves a remainder. Change a size."
+        )
+    if len(known) < len(dims):
+        sizes.update({dim: total // product for dim in dims if dim not in known})
+    elif total > product:
+        sizes[rest] = total // product
+
+
+def _check_within_host(placement: Placement, name: str) -> None:
+    dims = placement.dims(name)
+    if placement.topology is None:
+        raise TreeError(
+            f"{name!r} is to stay inside a host, and which ranks share one is not known: give "
+            f"hosts=, such as the number of ranks per host."
+        )
+    crossing = placement.topology.crossing(dims)
+    if crossing:
+        first = crossing[0]
+        touched = placement.topology.hosts_of(dims, first[0])
+        raise TreeError(
+            f"{name!r} is to stay inside a host and does not: {len(crossing)} of its "
+            f"{placement.layout.size // len(first)} groups cross hosts, the first with ranks "
+            f"{span_of(first)} on {', '.join(touched)}. Make it smaller, declare it before others "
+            f"(the first leaf's ranks are neighbours), or leave out within='host'."
+        )
