@@ -667,12 +667,13 @@ def test_it_joins_makes_groups_and_gives_all_back(method):
 def test_an_exit_without_cleanup_cleans_up(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
-        "import atexit; import torch.distributed as dist\n"
-        "atexit.register(lambda: print('left', dist.is_initialized()))\n"
+        "import atexit, os; import torch.distributed as dist\n"
+        "def say(*words): os.write(1, (' '.join(map(str, words)) + '\\n').encode())\n"
+        "atexit.register(lambda: say('left', dist.is_initialized()))\n"
         "from compat.physicsnemo import DistributedManager\n"
         "DistributedManager.initialize()\n"
         "DistributedManager.create_process_subgroup('pairs', 2)\n"
-        "print('size', DistributedManager().group_size('pairs'))\n"
+        "say('size', DistributedManager().group_size('pairs'))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
