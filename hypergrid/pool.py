@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,8 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid import creation
-from hypergrid.agreement import Agreement
+from hypergrid.agreement import Agreement, agree
 from hypergrid.creation import Ranks
+from hypergrid.ending import all_or_none
 from hypergrid.errors import CreationError
 from hypergrid.plan import Kind
 from hypergrid.policy import Policy
@@ -50,6 +52,29 @@ class GroupPool:
         self.groups: list[PooledGroup] = []
         self._owners: dict[tuple[Ranks, Kind], str] = {}
         _live.add(self)
+
+    @contextmanager
+    def agreed(self, ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[None]:
+        """Make inside what the ranks agree on here: all of them or none. *Collective* over them.
+
+        For whoever makes groups at several times: each has an epoch of its own.
+
+        Raises
+        ------
+        AgreementError
+            The ranks were asked for different groups, or one of them refused or did not come.
+        CreationError
+            A rank could not create its group; nothing is left on any.
+        """
+        self.agreement = agree(ranks, proposal, self.policy)
+        before, owners = len(self.groups), dict(self._owners)
+        try:
+            with all_or_none(self.agreement.epoch, ranks, c10d.default_pg_timeout):
+                yield
+        except BaseException:
+            self.destroy(before)
+            self._owners = owners
+            raise
 
     def make(
         self,
