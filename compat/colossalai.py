@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.agreement import Agreement, refuse
+from hypergrid.agreement import Agreement, refusing_together
 from hypergrid.grid import HyperCommGrid
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.plan import Kind
@@ -174,18 +173,15 @@ class ProcessGroupMesh:
         Raises
         ------
         ValueError
-            An axis or index that does not exist or repeats; no indices.
+            An axis or index that does not exist or repeats; no indices. Raised when the other
+            ranks have come and heard of it, after a minute at most.
         AgreementError
             The ranks were asked for different groups.
         CreationError
             A group could not be created; nothing is left on any rank.
         """
-        try:
+        with refusing_together(self.grid.layout.ranks, self._pool.policy):
             chosen = self._chosen(axis, indices_at_axis)
-        except Exception as error:
-            with suppress(Exception):  # the refusal itself is what the caller must see
-                refuse(self.grid.layout.ranks, error)
-            raise
         if backend is not None:
             backend = None if backend.lower() == dist.get_backend() else backend.lower()
         label = self._label(chosen, backend)

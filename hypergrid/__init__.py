@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hypergrid.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.errors import AgreementError as AgreementError
     from hypergrid.errors import CreationError as CreationError
     from hypergrid.grid import HyperCommGrid as HyperCommGrid
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AgreementError": "errors",
     "CreationError": "errors",
+    "EnvironmentTable": "environment",
     "GroupNode": "tree",
     "GroupPlan": "plan",
     "GroupPool": "pool",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -115,6 +116,23 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
     if store is not None and dist.get_rank() in ranks:
         text = f"{type(error).__name__}: {str(error)[:2000]}"
         _Round(store, ranks, life).arrive({"refused": text}, Abilities(), Policy())
+
+
+@contextmanager
+def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
+    """What is refused inside is raised when the other ranks have heard of it. *Collective*.
+
+    For calls that may be refused several times in a row, on some ranks or on all: each meets the
+    others as :func:`agree` does, so that none is a call ahead. It waits a minute at most.
+    """
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized() and dist.get_rank() in ranks:
+            with suppress(Exception):  # the refusal itself is what the caller must see
+                text = f"{type(error).__name__}: {error}"
+                agree(ranks, {"refused": text}, policy, timedelta(minutes=1))
+        raise
 
 
 class _Round:

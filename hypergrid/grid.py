@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -123,6 +124,11 @@ class HyperCommGrid:
     def views(self) -> dict[str, RankLayout]:
         """The layouts by the names of the views; ``"base"`` is that of the grid itself."""
         return {name: view.layout for name, view in self._views.items()}
+
+    @property
+    def groups(self) -> dict[str, ProcessGroup | None]:
+        """The groups of this rank by :meth:`name`; None where it is outside the grid."""
+        return {_label(key): group for key, group in self._pgs.items()}
 
     @property
     def pool(self) -> GroupPool | None:
@@ -275,6 +281,22 @@ class HyperCommGrid:
         self._pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
         return self._pool
 
+    @contextmanager
+    def agreed(self, proposal: Mapping[str, Any], owner: str | None = None) -> Iterator[GroupPool]:
+        """Make inside, in the pool given, what all ranks of the grid have agreed on: all or none.
+
+        As :meth:`GroupPool.agreed`. The grid answers for what it is then told to :meth:`hold`.
+        """
+        first = self._pool is None
+        pool = self._pool or self.begin(Agreement(""), Policy.resolve(share="none"), owner)
+        try:
+            with pool.agreed(self.layout.ranks, proposal):
+                yield pool
+        except BaseException:
+            if first:
+                self._pool = None
+            raise
+
     def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
         """Answer ``get_pg(dims)`` with a group that somebody else made; the first one stays."""
         self._pgs.setdefault(self._find(dims, view)[0], group)
@@ -306,6 +328,10 @@ class HyperCommGrid:
                 f"{created or 'none'}."
             )
         return self._pgs[key]
+
+    def name(self, dims: Dims, *, view: str | None = None) -> str:
+        """What the groups over ``dims`` are called: "dp-cp", or "expert/ep" in a view."""
+        return _label(self._find(dims, view)[0])
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from datetime import timedelta
 from unittest import mock
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_a_3d_plugins_use_of_its_mesh_runs_unchanged(sizes, ring):
 def _backends(rank, mesh_class):
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
-    mesh, members = mesh_class(1, 2, 2), [rank % 2, rank % 2 + 2]
+    mesh, line = mesh_class(1, 2, 2), [rank % 2, rank % 2 + 2]
     default = mesh.get_group_along_axis(1)
     other = mesh.get_group_along_axis(1, backend="fake")
     asked_again = mesh.get_group_along_axis([0, 1], backend="fake")
@@ -182,9 +183,7 @@ def _backends(rank, mesh_class):
         other is asked_again,
         mesh.get_group_along_axis([1, 0]) is default,
         mesh.get_group_along_axis(1, [1, 0], backend="gloo") is default,
-        mesh.get_ranks_in_group(other)
-        == mesh.get_ranks_in_group(default)
-        == [rank % 2, rank % 2 + 2],
+        mesh.get_ranks_in_group(other) == mesh.get_ranks_in_group(default) == line,
     )
 
 
@@ -221,6 +220,7 @@ def _given_back(rank):
         first = mesh.get_group_along_axis(0)
         mesh.get_group_along_axis([0, 1]), mesh.get_group_along_axis(1, [0], backend="gloo")
         mesh.destroy_mesh_process_groups()
+        assert mesh.grid.groups == {}
         del first
         anew = mesh.get_group_along_axis(0)
         dist.barrier(group=anew)
@@ -294,3 +294,42 @@ def test_ranks_that_ask_for_different_groups_all_say_so_and_the_next_call_works(
     assert "group is 'axis1' on rank 3 and 'axis0' on rank 0" in results[0][1][0]
     assert results[1][1][1].startswith("axis 7 does not exist")
     assert "rank 1 refused its arguments" in results[0][1][1]
+
+
+def _one_cannot_create(rank):
+    mesh = ProcessGroupMesh(2, 2)
+    mesh.get_group_along_axis(0)
+    real = dist.new_group
+    with mock.patch.object(dist, "new_group") as new_group:
+        new_group.side_effect = RuntimeError("no route") if rank == 2 else real
+        with pytest.raises(hypergrid.CreationError) as caught:
+            mesh.get_group_along_axis(1)
+    assert len(c10d._world.pg_map) == 2 and list(mesh.grid.groups) == ["axis0"]
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=mesh.get_group_along_axis(1))
+    return total.item(), str(caught.value)
+
+
+def test_what_one_rank_cannot_create_is_left_on_none_and_can_be_asked_for_again():
+    with mock.patch.object(c10d, "default_pg_timeout", timedelta(seconds=3)):
+        results = run_ranks(4, _one_cannot_create)
+    assert [total for total, _ in results] == [1, 1, 5, 5]
+    assert all("rank 2 could not create axis1 of ranks 2..3" in text for _, text in results)
+    assert results[0][1].startswith("rank 0 gave its groups back")
+
+
+def _cycles(rank):
+    for _ in range(5):
+        mesh = ProcessGroupMesh(2, 2)
+        for axis in (0, rank and 9):
+            with pytest.raises(ValueError):
+                mesh.get_group_along_axis(axis, [9])
+        mesh.get_group_along_axis(0), mesh.get_group_along_axis(1, [0])
+        mesh.destroy_mesh_process_groups()
+    dist.barrier()
+    return [str(key) for key in c10d._get_default_store().list_keys() if "hypergrid" in str(key)]
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="this torch lists no keys")
+def test_refusals_and_cycles_leave_no_keys_in_the_store():
+    assert all(len(keys) == 1 for keys in run_ranks(4, _cycles))  # which round is next
