@@ -42,7 +42,8 @@ class EnvironmentTable:
        that they are of (``"train/dp"``, ``"expert/ep"``), or the label it was given.
 
     No singleton: a job may hold several; each gives back what it made. Methods that create are
-    *collective*, the others *local*.
+    *collective*, the others *local*. What they refuse is raised when the other ranks have come
+    and heard of it, after a minute at most.
 
     Parameters
     ----------
