@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo_division import Division
-from hypergrid.agreement import DEFAULT_TIMEOUT, agree, refuse
-from hypergrid.ending import all_or_none
+from hypergrid.agreement import Agreement, refuse
+from hypergrid.environment import EnvironmentTable
 from hypergrid.grid import HyperCommGrid
 from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
@@ -57,12 +57,17 @@ class State:
     made_default: bool = False  # the default group is ours to destroy
     broadcast_buffers: bool = False
     find_unused_parameters: bool = False
-    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    table: EnvironmentTable | None = None  # knows the groups by name; None in a single process
     divisions: dict[str, Division] = field(default_factory=dict)
     owners: list[GroupPool | HyperCommGrid] = field(default_factory=list)
     mesh: DeviceMesh | None = None
     mesh_dims: dict[str, int] = field(default_factory=dict)
     mesh_groups: dict[DeviceMesh, ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> dict[str, ProcessGroup]:
+        """The groups that were created, by name."""
+        return {name: self.table.get_process_group(name) for name in self.divisions if self.table}
 
 
 def create(
@@ -77,15 +82,21 @@ def create(
         proposal = {"tree": repr(grid.layout), **{f"group {n}": dims for n, dims in over.items()}}
     else:
         proposal = {f"group {name}": str(division) for name, division in divisions.items()}
+    assert state.table is not None  # the callers refuse to make groups of a single process
     made: dict[str, ProcessGroup] = {}
-    with _new_pool(range(state.world_size), proposal, grid.begin if grid else GroupPool) as pool:
+    if grid:
+        agreed = grid.agreed(proposal, "DistributedManager")
+    else:
+        agreed = _new_pool(range(state.world_size), proposal)
+    with agreed as pool:
         for name, division in divisions.items():
             dims = division.inner if grid else ()
             mine = {name: tuple(division.group(state.rank))}
             (made[name],) = pool.make(name, mine, division.ranks, dims=dims)
     state.owners.append(grid or pool)
-    state.groups.update(made)
-    state.divisions.update(divisions)
+    for name, division in divisions.items():
+        state.table.hold(name, made[name], division.ranks())
+        state.divisions[name] = division
     if verbose and state.rank == 0:
         for name, division in divisions.items():
             print(f"{name}:", *division.ranks(), sep="\n    ")
@@ -116,7 +127,7 @@ def mesh_group(state: State, mesh: DeviceMesh) -> ProcessGroup:
     if mesh not in state.mesh_groups:
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         name = "mesh " + "-".join(mesh.mesh_dim_names or ())
-        with _new_pool(ranks, {"mesh": name}, GroupPool) as pool:
+        with _new_pool(ranks, {"mesh": name}) as pool:
             if pool.agreement.way != "members" and len(ranks) < state.world_size:
                 raise RuntimeError(
                     f"rank {state.rank} cannot make a group of {len(ranks)} of "
@@ -141,19 +152,11 @@ def telling_others(world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _new_pool(
-    ranks: Sequence[int], proposal: Mapping[str, Any], begin: Callable[..., GroupPool]
-) -> Iterator[GroupPool]:
-    """A pool that ``ranks`` have agreed on; its groups are on all of them, or on none."""
+def _new_pool(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[GroupPool]:
     policy = Policy.resolve(share="none")  # each name has a communicator of its own
-    agreement = agree(ranks, proposal, policy)
-    pool = begin(agreement, policy, "DistributedManager")
-    try:
-        with all_or_none(agreement.epoch, ranks, DEFAULT_TIMEOUT):
-            yield pool
-    except BaseException:
-        pool.destroy()
-        raise
+    pool = GroupPool(Agreement(""), policy, "DistributedManager")
+    with pool.agreed(ranks, proposal):
+        yield pool
 
 
 def orthogonal_names(node: GroupNode) -> list[str]:

@@ -237,6 +237,30 @@ class EnvironmentTable:
             self._create_over(place.grid, {place: found}, options)
         return self.get_process_group(place.name)
 
+    def hold(self, name: str, group: ProcessGroup, ranks: Iterable[Iterable[int]]) -> None:
+        """Know a group that somebody else made, and keeps, by a label of your choice. *Local*.
+
+        Parameters
+        ----------
+        name : str
+            The label.
+        group : ProcessGroup
+            This rank's, or torch's non-member marker.
+        ranks : iterable of iterables of int
+            All groups of the label, those of other ranks too.
+
+        Raises
+        ------
+        ValueError
+            The name is taken, or the ranks make no groups.
+        """
+        groups = groups_of(ranks, name, self.world_size)
+        if name in self.process_group_pool or self._known.find(name):
+            raise ValueError(_taken("process group", name, self.rank))
+        backend = None if group is NOT_A_MEMBER else plain(dist.get_backend(group))
+        self._known.labels[name] = group
+        self._known.labelled[name] = (backend, groups)
+
     def create_device_mesh(
         self,
         name_or_dims: Dims,
