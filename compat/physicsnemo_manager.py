@@ -27,7 +27,6 @@ from compat.physicsnemo_state import (
     orthogonal_names,
     telling_others,
 )
-from hypergrid.environment import EnvironmentTable
 from hypergrid.grid import HyperCommGrid
 from hypergrid.topology import Hosts
 from hypergrid.tree import OPEN, GroupNode, GroupTree
@@ -267,8 +266,6 @@ class DistributedManager:
             device = state.device if cuda else None
             dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device)
             state.made_default = True
-        if distributed:
-            state.table = EnvironmentTable(local_rank=state.local_rank)
         if cuda:
             torch.cuda.set_device(state.device)
             torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -57,17 +58,21 @@ class State:
     made_default: bool = False  # the default group is ours to destroy
     broadcast_buffers: bool = False
     find_unused_parameters: bool = False
-    table: EnvironmentTable | None = None  # knows the groups by name; None in a single process
     divisions: dict[str, Division] = field(default_factory=dict)
     owners: list[GroupPool | HyperCommGrid] = field(default_factory=list)
     mesh: DeviceMesh | None = None
     mesh_dims: dict[str, int] = field(default_factory=dict)
     mesh_groups: dict[DeviceMesh, ProcessGroup] = field(default_factory=dict)
 
+    @cached_property
+    def table(self) -> EnvironmentTable:
+        """What knows the groups by name, from the first one on."""
+        return EnvironmentTable(local_rank=self.local_rank)
+
     @property
     def groups(self) -> dict[str, ProcessGroup]:
         """The groups that were created, by name."""
-        return {name: self.table.get_process_group(name) for name in self.divisions if self.table}
+        return {name: self.table.get_process_group(name) for name in self.divisions}
 
 
 def create(
@@ -82,7 +87,6 @@ def create(
         proposal = {"tree": repr(grid.layout), **{f"group {n}": dims for n, dims in over.items()}}
     else:
         proposal = {f"group {name}": str(division) for name, division in divisions.items()}
-    assert state.table is not None  # the callers refuse to make groups of a single process
     made: dict[str, ProcessGroup] = {}
     if grid:
         agreed = grid.agreed(proposal, "DistributedManager")

@@ -77,7 +77,8 @@ class ParallelState(Getters):
         self.request: Request | None = None
         self._extra: list[tuple[bool, timedelta | None, nccl.Configs]] = []  # all-gather groups
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
-        self._names: list[str] | None = None  # of the groups while they are suspended
+        # Of the groups while they are suspended, by label and ranks.
+        self._names: dict[tuple[str, tuple[int, ...]], str] | None = None
         self._via = self
         for slot in SLOTS:
             object.__setattr__(self, slot, None)
@@ -209,7 +210,7 @@ class ParallelState(Getters):
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         pooled = list(self.pool.groups)
         stand_ins: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
-        self._names = [each.group.group_name for each in pooled]
+        self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
         for slot in GROUP_SLOTS:
             object.__setattr__(self, slot, _exchanged(getattr(self, slot), stand_ins))
         groups = self._global_process_group_list or []
@@ -255,6 +256,8 @@ class ParallelState(Getters):
                 self._global_process_group_list = [*built.groups, *own]
                 for arguments in self._extra:
                     self._make_all_gather_groups(*arguments)
+                if built.grid is not None and kept[0] is not None:
+                    built.grid.renew(kept[0])
                 renewed = list(self.pool.groups) if self.pool else []
                 for each in renewed:
                     if (each.label, each.ranks) in self._timeouts:
@@ -270,7 +273,8 @@ class ParallelState(Getters):
                 raise
         names, self._names = self._names, None
         self._renumber()
-        return {name: each.group for name, each in zip(names, renewed, strict=True)}
+        known = {(each.label, each.ranks): each.group for each in renewed}
+        return {name: known[key] for key, name in names.items() if key in known}
 
     def _renumber(self) -> None:
         """Work out every rank and size that can be known without asking a group each time.

@@ -110,12 +110,16 @@ def agree(
 def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
     """Tell the other ranks that this one has refused its arguments, so that none waits for it.
 
-    *Local*: it does not wait. The others raise with this error's text once all have come.
+    The others raise with this error's text once all have come. This rank waits ten seconds for
+    that, so that none is a call ahead of the others; it has then said so, and goes on.
     """
     store = shared_store()
     if store is not None and dist.get_rank() in ranks:
         text = f"{type(error).__name__}: {str(error)[:2000]}"
-        _Round(store, ranks, life).arrive({"refused": text}, Abilities(), Policy())
+        here = _Round(store, ranks, life)
+        if here.arrive({"refused": text}, Abilities(), Policy()):
+            here.here.wait(["verdict"], timedelta(seconds=10))
+            here.tidy(failed=True)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import creation
-from hypergrid.agreement import Agreement, agree
+from hypergrid.agreement import Agreement
 from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
@@ -84,6 +85,7 @@ class HyperCommGrid:
         self.backend = backend
         self._views = {BASE: _View(layout, ())}
         self._pgs: dict[Key, ProcessGroup | None] = {}
+        self._asked: list[tuple[tuple[str, ...], str | None, dict[str, Any]]] = []
         self._pool: GroupPool | None = None
 
     @classmethod
@@ -252,7 +254,13 @@ class HyperCommGrid:
         else:
             group = self._create(_label(key), layout, ordered, options)
         self._pgs[key] = group
+        self._asked.append((tuple(ordered), view, options))
         return group
+
+    def renew(self, old: HyperCommGrid) -> None:
+        """Create again what was asked of ``old`` by :meth:`create_pg`. *Collective* as that is."""
+        for dims, view, options in old._asked:
+            self.create_pg(dims, view=view, **options)
 
     def _create(
         self, label: str, layout: RankLayout, ordered: list[str], options: dict[str, Any]
@@ -261,19 +269,16 @@ class HyperCommGrid:
             groups = _enumerate(layout, ordered).tolist()
             self._create_from_outside(label, groups, options)
             return None
-        if self._pool is None:
-            views = {f"view {name}": repr(layout) for name, layout in self.views.items()}
-            proposal = {**views, "backend": self.backend}
-            policy = Policy.resolve(share="none")  # each combination has options of its own
-            self.begin(agree(self.layout.ranks, proposal, policy), policy)
-        assert self._pool is not None
-        (group,) = self._pool.make(
-            label,
-            {label: layout.group(dist.get_rank(), ordered)},
-            lambda: _enumerate(layout, ordered).tolist(),
-            dims=tuple(ordered),
-            **options,
-        )
+        views = {f"view {name}": repr(layout) for name, layout in self.views.items()}
+        proposal = {**views, "backend": self.backend, "groups over": label}
+        with self.agreed(proposal, timeout=options.get("timeout")) as pool:
+            (group,) = pool.make(
+                label,
+                {label: layout.group(dist.get_rank(), ordered)},
+                lambda: _enumerate(layout, ordered).tolist(),
+                dims=tuple(ordered),
+                **options,
+            )
         return group
 
     def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
@@ -282,7 +287,12 @@ class HyperCommGrid:
         return self._pool
 
     @contextmanager
-    def agreed(self, proposal: Mapping[str, Any], owner: str | None = None) -> Iterator[GroupPool]:
+    def agreed(
+        self,
+        proposal: Mapping[str, Any],
+        owner: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> Iterator[GroupPool]:
         """Make inside, in the pool given, what all ranks of the grid have agreed on: all or none.
 
         As :meth:`GroupPool.agreed`. The grid answers for what it is then told to :meth:`hold`.
@@ -290,7 +300,7 @@ class HyperCommGrid:
         first = self._pool is None
         pool = self._pool or self.begin(Agreement(""), Policy.resolve(share="none"), owner)
         try:
-            with pool.agreed(self.layout.ranks, proposal):
+            with pool.agreed(self.layout.ranks, proposal, timeout):
                 yield pool
         except BaseException:
             if first:

@@ -54,7 +54,9 @@ class GroupPool:
         _live.add(self)
 
     @contextmanager
-    def agreed(self, ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[None]:
+    def agreed(
+        self, ranks: Sequence[int], proposal: Mapping[str, Any], timeout: timedelta | None = None
+    ) -> Iterator[None]:
         """Make inside what the ranks agree on here: all of them or none. *Collective* over them.
 
         For whoever makes groups at several times: each has an epoch of its own.
@@ -66,10 +68,10 @@ class GroupPool:
         CreationError
             A rank could not create its group; nothing is left on any.
         """
-        self.agreement = agree(ranks, proposal, self.policy)
+        self.agreement = agree(ranks, proposal, self.policy, timeout)
         before, owners = len(self.groups), dict(self._owners)
         try:
-            with all_or_none(self.agreement.epoch, ranks, c10d.default_pg_timeout):
+            with all_or_none(self.agreement.epoch, ranks, timeout or c10d.default_pg_timeout):
                 yield
         except BaseException:
             self.destroy(before)

@@ -288,6 +288,32 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
         state.suspend()
 
 
+def test_what_was_made_on_the_grid_beside_the_plan_is_made_again(fake_world):
+    fake_world(8)
+    state = ParallelState.create(tensor_model_parallel_size=2)
+    extra = state.grid.create_pg("tp-pp-dp", group_desc="mine").group_name
+    state.create_all_gather_groups()
+    for _ in range(2):
+        state.suspend()
+        renewed = state.resume()
+        again = state.grid.get_pg("tp-pp-dp")
+        assert renewed[extra] is again and again.group_desc == "mine"
+        extra = again.group_name
+    state.destroy()
+
+
+def _refused_twice(rank):
+    for size in (3, 5):
+        with pytest.raises(RuntimeError, match="is not divisible"):
+            ParallelState.create(tensor_model_parallel_size=size)
+    return ParallelState.create(tensor_model_parallel_size=2).get_tensor_model_parallel_rank()
+
+
+def test_refusals_in_a_row_leave_no_rank_a_call_ahead():
+    for _ in range(5):
+        assert run_ranks(4, _refused_twice) == [0, 1, 0, 1]
+
+
 def test_the_callers_functions_are_not_asked_again_on_resume(fake_world):
     fake_world(8)
     calls = []
