@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hypergrid import __version__
 from hypergrid.connection import (
     bounded,
+    forget,
     noticing_a_dead_link,
     shared_store,
     telling_of_a_lost_store,
@@ -193,8 +194,7 @@ class _Round:
         windows.set(str(known), json.dumps([list(self.ranks), self.number]))
         if known == 1 and life > 2:
             past = PrefixStore(str(life - 2), lives)
-            for key in ("count", *(str(i + 1) for i in range(past.add("count", 0)))):
-                past.delete_key(key)
+            forget(past, *(str(i + 1) for i in range(past.add("count", 0))), "count")
         found = False
         for i in range(1, known):
             windows.wait([str(i)], timedelta(seconds=30))
@@ -234,13 +234,12 @@ class _Round:
 
     def tidy(self, failed: bool) -> None:
         """Take this rank's keys away, and the shared ones once all have read them."""
-        for key in (f"proposal/{self.rank}", f"came/{self.rank}"):
-            self.here.delete_key(key)
+        forget(self.here, f"proposal/{self.rank}", f"came/{self.rank}")
         if failed:  # a rank that comes late must still find the verdict
             if self.here.add(self.alike, -1) == 0:
-                self.here.delete_key(self.alike)
+                forget(self.here, self.alike)
         elif self.here.add("read", 1) == len(self.ranks):
-            self.here.delete_key(self.alike)
+            forget(self.here, self.alike)
             _clear_meeting(self.here)  # and not its ending, which others may have come to
             for number in range(self.number - 1, -1, -1):  # nobody is left in those that failed
                 old = PrefixStore(str(number), self.board)
@@ -261,8 +260,7 @@ def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
 def _clear_meeting(here: Store) -> None:
     posted = here.add("abilities", 0)
     keys = ["arrived", "closed", "verdict", "read", "abilities"]
-    for key in (*keys, *(f"abilities/{i + 1}" for i in range(posted))):
-        here.delete_key(key)
+    forget(here, *keys, *(f"abilities/{i + 1}" for i in range(posted)))
 
 
 def _all_abilities(here: Store, count: int) -> list[Abilities]:

@@ -25,6 +25,13 @@ def shared_store() -> Store | None:
     return c10d._get_default_store()
 
 
+def forget(store: Store, *keys: str) -> None:
+    """Take keys away, where the store can: one of torchelastic's, in etcd, cannot."""
+    with suppress(RuntimeError):
+        for key in keys:
+            store.delete_key(key)
+
+
 def bounded(timeout: timedelta) -> timedelta:
     """A time that a store can wait for: to torch's, none at all means without end."""
     return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))

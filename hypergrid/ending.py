@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.connection import (
     bounded,
+    forget,
     noticing_a_dead_link,
     shared_store,
     telling_of_a_lost_store,
@@ -87,11 +88,10 @@ def _settle(here: Store, outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leave(here: Store, ranks: Sequence[int]) -> None:
-    here.delete_key(f"done/{dist.get_rank()}")
+    forget(here, f"done/{dist.get_rank()}")
     if here.add("left", 1) == len(ranks):
         clear_ending(here)
 
 
 def clear_ending(here: Store) -> None:
-    for key in ("done", "settled", "outcome", "left"):
-        here.delete_key(key)
+    forget(here, "done", "settled", "outcome", "left")

@@ -112,3 +112,36 @@ def test_a_rank_that_comes_to_a_round_that_was_given_up_learns_why():
     given_up = early.wait(timedelta(milliseconds=100))
     late.arrive({}, Abilities(), Policy())
     assert late.wait(timedelta(seconds=1)) == given_up and "1 of 2 ranks" in given_up["error"]
+
+
+class _Plain(dist.Store):
+    """A store of somebody's own in Python, with no more than torch asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = dist.HashStore()
+
+    def set(self, key, value):
+        self.kept.set(key, value)
+
+    def get(self, key):
+        return self.kept.get(key)
+
+    def add(self, key, amount):
+        return self.kept.add(key, amount)
+
+    def check(self, keys):
+        return self.kept.check(keys)
+
+    def wait(self, keys, timeout=timedelta(seconds=5)):
+        self.kept.wait(keys, timeout)
+
+
+def test_a_store_that_cannot_delete_is_as_good():
+    store = _Plain()
+    for meeting in range(3):
+        rounds = [_round(store, rank) for rank in range(3)]
+        for each in rounds:
+            each.arrive({"tp": 2}, Abilities("slow"), Policy())
+        for each in rounds:
+            assert each.wait(timedelta(seconds=1))["epoch"] == f"0..2/{meeting}"
