@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from compat import nccl, ucc
 from compat.megatron_groups import ROWS
 from compat.megatron_plan import Planned, aliases
-from hypergrid.agreement import agree
-from hypergrid.ending import all_or_none
+from hypergrid.agreement import Agreement
 from hypergrid.grid import BASE, HyperCommGrid
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
@@ -60,19 +59,11 @@ def build(request: Request) -> Built:
     grid = built.grid = HyperCommGrid.over(request.decoder, _views(request))
     if rank not in request.participants:
         return built
-    proposal, policy = request.proposal(), request.policy
-    participants, timeout = request.participants, request.timeout
-    agreement = agree(participants, proposal, policy, timeout, request.life)
-    if agreement.way != "members" and len(participants) < dist.get_world_size():
-        raise RuntimeError(
-            f"a window of {len(participants)} of {dist.get_world_size()} ranks needs "
-            f"groups that their members create alone, and here every rank must take part: "
-            f"{agreement.why or 'creation was set so'}. Change that, or lay out the whole "
-            f"world."
-        )
-    pool = grid.begin(agreement, policy, f"ParallelState over {request.decoder!r}")
+    policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
+    pool = grid.begin(Agreement(""), policy, owner)
     try:
-        with all_or_none(agreement.epoch, participants, timeout):
+        with pool.agreed(request.participants, request.proposal(), request.timeout, request.life):
+            _check_window(request, pool.agreement)
             for p, pg_options in zip(request.planned, options, strict=True):
                 with _sharp(p, request, built):
                     _make(built, pool, plan, p, pg_options)
@@ -85,6 +76,16 @@ def build(request: Request) -> Built:
         grid.destroy()
         raise
     return built
+
+
+def _check_window(request: Request, agreement: Agreement) -> None:
+    world, window = dist.get_world_size(), len(request.participants)
+    if agreement.way != "members" and window < world:
+        raise RuntimeError(
+            f"a window of {window} of {world} ranks needs groups that their members create alone, "
+            f"and here every rank must take part: {agreement.why or 'creation was set so'}. Change "
+            f"that, or lay out the whole world."
+        )
 
 
 def _views(request: Request) -> dict[str, tuple[RankLayout, tuple[str, ...]]]:

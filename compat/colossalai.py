@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from hypergrid.agreement import Agreement, refusing_together
 from hypergrid.grid import HyperCommGrid
+from hypergrid.known_groups import NOT_A_MEMBER
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.plan import Kind
 from hypergrid.policy import Policy
@@ -24,7 +25,6 @@ Indices: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 Coordinate: TypeAlias = tuple[int, ...]
 
 _MODES = ("raise", "wrap", "clip")
-_NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 
 class ProcessGroupMesh:
@@ -265,7 +265,7 @@ class ProcessGroupMesh:
             )
         if dims and backend is None and len(places) == whole.size:
             self.grid.hold(dims, made[0])
-        return made[0] if made else _NOT_A_MEMBER
+        return made[0] if made else NOT_A_MEMBER
 
 
 def _layout(shape: Sequence[int]) -> RankLayout:

@@ -25,7 +25,7 @@ from compat.physicsnemo_state import (
     mesh_group,
     mesh_shape_of,
     orthogonal_names,
-    telling_others,
+    telling_all,
 )
 from hypergrid.grid import HyperCommGrid
 from hypergrid.topology import Hosts
@@ -312,7 +312,7 @@ class DistributedManager:
             Another rank asked for something else.
         """
         manager = _distributed_manager()
-        with telling_others(manager.world_size):
+        with telling_all(manager._state):
             if name in manager.group_names:
                 raise AssertionError(f"the group {name!r} exists already. Take another name.")
             if group_name and group_name not in manager.group_names:
@@ -340,7 +340,7 @@ class DistributedManager:
             No torch.distributed.
         """
         manager = _distributed_manager()
-        with telling_others(manager.world_size):
+        with telling_all(manager._state):
             if group_name not in manager.group_names:
                 raise ValueError(
                     f"the group {group_name!r}, which {orthogonal_group_name!r} is to be "
@@ -404,7 +404,7 @@ class DistributedManager:
             Another rank has another tree.
         """
         manager = _distributed_manager()
-        with telling_others(manager.world_size):
+        with telling_all(manager._state):
             nodes = [config.get_node(name) for name in config.breadth_first()]
             if hosts is None and any(node.within for node in nodes):
                 hosts = launch.ranks_per_host()
@@ -484,7 +484,7 @@ class DistributedManager:
             No torch.distributed.
         """
         state = _distributed_manager()._state
-        with telling_others(state.world_size):
+        with telling_all(state):
             shape = mesh_shape_of(mesh_shape, mesh_dim_names, state.world_size)
         return make_mesh(state, shape, tuple(mesh_dim_names))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo_division import Division
-from hypergrid.agreement import Agreement, refuse
+from hypergrid.agreement import Agreement, telling_others
 from hypergrid.environment import EnvironmentTable
 from hypergrid.grid import HyperCommGrid
 from hypergrid.policy import Policy
@@ -144,15 +144,9 @@ def mesh_group(state: State, mesh: DeviceMesh) -> ProcessGroup:
     return state.mesh_groups[mesh]
 
 
-@contextmanager
-def telling_others(world_size: int) -> Iterator[None]:
-    """Tell the other ranks when this one refuses its arguments, so that none waits for it."""
-    try:
-        yield
-    except Exception as error:
-        with suppress(Exception):  # the refusal itself is what the caller must see
-            refuse(range(world_size), error)
-        raise
+def telling_all(state: State) -> AbstractContextManager[None]:
+    """Tell every rank of the job when this one refuses its arguments, so that none waits."""
+    return telling_others(lambda: range(state.world_size))
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
@@ -20,7 +20,7 @@ from compat.megatron_plan import Planned, plan_rows
 from compat.rank_generator import check_order, inject_gtp_remat_axis, lay_out
 from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS_GTP_REMAT, RELEASE
-from hypergrid.agreement import refuse
+from hypergrid.agreement import telling_others
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import Policy
@@ -164,15 +164,9 @@ class Request:
                 )
         _ = self.timeout
 
-    @contextmanager
-    def telling_others(self) -> Iterator[None]:
+    def telling_others(self) -> AbstractContextManager[None]:
         """Tell the other ranks of the window when this one refuses, so that none waits for it."""
-        try:
-            yield
-        except Exception as error:
-            with suppress(Exception):  # the refusal itself is what the caller must see
-                refuse(self._window(), error, self.life)
-            raise
+        return telling_others(self._window, self.life)
 
     def _window(self) -> range:
         try:

@@ -21,6 +21,7 @@ from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
 from compat.request import Request
+from compat.suspended import SuspendedGroup, exchanged, is_suspended
 from hypergrid.grid import HyperCommGrid
 from hypergrid.plan import GroupPlan
 from hypergrid.pool import GroupPool
@@ -212,7 +213,7 @@ class ParallelState(Getters):
         stand_ins: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
         self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
         for slot in GROUP_SLOTS:
-            object.__setattr__(self, slot, _exchanged(getattr(self, slot), stand_ins))
+            object.__setattr__(self, slot, exchanged(getattr(self, slot), stand_ins))
         groups = self._global_process_group_list or []
         self._global_process_group_list = [g for g in groups if g not in stand_ins]
         self._numbered = {
@@ -251,7 +252,7 @@ class ParallelState(Getters):
             self._take(built)
             try:
                 for slot, value in before.items():
-                    if not _is_suspended(value):  # somebody else's group
+                    if not is_suspended(value):  # somebody else's group
                         object.__setattr__(self, slot, value)
                 self._global_process_group_list = [*built.groups, *own]
                 for arguments in self._extra:
@@ -447,40 +448,6 @@ class ParallelState(Getters):
             self.note_group(group)
             made.append(group)
         return made
-
-
-class SuspendedGroup:
-    """Stands where a group was that :meth:`ParallelState.suspend` gave back."""
-
-    __slots__ = ("_label",)
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-
-    def __repr__(self) -> str:
-        return f"<{self._label}, suspended: call resume() on its ParallelState and fetch it anew>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RuntimeError(
-            f"{self._label} was used while it is suspended: call resume() on its ParallelState on "
-            f"all ranks, and fetch the group anew."
-        )
-
-
-def _is_suspended(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else value
-    values = values if isinstance(value, dict | list) else [value]
-    return any(isinstance(each, SuspendedGroup) for each in values)
-
-
-def _exchanged(value: Any, stand_ins: dict[Any, Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: stand_ins.get(each, each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [stand_ins.get(each, each) for each in value]
-    return stand_ins.get(value, value)
 
 
 class LazyBuffer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -95,8 +95,9 @@ def agree(
     """
     can, store = abilities(), shared_store()
     if store is None:
-        _alone[span_of(ranks)] += 1
-        return _accept(_choose(f"{span_of(ranks)}/alone/{_alone[span_of(ranks)]}", policy, [can]))
+        span = span_of(ranks)
+        _alone[span] += 1
+        return _accept(_choose(f"{span}/alone/{_alone[span]}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
     timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
@@ -121,6 +122,17 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
         if here.arrive({"refused": text}, Abilities(), Policy()):
             here.here.wait(["verdict"], timedelta(seconds=10))
             here.tidy(failed=True)
+
+
+@contextmanager
+def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) -> Iterator[None]:
+    """Let ``ranks``, asked for only then, hear by :func:`refuse` of what is refused inside."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # the refusal itself is what the caller must see
+            refuse(ranks(), error, life)
+        raise
 
 
 @contextmanager

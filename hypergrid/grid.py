@@ -19,6 +19,7 @@ from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
 from hypergrid.topology import Hosts, Topology
+from hypergrid.words import few
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,7 +86,7 @@ class HyperCommGrid:
         self.backend = backend
         self._views = {BASE: _View(layout, ())}
         self._pgs: dict[Key, ProcessGroup | None] = {}
-        self._asked: list[tuple[tuple[str, ...], str | None, dict[str, Any]]] = []
+        self._asked: dict[Key, tuple[list[str], str | None, dict[str, Any]]] = {}
         self._pool: GroupPool | None = None
 
     @classmethod
@@ -254,12 +255,12 @@ class HyperCommGrid:
         else:
             group = self._create(_label(key), layout, ordered, options)
         self._pgs[key] = group
-        self._asked.append((tuple(ordered), view, options))
+        self._asked[key] = (ordered, view, options)
         return group
 
     def renew(self, old: HyperCommGrid) -> None:
         """Create again what was asked of ``old`` by :meth:`create_pg`. *Collective* as that is."""
-        for dims, view, options in old._asked:
+        for dims, view, options in old._asked.values():
             self.create_pg(dims, view=view, **options)
 
     def _create(
@@ -510,7 +511,7 @@ def validate_grids(
             both = sorted(set(one.ranks) & set(other.ranks))
             if both and one.ranks != other.ranks:
                 raise ValueError(
-                    f"{other!r} and {one!r} overlap on ranks {_few(both)} only: grids that are "
+                    f"{other!r} and {one!r} overlap on ranks {few(both)} only: grids that are "
                     f"declared together have all ranks in common or none. Change an offset or a "
                     f"shape."
                 )
@@ -521,12 +522,8 @@ def validate_grids(
     ):
         if ranks:
             raise ValueError(
-                f"ranks {_few(ranks)} {fault}: {', '.join(map(repr, layouts)) or 'no grids'}."
+                f"ranks {few(ranks)} {fault}: {', '.join(map(repr, layouts)) or 'no grids'}."
             )
-
-
-def _few(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")
 
 
 def _rank(rank: int | None) -> int:

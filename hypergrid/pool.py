@@ -55,11 +55,16 @@ class GroupPool:
 
     @contextmanager
     def agreed(
-        self, ranks: Sequence[int], proposal: Mapping[str, Any], timeout: timedelta | None = None
+        self,
+        ranks: Sequence[int],
+        proposal: Mapping[str, Any],
+        timeout: timedelta | None = None,
+        life: int | None = None,
     ) -> Iterator[None]:
         """Make inside what the ranks agree on here: all of them or none. *Collective* over them.
 
-        For whoever makes groups at several times: each has an epoch of its own.
+        Arguments as for :func:`hypergrid.agreement.agree`. Whoever makes groups at several times
+        agrees each time: each has an epoch of its own.
 
         Raises
         ------
@@ -68,7 +73,7 @@ class GroupPool:
         CreationError
             A rank could not create its group; nothing is left on any.
         """
-        self.agreement = agree(ranks, proposal, self.policy, timeout)
+        self.agreement = agree(ranks, proposal, self.policy, timeout, life)
         before, owners = len(self.groups), dict(self._owners)
         try:
             with all_or_none(self.agreement.epoch, ranks, timeout or c10d.default_pg_timeout):

@@ -37,12 +37,18 @@ def in_words(error: BaseException) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
+def few(ranks: Sequence[int]) -> str:
+    """The first ten."""
+    return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")
+
+
 def some_of(which: Sequence[int], ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, which[:10])) + (", ..." if len(which) > 10 else "")
-    return f"{len(which)} of {len(ranks)} ranks ({shown})"
+    """How many of how many, and the first ten."""
+    return f"{len(which)} of {len(ranks)} ranks ({few(which)})"
 
 
 def span_of(ranks: Sequence[int]) -> str:
+    """Ascending ranks as runs: "0..3,8"."""
     if isinstance(ranks, range):
         return f"{ranks.start}..{ranks.stop - 1}"
     runs: list[list[int]] = []

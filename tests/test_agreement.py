@@ -94,14 +94,18 @@ def test_a_refusal_stands_until_all_have_heard_of_it():
     assert _round(store, 1, range(2)).arrive({"tp": 2}, Abilities(), Policy())
 
 
+def _meet(store, meeting):
+    rounds = [_round(store, rank) for rank in range(3)]
+    for each in rounds:
+        each.arrive({"tp": 2}, Abilities("slow"), Policy())
+    for each in rounds:
+        assert each.wait(timedelta(seconds=1))["epoch"] == f"0..2/{meeting}"
+
+
 def test_once_all_have_read_the_verdict_nothing_is_left_but_the_number_of_the_round():
     store = dist.HashStore()
     for meeting in range(3):
-        rounds = [_round(store, rank) for rank in range(3)]
-        for each in rounds:
-            each.arrive({"tp": 2}, Abilities("slow"), Policy())
-        for each in rounds:
-            assert each.wait(timedelta(seconds=1))["epoch"] == f"0..2/{meeting}"
+        _meet(store, meeting)
         assert store.num_keys() == 1
 
 
@@ -140,8 +144,4 @@ class _Plain(dist.Store):
 def test_a_store_that_cannot_delete_is_as_good():
     store = _Plain()
     for meeting in range(3):
-        rounds = [_round(store, rank) for rank in range(3)]
-        for each in rounds:
-            each.arrive({"tp": 2}, Abilities("slow"), Policy())
-        for each in rounds:
-            assert each.wait(timedelta(seconds=1))["epoch"] == f"0..2/{meeting}"
+        _meet(store, meeting)
