@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from hypergrid.layout import RankLayout
+from hypergrid.policy import Policy
 
 SCHEMA = 1
 
@@ -123,6 +126,29 @@ class GroupPlan:
             for members in whole
             for start in range(0, len(members), step)
         ]
+
+    def arrays(self, row: GroupRow) -> list[np.ndarray]:
+        """Every group of ``row``, ascending: arrays of shape (groups, size), one for each size."""
+        if row.explicit is not None:
+            return [np.array([ranks], dtype=int) for ranks in row.explicit]
+        whole = self.layouts[row.layout].groups(row.dims)
+        step = min(row.chunk or whole.shape[1], whole.shape[1])
+        full = whole.shape[1] // step * step
+        cut = [whole[:, :full].reshape(-1, step), whole[:, full:]]
+        ends: dict[str, Any] = {"all": slice(None), "first": slice(1), "ends": [0, -1]}
+        kept = [part[:, ends[row.pick]] if part.shape[1] > 1 else part for part in cut]
+        return [part for part in kept if part.size]
+
+    def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
+        """As :meth:`groups_of`, with the label whose communicator serves; None for one of its own.
+
+        The default group, which may serve too, is not known here.
+        """
+        owners: dict[tuple[Ranks, Kind | None], str] = {}
+        for row, ranks in self.groups_of(rank):
+            may = policy.may_share(row.kind, ranks)
+            owner = owners.setdefault((ranks, row.kind), row.label) if may else row.label
+            yield row, ranks, None if owner == row.label else owner
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
         """Each (row, ranks) that ``rank`` belongs to, in the order of creation."""

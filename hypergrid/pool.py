@@ -188,13 +188,16 @@ class GroupPool:
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
         """Whose communicator serves ``ranks``; None, and it is the label's own, if it is new."""
-        share = self.policy.share
-        if kind is None or share == "none" or (share == "singletons" and len(ranks) > 1):
+        if kind is None or not self.policy.may_share(kind, ranks):
             return None
         key = (tuple(ranks), kind)
         if key in self._owners:
             return self._owners[key]
-        if share == "all" and len(ranks) == dist.get_world_size() and kind == _default_kind():
+        if (
+            self.policy.share == "all"
+            and len(ranks) == dist.get_world_size()
+            and kind == _default_kind()
+        ):
             return DEFAULT
         self._owners[key] = label
         return None

@@ -1,0 +1,105 @@
+"""Where each rank stands, as a table per host for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from rich.text import Text
+
+from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.topology import Topology
+
+FOLD_ABOVE = 256  # ranks
+_FIRST = 4  # hosts that a folded table shows, and the last one
+# Told apart by people who see colours differently, on dark and on light.
+_STYLES = (
+    *("white on #0072b2", "black on #e69f00", "white on #007a5a", "black on #cc79a7"),
+    *("black on #56b4e9", "white on #b34700", "black on #f0e442", "white on #555555"),
+)
+
+
+def table(
+    topology: Topology, by: str, *, hosts: Sequence[int] | None = None, width: int = 80
+) -> Iterator[Text]:
+    """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
+
+    Parameters
+    ----------
+    topology : Topology
+        The layout and its hosts.
+    by : str
+        The dim, or dims joined by ``"-"``, whose groups share a colour.
+    hosts : sequence of int, optional
+        Which hosts, by number. By default all, or above 256 ranks the first and the last.
+    width : int
+        Columns of the terminal; a host with more ranks than fit goes on in further lines.
+    """
+    layout = topology.layout
+    group = _group_numbers(layout, by)
+    shown, left_out = _chosen(topology, hosts)
+    long = [dim for dim in layout.dims if layout.dim_size(dim) > 1]
+    label = max(map(len, (*topology.names, *long, f"{by} group"))) + 4
+    cell = max(len(str(layout.ranks[-1])), len(str(group.max()))) + 2
+    for i, host in enumerate(shown):
+        if left_out and i == len(shown) - 1:
+            yield Text(f"... {left_out} hosts between, --hosts shows them ...", style="dim")
+            yield Text()
+        ranks = _ranks_of(topology, host)
+        step = max(1, (width - label) // cell)
+        for start in range(0, len(ranks), step):
+            yield from _block(
+                layout, topology.names[host], ranks[start : start + step], group, by, label, cell
+            )
+        yield Text()
+
+
+def _block(
+    layout: RankLayout,
+    name: str,
+    ranks: list[int],
+    group: np.ndarray,
+    by: str,
+    label: int,
+    cell: int,
+) -> Iterator[Text]:
+    colours = [_STYLES[group[rank - layout.offset] % len(_STYLES)] for rank in ranks]
+    line = Text(name.ljust(label), style="bold")
+    for rank, colour in zip(ranks, colours, strict=True):
+        line.append(str(rank).rjust(cell - 1) + " ", style=colour)
+    yield line
+    places = [layout.coordinate(rank) for rank in ranks]
+    for dim in layout.dims:
+        if layout.dim_size(dim) > 1:
+            cells = "".join(str(place[dim]).rjust(cell - 1) + " " for place in places)
+            yield Text("  " + dim.ljust(label - 2) + cells.rstrip())
+    numbers = "".join(f"{group[rank - layout.offset]}".rjust(cell - 1) + " " for rank in ranks)
+    yield Text("  " + f"{by} group".ljust(label - 2) + numbers.rstrip(), style="bold")
+
+
+def _group_numbers(layout: RankLayout, by: str) -> np.ndarray:
+    """The number of each rank's group over ``by``, in Megatron's order of the groups."""
+    groups = layout.groups(by)
+    numbers = np.empty(layout.size, dtype=int)
+    numbers[groups - layout.offset] = np.arange(len(groups))[:, None]
+    return numbers
+
+
+def _chosen(topology: Topology, hosts: Sequence[int] | None) -> tuple[list[int], int]:
+    """The hosts to show, and how many are left out before the last of them."""
+    there = np.unique(topology.numbers[topology.layout.ranks.start :]).tolist()
+    if hosts is not None:
+        wrong = [host for host in hosts if host not in there]
+        if wrong:
+            raise LayoutError(
+                f"there is no host {wrong[0]}: they go from {there[0]} to {there[-1]}."
+            )
+        return list(hosts), 0
+    if topology.layout.size <= FOLD_ABOVE or len(there) <= _FIRST + 1:
+        return there, 0
+    return [*there[:_FIRST], there[-1]], len(there) - _FIRST - 1
+
+
+def _ranks_of(topology: Topology, host: int) -> list[int]:
+    ranks: list[int] = np.flatnonzero(topology.numbers == host).tolist()
+    return [rank for rank in ranks if rank in topology.layout]
