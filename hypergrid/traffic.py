@@ -86,7 +86,7 @@ def crossing(
 
 def flows_of(layouts: Layouts) -> list[Flow]:
     """The flows that there are: groups of several ranks, and of experts only where there are."""
-    with_experts = "expert" in layouts and _has_experts(layouts)
+    with_experts = has_experts(layouts)
     return [
         flow
         for flow in FLOWS
@@ -94,7 +94,10 @@ def flows_of(layouts: Layouts) -> list[Flow]:
     ]
 
 
-def _has_experts(layouts: Layouts) -> bool:
+def has_experts(layouts: Layouts) -> bool:
+    """Whether expert layers are laid out otherwise than dense ones."""
+    if "expert" not in layouts:
+        return False
     dense, expert = layouts["decoder"], layouts["expert"]
     return expert.dim_size("ep") > 1 or expert.dim_size("tp") != dense.dim_size("tp")
 

@@ -22,7 +22,7 @@ from hypergrid.compare import Difference, against_dump, difference
 from hypergrid.judge import Finding, findings
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.summary import Summary, communicators, long_dims, names, summaries
-from hypergrid.traffic import VOLUMES, Ranked, ranked
+from hypergrid.traffic import VOLUMES, Ranked, has_experts, ranked
 from hypergrid.words import few
 
 SCHEMA = 1  # of what --json prints
@@ -322,7 +322,7 @@ def _head(out: Console, subject: Subject) -> None:
         f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} of {subject.ranks_per_host}: "
         f"{_sizes(layouts['decoder'])}"
     )
-    if "expert" in layouts and _sizes(layouts["expert"]) != _sizes(layouts["decoder"]):
+    if has_experts(layouts):
         out.print(f"experts: {_sizes(layouts['expert'])}")
     for line in subject.assumed:
         out.print(f"assumed: {line}", style="dim")
