@@ -139,8 +139,8 @@ def from_line(text: str, **given: Any) -> Job:
     ----------
     text : str
         As it stands in a script: continued lines, comments, ``NAME=value``, ``$NAME``,
-        ``${NAME:-8}``, ``$((A * B))`` and ``ARGS=(...)`` are understood. Flags that do not bear
-        on the layout are passed over.
+        ``${NAME:-8}``, ``$((A * B))``, ``ARGS=(...)`` and ``#SBATCH`` are understood. Flags that
+        do not bear on the layout are passed over.
     **given
         Settings that win over the line's, by their flags with ``_`` for ``-``: ``tp=4``.
 
@@ -276,13 +276,24 @@ def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> N
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
+_SBATCH = re.compile(r"(?m)^#SBATCH\s+(--?[a-zA-Z-]+)[= ]\s*(\d+)")
+_SLURM = {  # what SLURM tells the script of what its head asked for
+    **dict.fromkeys(("-N", "--nodes"), ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    **dict.fromkeys(("-n", "--ntasks"), ("SLURM_NTASKS", "SLURM_NPROCS")),
+}
 _SUM = re.compile(r"\$\(\((.*?)\)\)")
 
 
 def _expanded(text: str) -> tuple[list[str], dict[str, str]]:
     """The words of a shell text, with the variables that it sets itself put in."""
     variables: dict[str, str] = {}
-    text = text.replace("\\\n", " ").replace("\\\r\n", " ")
+    text = text.replace("\r\n", "\n").replace("\\\n", " ")
+    for found in _SBATCH.finditer(text):
+        for name in _SLURM.get(found[1], ()):
+            variables[name] = found[2]
+    text = re.sub(r"(?m)^#SBATCH\b", "srun", text)
     text = re.sub(
         r"([A-Za-z_]\w*)\+?=\(", " ", text
     )  # ARGS=( ... ): its words stand for themselves

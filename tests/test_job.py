@@ -31,6 +31,14 @@ def test_a_script_is_understood_as_the_shell_would():
     }
 
 
+def test_the_head_of_a_slurm_script_says_where_the_ranks_are():
+    head = "#!/bin/bash\n#SBATCH -N 16\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n"
+    line = "srun torchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE x.py --tp 4"
+    job = from_line(head + line)
+    assert (job.world_size, job.ranks_per_host) == (64, 4)
+    assert from_line(head + "srun python x.py").world_size == 64
+
+
 @pytest.mark.parametrize(
     ("line", "world", "per_host"),
     [
