@@ -1,6 +1,7 @@
 """The drawing room: a plan over its hosts, for people to look at. No torch.
 
-``page.page`` is one self-contained HTML page (``page.html``, ``page.css``; ``plan.js`` is the
-arithmetic, ``page.js`` what is seen); ``picture.picture`` is a PNG or SVG for a paper, drawn by
-matplotlib; ``hosts.ranks_by_host`` is what both put on the table.
+``page.page`` is one self-contained HTML page, put together from ``page.html``, ``page.css`` and the
+scripts: ``plan.js`` (arithmetic), ``elements.js`` (data, state, building blocks), ``board.js`` (the
+grid), ``panel.js`` (the side panel), ``page.js`` (what one does). ``picture.picture`` is a PNG, SVG
+or PDF for a paper, drawn by matplotlib. Both draw what ``hosts.ranks_by_host`` gives.
 """

@@ -13,6 +13,9 @@ from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
 from hypergrid.topology import Hosts
 
+# One script in these parts: arithmetic, elements, the grid, the panel, what one does.
+SCRIPTS = ("plan.js", "elements.js", "board.js", "panel.js", "page.js")
+
 
 def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str:
     """The page's text, ASCII alone; it computes every group itself from the plan.
@@ -37,7 +40,7 @@ def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str
         "plan": json.loads(plan.to_json()),
         "hosts": [{"name": name, "runs": _runs(ranks)} for name, ranks in boxes.items()],
     }
-    style, script = _read("page.css"), _read("plan.js") + _read("page.js")
+    style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
     parts = {
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "

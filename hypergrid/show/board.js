@@ -1,0 +1,160 @@
+// The grid of ranks: its colours, what lights up in it, and the ring drawn over it.
+
+function build() {
+  const digits = String(span.offset + span.size - 1).length;
+  const grid = $("grid");
+  grid.dataset.density =
+    sequence.length <= 128 ? "roomy" : sequence.length <= 1024 ? "normal" : "dense";
+  const largest = Math.max(...hosts.map((host) => host.ranks.length));
+  const columns = largest <= 4 ? largest : largest <= 8 ? 4 : 8;
+  grid.style.setProperty("--digits", digits);
+  grid.style.setProperty("--columns", columns);
+  for (const host of hosts) {
+    const box = make("div", { className: "host", role: "rowgroup", aria: { label: host.name } });
+    box.append(make("div", { className: "name", title: host.name, aria: { hidden: true } }, host.name));
+    for (let start = 0; start < host.ranks.length; start += columns) {
+      const row = make("div", { className: "row", role: "row" });
+      for (const rank of host.ranks.slice(start, start + columns)) {
+        const properties = { className: "cell", role: "gridcell", tabIndex: -1, data: { rank } };
+        const cell = make("div", properties, `${rank}`);
+        cells.set(rank, cell);
+        row.append(cell);
+      }
+      box.append(row);
+    }
+    grid.append(box);
+  }
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("class", "ring");
+  svg.setAttribute("aria-hidden", "true");
+  for (const kind of ["halo", "inside", "halo crossing", "crossing"]) {
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("class", kind);
+    svg.append(path);
+  }
+  grid.append(svg);
+  new ResizeObserver(() => ((places = null), draw())).observe(grid);
+  rove(sequence[0]);
+}
+
+// Colours, numbers and labels of all cells: on another grid or another dim.
+function paint() {
+  const { layout, by } = state;
+  for (const [rank, cell] of cells) {
+    const number = by === null ? 0 : layout.number(rank, [by]);
+    cell.dataset.colour = by === null ? "none" : number % COLOURS;
+    cell.dataset.number = by === null ? "" : number;
+    const where = layout.wide.map((dim) => `${dim} ${layout.at(rank, layout.dims.indexOf(dim))}`);
+    cell.setAttribute("aria-label", [`rank ${rank}`, nameOf(rank), ...where].join(", "));
+  }
+  legend();
+}
+
+function describe() {
+  const { layout } = state;
+  const sizes = layout.wide.map((dim) => `${dim}=${layout.sizeOf([dim])}`).join(" ");
+  const start = span.offset ? ` from ${span.offset}` : "";
+  $("summary").replaceChildren(
+    `${many(span.size, "rank")}${start} on ${many(hosts.length, "host")}. `,
+    make("span", { className: "sizes" }, sizes ? `${sizes}, order ${layout.wide.join("-")}` : ""),
+  );
+}
+
+function legend() {
+  const { layout, by } = state;
+  const entry = (mark, text) => make("span", { className: "entry" }, mark, text);
+  const line = (kind) => make("i", { className: `line ${kind}` });
+  const parts = [];
+  if (by !== null) {
+    const count = layout.size / layout.sizeOf([by]);
+    const marks = Array.from({ length: Math.min(count, COLOURS) }, (_, i) =>
+      make("i", { className: "swatch", data: { colour: i } }, `${i}`),
+    );
+    const turns = count > COLOURS ? ", colours repeat" : "";
+    parts.push(entry(make("span", { className: "swatches" }, ...marks), `${many(count, "group")} of ${by}${turns}`));
+  }
+  parts.push(
+    entry(make("i", { className: "swatch member" }), "member"),
+    entry(line("inside"), "link inside a host"),
+    entry(line("crossing"), "link across hosts"),
+  );
+  $("legend").replaceChildren(...parts);
+}
+
+// One tab stop: the arrow keys carry it along.
+function rove(rank) {
+  if (state.stop !== undefined) cells.get(state.stop).tabIndex = -1;
+  cells.get(rank).tabIndex = 0;
+  state.stop = rank;
+}
+
+function placesNow() {
+  if (places === null) {
+    places = new Map();
+    for (const [rank, cell] of cells) {
+      places.set(rank, [
+        cell.offsetLeft + cell.offsetWidth / 2,
+        cell.offsetTop + cell.offsetHeight / 2,
+      ]);
+    }
+  }
+  return places;
+}
+
+const chosenRow = () => state.row ?? state.dimRow;
+
+function strongest() {
+  if (state.group) return state.group;
+  return state.rank === undefined ? null : (chosenRow()?.mine(state.rank)[0] ?? null);
+}
+
+function light() {
+  for (const cell of lit) {
+    cell.classList.remove("in", "near", "current", "pinned");
+    delete cell.dataset.via;
+  }
+  lit = [];
+  const mark = (rank, name) => {
+    const cell = cells.get(rank);
+    if (!cell) return null;
+    cell.classList.add(name);
+    lit.push(cell);
+    return cell;
+  };
+  const group = strongest();
+  if (state.rank !== undefined) {
+    mark(state.rank, state.pinned ? "pinned" : "current")?.classList.add("near");
+    if (!state.group) {
+      for (const dim of state.layout.wide) {
+        for (const member of state.layout.group(state.rank, [dim])) {
+          const cell = mark(member, "near");
+          if (cell && member !== state.rank) cell.dataset.via = dim;
+        }
+      }
+    }
+  }
+  for (const member of group?.members ?? []) mark(member, "in");
+  $("grid").classList.toggle("lit", lit.length > 0);
+  draw();
+}
+
+// The ring of the strongest group, each link bent to its left so that none hides another.
+function draw() {
+  const paths = { inside: "", crossing: "" };
+  const group = strongest();
+  if (group) {
+    const at = placesNow();
+    for (const [a, b] of ring(group.members)) {
+      if (!at.has(a) || !at.has(b)) continue;
+      const [[ax, ay], [bx, by]] = [at.get(a), at.get(b)];
+      const [dx, dy] = [bx - ax, by - ay];
+      const bend = Math.min(0.18, 48 / Math.hypot(dx, dy));
+      const [cx, cy] = [(ax + bx) / 2 + dy * bend, (ay + by) / 2 - dx * bend];
+      const kind = nameOf(a) === nameOf(b) ? "inside" : "crossing";
+      paths[kind] += `M${ax} ${ay}Q${cx.toFixed(1)} ${cy.toFixed(1)} ${bx} ${by}`;
+    }
+  }
+  for (const path of $("grid").querySelectorAll(".ring path")) {
+    path.setAttribute("d", paths[path.classList.contains("crossing") ? "crossing" : "inside"]);
+  }
+}
