@@ -11,7 +11,8 @@ function build() {
   grid.style.setProperty("--columns", columns);
   for (const host of hosts) {
     const box = make("div", { className: "host", role: "rowgroup", aria: { label: host.name } });
-    box.append(make("div", { className: "name", title: host.name, aria: { hidden: true } }, host.name));
+    const heading = { className: "name", title: host.name, aria: { hidden: true } };
+    box.append(make("div", heading, host.name));
     for (let start = 0; start < host.ranks.length; start += columns) {
       const row = make("div", { className: "row", role: "row" });
       for (const rank of host.ranks.slice(start, start + columns)) {
@@ -71,7 +72,8 @@ function legend() {
       make("i", { className: "swatch", data: { colour: i } }, `${i}`),
     );
     const turns = count > COLOURS ? ", colours repeat" : "";
-    parts.push(entry(make("span", { className: "swatches" }, ...marks), `${many(count, "group")} of ${by}${turns}`));
+    const swatches = make("span", { className: "swatches" }, ...marks);
+    parts.push(entry(swatches, `${many(count, "group")} of ${by}${turns}`));
   }
   parts.push(
     entry(make("i", { className: "swatch member" }), "member"),

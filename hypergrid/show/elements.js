@@ -36,7 +36,10 @@ function make(tag, properties = {}, ...children) {
 
 const button = (text, onclick, properties = {}) =>
   make("button", { type: "button", onclick, ...properties }, text);
-const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+const count = (number) => number.toLocaleString("en");
+const many = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+const crossed = (across, links) =>
+  `${across} of ${many(links, "link")} cross${across === 1 ? "es" : ""} hosts`;
 const nameOf = (rank) => hostOf.get(rank)?.name ?? "a host unknown";
 const touched = (members) => new Set(members.map(nameOf));
 const crossing = (members) => ring(members).filter(([a, b]) => nameOf(a) !== nameOf(b));
@@ -52,8 +55,9 @@ function listed(parent, entries, entry) {
     entries.slice(start, start + AT_ONCE).forEach((each) => parent.append(entry(each)));
     const left = entries.length - start - AT_ONCE;
     if (left > 0) {
-      const text = `Show ${Math.min(left, AT_ONCE)} more of ${entries.length.toLocaleString("en")}`;
-      const next = button(text, () => (next.remove(), more(start + AT_ONCE)), { className: "more" });
+      const text = `Show ${Math.min(left, AT_ONCE)} more of ${count(entries.length)}`;
+      const onclick = () => (next.remove(), more(start + AT_ONCE));
+      const next = button(text, onclick, { className: "more" });
       parent.append(next);
     }
   };
@@ -63,3 +67,16 @@ function listed(parent, entries, entry) {
 
 const shortly = (ranks) =>
   ranks.length > 8 ? `${ranks.slice(0, 4).join(", ")}, … ${ranks.at(-1)}` : ranks.join(", ");
+
+// The groups along one dim, as if the plan named them.
+function dimRow(layout, dim) {
+  const [name] = grids.find(([, each]) => each === layout);
+  const row = new Row(layouts, { label: dim, layout: name, dims: [dim] });
+  return Object.assign(row, { along: true });
+}
+
+function acrossHosts(row) {
+  let across = 0;
+  for (let number = 0; number < row.count; number++) across += touched(row.nth(number)).size > 1;
+  return across;
+}

@@ -18,7 +18,7 @@ SCRIPTS = ("plan.js", "elements.js", "board.js", "panel.js", "page.js")
 
 
 def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str:
-    """The page's text, ASCII alone; it computes every group itself from the plan.
+    """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
     Parameters
     ----------

@@ -7,7 +7,8 @@ function groupButton(found, tag, heading) {
   const detail = make("span", { className: "detail" }, tag);
   const place = count === 1 ? "1 host" : `${count} hosts`;
   detail.append(make("span", { className: count > 1 ? "badge crosses" : "badge" }, place));
-  const item = button("", () => choose(found), { className: "group", aria: { pressed: chosen } });
+  const properties = { className: "group", aria: { pressed: chosen } };
+  const item = button("", () => choose(found, item), properties);
   item.append(make("span", { className: "label" }, heading), detail);
   return make("li", {}, item);
 }
@@ -29,20 +30,28 @@ function panel() {
 function rankPanel() {
   const { rank, layout } = state;
   if (rank === undefined) {
-    return [make("p", { className: "hint" }, "Point at a rank, or move to it with the arrow keys, to see its groups. Click it, or press Enter, to keep it.")];
+    const hint =
+      "Point at a rank, or move to it with the arrow keys, to see its groups. " +
+      "Click it, or press Enter, to keep it.";
+    return [make("p", { className: "hint" }, hint)];
   }
-  const place = make("p", { className: "where" }, make("strong", {}, `Rank ${rank}`), ` on ${nameOf(rank)}`);
+  const place = make("p", { className: "where" }, make("strong", {}, `Rank ${rank}`));
+  place.append(` on ${nameOf(rank)}`);
   if (state.pinned) place.append(make("span", { className: "badge" }, "pinned"));
   const chips = layout.coordinate(rank).filter(([dim]) => layout.sizeOf([dim]) > 1);
   const coordinates = make("ul", { className: "chips", aria: { label: "Coordinates" } });
-  for (const [dim, at] of chips) coordinates.append(make("li", {}, `${dim} `, make("b", {}, `${at}`)));
+  for (const [dim, at] of chips) {
+    coordinates.append(make("li", {}, `${dim} `, make("b", {}, `${at}`)));
+  }
   const alongs = layout.wide.map((dim) => dimRow(layout, dim)).flatMap((row) => row.mine(rank));
   const named = rows.flatMap((row) => row.mine(rank));
   const list = (groups) => {
     const parent = make("ul", { className: "groups" });
-    return listed(parent, groups, (found) =>
-      groupButton(found, `${found.row.along ? shortly(found.members) : found.row.words} · ${many(found.members.length, "rank")}`, found.row.label),
-    );
+    return listed(parent, groups, (found) => {
+      const { row, members } = found;
+      const which = row.along ? shortly(members) : row.words;
+      return groupButton(found, `${which} · ${many(members.length, "rank")}`, row.label);
+    });
   };
   return [
     place,
@@ -70,20 +79,26 @@ function namesPanel() {
       inner.hidden = !open;
       if (open && !inner.children.length) {
         listed(inner, groups, (number) =>
-          groupButton({ row, number, members: row.nth(number) }, many(row.nth(number).length, "rank"), shortly(row.nth(number))),
+          oneOf(row, number),
         );
       }
       state.row = open ? row : undefined;
       state.group = null;
       update();
     }, { className: "group", aria: { expanded: false } });
-    const detail = make("span", { className: "detail" }, `${row.words} · ${many(row.count, "group")}`);
+    const detail = make("span", { className: "detail" });
+    detail.append(`${row.words} · ${many(row.count, "group")}`);
     const badge = across ? `${across.toLocaleString("en")} across hosts` : "inside hosts";
     detail.append(make("span", { className: across ? "badge crosses" : "badge" }, badge));
     item.append(make("span", { className: "label" }, row.label), detail);
     list.append(make("li", {}, item, inner));
   }
   return rows.length ? [list] : [make("p", { className: "hint" }, "The plan names no group.")];
+}
+
+function oneOf(row, number) {
+  const members = row.nth(number);
+  return groupButton({ row, number, members }, many(members.length, "rank"), shortly(members));
 }
 
 const chip = (rank) => button(`${rank}`, () => goTo(rank), { className: "chip" });
@@ -95,18 +110,23 @@ function chosenGroup() {
   state.shownGroup = state.group;
   const { row, number, members } = state.group;
   const [links, across, on] = [ring(members), crossing(members), touched(members)];
-  const byHost = Map.groupBy
-    ? Map.groupBy(members, nameOf)
-    : new Map([...on].map((name) => [name, members.filter((member) => nameOf(member) === name)]));
+  const close = button("×", clear, { className: "close", aria: { label: "Close the group" } });
+  const which = `${row.words} · group ${number} of ${count(row.count)}`;
+  const where = `${many(members.length, "rank")} on ${many(on.size, "host")}`;
+  const byHost = listed(make("ul", { className: "members" }), [...on], (name) => {
+    const here = members.filter((member) => nameOf(member) === name);
+    const ranks = listed(make("span", { className: "ranks" }), here, chip);
+    return make("li", {}, make("span", { className: "host-name", title: name }, name), ranks);
+  });
+  const crossings = listed(make("ul", { className: "links" }), across, ([a, b]) => {
+    const names = make("span", { className: "detail" }, `${nameOf(a)} → ${nameOf(b)}`);
+    return make("li", {}, chip(a), "→", chip(b), names);
+  });
   section.replaceChildren(
-    make("div", { className: "top" }, make("h2", {}, row.label), button("×", clear, { className: "close", aria: { label: "Close the group" } })),
-    make("p", { className: "detail" }, `${row.words} · group ${number} of ${row.count.toLocaleString("en")} · ${many(members.length, "rank")} on ${many(on.size, "host")}`),
-    listed(make("ul", { className: "members" }), [...byHost], ([name, ranks]) =>
-      make("li", {}, make("span", { className: "host-name", title: name }, name), listed(make("span", { className: "ranks" }), ranks, chip)),
-    ),
-    make("h3", {}, links.length ? `${across.length} of ${many(links.length, "link")} cross${across.length === 1 ? "es" : ""} hosts` : "No links"),
-    listed(make("ul", { className: "links" }), across, ([a, b]) =>
-      make("li", {}, chip(a), "→", chip(b), make("span", { className: "detail" }, `${nameOf(a)} → ${nameOf(b)}`)),
-    ),
+    make("div", { className: "top" }, make("h2", {}, row.label), close),
+    make("p", { className: "detail" }, `${which} · ${where}`),
+    byHost,
+    make("h3", {}, links.length ? crossed(across.length, links.length) : "No links"),
+    crossings,
   );
 }

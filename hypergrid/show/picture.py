@@ -235,7 +235,6 @@ class _Panel:
 
     def draw(self, axes: Axes, left: float, top: float) -> None:
         from matplotlib.patches import FancyBboxPatch
-        from matplotlib.patheffects import withStroke
 
         _text(axes, left, top, f"{self.dim} = {len(self.members)}", 10, weight="bold")
         _text(axes, left, top + 0.2, self.reach, 8, color=MUTED)
@@ -266,7 +265,8 @@ class _Panel:
             across, down = self._centre(rank)
             style: dict[str, Any] = {"weight": "bold" if member else "normal", "zorder": 5}
             style |= {"ha": "center", "va": "center_baseline"}
-            style |= {"path_effects": [withStroke(linewidth=2, foreground=hue)]}
+            # A line that passes behind a number leaves it legible.
+            style |= {"bbox": {"boxstyle": "round,pad=0.08", "facecolor": hue, "linewidth": 0}}
             _text(axes, left + across, top + down, str(rank), size, **style)
         for a, b, kind in self.links:
             _curve(axes, [(left + x, top + y) for x, y in map(self._centre, (a, b))], KINDS[kind])

@@ -115,7 +115,8 @@ class Row {
     const part = this.chunk ? Math.floor(whole.indexOf(rank) / this.chunk) : 0;
     const members = this.cut(whole, part);
     if (!members.includes(rank)) return [];
-    return [{ row: this, number: this.layout.number(rank, this.dims) * this.parts + part, members }];
+    const number = this.layout.number(rank, this.dims) * this.parts + part;
+    return [{ row: this, number, members }];
   }
 
   get words() {
