@@ -3,8 +3,9 @@
 function build() {
   const digits = String(span.offset + span.size - 1).length;
   const grid = $("grid");
-  grid.dataset.density =
-    sequence.length <= 128 ? "roomy" : sequence.length <= 1024 ? "normal" : "dense";
+  const size = sequence.length;
+  const density = size <= 128 ? "roomy" : size <= 1024 ? "normal" : "dense";
+  grid.dataset.density = density;
   const largest = Math.max(...hosts.map((host) => host.ranks.length));
   const columns = largest <= 4 ? largest : largest <= 8 ? 4 : 8;
   grid.style.setProperty("--digits", digits);
@@ -17,7 +18,9 @@ function build() {
       const row = make("div", { className: "row", role: "row" });
       for (const rank of host.ranks.slice(start, start + columns)) {
         const properties = { className: "cell", role: "gridcell", tabIndex: -1, data: { rank } };
-        const cell = make("div", properties, `${rank}`);
+        // A number of its own above the ring is too dear for thousands.
+        const number = density === "dense" ? `${rank}` : make("span", {}, `${rank}`);
+        const cell = make("div", properties, number);
         cells.set(rank, cell);
         row.append(cell);
       }
@@ -110,43 +113,49 @@ function strongest() {
   return state.rank === undefined ? null : (chosenRow()?.mine(state.rank)[0] ?? null);
 }
 
+function marked(rank, name) {
+  const cell = cells.get(rank);
+  cell?.classList.add(name);
+  return cell;
+}
+
 function light() {
-  for (const cell of lit) {
-    cell.classList.remove("in", "near", "current", "pinned");
+  for (const rank of near) {
+    const cell = marked(rank, "near");
+    cell.classList.remove("near", "current", "pinned");
+    cell.removeAttribute("aria-selected");
     delete cell.dataset.via;
   }
-  lit = [];
-  const mark = (rank, name) => {
-    const cell = cells.get(rank);
-    if (!cell) return null;
-    cell.classList.add(name);
-    lit.push(cell);
-    return cell;
-  };
-  const group = strongest();
-  if (state.rank !== undefined) {
-    mark(state.rank, state.pinned ? "pinned" : "current")?.classList.add("near");
-    if (!state.group) {
-      for (const dim of state.layout.wide) {
-        for (const member of state.layout.group(state.rank, [dim])) {
-          const cell = mark(member, "near");
-          if (cell && member !== state.rank) cell.dataset.via = dim;
-        }
+  near = new Set();
+  const { rank, layout, pinned } = state;
+  if (rank !== undefined) {
+    near.add(rank);
+    const cell = marked(rank, pinned ? "pinned" : "current");
+    if (pinned) cell.setAttribute("aria-selected", true);
+    for (const dim of state.group ? [] : layout.wide) {
+      for (const member of layout.group(rank, [dim])) {
+        near.add(member);
+        if (member !== rank) cells.get(member).dataset.via = dim;
       }
     }
   }
-  for (const member of group?.members ?? []) mark(member, "in");
-  $("grid").classList.toggle("lit", lit.length > 0);
-  draw();
+  for (const each of near) marked(each, "near");
+  const group = strongest();
+  if (group !== outlined) {
+    for (const member of outlined?.members ?? []) cells.get(member)?.classList.remove("in");
+    outlined = group;
+    for (const member of outlined?.members ?? []) marked(member, "in");
+    draw();
+  }
+  $("grid").classList.toggle("lit", near.size > 0 || outlined !== null);
 }
 
 // The ring of the strongest group, each link bent to its left so that none hides another.
 function draw() {
   const paths = { inside: "", crossing: "" };
-  const group = strongest();
-  if (group) {
+  if (outlined) {
     const at = placesNow();
-    for (const [a, b] of ring(group.members)) {
+    for (const [a, b] of ring(outlined.members)) {
       if (!at.has(a) || !at.has(b)) continue;
       const [[ax, ay], [bx, by]] = [at.get(a), at.get(b)];
       const [dx, dy] = [bx - ax, by - ay];

@@ -22,7 +22,8 @@ const grids = [...layouts].filter(
 const cells = new Map(); // rank -> element
 const state = { tab: "rank", pinned: false };
 let places = null; // rank -> centre of its cell, until the page is laid out anew
-let lit = [];
+let near = new Set(); // ranks that share a dim's group with the one looked at
+let outlined = null; // the group whose members are marked and whose ring is drawn
 
 function make(tag, properties = {}, ...children) {
   const { role, data: dataset = {}, aria = {}, ...rest } = properties;

@@ -214,6 +214,7 @@ wire();
 const names = grids.map(([name]) => ({ value: name, text: name }));
 choices($("layouts"), "layout", names, names[0].value, setLayout);
 setLayout(names[0].value);
+setTimeout(placesNow); // after the first paint, so that the first group lights up at once
 
 // For whoever asks from the console; the tests do.
 window.hypergrid = {
