@@ -67,7 +67,7 @@ function listed(parent, entries, entry) {
 }
 
 const shortly = (ranks) =>
-  ranks.length > 8 ? `${ranks.slice(0, 4).join(", ")}, … ${ranks.at(-1)}` : ranks.join(", ");
+  ranks.length > 6 ? `${ranks.slice(0, 4).join(", ")}, … ${ranks.at(-1)}` : ranks.join(", ");
 
 // The groups along one dim, as if the plan named them.
 function dimRow(layout, dim) {
