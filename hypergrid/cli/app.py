@@ -116,7 +116,7 @@ def show(
     if html is not None:
         from hypergrid.show.page import page
 
-        html.write_text(page(subject.plan, subject.ranks_per_host), encoding="utf-8")
+        html.write_text(page(subject.plan, subject.ranks_per_host), "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(f"wrote {', '.join(written)}")
@@ -127,7 +127,8 @@ def show(
     chosen = by or ("tp" if "tp" in long else long[0])
     out = console()
     # All of it first: what is refused is refused before anything is printed.
-    lines = list(table(subject.hosts(layout), chosen, hosts=_numbers(hosts), width=out.width))
+    only = _numbers(hosts)
+    lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=out.width))
     _head(out, subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)

@@ -8,7 +8,8 @@ import numpy as np
 from rich.text import Text
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.topology import Topology
+from hypergrid.show.hosts import ranks_by_host
+from hypergrid.topology import Hosts
 
 FOLD_ABOVE = 256  # ranks
 _FIRST = 4  # hosts that a folded table shows, and the last one
@@ -20,37 +21,40 @@ _STYLES = (
 
 
 def table(
-    topology: Topology, by: str, *, hosts: Sequence[int] | None = None, width: int = 80
+    layout: RankLayout,
+    hosts: Hosts,
+    by: str,
+    *,
+    only: Sequence[int] | None = None,
+    width: int = 80,
 ) -> Iterator[Text]:
     """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
 
     Parameters
     ----------
-    topology : Topology
-        The layout and its hosts.
+    layout : RankLayout
+        Which ranks.
+    hosts : int, sequence of int, mapping of str to int, or sequence of str
+        As :class:`hypergrid.Topology`.
     by : str
         The dim, or dims joined by ``"-"``, whose groups share a colour.
-    hosts : sequence of int, optional
+    only : sequence of int, optional
         Which hosts, by number. By default all, or above 256 ranks the first and the last.
     width : int
         Columns of the terminal; a host with more ranks than fit goes on in further lines.
     """
-    layout = topology.layout
     group = _group_numbers(layout, by)
-    shown, left_out = _chosen(topology, hosts)
+    shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
     long = [dim for dim in layout.dims if layout.dim_size(dim) > 1]
-    label = max(map(len, (*topology.names, *long, f"{by} group"))) + 4
+    label = max(map(len, (*shown, *long, f"{by} group"))) + 4
     cell = max(len(str(layout.ranks[-1])), len(str(group.max()))) + 2
-    for i, host in enumerate(shown):
+    step = max(1, (width - label) // cell)
+    for i, (name, ranks) in enumerate(shown.items()):
         if left_out and i == len(shown) - 1:
             yield Text(f"... {left_out} hosts between, --hosts shows them ...", style="dim")
             yield Text()
-        ranks = _ranks_of(topology, host)
-        step = max(1, (width - label) // cell)
         for start in range(0, len(ranks), step):
-            yield from _block(
-                layout, topology.names[host], ranks[start : start + step], group, by, label, cell
-            )
+            yield from _block(layout, name, ranks[start : start + step], group, by, label, cell)
         yield Text()
 
 
@@ -85,21 +89,16 @@ def _group_numbers(layout: RankLayout, by: str) -> np.ndarray:
     return numbers
 
 
-def _chosen(topology: Topology, hosts: Sequence[int] | None) -> tuple[list[int], int]:
-    """The hosts to show, and how many are left out before the last of them."""
-    there = np.unique(topology.numbers[topology.layout.ranks.start :]).tolist()
-    if hosts is not None:
-        wrong = [host for host in hosts if host not in there]
+def _chosen(
+    boxes: dict[str, list[int]], only: Sequence[int] | None, ranks: int
+) -> tuple[dict[str, list[int]], int]:
+    """The hosts to show with their ranks, and how many are left out before the last of them."""
+    names = list(boxes)
+    if only is not None:
+        wrong = [number for number in only if number not in range(len(names))]
         if wrong:
-            raise LayoutError(
-                f"there is no host {wrong[0]}: they go from {there[0]} to {there[-1]}."
-            )
-        return list(hosts), 0
-    if topology.layout.size <= FOLD_ABOVE or len(there) <= _FIRST + 1:
-        return there, 0
-    return [*there[:_FIRST], there[-1]], len(there) - _FIRST - 1
-
-
-def _ranks_of(topology: Topology, host: int) -> list[int]:
-    ranks: list[int] = np.flatnonzero(topology.numbers == host).tolist()
-    return [rank for rank in ranks if rank in topology.layout]
+            raise LayoutError(f"there is no host {wrong[0]}: they go from 0 to {len(names) - 1}.")
+        return {names[number]: boxes[names[number]] for number in only}, 0
+    if ranks <= FOLD_ABOVE or len(names) <= _FIRST + 1:
+        return boxes, 0
+    return {name: boxes[name] for name in (*names[:_FIRST], names[-1])}, len(names) - _FIRST - 1
