@@ -78,9 +78,13 @@ class Named:
     def cp_size(self) -> int:
         return self.layout.dim_size(self.dims("cp"))
 
-    def cp(self) -> tuple[ProcessGroup | None, list[int]]:
-        dims, rank = self.dims("cp"), dist.get_rank()
-        return (self.group(dims), self.layout.group(rank, dims)) if dims else (None, [rank])
+    @property
+    def cp_ranks(self) -> list[int]:
+        return self.layout.group(dist.get_rank(), self.dims("cp"))
+
+    def cp(self) -> ProcessGroup | None:
+        dims = self.dims("cp")
+        return self.group(dims) if dims else None
 
     def hierarchy(self, a2a_size: int | None) -> list[ProcessGroup]:
         view, dims = self.split(a2a_size)
@@ -104,7 +108,7 @@ class Named:
         """The view and the two dims, a2a first, that cp consists of."""
         dims, layout, size = self.dims("cp"), self.layout, self.cp_size
         if len(dims) == 2:
-            dims.sort(key=layout.stride)
+            dims.sort(key=layout.dims.index)
             _check_a2a(a2a_size, layout.dim_size(dims[0]), f"the dim {dims[0]!r}")
             return BASE, dims
         if a2a_size is None or a2a_size < 1 or size % a2a_size:
@@ -151,9 +155,12 @@ class OfState:
     def cp_size(self) -> int:
         return self._state.get_context_parallel_world_size()
 
-    def cp(self) -> tuple[ProcessGroup, list[int]]:
-        ranks = self._state.get_context_parallel_global_ranks()
-        return self._state.get_context_parallel_group(), ranks
+    @property
+    def cp_ranks(self) -> list[int]:
+        return self._state.get_context_parallel_global_ranks()
+
+    def cp(self) -> ProcessGroup:
+        return self._state.get_context_parallel_group()
 
     def hierarchy(self, a2a_size: int | None) -> list[ProcessGroup]:
         groups = usable(self._state.get_hierarchical_context_parallel_groups())

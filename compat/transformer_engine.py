@@ -99,11 +99,10 @@ def cp_args(
     if a2a_size is not None and comm_type != "a2a+p2p":
         raise ValueError(f"a2a_size={shown(a2a_size)} belongs to 'a2a+p2p', not {comm_type!r}.")
     groups = groups_of(where)
-    whole, ranks = groups.cp()
-    if whole is None:
-        raise ValueError(f"there is no context parallelism: no dim of {groups.layout} is cp.")
-    group = groups.hierarchy(a2a_size) if comm_type == "a2a+p2p" else whole
-    return ContextParallel(usable(group), list(ranks), cp_stream or _stream(), comm_type)
+    group = usable(groups.hierarchy(a2a_size) if comm_type == "a2a+p2p" else groups.cp())
+    if group is None:
+        raise ValueError(f"there is no context parallelism: {groups.layout} has no dim of cp.")
+    return ContextParallel(group, list(groups.cp_ranks), cp_stream or _stream(), comm_type)
 
 
 def amax_group(where: Where, tp_only: bool = False) -> ProcessGroup:
