@@ -168,7 +168,8 @@ def test_the_probe_survives_a_broken_installation(tmp_path, kind):
 
 PROBE = """
 import sys
-print(te_process.probe())
+from compat.te_process import probe
+print(probe())
 print([name for name in sys.modules if name.startswith('transformer_engine')])
 """
 
@@ -206,19 +207,35 @@ def test_the_launcher_says_so_once_and_what_it_says_helps(tmp_path, flags):
 
 
 @fetched
-def test_nothing_is_said_of_a_whole_installation_or_of_none(tmp_path):
-    quiet = f"import sys, compat; compat.install(); print('torch' in sys.modules, {EMPTY})"
-    for path in ([], [te_on_cpu.SOURCE, tmp_path]):
-        if path:
-            info = tmp_path / "transformer_engine_cu13-2.20.2.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text("Name: transformer-engine-cu13\nVersion: 2.20.2\n")
-        done = run("-c", quiet, path=path)
-        assert (done.stdout, done.stderr) == ("False False\n", "")
-    assert run("-c", quiet, path=[te_on_cpu.SOURCE]).stdout == "False True\n"
+@pytest.mark.parametrize(
+    ("name", "wheel", "empty"),
+    [
+        ("transformer_engine_cu13", "true", False),  # the libraries, beside the Python files
+        ("transformer_engine", "false", False),  # built from source
+        ("transformer_engine", "true", True),
+    ],
+)
+def test_nothing_is_said_of_a_whole_installation(tmp_path, name, wheel, empty):
+    info = tmp_path / f"{name}-2.20.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: 2.20.2\n")
+    (info / "WHEEL").write_text(f"Wheel-Version: 1.0\nRoot-Is-Purelib: {wheel}\n")
+    done = run("-c", QUIET, path=[tmp_path, te_on_cpu.SOURCE])
+    assert done.stdout == f"False {empty}\n"
+    assert (SAYS in done.stderr) == empty and bool(done.stderr) == empty
 
 
-EMPTY = "__import__('compat.te_process').te_process.empty_meta_package()"
+def test_nothing_is_said_without_transformer_engine():
+    done = run("-c", QUIET)
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
+QUIET = """
+import sys, compat
+compat.install()
+from compat.te_process import empty_meta_package
+print('torch' in sys.modules, empty_meta_package())
+"""
 
 
 # On a GPU.
