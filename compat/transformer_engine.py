@@ -8,6 +8,7 @@ nothing here imports Transformer Engine but :func:`probe`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -157,15 +158,20 @@ def apply(
     module: torch.nn.Module,
     where: Where,
     *,
-    expert: bool = False,
+    experts: Iterable[torch.nn.Module] = (),
     comm_type: str = "p2p",
     a2a_size: int | None = None,
     cp_stream: Any = None,
 ) -> None:
     """Give a model its groups: both setters, on each of its modules that has them.
 
-    ``set_context_parallel_group`` is left alone where cp has one rank. Call it again with
-    ``expert=True`` for the expert layers of the model, after the model as a whole.
+    Parameters
+    ----------
+    experts : iterable of Module
+        Modules of the model that are expert layers, with all they contain: their tensor
+        parallelism is that of the experts.
+    comm_type, a2a_size, cp_stream
+        As for :func:`cp_args`; ``set_context_parallel_group`` is left alone where cp is one rank.
 
     Raises
     ------
@@ -173,23 +179,29 @@ def apply(
         No module has a setter, as those of ``te.ops``; or one was built for another ``tp_size``.
     """
     forget_sizes()  # one that was asked before torch.distributed was initialised is wrong
-    tp = tp_kwargs(where, expert=expert)
-    modules = list(module.named_modules())
-    takers = [(name, m) for name, m in modules if hasattr(m, "set_tensor_parallel_group")]
-    attention = [m for _, m in modules if hasattr(m, "set_context_parallel_group")]
-    if not takers and not attention:
+    named = list(module.named_modules())
+    of_experts = {part for expert in experts for part in expert.modules()}
+    attention = [m for _, m in named if hasattr(m, "set_context_parallel_group")]
+    given = []
+    # Experts last: a layer's own setter goes down into the experts that it contains.
+    for expert in (False, True) if of_experts else (False,):
+        tp = tp_kwargs(where, expert=expert)
+        for name, m in named:
+            if (m in of_experts) == expert and hasattr(m, "set_tensor_parallel_group"):
+                _check_size(name, m, tp["tp_size"])
+                given.append((m, tp["tp_group"]))
+    if not given and not attention:
         raise ValueError(
             f"no module of {type(module).__name__} takes a group after it was built. Modules of "
             f"te.ops take theirs when they are built: ops_kwargs()."
         )
-    for name, taker in takers:
-        _check_size(name, taker, tp["tp_size"])
-    for _, taker in takers:
-        taker.set_tensor_parallel_group(tp["tp_group"])
-    if attention and groups_of(where).cp_size > 1:
-        context = cp_args(where, comm_type, a2a_size, cp_stream=cp_stream)
-        for each in attention:
-            each.set_context_parallel_group(*context)
+    several = attention and groups_of(where).cp_size > 1
+    context = cp_args(where, comm_type, a2a_size, cp_stream=cp_stream) if several else None
+    for m, group in given:
+        m.set_tensor_parallel_group(group)
+    if context is not None:
+        for m in attention:
+            m.set_context_parallel_group(*context)
 
 
 def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) -> None:

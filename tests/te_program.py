@@ -73,6 +73,31 @@ def applied(rank):
     return outcome
 
 
+def experts(rank):
+    """Whether the layer's modules have tp, and its experts theirs, which is another one."""
+    state = ParallelState.create(
+        tensor_model_parallel_size=2, expert_model_parallel_size=8, expert_tensor_parallel_size=1
+    )
+    layer = a_layer(tp_size=2)
+    kwargs = {"device": "cpu", "parallel_mode": "column", "bias": False}
+    layer.experts = torch.nn.ModuleList(
+        [pytorch.GroupedLinear(2, 64, 64, tp_size=1, **kwargs), pytorch.DotProductAttention(8, 8)]
+    )
+    try:
+        te.apply(layer, state)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    untouched = layer.layernorm_mlp.tp_group is None
+    te.apply(layer, state, experts=[layer.experts])
+    return [
+        refused,
+        untouched,
+        layer.layernorm_mlp.tp_group is state.get_tensor_model_parallel_group(),
+        layer.experts[0].tp_group is state.get_expert_tensor_parallel_group(),
+    ]
+
+
 def built(rank):
     """The sizes of modules that are given their group as they are built."""
     grid, _ = grid_and_state()

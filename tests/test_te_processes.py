@@ -83,7 +83,7 @@ def test_real_groups_of_a_grid_and_of_a_state_reach_the_ranks_of_the_arithmetic(
 def real_classes():
     if not te_on_cpu.SOURCE.is_dir():
         pytest.skip(NOT_FETCHED)
-    names = ["applied", "built", "amax", "destroyed", "too_early", "userbuffers"]
+    names = ["applied", "experts", "built", "amax", "destroyed", "too_early", "userbuffers"]
     done = run(str(ROOT / "tests" / "te_program.py"), *names)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
@@ -93,6 +93,12 @@ def test_apply_gives_every_module_of_a_real_layer_its_groups(real_classes):
     for outcome in real_classes["applied"]:
         assert len(outcome) == 2 * len(te.COMM_TYPES)
         assert all(map(all, outcome)), outcome
+
+
+def test_apply_gives_experts_a_tensor_parallelism_of_their_own(real_classes):
+    for refused, *truths in real_classes["experts"]:
+        assert "experts.0 was built for tp_size=1, and tp has 2 ranks" in refused
+        assert truths == [True, True, True]  # a refusal gives nobody a group
 
 
 def test_modules_built_with_our_keywords_have_their_part_of_the_weights(real_classes):
