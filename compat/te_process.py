@@ -68,16 +68,22 @@ def empty_meta_package() -> bool:
 def warn_of_an_empty_package(stacklevel: int = 2) -> None:
     """Say what to do before ``import megatron.core`` fails over such an installation."""
     if "transformer_engine" not in sys.modules and empty_meta_package():
-        version = _version("transformer-engine")
         warnings.warn(
-            f"transformer-engine {version} is installed without its libraries, as `pip install "
-            f"transformer-engine` leaves it: `import megatron.core` will raise RuntimeError. "
-            f"Either uninstall it (pip uninstall transformer-engine), or install all of it (pip "
-            f"install --no-build-isolation 'transformer-engine[pytorch]=={version}', on a machine "
-            f"with CUDA), or put sys.modules['transformer_engine'] = None before megatron is "
-            f"imported.",
+            f"transformer-engine {_version('transformer-engine')} is installed without its "
+            f"libraries, as `pip install transformer-engine` leaves it: `import megatron.core` "
+            f"will raise RuntimeError. {remedy()}",
             stacklevel=stacklevel + 1,
         )
+
+
+def remedy() -> str:
+    """What to do about an empty installation."""
+    return (
+        f"Either uninstall it (pip uninstall transformer-engine), or install all of it (pip "
+        f"install --no-build-isolation 'transformer-engine[pytorch]=="
+        f"{_version('transformer-engine')}', on a machine with CUDA), or put "
+        f"sys.modules['transformer_engine'] = None before megatron is imported."
+    )
 
 
 def release(groups: Sequence[Any]) -> None:

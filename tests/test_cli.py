@@ -179,10 +179,10 @@ def a_path_with(tmp_path, monkeypatch):
 
 def test_the_doctor_names_an_empty_transformer_engine_and_the_remedy(a_path_with):
     a_path_with(
-        "transformer_engine", "raise RuntimeError('Found empty transformer-engine meta package')"
+        "transformer_engine", "raise RuntimeError('Found empty `transformer-engine` meta package')"
     )
     state, remedy = machine._trial()
-    assert "empty transformer-engine meta package" in state
+    assert "empty `transformer-engine` meta package" in state
     assert "pip uninstall transformer-engine" in remedy
 
 

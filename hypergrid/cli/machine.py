@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 
+from compat import te_process
 from compat.job import Job, JobError
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
-_EMPTY_TE = "empty transformer-engine meta package"
+_REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
+_EMPTY_TE = "Found empty `transformer-engine` meta package"
 
 # Imports megatron as the swap does, in a process of its own: it may raise, or print, or hang.
 _TRIAL = """
@@ -153,29 +155,20 @@ def _trial() -> tuple[str, str]:
     if done.returncode == 0 and not last:
         return "works: megatron.core.parallel_state is ours after compat.install()", ""
     if _EMPTY_TE in done.stderr:
-        return f"importing megatron fails: {last}", _EMPTY_TE_REMEDY
+        return f"importing megatron fails: {last}", te_process.remedy()
     return f"fails: {last}", "Mend that import first; `python -c 'import megatron.core'` shows it."
-
-
-_EMPTY_TE_REMEDY = (
-    "transformer-engine is installed without its libraries, which makes `import megatron.core` "
-    "raise. pip uninstall transformer-engine, or on a machine with CUDA pip install "
-    "'transformer-engine[pytorch]'."
-)
 
 
 def _transformer_engine() -> Iterator[tuple[str, str, str]]:
     state = _installed("transformer-engine")
     if state is None:
         yield "transformer-engine", "not installed; Megatron runs without it", ""
-        return
-    libraries = [
-        name
-        for name in ("transformer-engine-cu12", "transformer-engine-cu13")
-        if _installed(name) is not None
-    ]
-    empty = not libraries or _installed("transformer-engine-torch") is None
-    yield "transformer-engine", state, _EMPTY_TE_REMEDY if empty else ""
+    elif te_process.empty_meta_package():
+        yield "transformer-engine", f"{state}, without its libraries", te_process.remedy()
+    else:
+        found = te_process.probe()
+        said = "can be imported" if found.importable else f"cannot be imported: {found.why}"
+        yield "transformer-engine", f"{state}, {said}", "" if found.importable else _REBUILD_TE
 
 
 def _distribution(name: str) -> tuple[str, str, str]:
