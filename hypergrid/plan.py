@@ -37,6 +37,8 @@ class GroupRow:
         A group holds the ranks that differ on these dims only.
     chunk : int, optional
         Cut each such group into runs of this many members, in order; the last may be shorter.
+    stride : int, optional
+        Cut each such group into this many parts, each with every ``stride``-th member.
     pick : {"all", "ends", "first"}
         Keep all members, the first and the last, or the first alone.
     explicit : tuple of tuples of ranks, optional
@@ -56,6 +58,7 @@ class GroupRow:
     layout: str
     dims: tuple[str, ...]
     chunk: int | None = None
+    stride: int | None = None
     pick: Literal["all", "ends", "first"] = "all"
     explicit: tuple[Ranks, ...] | None = None
     backend: str | None = None
@@ -75,11 +78,19 @@ class GroupRow:
         if self.chunk is not None:
             start = members.index(rank) // self.chunk * self.chunk
             members = members[start : start + self.chunk]
+        if self.stride is not None:
+            members = members[members.index(rank) % self.stride :: self.stride]
         if self.pick == "first":
             members = members[:1]
         elif self.pick == "ends":
             members = members[:1] if len(members) == 1 else [members[0], members[-1]]
         return tuple(members) if rank in members else ()
+
+    def cuts(self, whole: list[list[int]]) -> list[Ranks]:
+        """What :meth:`cut` makes of each of ``whole``, all parts in Megatron's order."""
+        size = len(whole[0])
+        starts = range(self.stride) if self.stride else range(0, size, self.chunk or size)
+        return [self.cut(members, members[start]) for members in whole for start in starts]
 
 
 @dataclass(frozen=True)
@@ -116,13 +127,7 @@ class GroupPlan:
         """Every group of ``row``, in Megatron's order. Costs O(world)."""
         if row.explicit is not None:
             return list(row.explicit)
-        whole = self.layouts[row.layout].groups(row.dims).tolist()
-        step = row.chunk or len(whole[0])
-        return [
-            row.cut(members, members[start])
-            for members in whole
-            for start in range(0, len(members), step)
-        ]
+        return row.cuts(self.layouts[row.layout].groups(row.dims).tolist())
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
         """Each (row, ranks) that ``rank`` belongs to, in the order of creation."""
