@@ -89,7 +89,7 @@ def _layout(request: Request, encoder: RankLayout, row: GroupRow) -> RankLayout:
         layout = request.layouts[row.layout]
         inner, outer = layout.dim_size("dp_intra"), layout.dim_size("dp_inter")
         if inner * outer != encoder.dim_size("dp"):
-            raise SizeError(
+            raise RuntimeError(
                 f"num_distributed_optimizer_instances={outer} with an encoder needs equal data "
                 f"parallel sizes of encoder and experts, they are {encoder.dim_size('dp')} and "
                 f"{inner * outer}. Change the expert sizes, or have one instance."

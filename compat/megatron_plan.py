@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from math import log2, prod
 from typing import TYPE_CHECKING, Any
@@ -157,7 +156,7 @@ def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
     argument, default = _CHOOSERS[row.slot]
     choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
     if choose is None and split is not None:
-        choose = partial(default, split_rank=split)
+        choose = _Split(default, split)
     if choose is None or choose is default:
         return None
     if not callable(choose):
@@ -173,10 +172,27 @@ def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
     return chosen
 
 
+@dataclass(frozen=True)
+class _Split:
+    """Upstream's own choice, where a pipeline is split."""
+
+    default: Callable[..., list[int]]
+    at: Any
+
+    def __call__(self, pipeline: list[int]) -> list[int]:
+        return self.default(pipeline, split_rank=self.at)
+
+
 def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]) -> Any:
     try:
         return choose(pipeline)
     except Exception as error:
+        if isinstance(choose, _Split):
+            raise retold(
+                error,
+                f"pipeline_model_parallel_split_rank={shown(choose.at)} is no stage of a pipeline "
+                f"of {len(pipeline)}: {error}. Give one of 0 to {len(pipeline) - 1}.",
+            ) from None
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # the function's own error; others come of calling it at all
         raise retold(
