@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from compat.refusals import SizeError
+from compat.release import HAS
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupRow
 from hypergrid.words import shown
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
 
 TENSOR = "encoder_tensor_model_parallel_size"
 STAGES = "encoder_pipeline_model_parallel_size"
+
+
+def warn_of_its_end(what: str, stacklevel: int = 2) -> None:
+    """Say, where upstream does, that this goes away: a DeprecationWarning."""
+    if HAS["encoder_deprecated"]:
+        warnings.warn(
+            f"{what} deprecated, as encoders with sizes of their own: lay out encoder and decoder "
+            f"as two grids.",
+            DeprecationWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def sizes(request: Request) -> tuple[int, int]:
@@ -34,7 +47,10 @@ def sizes(request: Request) -> tuple[int, int]:
 
 def check(request: Request) -> None:
     """Refuse more tensor parallelism than the decoder has: AssertionError, as upstream."""
-    tensor, most = sizes(request)[0], request.whole("tensor_model_parallel_size")
+    asked, most = sizes(request), request.whole("tensor_model_parallel_size")
+    tensor = asked[0]
+    if any(asked):
+        warn_of_its_end(f"{TENSOR} and {STAGES} are")
     if tensor > max(most, 0):
         raise AssertionError(
             f"{TENSOR}={shown(tensor)} is more than tensor_model_parallel_size={shown(most)}: each "

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from compat.release import HAS
+from compat.encoder import warn_of_its_end
 
 
 def _deprecated(name: str) -> None:
-    if HAS["encoder_deprecated"]:
-        warnings.warn(
-            f"{name} is deprecated, as encoders with sizes of their own: lay out encoder and "
-            f"decoder as two grids.",
-            DeprecationWarning,
-            stacklevel=4,
-        )
+    warn_of_its_end(f"{name} is", stacklevel=4)
 
 
 class EncoderGetters:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from forked import run_ranks
 
 from compat import parallel_state as ps
 from compat import release as releases
+from compat.report import report
 from tests.parity.surface import compare_surface, parameters, public_functions
 from tests.stock import RELEASES, have_stock, source_dir
 
@@ -122,8 +124,9 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
         assert (ps.get_pipeline_model_parallel_rank(), ps.is_pipeline_first_stage()) == (0, True)
         assert (ps.is_inside_encoder(), ps.is_inside_decoder()) == (True, False)
         assert ps.get_tensor_model_parallel_world_size() == 1
-        assert "of the encoder in front" in repr(ps.current_state())
         state = ps.current_state()
+        assert "of the encoder in front" in repr(state)
+        assert "; in front the encoder RankLayout(" in report(state)
         state.suspend()
         assert ps.get_pipeline_model_parallel_world_size() == 2
         state.resume()
@@ -131,6 +134,21 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
         assert [group.size() for group in ps.get_pipeline_model_parallel_group()] == [2, 2]
     finally:
         ps.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("deprecated", [False, True])
+def test_from_0_13_on_an_encoder_is_told_to_go(fake_world, monkeypatch, deprecated):
+    monkeypatch.setitem(releases.HAS, "encoder_deprecated", deprecated)
+    fake_world(4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ps.initialize_model_parallel(encoder_pipeline_model_parallel_size=1)
+        asked = [ps.is_inside_encoder(), ps.is_inside_decoder(0), ps.is_pipeline_stage_at_split()]
+    ps.destroy_model_parallel()
+    told = [w for w in caught if issubclass(w.category, DeprecationWarning)]
+    assert asked == [True, False, True]
+    assert [w.filename == __file__ for w in told[1:4]] == [True] * (3 * deprecated)
+    assert bool(told) == deprecated
 
 
 def _collectives(rank):
