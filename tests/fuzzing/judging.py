@@ -291,7 +291,7 @@ def may_refuse(given: ArgumentSet) -> list[str]:
         for name, value in given.wild.items()
         if (isinstance(value, Made) and value.refusable)
         or (name in unused and value is not None and _index(value) is None)
-        or (name in SIZES and isinstance(value, np.bool_))
+        or (name in (*SIZES, *ENCODER) and isinstance(value, np.bool_))
         or (
             name == "high_priority_stream_groups" and isinstance(value, str) and len(value) > 10_000
         )
