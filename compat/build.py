@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from compat import nccl, ucc
 from compat.megatron_groups import ROWS
 from compat.megatron_plan import Planned, aliases
+from compat.release import HAS
 from hypergrid.agreement import Agreement
 from hypergrid.grid import BASE, HyperCommGrid
 from hypergrid.layout import RankLayout
@@ -37,10 +38,17 @@ class Built:
     its size.
     """
 
-    slots: dict[str, Any] = field(default_factory=lambda: {"_HYBRID_DP_CP_GROUPS": {}})
+    slots: dict[str, Any] = field(default_factory=lambda: _before_there_are_groups())
     numbers: dict[str, tuple[ProcessGroup, int, int]] = field(default_factory=dict)
     groups: list[ProcessGroup | None] = field(default_factory=lambda: [None])  # None: the default
     grid: HyperCommGrid | None = None
+
+
+def _before_there_are_groups() -> dict[str, Any]:
+    slots: dict[str, Any] = {"_HYBRID_DP_CP_GROUPS": {}}
+    if HAS["plain_levels"]:
+        slots["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = []
+    return slots
 
 
 def build(request: Request) -> Built:
@@ -53,7 +61,8 @@ def build(request: Request) -> Built:
     # Plan and options first: what they refuse must be refused before a group exists.
     with request.telling_others():
         plan, options = request.plan, [_options(p, request) for p in request.planned]
-    os.environ.pop(_COLLNET, None)
+    if HAS["sharp_switched"]:
+        os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
         ucc.prepare()
     grid = built.grid = HyperCommGrid.over(request.decoder, _views(request))
@@ -113,7 +122,8 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
     )
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
         _place(built, p, group, name, ranks, rank)
-        if row.chunk is None and row.pick == "all" and row.explicit is None:
+        part = row.chunk or row.stride or row.pick != "all"
+        if not part and row.explicit is None:
             _hold(built, row, group)
 
 
@@ -136,11 +146,18 @@ def _place(
     elif p.row.fan == "levels":
         built.slots.setdefault(p.slot, []).append(group)
     else:
-        built.slots[p.slot] = group
-        built.numbers[p.slot] = (group, sorted(ranks).index(rank), len(ranks))
+        chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
+        known: Any = chosen or list(ranks)
+        before = built.slots.get(p.slot)
+        held: Any = group
+        if before is not None and p.row.several:
+            held = [*before, group] if isinstance(before, list) else [before, group]
+            earlier = built.slots[p.row.ranks]
+            known = [*earlier, known] if isinstance(before, list) else [earlier, known]
+        built.slots[p.slot] = held
+        built.numbers[p.slot] = (held, sorted(ranks).index(rank), len(ranks))
         if p.row.ranks and p.slot == p.row.slot:
-            chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
-            built.slots[p.row.ranks] = chosen or list(ranks)
+            built.slots[p.row.ranks] = known
 
 
 def _options(p: Planned, request: Request) -> Any:
@@ -157,6 +174,8 @@ def _seconds(timeout: float | None) -> timedelta | None:
 def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
     """Switch SHARP on around the rows that it serves, and off behind the last of them.
 
+    Releases that leave switching it on to the user only write the 0.
+
     NCCL connects on first use and takes SHARP for whatever connects while it is on: the group
     that is to have it meets once before it is switched off.
     """
@@ -164,14 +183,17 @@ def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
     if request.sharp_group is None or p not in served:
         yield
         return
-    os.environ[_COLLNET] = "1"
+    if HAS["sharp_switched"]:
+        os.environ[_COLLNET] = "1"
     yield
     if p is served[-1]:
         (slot,) = (row.slot for row in ROWS if row.sharp == p.row.sharp and row.sharp_barrier)
         if slot in built.slots:  # not on a rank outside the window that a function named
             dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
             torch.cuda.synchronize()
-        os.environ.pop(_COLLNET, None)
+        os.environ[_COLLNET] = "0"
+        if HAS["sharp_switched"]:
+            del os.environ[_COLLNET]
 
 
 @contextmanager

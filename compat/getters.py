@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from compat.encoder_getters import EncoderGetters
 from compat.group_getters import EXPERT_DATA_PARALLEL, GroupGetters, data_parallel_slot
-from compat.release import HAS_GTP_REMAT
+from compat.release import HAS
 
 
 class Number(NamedTuple):
@@ -43,7 +44,7 @@ NUMBERS: dict[str, Number] = {
 }
 
 
-class Getters(GroupGetters):
+class Getters(GroupGetters, EncoderGetters):
     """Every getter of the module, as a method.
 
     All are *local*: no communication. A method that is built from other getters asks them through
@@ -61,7 +62,9 @@ class Getters(GroupGetters):
     def _ask_group(self, slot: str, kind: str, *, zero: bool = True) -> int:
         if zero and not dist.is_initialized():
             return 0
-        return getattr(self._group(slot), kind)()
+        group = self._group(slot)
+        # An encoder's rank is in several pipelines, at the same stage of each.
+        return getattr(group[0] if isinstance(group, list) else group, kind)()
 
     def _ask_or_zero(self, name: str) -> int:
         return 0 if getattr(self, NUMBERS[name].group) is None else self._ask(name)
@@ -88,7 +91,11 @@ class Getters(GroupGetters):
 
     def get_pipeline_model_parallel_rank(self) -> int:
         number = self._pp_rank
-        return number if number is not None else self._ask("_pp_rank", zero=False)
+        if number is None:
+            if HAS["stage_asks_torch"]:
+                dist.get_rank()
+            return self._ask("_pp_rank", zero=False)
+        return number
 
     def get_data_parallel_world_size(
         self,
@@ -196,7 +203,7 @@ class Getters(GroupGetters):
             self._via.get_pipeline_model_parallel_rank(),
             self._via.get_expert_model_parallel_rank(),
         ]
-        if HAS_GTP_REMAT:
+        if HAS["gtp_remat"]:
             ranks.insert(1, self._via.get_gtp_weight_remat_rank())
         return "_".join(str(rank or 0) for rank in ranks)
 
@@ -224,8 +231,8 @@ class Getters(GroupGetters):
         if ignore_virtual and self._is_first is not None:
             return self._is_first
         if not ignore_virtual:
-            stages = self._virtual_stages(vp_stage)
-            if stages is not None and vp_stage != 0:
+            stages, virtual = self._virtual_stage(vp_stage)
+            if stages is not None and virtual != 0:
                 return False
         return self._via.get_pipeline_model_parallel_rank() == 0
 
@@ -235,20 +242,23 @@ class Getters(GroupGetters):
         if ignore_virtual and self._is_last is not None:
             return self._is_last
         if not ignore_virtual:
-            stages = self._virtual_stages(vp_stage)
-            if stages is not None and vp_stage != stages - 1:
+            stages, virtual = self._virtual_stage(vp_stage)
+            if stages is not None and virtual != stages - 1:
                 return False
-        stages = self._via.get_pipeline_model_parallel_world_size()
-        return self._via.get_pipeline_model_parallel_rank() == stages - 1
+        stage = self._via.get_pipeline_model_parallel_rank()
+        return stage == self._via.get_pipeline_model_parallel_world_size() - 1
 
-    def _virtual_stages(self, vp_stage: int | None) -> int | None:
+    def _virtual_stage(self, vp_stage: int | None) -> tuple[int | None, int | None]:
+        """Virtual stages per rank, and the one that is asked about."""
         stages = self._via.get_virtual_pipeline_model_parallel_world_size()
         if stages is not None and vp_stage is None:
+            if not HAS["vp_stage"]:
+                return stages, self._via.get_virtual_pipeline_model_parallel_rank()
             raise AssertionError(
                 f"virtual pipelines are on ({stages} stages per rank): pass vp_stage, or "
                 f"ignore_virtual=True."
             )
-        return stages
+        return stages, vp_stage
 
     def is_rank_in_embedding_group(
         self, ignore_virtual: bool = True, vp_stage: int | None = None

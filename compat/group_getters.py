@@ -223,6 +223,9 @@ class GroupGetters:
             raise missing("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
         return group
 
+    def get_inter_partial_data_parallel_group(self) -> ProcessGroup:
+        return self._group("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
+
     # global ranks
 
     def get_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
@@ -254,22 +257,28 @@ class GroupGetters:
         return self._group("_EXPERT_MODEL_PARALLEL_RANKS")[0]
 
     def get_pipeline_model_parallel_first_rank(self) -> int:
-        return self._group("_PIPELINE_GLOBAL_RANKS")[0]
+        ranks = self._group("_PIPELINE_GLOBAL_RANKS")
+        return ranks[0][0] if isinstance(ranks[0], list) else ranks[0]
 
-    def get_pipeline_model_parallel_last_rank(self) -> int:
-        stages = self._via.get_pipeline_model_parallel_world_size()
-        return self._group("_PIPELINE_GLOBAL_RANKS")[stages - 1]
+    def get_pipeline_model_parallel_last_rank(self) -> int | list[int]:
+        ranks = self._group("_PIPELINE_GLOBAL_RANKS")
+        return _at(ranks, self._via.get_pipeline_model_parallel_world_size() - 1)
 
-    def get_pipeline_model_parallel_next_rank(self) -> int:
+    def get_pipeline_model_parallel_next_rank(self) -> int | list[int]:
         return self._pipeline_neighbour(+1)
 
-    def get_pipeline_model_parallel_prev_rank(self) -> int:
+    def get_pipeline_model_parallel_prev_rank(self) -> int | list[int]:
         return self._pipeline_neighbour(-1)
 
-    def _pipeline_neighbour(self, step: int) -> int:
+    def _pipeline_neighbour(self, step: int) -> int | list[int]:
         ranks = self._group("_PIPELINE_GLOBAL_RANKS")
         stage = self._via.get_pipeline_model_parallel_rank()
-        return ranks[(stage + step) % self._via.get_pipeline_model_parallel_world_size()]
+        return _at(ranks, (stage + step) % self._via.get_pipeline_model_parallel_world_size())
+
+
+def _at(ranks: Any, stage: int) -> Any:
+    """The rank at ``stage``; one for each pipeline where there are several."""
+    return [each[stage] for each in ranks] if isinstance(ranks[0], list) else ranks[stage]
 
 
 def data_parallel_slot(with_cp: bool, with_gtp: bool, partial: bool) -> str:

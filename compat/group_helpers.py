@@ -78,6 +78,22 @@ def create_hierarchical_groups(
     return groups, twins
 
 
+def create_hierarchical_parallel_groups(
+    rank: int,
+    ranks: list[int],
+    group_size: int,
+    hierarchical_group_sizes: list[int],
+    pg_options: Any,
+) -> list[ProcessGroup]:
+    """Former name of :func:`create_hierarchical_groups`, for context parallelism alone."""
+    if group_size != len(ranks):
+        raise ValueError(f"group_size={group_size}, but there are {len(ranks)} ranks.")
+    desc = "CONTEXT_PARALLEL_GROUP"
+    return create_hierarchical_groups(
+        rank, ranks, hierarchical_group_sizes, pg_options=pg_options, group_desc=desc
+    )[0]
+
+
 def create_hybrid_dp_cp_groups(
     rank: int, ranks: list[int], pg_options: Any
 ) -> dict[int, ProcessGroup]:

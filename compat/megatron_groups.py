@@ -26,10 +26,13 @@ class Row:
     desc: str = ""
     twin_desc: str = ""
     twin_options: bool = False  # upstream hands the options to the twin too
-    default_timeout: bool = False  # upstream leaves the timeout to torch ...
-    twin_default_timeout: bool = False  # ... or does so for the twin alone
+    default_timeout: str | None = None  # a fact under which upstream leaves the timeout to torch
+    twin_default_timeout: bool = False  # ... as it does for this twin alone
     pick: Literal["all", "ends", "first"] = "all"  # of the pipeline
-    chunk: str = ""  # cut into runs; "instance": one for each distributed-optimizer instance
+    # cut into runs; "instance": one for each instance of the distributed optimizer, "between
+    # instances": members with the same place in each
+    chunk: str = ""
+    several: bool = False  # a rank may be in more than one: the global holds a list then
     fan: str = ""  # several groups in one slot: "levels" a list, "sizes" a dict
     separate: bool = False  # never shares a communicator: it is there to run beside others
     sharp: str = ""  # made while NCCL_COLLNET_ENABLE=1, if use_sharp picks this name
@@ -48,19 +51,23 @@ class Row:
 # fmt: off
 ROWS: tuple[Row, ...] = (
     Row("_GTP_WEIGHT_REMAT_GROUP", "gtp_remat", options="gtp_remat",
-        ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS", when="gtp"),
+        ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS", when="gtp_remat"),
+    Row("_DATA_PARALLEL_GROUP", "dp", options="dp", gloo=True,
+        ranks="_DATA_PARALLEL_GLOBAL_RANKS", when="dp_first"),
     Row("_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp", options="dp_cp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", sharp="dp", sharp_barrier=True),
     Row("_DATA_PARALLEL_GROUP_WITH_CP_AG", "dp-cp", options="dp_cp", when="all_gather",
         separate=True, sharp="dp"),
     Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp", options="intra_dp_cp", gloo=True,
         when="instances", chunk="instance", sharp="dp"),
+    Row("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp", options="inter_dp_cp",
+        when="dense_instances", chunk="between instances", sharp="dp"),
     Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", when="one_instance", gloo=True,
         same_as="_DATA_PARALLEL_GROUP_WITH_CP"),
     Row("_HYBRID_DP_CP_GROUPS", "dp-cp", options="dp_cp", when="hybrid", fan="sizes",
-        desc="HYBRID_DP_CP_GROUP_{}", default_timeout=True),
+        desc="HYBRID_DP_CP_GROUP_{}", default_timeout=""),
     Row("_DATA_PARALLEL_GROUP", "dp", options="dp", gloo=True,
-        ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
+        ranks="_DATA_PARALLEL_GLOBAL_RANKS", when="dp_later"),
     Row("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp", options="gtp_remat_dp",
         when="gtp_axis"),
     Row("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", "gtp_remat-dp-cp",
@@ -75,13 +82,14 @@ ROWS: tuple[Row, ...] = (
         same_as="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
     Row("_CONTEXT_PARALLEL_GROUP", "cp", options="cp", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", grid="decoder_cp_levels", options="hcp",
-        when="hierarchical", fan="levels", desc="HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{}"),
+        when="hierarchical", fan="levels", desc="HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{}",
+        default_timeout="plain_levels"),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp", options="mp",
         ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
     Row("_TENSOR_MODEL_PARALLEL_GROUP", "tp", options="tp",
         ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     Row("_PIPELINE_MODEL_PARALLEL_GROUP", "pp", options="pp", ranks="_PIPELINE_GLOBAL_RANKS",
-        separate=True),
+        separate=True, several=True),
     Row("_EMBEDDING_GROUP", "pp", options="embd", ranks="_EMBEDDING_GLOBAL_RANKS", pick="ends"),
     Row("_POSITION_EMBEDDING_GROUP", "pp", options="pos_embd",
         ranks="_POSITION_EMBEDDING_GLOBAL_RANKS", pick="first"),
@@ -89,25 +97,26 @@ ROWS: tuple[Row, ...] = (
     Row("_TENSOR_AND_DATA_PARALLEL_GROUP", "tp-gtp_remat-dp", options="tp_dp"),
     Row("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp-cp", options="tp_cp"),
     Row("_EXPERT_GTP_WEIGHT_REMAT_GROUP", "gtp_remat", "expert", options="expt_gtp_remat",
-        ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", when="gtp"),
+        ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", when="gtp_remat"),
     Row("_EXPERT_MODEL_PARALLEL_GROUP", "ep", "expert", options="ep",
-        ranks="_EXPERT_MODEL_PARALLEL_RANKS"),
+        ranks="_EXPERT_MODEL_PARALLEL_RANKS", default_timeout="plain_ep"),
     Row("_EXPERT_TENSOR_PARALLEL_GROUP", "tp", "expert", options="ep_tp"),
     Row("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "tp-ep", "expert", options="tp_ep_mp"),
     Row("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "tp-ep-pp", "expert",
         options="tp_ep_pp"),
     Row("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "tp-ep-gtp_remat-pp", "expert",
-        options="tp_ep_gtp_remat_pp", when="gtp"),
+        options="tp_ep_gtp_remat_pp", when="gtp_remat"),
     Row("_EXPERT_DATA_PARALLEL_GROUP", "dp", "expert", options="ep_dp", gloo=True,
         twin_default_timeout=True),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra", "expert_instances",
-        options="intra_ep_dp", gloo=True, when="instances", sharp="dp_replica", twin_options=True,
+        options="intra_ep_dp", gloo=True, when="expert_instances", sharp="dp_replica",
+        twin_options=True,
         desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0",
         twin_desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L0"),
     Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter", "expert_instances",
-        options="inter_ep_dp", when="instances", sharp="dp_replica", sharp_barrier=True,
+        options="inter_ep_dp", when="expert_instances", sharp="dp_replica", sharp_barrier=True,
         desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1"),
-    Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", when="one_instance", gloo=True,
+    Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", when="one_expert_instance", gloo=True,
         same_as="_EXPERT_DATA_PARALLEL_GROUP"),
     Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp", "expert",
         options="ep_gtp_remat_dp", when="egtp_axis"),
@@ -118,6 +127,6 @@ ROWS: tuple[Row, ...] = (
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", when="one_instance",
         same_as="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
     Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp_intra-pp",
-        "expert_instances", options="intra_dist_opt_instance"),
+        "expert_instances", options="intra_dist_opt_instance", when="instances_in_expert"),
 )
 # fmt: on

@@ -10,11 +10,11 @@ from itertools import islice
 from math import log2, prod
 from typing import TYPE_CHECKING, Any
 
-from compat import nccl, ucc
+from compat import encoder, nccl, ucc
 from compat.megatron_groups import ROWS, Row
 from compat.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from compat.refusals import ArgumentError, SizeError
-from compat.release import HAS_GTP_REMAT
+from compat.release import HAS
 from hypergrid.plan import GroupRow
 from hypergrid.words import retold, shown
 
@@ -36,15 +36,20 @@ class Planned:
 def facts(request: Request) -> dict[str, bool]:
     """What the table's ``when`` may ask for."""
     gtp, egtp = request.gtp_remat_size > 1, request.expert_gtp_remat_size > 1
+    several = request.instances > 1
     return {
+        **HAS,
         "": True,
-        "gtp": HAS_GTP_REMAT,
+        "dp_later": not HAS["dp_first"],
         "gtp_axis": gtp,
         "no_gtp_axis": not gtp,
         "egtp_axis": egtp,
         "no_egtp_axis": not egtp,
-        "instances": request.instances > 1,
-        "one_instance": request.instances == 1,
+        "instances": several,
+        "one_instance": not several,
+        "dense_instances": several and HAS["instances_in_dense"],
+        "expert_instances": several and HAS["instances_in_expert"],
+        "one_expert_instance": not several and HAS["instances_in_expert"],
         "all_gather": bool(request.create_all_gather_group),
         "hybrid": bool(request.hybrid_context_parallel),
         "hierarchical": _is_given(request.hierarchical_context_parallel_sizes),
@@ -64,12 +69,15 @@ def plan_rows(request: Request) -> list[Planned]:
     two faults the same one is told.
     """
     request.positive("num_distributed_optimizer_instances")
-    _check_instances(request, "data x context parallel size", _members(request))
     true = facts(request)
     rows = [row for row in ROWS if not row.same_as and true[row.when]]
+    if HAS["dp_first"]:
+        nccl.section(rows[0].options, request.nccl_configs)
+    _check_instances(request, "data x context parallel size", _members(request))
     nccl.section(rows[0].options, request.nccl_configs)
     _check_window(request)
-    return [planned for row in rows for planned in _plan(request, row)]
+    planned = [each for row in rows for each in _plan(request, row, true)]
+    return [replace(p, group=encoder.listed(request, p.group, p.slot)) for p in planned]
 
 
 def hybrid_sizes(members: int) -> list[int]:
@@ -77,8 +85,10 @@ def hybrid_sizes(members: int) -> list[int]:
     return [2**i for i in range(1, int(log2(members)))]
 
 
-def _plan(request: Request, row: Row) -> Iterator[Planned]:
+def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
     backend, chosen = None, None
+    torchs_timeout = row.default_timeout is not None and true[row.default_timeout]
+    each = _members(request) // request.instances
     if row.slot in _CHECKS:
         _CHECKS[row.slot](request)
     if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
@@ -91,11 +101,12 @@ def _plan(request: Request, row: Row) -> Iterator[Planned]:
         label=row.label,
         layout=row.grid,
         dims=tuple(row.dims.split("-")),
-        chunk=_members(request) // request.instances if row.chunk == "instance" else None,
+        chunk=each if row.chunk == "instance" else None,
+        stride=each if row.chunk == "between instances" else None,
         pick="all" if chosen is not None else row.pick,
         explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
         backend=backend,
-        timeout=None if row.default_timeout else request.timeout.total_seconds(),
+        timeout=None if torchs_timeout else request.timeout.total_seconds(),
         options=None if section is None else tuple(section.items()),
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
@@ -141,7 +152,9 @@ def _is_given(value: Any) -> bool:
 def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
     """What the caller's function says of each pipeline; None where there is none, or upstream's."""
     argument, default = _CHOOSERS[row.slot]
-    choose = getattr(request, argument)
+    choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
+    if choose is None and split is not None:
+        choose = _Split(default, split)
     if choose is None or choose is default:
         return None
     if not callable(choose):
@@ -150,17 +163,34 @@ def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
             f"{shown(choose)}."
         )
     chosen = []
-    for pipeline in request.decoder.groups("pp").tolist():
+    for pipeline in encoder.pipelines(request):
         given = _call(argument, choose, pipeline)
         nccl.section(row.options, request.nccl_configs)  # upstream's order of refusals
         chosen.append(_plain_ranks(argument, given, request.world))
     return chosen
 
 
+@dataclass(frozen=True)
+class _Split:
+    """Upstream's own choice, where a pipeline is split."""
+
+    default: Callable[..., list[int]]
+    at: Any
+
+    def __call__(self, pipeline: list[int]) -> list[int]:
+        return self.default(pipeline, split_rank=self.at)
+
+
 def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]) -> Any:
     try:
         return choose(pipeline)
     except Exception as error:
+        if isinstance(choose, _Split):
+            raise retold(
+                error,
+                f"pipeline_model_parallel_split_rank={shown(choose.at)} is no stage of a pipeline "
+                f"of {len(pipeline)}: {error}. Give one of 0 to {len(pipeline) - 1}.",
+            ) from None
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # the function's own error; others come of calling it at all
         raise retold(
@@ -216,7 +246,8 @@ def _check_instances(request: Request, what: str, size: int) -> None:
 
 
 def _check_expert_instances(request: Request) -> None:
-    _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
+    if HAS["instances_in_expert"]:
+        _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
 
 
 def _check_hybrid(request: Request) -> None:
@@ -273,7 +304,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "_PIPELINE_MODEL_PARALLEL_GROUP": _check_ucc,
     "_EXPERT_DATA_PARALLEL_GROUP": _check_expert_instances,
 }
-_CHOOSERS: dict[str, tuple[str, Callable[[list[int]], list[int]]]] = {
+_CHOOSERS: dict[str, tuple[str, Callable[..., list[int]]]] = {
     "_EMBEDDING_GROUP": ("get_embedding_ranks", default_embedding_ranks),
     "_POSITION_EMBEDDING_GROUP": (
         "get_position_embedding_ranks",

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from compat.refusals import ArgumentError
+from compat.release import HAS
 from hypergrid.words import retold, shown
 
 Configs = dict[str, dict[str, Any]]
@@ -24,6 +25,7 @@ _TAKES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     _NETWORK: ("'IB' or 'Socket'", lambda value: isinstance(value, str)),
 }
 _NETWORKS = ("ib", "socket")
+_HOPPER = {"cga_cluster_size": 4, "max_ctas": 32, "min_ctas": 1}
 
 # Bounds of the file, far above what thirty groups need: whoever can write it, and could make the
 # reader spin or fill the memory, cannot.
@@ -72,6 +74,8 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
         return None
     given = _mapping(pg_name, configs)
     said = {key: given[key] for key in _TAKES if key in given}
+    if HAS["nccl_defaults"]:
+        said = _HOPPER | said
     for key, value in said.items():
         what, is_taken = _TAKES[key]
         if not is_taken(value):
@@ -108,6 +112,10 @@ def _mapping(pg_name: str, configs: Configs) -> dict[str, Any]:
 def read_configs(path: str | None, high_priority: list[str] | None) -> Configs:
     """The sections of the file at ``path``, with the high-priority groups set on top."""
     configs = {} if path is None else _read(path)
+    if HAS["nccl_defaults"]:  # which come with no priorities
+        for given in configs.values():
+            if isinstance(given, dict):
+                given.pop(_PRIORITY, None)
     for name in _names(high_priority):
         overwrite_nccl_comm_cfgs(configs, name, (_PRIORITY, True))
     return configs

@@ -23,6 +23,9 @@ from compat.build import environment_restored_on_failure
 from compat.getters import Getters
 from compat.group_helpers import create_group as create_group
 from compat.group_helpers import create_hierarchical_groups as create_hierarchical_groups
+from compat.group_helpers import (
+    create_hierarchical_parallel_groups as create_hierarchical_parallel_groups,
+)
 from compat.group_helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
 from compat.nccl import get_nccl_options as get_nccl_options
 from compat.nccl import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
@@ -81,6 +84,7 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_split_rank: int | None = None,
     pipeline_model_parallel_comm_backend: str | None = None,
     use_sharp: bool = False,
     context_parallel_size: int = 1,
@@ -94,6 +98,8 @@ def initialize_model_parallel(
     nccl_communicator_config_path: str | None = None,
     distributed_timeout_minutes: float = 30,
     order: str = "tp-cp-ep-dp-pp",
+    encoder_tensor_model_parallel_size: int = 0,
+    encoder_pipeline_model_parallel_size: int | None = 0,
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     create_gloo_process_groups: bool = True,
@@ -121,6 +127,8 @@ def initialize_model_parallel(
         Sizes of the expert grid's dims. The expert tp is the tensor-parallel size unless given.
     virtual_pipeline_model_parallel_size : int, optional
         Virtual stages per rank.
+    pipeline_model_parallel_split_rank : int, optional
+        As megatron-core 0.12 and 0.13: the stage where an encoder ends, which has embeddings too.
     pipeline_model_parallel_comm_backend : {"nccl", "ucc"}, optional
         Backend of the pipeline's group.
     hierarchical_context_parallel_sizes : list of int, optional
@@ -139,6 +147,9 @@ def initialize_model_parallel(
         Timeout of the groups, and of waiting for the other ranks to come.
     order : str
         Dims from fastest to slowest. ``HYPERGRID_ORDER`` in the environment wins over it.
+    encoder_tensor_model_parallel_size, encoder_pipeline_model_parallel_size : int
+        As megatron-core 0.12 and 0.13: an encoder of so many stages on ranks of its own, in front
+        of the decoder's. Its ranks may be in several pipelines; getters of the pipeline give lists.
     get_embedding_ranks, get_position_embedding_ranks : function, optional
         From a pipeline's ranks to those that hold the embeddings.
     create_gloo_process_groups : bool
@@ -225,6 +236,11 @@ def destroy_global_symmetric_memory_buffer() -> None:
     _current.destroy_global_symmetric_memory_buffer()
 
 
+def get_moe_layer_wise_logging_tracker() -> dict[str, Any]:
+    """Megatron 0.12's losses of experts by name, for who logs them."""
+    return _current.get_moe_layer_wise_logging_tracker()
+
+
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group of this rank's model: tensor, GTP and pipeline parallel ranks."""
     return _current.get_model_parallel_group(check_initialized)
@@ -304,6 +320,7 @@ def get_amax_reduction_group(
     return _current.get_amax_reduction_group(with_context_parallel, tp_only_amax_red)
 
 
+@as_released
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
@@ -379,6 +396,11 @@ def get_inter_distributed_optimizer_instance_group(check_initialized: bool = Tru
     return _current.get_inter_distributed_optimizer_instance_group(check_initialized)
 
 
+def get_inter_partial_data_parallel_group() -> ProcessGroup:
+    """Megatron 0.12's ranks with this rank's place in each optimizer instance, dense layers."""
+    return _current.get_inter_partial_data_parallel_group()
+
+
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Global ranks of the gtp_remat group."""
     return _current.get_gtp_weight_remat_global_ranks(check_initialized)
@@ -419,17 +441,17 @@ def get_pipeline_model_parallel_first_rank() -> int:
     return _current.get_pipeline_model_parallel_first_rank()
 
 
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of this pipeline's last stage."""
+def get_pipeline_model_parallel_last_rank() -> int | list[int]:
+    """Global rank of this pipeline's last stage; of each, on an encoder's rank in several."""
     return _current.get_pipeline_model_parallel_last_rank()
 
 
-def get_pipeline_model_parallel_next_rank() -> int:
+def get_pipeline_model_parallel_next_rank() -> int | list[int]:
     """Global rank of the next stage; the first follows the last."""
     return _current.get_pipeline_model_parallel_next_rank()
 
 
-def get_pipeline_model_parallel_prev_rank() -> int:
+def get_pipeline_model_parallel_prev_rank() -> int | list[int]:
     """Global rank of the previous stage; the last precedes the first."""
     return _current.get_pipeline_model_parallel_prev_rank()
 
@@ -586,16 +608,19 @@ def is_unitialized() -> bool:
     return _current.is_unitialized()
 
 
+@as_released
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, begins the pipeline."""
     return _current.is_pipeline_first_stage(ignore_virtual, vp_stage)
 
 
+@as_released
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, ends the pipeline."""
     return _current.is_pipeline_last_stage(ignore_virtual, vp_stage)
 
 
+@as_released
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or its virtual stage, holds word embeddings."""
     return _current.is_rank_in_embedding_group(ignore_virtual, vp_stage)
@@ -604,6 +629,41 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank holds position embeddings."""
     return _current.is_rank_in_position_embedding_group()
+
+
+def get_pipeline_model_parallel_split_rank() -> int | None:
+    """The stage at which the pipeline was split, or None."""
+    return _current.get_pipeline_model_parallel_split_rank()
+
+
+def get_pipeline_model_parallel_decoder_start() -> int | None:
+    """The decoder's first stage behind an encoder of its own; None without one."""
+    return _current.get_pipeline_model_parallel_decoder_start()
+
+
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Whether a stage, this rank's unless given, comes before the split."""
+    return _current.is_pipeline_stage_before_split(rank)
+
+
+def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
+    """Whether a stage comes after the split."""
+    return _current.is_pipeline_stage_after_split(rank)
+
+
+def is_pipeline_stage_at_split() -> bool:
+    """Whether this rank's stage is the last before the split."""
+    return _current.is_pipeline_stage_at_split()
+
+
+def is_inside_encoder(rank: int | None = None) -> bool:
+    """Whether a stage, this rank's unless given, belongs to the encoder."""
+    return _current.is_inside_encoder(rank)
+
+
+def is_inside_decoder(rank: int | None = None) -> bool:
+    """Whether a stage belongs to the decoder."""
+    return _current.is_inside_decoder(rank)
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
@@ -634,6 +694,11 @@ def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Make the pipeline rank answer this; None lifts it."""
     _current.set_pipeline_model_parallel_rank(rank)
+
+
+def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
+    """Set the stage at which the pipeline is split."""
+    _current.set_pipeline_model_parallel_split_rank(rank)
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:

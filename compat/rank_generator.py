@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from compat.refusals import ArgumentError
-from compat.release import HAS_GTP_REMAT
+from compat.release import HAS
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.words import shown
 
@@ -114,7 +114,7 @@ class RankGenerator:
         self.gtp_remat = gtp_remat
         self.rank_offset = rank_offset
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        if HAS_GTP_REMAT:
+        if HAS["gtp_remat"]:
             self.name_to_size["gtp_remat"] = gtp_remat
         self.world_size = prod(self.name_to_size.values())
         self.layout = lay_out(order, self.name_to_size, max(rank_offset, 0))
@@ -145,11 +145,20 @@ class RankGenerator:
         return self.get_ranks("gtp_remat")
 
 
-def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """First and last stage of a pipeline: where word embeddings live."""
-    return [pp_ranks[0]] if len(pp_ranks) == 1 else [pp_ranks[0], pp_ranks[-1]]
+def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
+    """First and last stage of a pipeline, and where it splits: where word embeddings live."""
+    if len(pp_ranks) == 1:
+        return [pp_ranks[0]]
+    ends = [pp_ranks[0], pp_ranks[-1]]
+    if split_rank is None or pp_ranks[split_rank] in ends:
+        return ends
+    return [ends[0], pp_ranks[split_rank], ends[1]]
 
 
-def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """First stage of a pipeline: where position embeddings live."""
-    return [pp_ranks[0]]
+def default_position_embedding_ranks(
+    pp_ranks: list[int], split_rank: int | None = None
+) -> list[int]:
+    """First stage of a pipeline, and where it splits: where position embeddings live."""
+    if split_rank is None or pp_ranks[split_rank] == pp_ranks[0]:
+        return [pp_ranks[0]]
+    return [pp_ranks[0], pp_ranks[split_rank]]

@@ -7,30 +7,77 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypergrid.words import shown
 
 Version = tuple[int, int]
+Span = tuple[Version, Version]  # the first and the last release in which something is so
 F = TypeVar("F", bound=Callable[..., object])
 
+OLDEST: Version = (0, 12)
 NEWEST: Version = (0, 19)
 _LONGEST = 1 << 16  # characters of a package_info.py, which has some hundred
 
-# Arguments that came or went: (first, last) release in which they have a place in the positional
-# order. Outside of it they are still taken by keyword.
-ARGUMENTS: dict[str, tuple[Version, Version]] = {
-    "hybrid_context_parallel": ((0, 16), NEWEST),
-    "gtp_remat_size": ((0, 19), NEWEST),
-    "expert_gtp_remat_size": ((0, 19), NEWEST),
-    "with_gtp_remat": ((0, 19), NEWEST),
+
+def _until(last: Version) -> Span:
+    return OLDEST, last
+
+
+def _since(first: Version) -> Span:
+    return first, NEWEST
+
+
+# Arguments that came or went: where they have a place in the positional order. Outside of it they
+# are still taken by keyword. "function.argument" where it is so in one function alone.
+ARGUMENTS: dict[str, Span] = {
+    "pipeline_model_parallel_split_rank": _until((0, 13)),
+    "encoder_tensor_model_parallel_size": _until((0, 13)),
+    "encoder_pipeline_model_parallel_size": _until((0, 13)),
+    "get_tensor_and_data_parallel_group.check_initialized": _since((0, 15)),
+    "hybrid_context_parallel": _since((0, 16)),
     "create_all_gather_group": ((0, 16), (0, 17)),
     "independent_all_gather": ((0, 16), (0, 17)),
-    "rank_offset": ((0, 17), NEWEST),
-    "local_world_size": ((0, 17), NEWEST),
+    "rank_offset": _since((0, 17)),
+    "local_world_size": _since((0, 17)),
+    "gtp_remat_size": _since((0, 19)),
+    "expert_gtp_remat_size": _since((0, 19)),
+    "with_gtp_remat": _since((0, 19)),
+}
+
+# Defaults that were others than those written in parallel_state.py, and where.
+DEFAULTS: dict[str, tuple[Span, Any]] = {
+    "ignore_virtual": (_until((0, 12)), False),
+}
+
+# What else a release does, by name.
+FACTS: dict[str, Span] = {
+    # the data-parallel group is made before the one with cp, and outside SHARP's reach
+    "dp_first": _until((0, 12)),
+    # optimizer instances: the dense groups between them (later releases take the experts') ...
+    "instances_in_dense": _until((0, 12)),
+    # ... or the expert grid is cut too, and an instance has a group of all its ranks
+    "instances_in_expert": _since((0, 13)),
+    # the levels of hierarchical context parallelism: torch's timeout, and a list before there are
+    "plain_levels": _until((0, 12)),
+    # NCCL options that a section leaves out are set to Hopper's; priorities are not read
+    "nccl_defaults": _until((0, 12)),
+    # the virtual stage is an argument; before, it was the one set last
+    "vp_stage": _since((0, 13)),
+    # the stage asks torch for the rank first, which refuses in its own way before there is a world
+    "stage_asks_torch": _until((0, 13)),
+    # functions that tell an encoder from a decoder warn that they will go
+    "encoder_deprecated": _since((0, 13)),
+    # SHARP's variable is switched here; before, use_sharp set it to 0 behind the user's own 1
+    "sharp_switched": _since((0, 14)),
+    # the expert-parallel group has torch's timeout and not the one asked for
+    "plain_ep": _until((0, 15)),
+    # two more axes for weights, also in get_all_ranks() and RankGenerator
+    "gtp_remat": _since((0, 19)),
 }
 
 
@@ -59,36 +106,54 @@ def _read_release() -> Version:
         raise ValueError(
             f"HYPERGRID_MEGATRON_RELEASE={shown(text)} is no release: write it as in '0.16.1'."
         )
-    return min((int(found[1]), int(found[2])), NEWEST)
+    release = (int(found[1]), int(found[2]))
+    known = min(max(release, OLDEST), NEWEST)
+    if release != known:
+        end = "newer than {}.{}, the newest" if known == NEWEST else "older than {}.{}, the oldest"
+        warnings.warn(
+            f"megatron-core {text} is {end.format(*known)} release that hypergrid knows: it speaks "
+            "as {}.{}. Compare the two releases' parallel_state, or take a hypergrid that knows "
+            "yours; HYPERGRID_MEGATRON_RELEASE={}.{} says that you did.".format(*known, *known),
+            stacklevel=2,
+        )
+    return known
 
 
 RELEASE: Version = _read_release()
-HAS_GTP_REMAT: bool = RELEASE >= (0, 19)
+
+
+def _now(span: Span) -> bool:
+    return span[0] <= RELEASE <= span[1]
+
+
+HAS: dict[str, bool] = {fact: _now(span) for fact, span in FACTS.items()}
 
 
 def as_released(function: F) -> F:
-    """Give positional arguments of ``function`` the meaning that they have in ``RELEASE``.
+    """Give the arguments of ``function`` the places and defaults that they have in ``RELEASE``.
 
     The signature lists the arguments of all releases in their common order; those without a place
     in this release's order are taken by keyword only.
     """
     parameters = inspect.signature(function).parameters
     always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    placed = [n for n in always if _in(RELEASE, *ARGUMENTS.get(n, ((0, 0), NEWEST)))]
-    if placed == list(parameters)[: len(placed)]:
+    placed = [n for n in always if _has_a_place(function.__name__, n)]
+    written = {n: p.default for n, p in parameters.items()}
+    other = {n: default for n, (span, default) in DEFAULTS.items() if n in written and _now(span)}
+    if not other and placed == list(parameters)[: len(placed)]:
         return function
     # Written as source, as dataclasses do: a wrapper that sorts its arguments costs ten times it.
     keyword_only = [n for n in parameters if n not in placed]
     order = [f"{n}=defaults[{n!r}]" for n in placed]
-    order += ["*"] + [f"{n}=defaults[{n!r}]" for n in keyword_only]
+    order += ["*"] * bool(keyword_only) + [f"{n}=defaults[{n!r}]" for n in keyword_only]
     passed = [n if n in always else f"{n}={n}" for n in parameters]
     call = f"lambda {', '.join(order)}: function({', '.join(passed)})"
-    defaults = {n: p.default for n, p in parameters.items()}
-    reordered = eval(call, {"function": function, "defaults": defaults})
+    reordered = eval(call, {"function": function, "defaults": written | other})
     functools.update_wrapper(reordered, function)
     del reordered.__wrapped__  # or inspect.signature would show the other order
     return reordered  # type: ignore[no-any-return]
 
 
-def _in(release: Version, first: Version, last: Version) -> bool:
-    return first <= release <= last
+def _has_a_place(function: str, argument: str) -> bool:
+    span = ARGUMENTS.get(f"{function}.{argument}", ARGUMENTS.get(argument, (OLDEST, NEWEST)))
+    return _now(span)

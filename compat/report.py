@@ -17,7 +17,8 @@ def report(state: ParallelState) -> str:
         return "hypergrid: no groups on this rank"
     made, live = pool.agreement, [pooled for pooled in pool.groups if pooled.shares is None]
     lines = [
-        f"hypergrid: rank {dist.get_rank()} of {request.decoder!r}; expert grid {request.expert!r}",
+        f"hypergrid: rank {dist.get_rank()} of {request.decoder!r}; expert grid {request.expert!r}"
+        + (f"; in front the encoder {request.encoder!r}" if request.encoder else ""),
         f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
         + (f" ({made.why})" if made.why else "")
         + (", connected on first use" if made.lazy else ""),
@@ -31,7 +32,7 @@ def report(state: ParallelState) -> str:
         if row is not None:
             layout = request.layouts[row.layout]
             dims = "-".join(d for d in row.dims if layout.dim_size(d) > 1) or "alone"
-            dims = dims if row.explicit is None else "chosen"
+            dims = dims if row.explicit is None or request.encoder else "chosen"
             backend = row.backend or backend
         lines.append(
             f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "

@@ -13,11 +13,11 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from compat import nccl
+from compat import encoder, nccl
 from compat.megatron_plan import Planned, plan_rows
 from compat.rank_generator import check_order, inject_gtp_remat_axis, lay_out
 from compat.refusals import ArgumentError, SizeError
-from compat.release import HAS_GTP_REMAT, RELEASE
+from compat.release import HAS, RELEASE
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import Policy
@@ -64,6 +64,8 @@ def _names(given: Any) -> Any:
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys((*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL), operator.index),
     **dict.fromkeys(("rank_offset", "local_world_size"), operator.index),
+    **dict.fromkeys((encoder.TENSOR, encoder.STAGES), operator.index),
+    "pipeline_model_parallel_split_rank": operator.index,
     "distributed_timeout_minutes": operator.index,  # a float stays what it is
     **dict.fromkeys(("use_sharp", "hybrid_context_parallel"), bool),
     **dict.fromkeys(("create_gloo_process_groups", "create_all_gather_group"), bool),
@@ -80,6 +82,7 @@ class Request:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_split_rank: int | None = None
     pipeline_model_parallel_comm_backend: str | None = None
     use_sharp: bool = False
     context_parallel_size: int = 1
@@ -93,6 +96,8 @@ class Request:
     nccl_communicator_config_path: str | None = None
     distributed_timeout_minutes: float = 30
     order: str = "tp-cp-ep-dp-pp"
+    encoder_tensor_model_parallel_size: int = 0
+    encoder_pipeline_model_parallel_size: int | None = 0
     get_embedding_ranks: RankChooser | None = None
     get_position_embedding_ranks: RankChooser | None = None
     create_gloo_process_groups: bool = True
@@ -133,6 +138,7 @@ class Request:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
             )
+        encoder.check(self)
         # Lazily, as upstream: the second is not looked at where the first is enough.
         remat = (self.whole(name) > 1 for name in ("gtp_remat_size", "expert_gtp_remat_size"))
         if any(remat) and self.whole(_INSTANCES) > 1:
@@ -229,40 +235,59 @@ class Request:
     @cached_property
     def decoder(self) -> RankLayout:
         """The grid of dense layers."""
-        model = self._divide(*_DENSE)
         sizes = {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,
-            "dp": self.world_size // model,
+            "dp": self._divide(*_DENSE),
             "ep": 1,
             "cp": self.context_parallel_size,
             "gtp_remat": self.gtp_remat_size,
         }
+        return self._lay_out(sizes, after="tp", behind=self._encoder_size)
+
+    @cached_property
+    def encoder(self) -> RankLayout | None:
+        """The grid of the encoder, which lies in front of the decoder's; None without one."""
+        tensor, stages = encoder.sizes(self)
+        if not stages:
+            return None
+        sizes = {
+            "tp": tensor,
+            "pp": stages,
+            "dp": self._divide(*_DENSE),
+            "ep": 1,
+            "cp": self.context_parallel_size,
+            "gtp_remat": 1,
+        }
         return self._lay_out(sizes, after="tp")
+
+    @property
+    def _encoder_size(self) -> int:
+        return 0 if self.encoder is None else self.encoder.size
 
     @cached_property
     def expert(self) -> RankLayout:
         """The grid of expert layers: the same ranks, factorised without cp."""
-        model = self._divide(*_EXPERT)
         sizes = {
             "tp": self._expert_tensor_size,
             "pp": self.pipeline_model_parallel_size,
-            "dp": self.world_size // model,
+            "dp": self._divide(*_EXPERT),
             "ep": self.expert_model_parallel_size,
             "cp": 1,
             "gtp_remat": self.expert_gtp_remat_size,
         }
-        return self._lay_out(sizes, after="ep")
+        return self._lay_out(sizes, after="ep", behind=self._encoder_size)
 
     @cached_property
     def layouts(self) -> dict[str, RankLayout]:
         """Every layout that the table's rows refer to."""
         layouts = {"decoder": self.decoder, "expert": self.expert}
-        parts = {
-            "dp_intra": self.expert.dim_size("dp") // self.instances,
-            "dp_inter": self.instances,
-        }
-        layouts["expert_instances"] = self.expert.split("dp", parts)
+        if HAS["instances_in_expert"]:
+            parts = {
+                "dp_intra": self.expert.dim_size("dp") // self.instances,
+                "dp_inter": self.instances,
+            }
+            layouts["expert_instances"] = self.expert.split("dp", parts)
         if self.hierarchical_context_parallel_sizes:
             levels = enumerate(self.hierarchical_context_parallel_sizes)
             layouts["decoder_cp_levels"] = self.decoder.split(
@@ -308,7 +333,7 @@ class Request:
 
     def _places(self, chosen: list[Sequence[int]]) -> Any:
         """The ranks as places in their pipelines, if in all of them the same: short for any W."""
-        pipelines = self.decoder.groups("pp").tolist()
+        pipelines = encoder.pipelines(self)
         places = [
             [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
             for pipeline, ranks in zip(pipelines, chosen, strict=True)
@@ -317,9 +342,9 @@ class Request:
             return f"places {places[0]} of each pipeline"
         return [list(ranks) for ranks in chosen[:16]]
 
-    def _lay_out(self, sizes: dict[str, int], after: str) -> RankLayout:
+    def _lay_out(self, sizes: dict[str, int], after: str, behind: int = 0) -> RankLayout:
         check_order(self.order)
-        named = HAS_GTP_REMAT and "gtp_remat" in self.order.lower()
+        named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
         lay_out(self.order, own)  # refuses in the words of the order as it was given
         if self.whole("rank_offset") < 0:
@@ -327,21 +352,29 @@ class Request:
                 f"rank_offset must be at least 0, the first rank of the window, got "
                 f"{shown(self.rank_offset)}."
             )
-        return lay_out(inject_gtp_remat_axis(self.order, after), sizes, self.rank_offset)
+        offset = self.rank_offset + behind
+        return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
 
     def _divide(self, *names: str) -> int:
+        """The data-parallel size that sizes leave of the world; refuses one that is not whole."""
         for name in names:
             self.positive(name)
         sizes = {name: self._size(name) for name in names}
         model: int = prod(sizes.values())
-        if self.world_size % model:
-            asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
+        world = self.world_size
+        asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
+        if names == _DENSE and (beside := prod(encoder.sizes(self))):
+            model += beside * self.context_parallel_size
+            asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {shown(beside)}"
+        elif names != _DENSE:
+            world -= self._encoder_size
+        if world % model:
             raise RuntimeError(
-                f"world size {shown(self.world_size)} is not divisible by {asked} = "
-                f"{shown(model)}: it leaves a remainder of {shown(self.world_size % model)}. "
-                f"Change a size or the number of ranks."
+                f"world size {shown(world)} is not divisible by {asked} = {shown(model)}: it "
+                f"leaves a remainder of {shown(world % model)}. Change a size or the number of "
+                f"ranks."
             )
-        return model
+        return world // model
 
     def whole(self, name: str) -> int:
         """The number ``name``; ArgumentError if it is no whole number."""

@@ -20,6 +20,7 @@ from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
+from compat.release import HAS
 from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
 from hypergrid.grid import HyperCommGrid
@@ -42,6 +43,9 @@ OVERRIDE_SLOTS = tuple(
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
+    "_PIPELINE_MODEL_PARALLEL_DECODER_START",
+    "_MOE_LAYER_WISE_LOGGING_TRACKER",
     "_GLOBAL_MEMORY_BUFFER",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
     "_global_process_group_list",
@@ -69,6 +73,7 @@ class ParallelState(Getters):
 
     if TYPE_CHECKING:
         _global_process_group_list: list[ProcessGroup | None] | None
+        _PIPELINE_MODEL_PARALLEL_SPLIT_RANK: int | None
         _GLOBAL_MEMORY_BUFFER: Any
         _GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any
 
@@ -84,6 +89,7 @@ class ParallelState(Getters):
         self._via = self
         for slot in SLOTS:
             object.__setattr__(self, slot, None)
+        self._MOE_LAYER_WISE_LOGGING_TRACKER: dict[str, Any] = {}
         self._take(Built())
 
     def _take(self, built: Built) -> None:
@@ -123,6 +129,12 @@ class ParallelState(Getters):
                 if stages is not None:
                     state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
                     state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
+                state._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = (
+                    request.pipeline_model_parallel_split_rank
+                )
+                if request.encoder is not None:
+                    start = request.encoder_pipeline_model_parallel_size
+                    state._PIPELINE_MODEL_PARALLEL_DECODER_START = start
                 state._set_global_memory_buffer()
             except BaseException:
                 if built.grid is not None:
@@ -156,6 +168,8 @@ class ParallelState(Getters):
         rank = dist.get_rank() if dist.is_initialized() else -1
         layout = self.request.decoder
         here = layout.coordinate(rank) if rank in layout else "outside the window"
+        if self.request.encoder is not None and rank in self.request.encoder:
+            here = f"{self.request.encoder.coordinate(rank)} of the encoder in front"
         resting = "" if self._names is None else ", suspended"
         return f"ParallelState(rank {rank} at {here} of {layout!r}{resting})"
 
@@ -163,6 +177,9 @@ class ParallelState(Getters):
         """Keep what ``set_*`` was told before there were groups, as upstream does."""
         for slot in OVERRIDE_SLOTS:
             object.__setattr__(self, slot, getattr(before, slot))
+        if self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK is None:
+            self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = before._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+        self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
         self._renumber()
 
     def note_group(self, group: ProcessGroup) -> None:
@@ -213,15 +230,16 @@ class ParallelState(Getters):
         pooled = list(self.pool.groups)
         stand_ins: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
         self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
+        was = {slot: getattr(self, slot) for slot in self._numbered}
         for slot in GROUP_SLOTS:
             object.__setattr__(self, slot, exchanged(getattr(self, slot), stand_ins))
         groups = self._global_process_group_list or []
         self._global_process_group_list = [g for g in groups if g not in stand_ins]
         self._numbered = {
-            slot: (stand_ins.get(group, group), rank, size)
+            slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
             for slot, (group, rank, size) in self._numbered.items()
         }
-        del pooled, stand_ins, groups
+        del pooled, stand_ins, groups, was
         self._grid.destroy()
         self._renumber()
 
@@ -333,13 +351,21 @@ class ParallelState(Getters):
         self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
 
     def set_virtual_pipeline_model_parallel_rank(self, rank: int | None) -> None:
-        warnings.warn(
-            "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
-            "is_pipeline_first_stage() and its like.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        if HAS["vp_stage"]:
+            warnings.warn(
+                "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
+                "is_pipeline_first_stage() and its like.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
         self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+    def set_pipeline_model_parallel_split_rank(self, rank: int | None) -> None:
+        self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = rank
+
+    def get_moe_layer_wise_logging_tracker(self) -> dict[str, Any]:
+        """Megatron 0.12's losses of experts by name, for who logs them."""
+        return self._MOE_LAYER_WISE_LOGGING_TRACKER
 
     def set_data_parallel_rank(self, rank: int | None) -> None:
         self._MPU_DATA_PARALLEL_RANK = rank

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from compat import own_orders
 from compat.te_process import warn_of_an_empty_package
 
 FACES = {
@@ -20,7 +21,7 @@ FACES = {
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Answers megatron's module names with our finished modules, and no other name.
+    """Answers megatron's names of our modules with ours, finished; watches who orders by itself.
 
     Through the import system, and not by an entry in ``sys.modules``, so that the parent package
     gets its attribute by every form of import and nothing is loaded before it is asked for.
@@ -29,7 +30,9 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in FACES else None
+        if fullname in FACES:
+            return ModuleSpec(fullname, self)
+        return own_orders.watched(fullname, path)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(FACES[spec.name])

@@ -40,6 +40,8 @@ class GroupRow:
         A group holds the ranks that differ on these dims only.
     chunk : int, optional
         Cut each such group into runs of this many members, in order; the last may be shorter.
+    stride : int, optional
+        Cut each such group into this many parts, each with every ``stride``-th member.
     pick : {"all", "ends", "first"}
         Keep all members, the first and the last, or the first alone.
     explicit : tuple of tuples of ranks, optional
@@ -59,6 +61,7 @@ class GroupRow:
     layout: str
     dims: tuple[str, ...]
     chunk: int | None = None
+    stride: int | None = None
     pick: Literal["all", "ends", "first"] = "all"
     explicit: tuple[Ranks, ...] | None = None
     backend: str | None = None
@@ -78,11 +81,19 @@ class GroupRow:
         if self.chunk is not None:
             start = members.index(rank) // self.chunk * self.chunk
             members = members[start : start + self.chunk]
+        if self.stride is not None:
+            members = members[members.index(rank) % self.stride :: self.stride]
         if self.pick == "first":
             members = members[:1]
         elif self.pick == "ends":
             members = members[:1] if len(members) == 1 else [members[0], members[-1]]
         return tuple(members) if rank in members else ()
+
+    def cuts(self, whole: list[list[int]]) -> list[Ranks]:
+        """What :meth:`cut` makes of each of ``whole``, all parts in Megatron's order."""
+        size = len(whole[0])
+        starts = range(self.stride) if self.stride else range(0, size, self.chunk or size)
+        return [self.cut(members, members[start]) for members in whole for start in starts]
 
 
 @dataclass(frozen=True)
@@ -119,22 +130,20 @@ class GroupPlan:
         """Every group of ``row``, in Megatron's order. Costs O(world)."""
         if row.explicit is not None:
             return list(row.explicit)
-        whole = self.layouts[row.layout].groups(row.dims).tolist()
-        step = row.chunk or len(whole[0])
-        return [
-            row.cut(members, members[start])
-            for members in whole
-            for start in range(0, len(members), step)
-        ]
+        return row.cuts(self.layouts[row.layout].groups(row.dims).tolist())
 
     def arrays(self, row: GroupRow) -> list[np.ndarray]:
-        """Every group of ``row``, ascending: arrays of shape (groups, size), one for each size."""
+        """Every group of ``row``, ascending: arrays of shape (groups, size)."""
         if row.explicit is not None:
             return [np.array([ranks], dtype=int) for ranks in row.explicit]
         whole = self.layouts[row.layout].groups(row.dims)
-        step = min(row.chunk or whole.shape[1], whole.shape[1])
-        full = whole.shape[1] // step * step
-        cut = [whole[:, :full].reshape(-1, step), whole[:, full:]]
+        width = whole.shape[1]
+        if row.stride:
+            cut = [whole[:, start :: row.stride] for start in range(min(row.stride, width))]
+        else:
+            step = min(row.chunk or width, width)
+            full = width // step * step
+            cut = [whole[:, :full].reshape(-1, step), whole[:, full:]]
         ends: dict[str, Any] = {"all": slice(None), "first": slice(1), "ends": [0, -1]}
         kept = [part[:, ends[row.pick]] if part.shape[1] > 1 else part for part in cut]
         return [part for part in kept if part.size]

@@ -7,6 +7,7 @@ context parallelism without Transformer Engine, these do not.
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -86,8 +87,15 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = _context_parallel_attention()
-    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+    count = get_num_layers_to_build(config, **taken(get_num_layers_to_build, where))
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that this release's ``function`` takes; older ones take fewer."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def chunks_held(rank: int, size: int) -> list[int]:

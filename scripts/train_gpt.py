@@ -32,6 +32,7 @@ import torch.distributed as dist
 # The folder is not on the path where this file is imported, or run by a launcher.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import megatron_on_cpu
+from megatron_on_cpu import taken
 
 megatron_on_cpu.adapt()
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -48,7 +49,6 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -201,7 +201,11 @@ def build_stage(
     args: argparse.Namespace, parallel: Parallel, config: TransformerConfig, stage: int | None
 ) -> DistributedDataParallel:
     """One pipeline stage of the model, wrapped for data parallelism."""
-    where = {"ignore_virtual": False, "vp_stage": stage}
+    state = parallel.state
+    begins, ends = state.is_pipeline_first_stage, state.is_pipeline_last_stage
+    where = taken(begins, {"ignore_virtual": False, "vp_stage": stage})
+    if stage is not None and "vp_stage" not in where:  # as 0.12 has it
+        state.set_virtual_pipeline_model_parallel_rank(stage)
     model: torch.nn.Module = GPTModel(
         config,
         megatron_on_cpu.local_layers(
@@ -209,10 +213,10 @@ def build_stage(
         ),
         vocab_size=256,
         max_sequence_length=args.seq_length,
-        pre_process=parallel.state.is_pipeline_first_stage(**where),
-        post_process=parallel.state.is_pipeline_last_stage(**where),
+        pre_process=begins(**where),
+        post_process=ends(**where),
         share_embeddings_and_output_weights=True,
-        vp_stage=stage,
+        **taken(GPTModel, {"vp_stage": stage}),
         **parallel.handed,
     )
     fill_parameters(model, parallel.state, args.seed)
@@ -265,13 +269,13 @@ def build(
     """This rank's stages and their optimizer."""
     # Without dropout nothing is drawn: the tracker for inference needs no CUDA generator.
     state = parallel.state
-    model_parallel_cuda_manual_seed(
-        args.seed,
-        inference_rng_tracker=True,
-        tp_rank=state.get_tensor_model_parallel_rank(),
-        ep_rank=state.get_expert_model_parallel_rank(),
-        etp_rank=state.get_expert_tensor_parallel_rank(),
-    )
+    ranks = {
+        "tp_rank": state.get_tensor_model_parallel_rank(),
+        "ep_rank": state.get_expert_model_parallel_rank(),
+        "etp_rank": state.get_expert_tensor_parallel_rank(),
+    }
+    seed = model_parallel_cuda_manual_seed
+    seed(args.seed, inference_rng_tracker=True, **taken(seed, ranks))
     config = transformer_config(args)
     stages = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
     model = [build_stage(args, parallel, config, stage) for stage in stages]
@@ -282,10 +286,11 @@ def build(
         params_dtype=config.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
+    gloo = parallel.groups is None and not args.no_gloo_groups
     optimizer = get_megatron_optimizer(
         optimizer_config,
         model,
-        use_gloo_process_groups=parallel.groups is None and not args.no_gloo_groups,
+        **taken(get_megatron_optimizer, {"use_gloo_process_groups": gloo}),
         **parallel.handed,
     )
     config.finalize_model_grads_func = finalize_model_grads
@@ -365,6 +370,8 @@ def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, 
             groups.pp.size(), args.virtual_pipeline_model_parallel_size
         )
         losses_group = groups.dp_cp
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
         handed["p2p_communicator"] = P2PCommunicator(groups.pp, model[0].config)
     text = read_text()
     digest = hashlib.sha256()

@@ -47,7 +47,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=stock.RELEASES)
+@pytest.fixture(params=stock.MAIN)
 def collection(request, monkeypatch):
     """The release's genuine class over our module, without the rest of its package."""
     if not stock.have_stock(request.param):

@@ -16,16 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat import rank_generator
+from compat.release import HAS
 from tests.parity import run
 from tests.parity.mutants import run_mutant
 from tests.parity.surface import compare_surface
-from tests.stock import RELEASES, load_stock, source_dir
+from tests.stock import MAIN, RELEASES, have_stock, load_stock, source_dir
 
 ROOT = Path(__file__).parents[1]
 TODAY = int(f"{datetime.date.today():%Y%m%d}")
 
 
-@pytest.fixture(scope="module", params=RELEASES)
+@pytest.fixture(scope="module", params=MAIN)
 def release(request):
     try:
         source_dir(request.param)
@@ -74,7 +75,7 @@ def test_the_rank_generator_gives_every_combination_of_dims_stocks_groups(releas
     dims = dims_of(release)
     arguments = data.draw(generator_arguments(dims))
     theirs = stock(release).RankGenerator(**arguments)
-    with mock.patch.object(rank_generator, "HAS_GTP_REMAT", "gtp_remat" in dims):
+    with mock.patch.dict(HAS, gtp_remat="gtp_remat" in dims):
         ours = rank_generator.RankGenerator(**arguments)
     for name in vars(theirs):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -120,6 +121,18 @@ def test_random_configurations_show_no_difference(release, seed):
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     _, row = done.stdout.splitlines()
     assert row.split()[:2] == [release, "75"], done.stdout
+
+
+def test_a_few_configurations_of_the_other_releases_show_no_difference():
+    others = [each for each in RELEASES if each not in MAIN]
+    here = [each for each in others if have_stock(each)]
+    if not here:
+        pytest.skip(f"no source of {others}: run scripts/fetch_megatron {' '.join(others)}")
+    command = ["scripts/parity", "-n", "8", "--seed", str(TODAY), "--max-world", "16"]
+    command += [part for each in here for part in ("--release", each)]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    assert [row.split()[:2] for row in done.stdout.splitlines()[1:]] == [[r, "8"] for r in here]
 
 
 QUICK_MUTANTS = [

@@ -36,6 +36,7 @@ SIZES = (
     *("expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"),
     "num_distributed_optimizer_instances",
 )
+ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
 FLAGS = (
     *("use_sharp", "hybrid_context_parallel", "create_gloo_process_groups"),
     "create_all_gather_group",
@@ -247,7 +248,8 @@ def _second_opinions(given: ArgumentSet, ours: Outcome) -> Iterator[tuple[str, O
     numbers = {n: _index(v) for n, v in plain.wild.items() if isinstance(_index(v), int)}
     order = {n: v for n, v in plain.wild.items() if n == "order" and isinstance(v, str)}
     flags = {n: v for n, v in plain.wild.items() if n == "use_sharp" and isinstance(v, bool)}
-    seen = {**given.config, "kwargs": given.config["kwargs"] | numbers | order | flags}
+    levels = {n: v for n, v in plain.wild.items() if n.startswith("hierarchical") and _whole(v)}
+    seen = {**given.config, "kwargs": given.config["kwargs"] | numbers | order | flags | levels}
     for module in repaired_stocks(given.release, seen):
         outcome = _stock(plain, module)
         if outcome is not None:
@@ -274,7 +276,7 @@ def nonsense(given: ArgumentSet) -> bool:
     capitals = "gtp_remat" in order.lower() and "gtp_remat" not in order.split("-")
     return (
         any(_number(size) < 1 for size in sizes)
-        or _number(wild.get("rank_offset")) < 0
+        or any(_number(wild.get(name)) < 0 for name in ("rank_offset", *ENCODER))
         or (capitals and "gtp_remat_size" in parameters(given.release))
         or is_nonsense({"kwargs": base})
     )
@@ -289,16 +291,21 @@ def may_refuse(given: ArgumentSet) -> list[str]:
         for name, value in given.wild.items()
         if (isinstance(value, Made) and value.refusable)
         or (name in unused and value is not None and _index(value) is None)
-        or (name in SIZES and isinstance(value, np.bool_))
+        or (name in (*SIZES, *ENCODER) and isinstance(value, np.bool_))
         or (
             name == "high_priority_stream_groups" and isinstance(value, str) and len(value) > 10_000
         )
         or (name.startswith("hierarchical") and isinstance(value, list) and not _levels(value))
+        or (name.startswith("hierarchical") and isinstance(value, bytes))
     ]
 
 
 def _levels(sizes: list[Any]) -> bool:
     return len(sizes) <= 64 and all(_index(size) is not None for size in sizes)
+
+
+def _whole(sizes: Any) -> bool:
+    return isinstance(sizes, list) and all(_index(size) is not None for size in sizes)
 
 
 def _index(value: Any) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tests.parity import run
-from tests.parity.mutants import MUTANTS, run_mutant
+from tests.parity.mutants import mutants_of, run_mutant
 from tests.stock import load_stock, source_dir
 
 
@@ -35,7 +35,7 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     scale = (given.release, given.n, given.seed, given.max_world)
     if given.mutants:
-        reports = {name: run_mutant(name, *scale) for name in MUTANTS}
+        reports = {name: run_mutant(name, *scale) for name in mutants_of(given.release)}
     else:
         candidate: ModuleType | Callable[[], ModuleType]
         if given.against_itself:

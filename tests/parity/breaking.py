@@ -9,19 +9,22 @@ from typing import Any
 from tests.parity.surface import COMMUNICATORS, DEFAULT_ORDER, Config
 
 
-def break_one(rng: random.Random, config: Config, gtp: bool) -> str:
-    """Break `config` in one way, sometimes in two; says which."""
-    ways = _ways(rng, config, gtp)
+def break_one(rng: random.Random, config: Config, has: dict[str, Any]) -> str:
+    """Break `config` in one way, sometimes in two, with arguments that `has` names; says which."""
+    ways = _ways(rng, config, has)
     kinds = [rng.choice(list(ways))]
     if rng.random() < 0.2:
         kinds.append(rng.choice(list(ways)))
     for kind in kinds:
-        config["kwargs"] |= ways[kind]()
+        config["kwargs"] |= {name: v for name, v in ways[kind]().items() if name in has}
     return ", ".join(kinds)
 
 
-def _ways(rng: random.Random, config: Config, gtp: bool) -> dict[str, Callable[[], dict[str, Any]]]:
+def _ways(
+    rng: random.Random, config: Config, has: dict[str, Any]
+) -> dict[str, Callable[[], dict[str, Any]]]:
     """What each way changes of the keyword arguments."""
+    gtp = "gtp_remat_size" in has
     world, kwargs = config["world_size"], config["kwargs"]
     cp = kwargs.get("context_parallel_size", 1)
     order = kwargs.get("order", DEFAULT_ORDER)
@@ -42,6 +45,10 @@ def _ways(rng: random.Random, config: Config, gtp: bool) -> dict[str, Callable[[
 
     def any_size(*values: int) -> Callable[[], dict[str, Any]]:
         return lambda: {rng.choice(sizes): rng.choice(values)}
+
+    def any_of_encoder() -> dict[str, Any]:
+        which = rng.choice(("tensor", "pipeline"))
+        return {f"encoder_{which}_model_parallel_size": rng.choice((0, 1, 2, 3, 7, -1))}
 
     def one_connection() -> dict[str, Any]:
         config["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -88,6 +95,9 @@ def _ways(rng: random.Random, config: Config, gtp: bool) -> dict[str, Callable[[
         },
         "no such file": lambda: {"nccl_communicator_config_path": "absent"},
     }
+    if "encoder_pipeline_model_parallel_size" in has:
+        ways["another split"] = one_of("pipeline_model_parallel_split_rank", 0, 1, 2, 5, -1, -9)
+        ways["another encoder"] = any_of_encoder
     if gtp:
         ways["window"] = lambda: {
             "local_world_size": config["window"],
@@ -105,10 +115,11 @@ def is_nonsense(config: Config) -> bool:
     """
     kwargs = config["kwargs"]
     tokens = kwargs.get("order", "").lower().split("-")
-    sizes = [value for name, value in kwargs.items() if name.endswith("_size")]
-    sizes += [kwargs.get("num_distributed_optimizer_instances", 1)]
+    sizes = {name: value for name, value in kwargs.items() if name.endswith("_size")}
+    sizes["instances"] = kwargs.get("num_distributed_optimizer_instances", 1)
+    least = {name: 0 if name.startswith("encoder_") else 1 for name in sizes}
     return (
         len(set(tokens)) != len(tokens)
-        or any(size is not None and size < 1 for size in sizes)
+        or any(size is not None and size < least[name] for name, size in sizes.items())
         or kwargs.get("rank_offset", 0) < 0
     )

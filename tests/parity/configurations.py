@@ -44,6 +44,7 @@ CALLBACKS = _SOUND_CALLBACKS | {
     "raises": _raise_lookup,
 }
 
+TP = "tensor_model_parallel_size"
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "is_high_priority_stream": (True, False),
     "cga_cluster_size": (1, 2, 4),
@@ -65,7 +66,8 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
     configuration is the mapping that its file will hold. About a quarter is meant to be refused;
     ``kind`` says what was broken.
     """
-    gtp = "gtp_remat_size" in parameters(release)
+    has = parameters(release)
+    gtp = "gtp_remat_size" in has
     world = _world_size(rng, max_world)
     window, offset = world, 0
     kwargs: dict[str, Any] = {}
@@ -74,7 +76,13 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
         offset = rng.randint(0, world - window)
         kwargs = {"local_world_size": window, "rank_offset": offset}
     sizes, dp_cp, expert_dp = _sizes(rng, window, gtp)
-    kwargs |= sizes | _options(rng, release, sizes, dp_cp, expert_dp)
+    kwargs |= sizes | _options(rng, has, sizes, dp_cp, expert_dp)
+    if "encoder_pipeline_model_parallel_size" in has:
+        kwargs |= _encoder(rng, sizes)
+        stages = kwargs.get("encoder_pipeline_model_parallel_size") or 0
+        width = kwargs.get("encoder_tensor_model_parallel_size") or sizes[TP]
+        offset = dp_cp * width * stages
+        world += offset
 
     variables = {"NCCL_COLLNET_ENABLE": "1", "UCX_TLS": "tcp", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     config: Config = {
@@ -86,9 +94,10 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
         "positional": rng.choices((0, 1, 2, 3, 99), (60, 8, 8, 14, 10))[0],
     }
     if rng.random() < 0.25:
-        config["kind"] = break_one(rng, config, gtp)
+        config["kind"] = break_one(rng, config, has)
     ranks = range(world)
     few = {0, world - 1, offset, min(offset + window, world) - 1, rng.choice(ranks)}
+    few |= {offset - 1, rng.randrange(offset)} if offset and not gtp else set()
     config["ranks"] = list(ranks) if world <= 4 else sorted(few | {rng.choice(ranks)})
     if world > 128:
         config["ranks"] = sorted({offset, rng.choice(ranks)})
@@ -150,10 +159,9 @@ def _sizes(rng: random.Random, window: int, gtp: bool) -> tuple[dict[str, Any], 
 
 
 def _options(
-    rng: random.Random, release: str, sizes: dict[str, Any], dp_cp: int, expert_dp: int
+    rng: random.Random, has: dict[str, Any], sizes: dict[str, Any], dp_cp: int, expert_dp: int
 ) -> dict[str, Any]:
-    """The arguments that come on top of the sizes."""
-    has = parameters(release)
+    """The arguments that come on top of the sizes; only those that the release `has`."""
     gtp = "gtp_remat_size" in has
     kwargs: dict[str, Any] = {}
     if sizes["pipeline_model_parallel_size"] > 1 and rng.random() < 0.3:
@@ -189,6 +197,20 @@ def _options(
         }
     if "create_all_gather_group" in has and rng.random() < 0.3:
         kwargs["create_all_gather_group"] = rng.random() < 0.8
+    return {name: value for name, value in kwargs.items() if name in has}
+
+
+def _encoder(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    """An encoder in front of the decoder, and where the pipeline splits."""
+    kwargs: dict[str, Any] = {}
+    stages = sizes["pipeline_model_parallel_size"]
+    if rng.random() < 0.25:
+        kwargs["pipeline_model_parallel_split_rank"] = rng.randrange(stages)
+    if rng.random() < 0.4:
+        few = [1] if "pp" not in sizes.get("order", DEFAULT_ORDER).lower() else [1, 1, 2, 3]
+        kwargs["encoder_pipeline_model_parallel_size"] = rng.choice(few)
+    if rng.random() < (0.7 if kwargs else 0.1):
+        kwargs["encoder_tensor_model_parallel_size"] = rng.randint(0, sizes[TP])
     return kwargs
 
 

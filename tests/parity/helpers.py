@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.parity.recording import Recorder
-from tests.parity.surface import DEFAULT_ORDER, call, named, public_functions
+from tests.parity.surface import DEFAULT_ORDER, call, named, parameters, public_functions
 
 Shown = dict[str, Any]
 
@@ -31,7 +31,10 @@ def _rank_groups(recorder: Recorder) -> Shown:
         "pp": kwargs.get("pipeline_model_parallel_size", 1),
         "cp": kwargs.get("context_parallel_size", 1),
     }
-    sizes["dp"] = max(1, recorder.world // math.prod(sizes.values()))
+    stages = kwargs.get("encoder_pipeline_model_parallel_size") or 0
+    width = kwargs.get("encoder_tensor_model_parallel_size") or sizes["tp"]
+    model = math.prod(sizes.values()) + stages * width * sizes["cp"]
+    sizes["dp"] = max(1, recorder.world // max(1, model))
     shown: Shown = {}
     for label, more in {
         "RankGenerator": {},
@@ -46,6 +49,7 @@ def _rank_groups(recorder: Recorder) -> Shown:
         for token in ("tp", "dp", "pp-tp", "tp-dp-cp", "ep", "zz"):
             made = call("get_ranks", token)
             shown[f"{label}.{made[0]}"] = recorder.call(made, generator)
+    splits = "split_rank" in parameters(recorder.release, "default_embedding_ranks")
     shape = [sizes[name] for name in ("tp", "cp", "dp", "pp")]
     masked = "generate_masked_orthogonal_rank_groups"
     return shown | recorder.ask(
@@ -59,6 +63,12 @@ def _rank_groups(recorder: Recorder) -> Shown:
                 call(name, ranks)
                 for name in ("default_embedding_ranks", "default_position_embedding_ranks")
                 for ranks in ([4], [4, 9], [7, 5, 3])
+            ],
+            *[
+                call(name, ranks, at)
+                for name in ("default_embedding_ranks", "default_position_embedding_ranks")
+                for ranks in ([4], [4, 9], [7, 5, 3])
+                for at in ((0, 1, 2, -1) if splits else ())
             ],
         ]
     )
@@ -90,7 +100,7 @@ def _groups(recorder: Recorder) -> Shown:
         "group_desc": "EXTRA_GLOO",
     }
     group, levels = "create_group", "create_hierarchical_groups"
-    hybrid = "create_hybrid_dp_cp_groups"
+    hybrid, former = "create_hybrid_dp_cp_groups", "create_hierarchical_parallel_groups"
     calls = [
         named(f"{group} of all", group, everyone, group_desc="EXTRA"),
         named(f"{group} with options", group, ranks=[rank], **asked),
@@ -104,6 +114,7 @@ def _groups(recorder: Recorder) -> Shown:
         ),
         named(f"{levels} of a wrong product", levels, rank, everyone, [world + 1]),
         named(hybrid, hybrid, rank, everyone, None),
+        named(former, former, rank, everyone, world, halves, asked["pg_options"]),
     ]
     return recorder.ask(calls) | {
         "groups made by helpers": sorted(map(repr, recorder.created[before:]))

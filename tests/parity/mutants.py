@@ -6,10 +6,11 @@ import functools
 
 from tests.parity.repairs import replaced
 from tests.parity.running import Report, run
-from tests.stock import load_stock
+from tests.stock import load_stock, source
 
+# What to replace, in the spelling of the release that spells it so: newer ones quote with ".
 MUTANTS: dict[str, tuple[str, str]] = {
-    "tp-cp becomes tp-dp": ("get_ranks('tp-cp')", "get_ranks('tp-dp')"),
+    "tp-cp becomes tp-dp": ("('tp-cp')", "('tp-dp')"),
     "a group's members": ("if rank in embedding_ranks:", "if rank in ranks:"),
     "another timeout": (
         "timedelta(minutes=distributed_timeout_minutes)",
@@ -58,10 +59,47 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "ucc without its variables": ('os.environ["UCX_NET_DEVICES"] = "all"', "pass"),
     "hybrid sizes": ("range(int(log2(len(ranks))))", "range(int(log2(len(ranks))) + 1)"),
     "hierarchy from the other end": ('"(l s u) -> (l u) s"', '"(u s l) -> (l u) s"'),
+    "an encoder that feeds others": (
+        "yield x + y\n        elif",
+        "yield e_ranks[0] + y\n        elif",
+    ),
+    "the last stage of one pipeline": (
+        "[group[last_rank_local] for group in _PIPELINE_GLOBAL_RANKS]",
+        "[group[last_rank_local] for group in _PIPELINE_GLOBAL_RANKS[:1]]",
+    ),
+    "a split without embeddings": (
+        "split_rank=pipeline_model_parallel_split_rank",
+        "split_rank=None",
+    ),
+    "an optimizer instance's neighbours": (
+        "i::intra_partial_data_parallel_size",
+        "i : i + intra_partial_data_parallel_size",
+    ),
+    "the split taken for the decoder's start": (
+        "return _PIPELINE_MODEL_PARALLEL_SPLIT_RANK\n",
+        "return _PIPELINE_MODEL_PARALLEL_DECODER_START\n",
+    ),
 }
+
+
+def spelt(name: str, release: str) -> tuple[str, str] | None:
+    """A mutant as the release's source spells it; None where there is nothing to break so."""
+    old, new = MUTANTS[name]
+    for quote in ('"', "'"):
+        if old.replace('"', quote) in source(release):
+            return old.replace('"', quote), new.replace('"', quote)
+    return None
+
+
+def mutants_of(release: str) -> list[str]:
+    """The names of the `MUTANTS` that apply to a release."""
+    return [name for name in MUTANTS if spelt(name, release) is not None]
 
 
 def run_mutant(name: str, release: str, n: int, seed: int, max_world: int) -> Report:
     """Stock beside one of the `MUTANTS`, ended by the first configuration that differs."""
-    mutant = functools.partial(load_stock, release, replaced(MUTANTS[name]))
+    pair = spelt(name, release)
+    if pair is None:
+        raise ValueError(f"megatron-core {release} has nothing that {name!r} would break")
+    mutant = functools.partial(load_stock, release, replaced(pair))
     return run(mutant, release, n, seed, max_world, stop_after=1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from tests.parity.surface import Config, parameters
-from tests.stock import load_stock
+from tests.parity.surface import Config
+from tests.stock import load_stock, source
 
 
 def replaced(*pairs: tuple[str, str]) -> Callable[[str], str]:
@@ -37,7 +38,26 @@ def _has_remat(config: Config) -> bool:
     return any(config["kwargs"].get(name, 1) > 1 for name in names)
 
 
+def _has_uneven_levels(config: Config) -> bool:
+    levels = config["kwargs"].get("hierarchical_context_parallel_sizes") or [1]
+    return math.prod(levels) != config["kwargs"].get("context_parallel_size", 1)
+
+
 REPAIRS = {
+    # 0.12: levels that do not multiply to the context-parallel size make groups of some of the
+    # ranks, or none; later releases refuse them.
+    "levels of another product": Repair(
+        _has_uneven_levels,
+        (
+            (
+                "            global _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS\n            _HIER",
+                "            global _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS\n"
+                "            import math\n"
+                "            assert math.prod(hierarchical_context_parallel_sizes) == "
+                "context_parallel_size\n            _HIER",
+            ),
+        ),
+    ),
     # 0.19: the barrier asks for a group that is only made later, so that SHARP on dp always fails;
     # a rank outside the window has no such group at all.
     "sharp on dp": Repair(
@@ -75,9 +95,12 @@ REPAIRS = {
 
 def repaired_stocks(release: str, config: Config) -> Iterator[ModuleType]:
     """Stock with one or more of the `REPAIRS` that `config` would come across."""
-    if "gtp_remat_size" not in parameters(release):
-        return
-    met = [repair.pairs for repair in REPAIRS.values() if repair.applies(config)]
+    text = source(release)
+    met = [
+        repair.pairs
+        for repair in REPAIRS.values()
+        if all(old in text for old, _ in repair.pairs) and repair.applies(config)
+    ]
     for count in range(1, len(met) + 1):
         for chosen in itertools.combinations(met, count):
             yield load_stock(release, replaced(*itertools.chain(*chosen)))

@@ -24,6 +24,7 @@ COMMUNICATORS = [
 ]
 _VALUES: dict[str, tuple[Any, ...]] = {
     "vp_stage": (None, 0, 1, 2),
+    "rank": (None, 0, 1, 2, 3, -1),
     "group_size": (None, 1, 2, 3, 4, 6, 8, 12, 16, 32),
 }
 
