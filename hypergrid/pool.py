@@ -97,6 +97,9 @@ class GroupPool:
     ) -> list[ProcessGroup]:
         """Create the groups of one label and give those of this rank, often one or none.
 
+        *Collective* over the members of each group, or over the world where the agreement says
+        that members alone cannot create. After a failure nothing of this call is left.
+
         Parameters
         ----------
         label : str
@@ -113,9 +116,6 @@ class GroupPool:
         **options
             As for ``torch.distributed.new_group``: backend, timeout (timedelta), pg_options,
             group_desc.
-
-        *Collective* over the members of each group, or over the world where the agreement says
-        that members alone cannot create. After a failure nothing of this call is left.
 
         Raises
         ------
