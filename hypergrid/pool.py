@@ -34,7 +34,7 @@ class PooledGroup:
     """A label's group: its global ranks, torch's group, its dims and whose communicator it is.
 
     ``shares`` is None for a group made for this label; else the label that it was made for, or
-    :data:`DEFAULT`.
+    ``DEFAULT``.
     """
 
     label: str
@@ -65,7 +65,7 @@ class GroupPool:
     ) -> Iterator[None]:
         """Make inside what the ranks agree on here: all of them or none. *Collective* over them.
 
-        Arguments as for :func:`hypergrid.agreement.agree`. Whoever makes groups at several times
+        Arguments as for ``hypergrid.agreement.agree``. Whoever makes groups at several times
         agrees each time: each has an epoch of its own.
 
         Raises

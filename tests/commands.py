@@ -148,7 +148,9 @@ def _script(name: str, words: list[str], executable: bool = False) -> None:
         else:
             compile(file.read_text(), name, "exec")
     else:
-        assert not words, f"{name} is a shell script: which flags it takes cannot be told"
+        assert not words or '"$@"' in file.read_text(), f"{name} takes no arguments"
+        paths = [word for word in words if word.endswith(".py")]
+        assert all((ROOT / path).is_file() for path in paths), f"not all of {paths} exist"
         subprocess.run(["bash", "-n", str(file)], check=True, timeout=10)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 _PARTS = re.compile(
     r"<!--(?P<comment>.*?)-->"
     r"|^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<language>\S*)[^\n]*\n(?P<text>.*?)^ *(?P=fence) *$"

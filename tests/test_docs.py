@@ -113,6 +113,8 @@ def test_the_site_builds_strictly_and_asks_nobody_else(site):
         for file in site.rglob("*.css")
     ]
     assert not foreign and not any(styles)
+    shown = [page.name for page in written if re.search(r":(meth|func|class):", page.read_text())]
+    assert not shown, "markup of another documentation tool"
 
 
 def test_the_reference_is_complete(site):
