@@ -65,8 +65,8 @@ def blocks(page: Path) -> list[Block]:
             said = {}
         elif part["prose"] and said:
             raise ValueError(f"{name}:{line}: no block follows the comment {said}.")
-    if text.count("\n```") % 2:
-        raise ValueError(f"{name}: a fence is not closed, or not found.")
+    if len(re.findall(r"^ *(?:```|~~~)", text, re.M)) != 2 * len(found):
+        raise ValueError(f"{name}: a fence is not closed, or inside another.")
     return found
 
 
