@@ -198,7 +198,7 @@ def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
 
 @contextmanager
 def environment_restored_on_failure() -> Iterator[None]:
-    """Put back, after an error, the variables that :func:`build` sets."""
+    """Put back, after an error, the variables that ``build`` sets."""
     before = {name: os.environ.get(name) for name in (_COLLNET, *ucc.ENVIRONMENT)}
     try:
         yield

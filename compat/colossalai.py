@@ -31,7 +31,7 @@ class ProcessGroupMesh:
     """The world as an N-dimensional mesh, as ColossalAI 0.5's class of this name.
 
     Row-major: the last axis is the fastest. ``grid`` is the same as a
-    :class:`~hypergrid.HyperCommGrid`, with dims ``"axis0"``, ``"axis1"`` ...
+    ``~hypergrid.HyperCommGrid``, with dims ``"axis0"``, ``"axis1"`` ...
 
     A group is known by its members and its backend, whichever axes led to it. At home the cache
     forgets the backend, and asking for gloo after NCCL gives the NCCL group.
@@ -195,7 +195,7 @@ class ProcessGroupMesh:
         indices_at_axis: Indices | None = None,
         backend: str | None = None,
     ) -> ProcessGroup:
-        """As :meth:`create_group_along_axis`; *local* for what was created, else collective."""
+        """As ``create_group_along_axis``; *local* for what was created, else collective."""
         return self.create_group_along_axis(axis, indices_at_axis, backend)
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:

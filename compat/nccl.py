@@ -68,7 +68,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
 def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
     """What ``configs`` says of the group ``pg_name``, known keys only; None if it has no section.
 
-    Refuses what :func:`get_nccl_options` does.
+    Refuses what ``get_nccl_options`` does.
     """
     if pg_name not in configs:
         return None

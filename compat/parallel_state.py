@@ -604,7 +604,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def is_unitialized() -> bool:
-    """Former, misspelt opposite of :func:`is_initialized`."""
+    """Former, misspelt opposite of ``is_initialized``."""
     return _current.is_unitialized()
 
 

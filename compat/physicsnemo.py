@@ -14,11 +14,11 @@ ModulusUninitializedDistributedManagerWarning = PhysicsNeMoUninitializedDistribu
 
 
 class ProcessGroupNode(GroupNode):
-    """One group of the tree: :class:`hypergrid.tree.GroupNode` by upstream's name."""
+    """One group of the tree: ``hypergrid.tree.GroupNode`` by upstream's name."""
 
 
 class ProcessGroupConfig(GroupTree[ProcessGroupNode]):
-    """A model's tree of groups: :class:`hypergrid.tree.GroupTree` by upstream's name.
+    """A model's tree of groups: ``hypergrid.tree.GroupTree`` by upstream's name.
 
     As nvidia-physicsnemo 1.3, but that it is no treelib tree: there is no ``config.tree``.
     """

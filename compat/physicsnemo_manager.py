@@ -387,7 +387,7 @@ class DistributedManager:
         verbose : bool
             Print the ranks of each group, at rank 0.
         hosts : optional
-            As for :class:`hypergrid.Topology`; by default what the launcher says. Asked for only
+            As for ``hypergrid.Topology``; by default what the launcher says. Asked for only
             where a node is to stay inside a host.
 
         Returns
@@ -434,7 +434,7 @@ class DistributedManager:
     def create_process_groups(
         config: GroupTree[Any], topology_mapping: Hosts | None = None, verbose: bool = False
     ) -> HyperCommGrid:
-        """:meth:`create_groups_from_config` as Modulus' pull request 153 has it."""
+        """``create_groups_from_config`` as Modulus' pull request 153 has it."""
         return DistributedManager.create_groups_from_config(config, verbose, hosts=topology_mapping)
 
     # The mesh.

@@ -91,7 +91,7 @@ class RankGenerator:
     AssertionError
         Both ep and cp larger than 1: they belong to different grids.
     OrderError
-        See :func:`lay_out`.
+        See ``lay_out``.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class ParallelState(Getters):
 
     Its attributes are named as upstream's private globals (``_TENSOR_MODEL_PARALLEL_GROUP`` ...)
     and may be written, as outside code does: the getters see it. A fresh object has no groups;
-    :meth:`create` gives one that has.
+    ``create`` gives one that has.
     """
 
     # Slots, not a dictionary: a getter is called millions of times.
@@ -117,7 +117,7 @@ class ParallelState(Getters):
 
     @classmethod
     def from_request(cls, request: Request) -> ParallelState:
-        """As :meth:`create`, for a request that was checked already."""
+        """As ``create``, for a request that was checked already."""
         state = cls()
         with environment_restored_on_failure():
             built = build(request)
@@ -183,7 +183,7 @@ class ParallelState(Getters):
         self._renumber()
 
     def note_group(self, group: ProcessGroup) -> None:
-        """Let :meth:`update_pg_timeout` reach a group that the caller made and owns."""
+        """Let ``update_pg_timeout`` reach a group that the caller made and owns."""
         if self._global_process_group_list is None:
             self._global_process_group_list = [None]
         self._global_process_group_list.append(group)
@@ -214,7 +214,7 @@ class ParallelState(Getters):
             yield self
 
     def suspend(self) -> None:
-        """Give every communicator back until :meth:`resume`. *Local*.
+        """Give every communicator back until ``resume``. *Local*.
 
         Ranks, sizes and the plan can still be asked. Getters of groups give placeholders, which
         refuse to be used and say why. References to the old groups that others keep (a model, an
@@ -247,7 +247,7 @@ class ParallelState(Getters):
         """Make the groups again as they were planned. *Collective* as the first initialisation.
 
         Torch cannot revive a group: these are new ones, with the same ranks, options and
-        timeouts, also those set by :meth:`update_pg_timeout`, and second all-gather groups are
+        timeouts, also those set by ``update_pg_timeout``, and second all-gather groups are
         made again too. Whoever holds an old one must fetch or be given the new one.
 
         Returns

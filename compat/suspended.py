@@ -6,7 +6,7 @@ from typing import Any
 
 
 class SuspendedGroup:
-    """Stands where a group was that :meth:`ParallelState.suspend` gave back."""
+    """Stands where a group was that ``ParallelState.suspend`` gave back."""
 
     __slots__ = ("_label",)
 

@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def uninstall(*, forget_megatron: bool = False) -> None:
-    """Undo :func:`install`: the next import of megatron gets its own modules.
+    """Undo ``install``: the next import of megatron gets its own modules.
 
     Parameters
     ----------

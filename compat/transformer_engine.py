@@ -1,8 +1,8 @@
 """Transformer Engine without Megatron: the groups that it takes, from a grid or a state.
 
 ``where`` is a ``HyperCommGrid`` with dims tp, cp, dp and ep (as many as there are), a
-``ParallelState``, or a :class:`Named` grid. Everything is *local* but :func:`create_groups`, and
-nothing here imports Transformer Engine but :func:`probe`.
+``ParallelState``, or a ``Named`` grid. Everything is *local* but ``create_groups``, and
+nothing here imports Transformer Engine but ``probe``.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def apply(
         Modules of the model that are expert layers, with all they contain: their tensor
         parallelism is that of the experts.
     comm_type, a2a_size, cp_stream
-        As for :func:`cp_args`; ``set_context_parallel_group`` is left alone where cp is one rank.
+        As for ``cp_args``; ``set_context_parallel_group`` is left alone where cp is one rank.
 
     Raises
     ------

@@ -89,7 +89,7 @@ def agree(
     ------
     AgreementError
         On every rank, with the same text, when proposals differ, when a rank has refused its own
-        (:func:`refuse`), when the way of creation that the policy insists on is not open to all,
+        (``refuse``), when the way of creation that the policy insists on is not open to all,
         when windows overlap, or when a rank does not come within ``timeout``. Also when the store
         is lost.
     """
@@ -126,7 +126,7 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
 
 @contextmanager
 def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) -> Iterator[None]:
-    """Let ``ranks``, asked for only then, hear by :func:`refuse` of what is refused inside."""
+    """Let ``ranks``, asked for only then, hear by ``refuse`` of what is refused inside."""
     try:
         yield
     except Exception as error:
@@ -140,7 +140,7 @@ def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
     """What is refused inside is raised when the other ranks have heard of it. *Collective*.
 
     For calls that may be refused several times in a row, on some ranks or on all: each meets the
-    others as :func:`agree` does, so that none is a call ahead. It waits a minute at most.
+    others as ``agree`` does, so that none is a call ahead. It waits a minute at most.
     """
     try:
         yield

@@ -100,7 +100,7 @@ def difference(before: GroupPlan, after: GroupPlan) -> Difference:
 def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
     """What lives on a rank and was not planned so, in sentences; empty where all is as planned.
 
-    ``dump`` is what :func:`hypergrid.dump` wrote on one rank. Its default group and the groups
+    ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and the groups
     that others made have no label and are left out.
     """
     rank = dump["rank"]

@@ -148,7 +148,7 @@ def _splits(device: torch.device) -> bool:
 
 @functools.cache
 def names_can_be_set() -> bool:
-    """Whether this torch names a group by the running number that :func:`by_members` sets."""
+    """Whether this torch names a group by the running number that ``by_members`` sets."""
     try:
         with _running_number(7):
             return c10d._process_group_name([0], use_hashed_name=False) == "7"

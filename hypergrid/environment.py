@@ -289,7 +289,7 @@ class EnvironmentTable:
 
         Raises
         ------
-        As :meth:`create_process_group`.
+        As ``create_process_group``.
         """
         if shape is not None:
             return self._new_mesh(name_or_dims, shape, dim_names, device_type, backend, share)

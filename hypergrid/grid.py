@@ -36,7 +36,7 @@ class _View(NamedTuple):
 class HyperCommGrid:
     """N-dimensional communication grid, as megatron-core's ``HyperCommGrid``.
 
-    One span of ranks, factorised in one way or, with :meth:`register_view`, in several: dense and
+    One span of ranks, factorised in one way or, with ``register_view``, in several: dense and
     expert layers of one model are two views of one grid. Each combination of dims has one group.
 
     Parameters
@@ -130,7 +130,7 @@ class HyperCommGrid:
 
     @property
     def groups(self) -> dict[str, ProcessGroup | None]:
-        """The groups of this rank by :meth:`name`; None where it is outside the grid."""
+        """The groups of this rank by ``name``; None where it is outside the grid."""
         return {_label(key): group for key, group in self._pgs.items()}
 
     @property
@@ -259,7 +259,7 @@ class HyperCommGrid:
         return group
 
     def renew(self, old: HyperCommGrid) -> None:
-        """Create again what was asked of ``old`` by :meth:`create_pg`. *Collective* as that is."""
+        """Create again what was asked of ``old`` by ``create_pg``. *Collective* as that is."""
         for dims, view, options in old._asked.values():
             self.create_pg(dims, view=view, **options)
 
@@ -296,7 +296,7 @@ class HyperCommGrid:
     ) -> Iterator[GroupPool]:
         """Make inside, in the pool given, what all ranks of the grid have agreed on: all or none.
 
-        As :meth:`GroupPool.agreed`. The grid answers for what it is then told to :meth:`hold`.
+        As ``GroupPool.agreed``. The grid answers for what it is then told to ``hold``.
         """
         first = self._pool is None
         pool = self._pool or self.begin(Agreement(""), Policy.resolve(share="none"), owner)

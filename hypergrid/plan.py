@@ -149,7 +149,7 @@ class GroupPlan:
         return [part for part in kept if part.size]
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
-        """As :meth:`groups_of`, with the label whose communicator serves; None for one of its own.
+        """As ``groups_of``, with the label whose communicator serves; None for one of its own.
 
         The default group, which may serve too, is not known here.
         """
@@ -179,7 +179,7 @@ class GroupPlan:
 
     @classmethod
     def from_json(cls, text: str) -> GroupPlan:
-        """Read back what :meth:`to_json` wrote. Raises ValueError on another schema."""
+        """Read back what ``to_json`` wrote. Raises ValueError on another schema."""
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
             raise ValueError(

@@ -34,7 +34,7 @@ class PooledGroup:
     """A label's group: its global ranks, torch's group, its dims and whose communicator it is.
 
     ``shares`` is None for a group made for this label; else the label that it was made for, or
-    :data:`DEFAULT`.
+    ``DEFAULT``.
     """
 
     label: str
@@ -65,7 +65,7 @@ class GroupPool:
     ) -> Iterator[None]:
         """Make inside what the ranks agree on here: all of them or none. *Collective* over them.
 
-        Arguments as for :func:`hypergrid.agreement.agree`. Whoever makes groups at several times
+        Arguments as for ``hypergrid.agreement.agree``. Whoever makes groups at several times
         agrees each time: each has an epoch of its own.
 
         Raises
@@ -97,6 +97,9 @@ class GroupPool:
     ) -> list[ProcessGroup]:
         """Create the groups of one label and give those of this rank, often one or none.
 
+        *Collective* over the members of each group, or over the world where the agreement says
+        that members alone cannot create. After a failure nothing of this call is left.
+
         Parameters
         ----------
         label : str
@@ -113,9 +116,6 @@ class GroupPool:
         **options
             As for ``torch.distributed.new_group``: backend, timeout (timedelta), pg_options,
             group_desc.
-
-        *Collective* over the members of each group, or over the world where the agreement says
-        that members alone cannot create. After a failure nothing of this call is left.
 
         Raises
         ------

@@ -69,7 +69,7 @@ class GroupTree(Generic[Node]):
     """A model's groups as a tree: sizes are set on leaves, those of parents are products.
 
     *Declared order* is depth first, siblings as they were added: that of the dims of
-    :meth:`place`. The first leaf is the fastest dim, so its ranks are neighbours, as in
+    ``place``. The first leaf is the fastest dim, so its ranks are neighbours, as in
     physicsnemo; and so are the ranks of each first child.
 
     Parameters
@@ -210,7 +210,7 @@ class GroupTree(Generic[Node]):
         offset : int
             The first rank.
         hosts : optional
-            As for :class:`~hypergrid.topology.Topology`.
+            As for ``~hypergrid.topology.Topology``.
 
         Raises
         ------

@@ -418,7 +418,7 @@ def _print_difference(out: Console, found: Difference) -> None:
 
 
 def _dump(text: str) -> Mapping[str, Any] | None:
-    """What :func:`hypergrid.dump` wrote to this file; None if it is something else."""
+    """What ``hypergrid.dump`` wrote to this file; None if it is something else."""
     if "--" in text or not Path(text).is_file():
         return None
     data = read_json(Path(text))

@@ -64,7 +64,7 @@ class Subject:
         return Topology(layout, self.ranks_per_host * (self.hosts_per_rack or 1))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as data, and where its ranks are; :func:`saved` reads it back."""
+        """The plan as data, and where its ranks are; ``saved`` reads it back."""
         return {**json.loads(self.plan.to_json()), "ranks_per_host": self.ranks_per_host}
 
 
@@ -136,7 +136,7 @@ _FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
 
 
 def about_a_layout(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags that say what it is about; it takes the :class:`Subject` first."""
+    """Give a command the flags that say what it is about; it takes the ``Subject`` first."""
     flags = [_parameter(*flag) for flag in _FLAGS]
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     parameters = [*flags, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]

@@ -12,7 +12,7 @@ def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
     Raises
     ------
     LayoutError
-        As :class:`hypergrid.Topology`.
+        As ``hypergrid.Topology``.
     """
     topology, boxes = Topology(layout, hosts), dict[str, list[int]]()
     for rank in layout.ranks:

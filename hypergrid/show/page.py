@@ -25,7 +25,7 @@ def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str
     plan : GroupPlan
         Its first layout gives the span of ranks; layouts over the same span can be switched to.
     hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As :class:`hypergrid.Topology`.
+        As ``hypergrid.Topology``.
     title : str
         The heading.
 

@@ -56,7 +56,7 @@ def picture(
     plan : GroupPlan
         Whose layouts are drawn.
     hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As :class:`hypergrid.Topology`.
+        As ``hypergrid.Topology``.
     path : str or Path
         Its suffix gives the format: ``.png``, ``.svg`` or ``.pdf``.
     layout : str, optional

@@ -35,7 +35,7 @@ def table(
     layout : RankLayout
         Which ranks.
     hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As :class:`hypergrid.Topology`.
+        As ``hypergrid.Topology``.
     by : str
         The dim, or dims joined by ``"-"``, whose groups share a colour.
     only : sequence of int, optional
