@@ -85,7 +85,7 @@ def create_hierarchical_parallel_groups(
     hierarchical_group_sizes: list[int],
     pg_options: Any,
 ) -> list[ProcessGroup]:
-    """Former name of :func:`create_hierarchical_groups`, for context parallelism alone."""
+    """Former name of ``create_hierarchical_groups``, for context parallelism alone."""
     if group_size != len(ranks):
         raise ValueError(f"group_size={group_size}, but there are {len(ranks)} ranks.")
     desc = "CONTEXT_PARALLEL_GROUP"

@@ -90,7 +90,7 @@ class GroupRow:
         return tuple(members) if rank in members else ()
 
     def cuts(self, whole: list[list[int]]) -> list[Ranks]:
-        """What :meth:`cut` makes of each of ``whole``, all parts in Megatron's order."""
+        """What ``cut`` makes of each of ``whole``, all parts in Megatron's order."""
         size = len(whole[0])
         starts = range(self.stride) if self.stride else range(0, size, self.chunk or size)
         return [self.cut(members, members[start]) for members in whole for start in starts]
