@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from compat.te_process import warn_of_an_empty_package
+
 FACES = {
     "megatron.core.parallel_state": "compat.parallel_state",
     "megatron.core.hyper_comm_grid": "compat.hyper_comm_grid",
@@ -71,6 +73,7 @@ def install() -> None:
             f"loaded: `import compat` gives hypergrid's. Rename {other}, or keep it off sys.path.",
             stacklevel=2,
         )
+    warn_of_an_empty_package()
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
