@@ -47,7 +47,7 @@ def test_without_a_gpu_each_check_says_that_it_was_skipped_and_why():
 def test_the_rehearsal_runs_the_checks_over_gloo_and_says_that_it_is_one():
     done = _run("--rehearse", "--only", "creation", "memory", "options", "te")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("REHEARSAL over gloo on the CPU, 2 ranks")
+    assert done.stdout.startswith("REHEARSAL over gloo on the CPU (ranks: 2)")
     lines = [line for line in done.stdout.splitlines() if line.endswith("rehearsed")]
     ours = ["creation: members", "creation: everyone", "memory: share=none", "memory: share=all"]
     for check in [*ours, "options"]:
