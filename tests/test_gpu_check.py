@@ -23,7 +23,7 @@ SCRIPT = str(ROOT / "scripts" / "gpu_check")
 def _run(*arguments):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HYPERGRID_SHARE": "all"}
     command = [sys.executable, SCRIPT, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
