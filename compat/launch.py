@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from compat import swap
+from compat.te_process import warn_of_an_empty_package
 from hypergrid.policy import CHOICES
 
 EPILOG = """\
@@ -72,8 +73,10 @@ def _run(script: str, args: list[str], module: bool, swapping: bool) -> None:
         sys.path.insert(0, first)
     if swapping:
         swap.install()
-    elif swap.is_installed():
-        swap.uninstall()
+    else:
+        warn_of_an_empty_package()
+        if swap.is_installed():
+            swap.uninstall()
     sys.argv = [script, *args]
     if module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)

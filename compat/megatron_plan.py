@@ -10,8 +10,6 @@ from itertools import islice
 from math import log2, prod
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from compat import encoder, nccl, ucc
 from compat.megatron_groups import ROWS, Row
 from compat.rank_generator import default_embedding_ranks, default_position_embedding_ranks
@@ -79,7 +77,7 @@ def plan_rows(request: Request) -> list[Planned]:
     nccl.section(rows[0].options, request.nccl_configs)
     _check_window(request)
     planned = [each for row in rows for each in _plan(request, row, true)]
-    return [replace(p, group=encoder.listed(request, p.group, p.slot)) for p in planned]
+    return [replace(p, group=encoder.listed(request, p)) for p in planned]
 
 
 def hybrid_sizes(members: int) -> list[int]:
@@ -90,7 +88,6 @@ def hybrid_sizes(members: int) -> list[int]:
 def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
     backend, chosen = None, None
     torchs_timeout = row.default_timeout is not None and true[row.default_timeout]
-    each = _members(request) // request.instances
     if row.slot in _CHECKS:
         _CHECKS[row.slot](request)
     if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
@@ -103,8 +100,7 @@ def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned
         label=row.label,
         layout=row.grid,
         dims=tuple(row.dims.split("-")),
-        chunk=each if row.chunk == "instance" else None,
-        stride=each if row.chunk == "between instances" else None,
+        chunk=_members(request) // request.instances if row.chunk == "instance" else None,
         pick="all" if chosen is not None else row.pick,
         explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
         backend=backend,
@@ -168,7 +164,7 @@ def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
     for pipeline in encoder.pipelines(request):
         given = _call(argument, choose, pipeline)
         nccl.section(row.options, request.nccl_configs)  # upstream's order of refusals
-        chosen.append(_plain_ranks(argument, given))
+        chosen.append(_plain_ranks(argument, given, request.world))
     return chosen
 
 
@@ -202,9 +198,8 @@ def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]
         ) from None
 
 
-def _plain_ranks(argument: str, given: Any) -> Sequence[int]:
+def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
     """What a caller's function returned: as it is if that is a list of ints, else made one."""
-    world = range(dist.get_world_size())
     several: Iterator[Any] | None = None
     with suppress(TypeError):
         several = None if isinstance(given, str) else iter(given)
@@ -214,7 +209,7 @@ def _plain_ranks(argument: str, given: Any) -> Sequence[int]:
             f"{shown(given)}."
         )
     ranks = []
-    for rank in islice(several, len(world) + 1):  # it may have no end
+    for rank in islice(several, world + 1):  # it may have no end
         try:
             ranks.append(operator.index(rank))
         except TypeError:
@@ -222,22 +217,21 @@ def _plain_ranks(argument: str, given: Any) -> Sequence[int]:
                 f"the function given as {argument} must return ranks, which are whole numbers; "
                 f"it returned {shown(rank)} among them."
             ) from None
-    if len(set(ranks)) != len(ranks) or any(rank not in world for rank in ranks):
+    if len(set(ranks)) != len(ranks) or any(rank not in range(world) for rank in ranks):
         raise ValueError(
             f"the function given as {argument} chose {shown(ranks)}: ranks must not repeat and "
-            f"must be below the world size {len(world)}."
+            f"must be below the world size {world}."
         )
     as_given = isinstance(given, list | tuple) and all(type(rank) is int for rank in given)
     return given if as_given else ranks
 
 
 def _check_window(request: Request) -> None:
-    world = dist.get_world_size()
-    if request.decoder.ranks.stop > world:
+    if request.decoder.ranks.stop > request.world:
         raise ValueError(
             f"rank_offset={shown(request.rank_offset)} with local_world_size="
             f"{shown(request.world_size)} is no "
-            f"window of the world's {world} ranks. Make one of them smaller."
+            f"window of the world's {request.world} ranks. Make one of them smaller."
         )
 
 

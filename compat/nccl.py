@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from compat.refusals import ArgumentError
 from compat.release import HAS
 from hypergrid.words import retold, shown
@@ -52,6 +50,8 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
     said = section(pg_name, nccl_comm_cfgs)
     if said is None:
         return None
+    import torch  # here, for plans on machines without torch
+
     if not hasattr(torch.distributed, "ProcessGroupNCCL"):
         raise AttributeError(
             f"NCCL options for {shown(pg_name)} need a torch that was built with NCCL. Leave out "

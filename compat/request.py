@@ -13,14 +13,11 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-import torch.distributed as dist
-
 from compat import encoder, nccl
 from compat.megatron_plan import Planned, plan_rows
 from compat.rank_generator import check_order, inject_gtp_remat_axis, lay_out
 from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS, RELEASE
-from hypergrid.agreement import telling_others
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import Policy
@@ -42,6 +39,13 @@ _EXPERT = (
 
 _INSTANCES = "num_distributed_optimizer_instances"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+
+
+def _dist() -> Any:
+    import torch.distributed  # here, for plans on machines without torch
+
+    return torch.distributed
+
 
 RankChooser = Callable[[list[int]], list[int]]
 
@@ -105,7 +109,10 @@ class Request:
     share: str | None = None
     connect: str | None = None
     creation: str | None = None
-    life: int | None = None  # not an argument: the how-many-eth initialisation of the process
+    # Not arguments: the how-many-eth initialisation of the process, and the ranks of a job that is
+    # planned without one. Only a request without `job_size` asks torch.
+    life: int | None = None
+    job_size: int | None = None
 
     def __post_init__(self) -> None:
         # What cannot be made plain stays as it is, for its check to refuse in upstream's order.
@@ -126,7 +133,7 @@ class Request:
         _ = self.policy
         self._check_flags()
         self._check_sharp()
-        if not dist.is_initialized():
+        if self.job_size is None and not _dist().is_initialized():
             raise AssertionError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
@@ -172,13 +179,20 @@ class Request:
 
     def telling_others(self) -> AbstractContextManager[None]:
         """Tell the other ranks of the window when this one refuses, so that none waits for it."""
+        from hypergrid.agreement import telling_others
+
         return telling_others(self._window, self.life)
 
     def _window(self) -> range:
         try:
             return range(self.rank_offset, self.rank_offset + self.world_size)
         except TypeError:  # no numbers: whoever waits for this rank has another window
-            return range(dist.get_world_size())
+            return range(self.world)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks in the job."""
+        return _dist().get_world_size() if self.job_size is None else self.job_size
 
     @property
     def instances(self) -> int:
@@ -193,7 +207,7 @@ class Request:
     @property
     def world_size(self) -> int:
         """Number of ranks in the window that is laid out."""
-        return dist.get_world_size() if self.local_world_size is None else self.local_world_size
+        return self.world if self.local_world_size is None else self.local_world_size
 
     @cached_property
     def policy(self) -> Policy:
@@ -305,7 +319,7 @@ class Request:
         values = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name != "life" and not f.name.startswith("get_")
+            if f.name not in ("life", "job_size") and not f.name.startswith("get_")
         }
         chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
         given = {f"options of {p.row.label}": p.group.options for p in self.planned}
@@ -346,7 +360,8 @@ class Request:
         for name in names:
             self.positive(name)
         sizes = {name: self._size(name) for name in names}
-        model, world = prod(sizes.values()), self.world_size
+        model: int = prod(sizes.values())
+        world = self.world_size
         asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
         if names == _DENSE and (beside := prod(encoder.sizes(self))):
             model += beside * self.context_parallel_size

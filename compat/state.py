@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat import nccl
+from compat import nccl, te_process
 from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
@@ -25,8 +25,9 @@ from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
 from hypergrid.grid import HyperCommGrid
 from hypergrid.plan import GroupPlan
-from hypergrid.pool import GroupPool
+from hypergrid.pool import GroupPool, before_closing
 
+before_closing.add(te_process.release)
 GROUP_SLOTS = tuple(
     dict.fromkeys(
         name for row in ROWS for name in (row.slot, row.gloo and row.slot + "_GLOO") if name

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from compat import own_orders
+from compat.te_process import warn_of_an_empty_package
 
 FACES = {
     "megatron.core.parallel_state": "compat.parallel_state",
@@ -75,6 +76,7 @@ def install() -> None:
             f"loaded: `import compat` gives hypergrid's. Rename {other}, or keep it off sys.path.",
             stacklevel=2,
         )
+    warn_of_an_empty_package()
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 

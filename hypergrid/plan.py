@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from hypergrid.layout import RankLayout
+from hypergrid.policy import Policy
 
 SCHEMA = 1
 
@@ -37,8 +40,6 @@ class GroupRow:
         A group holds the ranks that differ on these dims only.
     chunk : int, optional
         Cut each such group into runs of this many members, in order; the last may be shorter.
-    stride : int, optional
-        Cut each such group into this many parts, each with every ``stride``-th member.
     pick : {"all", "ends", "first"}
         Keep all members, the first and the last, or the first alone.
     explicit : tuple of tuples of ranks, optional
@@ -58,7 +59,6 @@ class GroupRow:
     layout: str
     dims: tuple[str, ...]
     chunk: int | None = None
-    stride: int | None = None
     pick: Literal["all", "ends", "first"] = "all"
     explicit: tuple[Ranks, ...] | None = None
     backend: str | None = None
@@ -78,8 +78,6 @@ class GroupRow:
         if self.chunk is not None:
             start = members.index(rank) // self.chunk * self.chunk
             members = members[start : start + self.chunk]
-        if self.stride is not None:
-            members = members[members.index(rank) % self.stride :: self.stride]
         if self.pick == "first":
             members = members[:1]
         elif self.pick == "ends":
@@ -88,9 +86,11 @@ class GroupRow:
 
     def cuts(self, whole: list[list[int]]) -> list[Ranks]:
         """What :meth:`cut` makes of each of ``whole``, all parts in Megatron's order."""
-        size = len(whole[0])
-        starts = range(self.stride) if self.stride else range(0, size, self.chunk or size)
-        return [self.cut(members, members[start]) for members in whole for start in starts]
+        return [
+            self.cut(members, members[start])
+            for members in whole
+            for start in range(0, len(members), self.chunk or len(members))
+        ]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,29 @@ class GroupPlan:
         if row.explicit is not None:
             return list(row.explicit)
         return row.cuts(self.layouts[row.layout].groups(row.dims).tolist())
+
+    def arrays(self, row: GroupRow) -> list[np.ndarray]:
+        """Every group of ``row``, ascending: arrays of shape (groups, size), one for each size."""
+        if row.explicit is not None:
+            return [np.array([ranks], dtype=int) for ranks in row.explicit]
+        whole = self.layouts[row.layout].groups(row.dims)
+        step = min(row.chunk or whole.shape[1], whole.shape[1])
+        full = whole.shape[1] // step * step
+        cut = [whole[:, :full].reshape(-1, step), whole[:, full:]]
+        ends: dict[str, Any] = {"all": slice(None), "first": slice(1), "ends": [0, -1]}
+        kept = [part[:, ends[row.pick]] if part.shape[1] > 1 else part for part in cut]
+        return [part for part in kept if part.size]
+
+    def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
+        """As :meth:`groups_of`, with the label whose communicator serves; None for one of its own.
+
+        The default group, which may serve too, is not known here.
+        """
+        owners: dict[tuple[Ranks, Kind | None], str] = {}
+        for row, ranks in self.groups_of(rank):
+            may = policy.may_share(row.kind, ranks)
+            owner = owners.setdefault((ranks, row.kind), row.label) if may else row.label
+            yield row, ranks, None if owner == row.label else owner
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
         """Each (row, ranks) that ``rank`` belongs to, in the order of creation."""

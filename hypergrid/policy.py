@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,3 +58,9 @@ class Policy:
                 )
             values[field.name] = value
         return cls(**values)
+
+    def may_share(self, kind: object, ranks: Sequence[int]) -> bool:
+        """Whether a group of ``kind`` (None: it is there to be separate) may serve two names."""
+        return kind is not None and (
+            self.share == "all" or (self.share == "singletons" and len(ranks) == 1)
+        )

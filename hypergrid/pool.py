@@ -24,6 +24,8 @@ from hypergrid.policy import Policy
 from hypergrid.words import in_words, span_of
 
 DEFAULT = "the default group"
+# Called with the groups of a pool that are about to be closed: for others' code that borrows them.
+before_closing: set[Callable[[Sequence[ProcessGroup]], None]] = set()
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
 
 
@@ -188,13 +190,16 @@ class GroupPool:
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
         """Whose communicator serves ``ranks``; None, and it is the label's own, if it is new."""
-        share = self.policy.share
-        if kind is None or share == "none" or (share == "singletons" and len(ranks) > 1):
+        if kind is None or not self.policy.may_share(kind, ranks):
             return None
         key = (tuple(ranks), kind)
         if key in self._owners:
             return self._owners[key]
-        if share == "all" and len(ranks) == dist.get_world_size() and kind == _default_kind():
+        if (
+            self.policy.share == "all"
+            and len(ranks) == dist.get_world_size()
+            and kind == _default_kind()
+        ):
             return DEFAULT
         self._owners[key] = label
         return None
@@ -212,16 +217,19 @@ class GroupPool:
         One that torch cannot close is warned about and keeps none of the others alive.
         """
         leaving, self.groups = self.groups[keep:], self.groups[:keep]
-        for pooled in leaving:
-            if pooled.shares is None and pooled.group in c10d._world.pg_map:
-                try:
-                    _close(pooled.group)
-                except RuntimeError as error:
-                    warnings.warn(
-                        f"rank {dist.get_rank()} could not close {pooled.label}: {in_words(error)}",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+        known = c10d._world.pg_map
+        closing = [each for each in leaving if each.shares is None and each.group in known]
+        for tell in before_closing if leaving else ():
+            tell([pooled.group for pooled in closing])
+        for pooled in closing:
+            try:
+                _close(pooled.group)
+            except RuntimeError as error:
+                warnings.warn(
+                    f"rank {dist.get_rank()} could not close {pooled.label}: {in_words(error)}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
 def _close(group: ProcessGroup) -> None:

@@ -66,6 +66,12 @@ class Topology:
             for dim, count in counts.items()
         )
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """The number of each rank's host, which is its place in ``names``; by global rank."""
+        numbers: np.ndarray = self._host
+        return numbers
+
     def host(self, rank: int) -> str:
         """The name of the host of ``rank``."""
         if rank not in self.layout:

@@ -57,3 +57,16 @@ def test_planning_needs_no_torch(wheel, tmp_path):
     )
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "12500", done.stderr
+
+
+def test_the_wheel_draws_a_page_without_torch_or_any_extra(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
+        "sys.modules.update(dict.fromkeys(('torch', 'typer', 'rich', 'matplotlib')));"
+        "from hypergrid import GroupPlan, RankLayout;"
+        "from hypergrid.show.page import page;"
+        "print(len(page(GroupPlan({'decoder': RankLayout(('tp', 'dp'), (8, 2))}), 8)))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    assert int(done.stdout or 0) > 20_000, done.stderr

@@ -1,0 +1,25 @@
+"""The command ``hypergrid``; says what to install where the ``cli`` extra is missing."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as error:
+        print(
+            f"hypergrid: the command line needs {error.name}: pip install 'hypergrid[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    from hypergrid.cli.app import app
+
+    app(prog_name="hypergrid")
+
+
+if __name__ == "__main__":
+    main()

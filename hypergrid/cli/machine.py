@@ -1,0 +1,183 @@
+"""What only this machine can tell: the installed megatron-core's own groups, and what is amiss."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+from compat import te_process
+from compat.job import Job, JobError
+
+_SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
+_REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
+_EMPTY_TE = "Found empty `transformer-engine` meta package"
+
+# Imports megatron as the swap does, in a process of its own: it may raise, or print, or hang.
+_TRIAL = """
+import compat
+compat.install()
+from megatron.core import parallel_state
+from compat import parallel_state as ours
+print("" if parallel_state is ours else "megatron.core.parallel_state is not ours")
+"""
+
+
+def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
+    """The job's groups beside those of the installed megatron-core's ``RankGenerator``.
+
+    Returns
+    -------
+    str
+        The release that was compared.
+    list of (grid, dims, number of groups, whether all are equal)
+        A line for each combination of dims that the job's plan uses.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # megatron's, of what else is missing
+            from megatron.core import __version__ as release
+            from megatron.core.parallel_state import RankGenerator
+    except ImportError as error:
+        raise JobError(
+            f"megatron-core cannot be imported: {error}. pip install 'hypergrid[megatron]', and "
+            f"`hypergrid doctor` says what else is amiss."
+        ) from None
+    request = job.request()
+    rows = []
+    for grid in ("decoder", "expert"):
+        layout = request.layouts[grid]
+        known = ("tp", "ep", "dp", "pp", "cp")
+        sizes = {dim: layout.dim_size(dim) for dim in known}
+        if layout.dim_size(known) != layout.size:
+            raise JobError("remat axes are laid out by newer releases only; leave them out here.")
+        stock = RankGenerator(**sizes, order=request.order)
+        used = [row.dims for row in request.plan.rows if row.layout == grid]
+        for dims in dict.fromkeys(tuple(d for d in dims if d in known) for dims in used):
+            if dims:
+                ours = layout.groups(dims).tolist()
+                theirs = [list(ranks) for ranks in stock.get_ranks("-".join(dims))]
+                rows.append((grid, "-".join(dims), len(ours), ours == theirs))
+    return str(release), rows
+
+
+def examined() -> Iterator[tuple[str, str, str]]:
+    """What there is to know of this machine: (name, state, remedy); no remedy where all is well."""
+    yield "python", f"{platform.python_version()} ({sys.executable})", ""
+    yield _distribution("hypergrid")
+    yield from _torch()
+    yield _distribution("numpy")
+    yield from _megatron()
+    yield from _transformer_engine()
+    for name, extra in (("PyYAML", "megatron"), ("matplotlib", "plot")):
+        state = _installed(name)
+        yield name, state or f"not installed; pip install 'hypergrid[{extra}]' if you need it", ""
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("HYPERGRID_") or name in ("TORCH_DIST_INIT_BARRIER", "WORLD_SIZE"):
+            yield name, value, ""
+
+
+def _torch() -> Iterator[tuple[str, str, str]]:
+    name, state, remedy = _distribution("torch")
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:
+        yield name, f"{state}, and importing it fails: {error}", "Install a torch that works here."
+        return
+    device = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
+    yield name, f"{torch.__version__}, {device}", remedy
+    there = [b for b in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(b)]
+    yield "backends", ", ".join(there) or "none", "" if there else "Install a torch with gloo."
+    yield "creation", _creation(), ""
+
+
+def _creation() -> str:
+    """How groups would be created here, as far as one process without a job can tell."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from hypergrid.creation import abilities
+
+    if dist.is_initialized():
+        can = abilities()
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        try:
+            can = abilities()
+        finally:
+            dist.destroy_process_group()
+    if can.obstacle:
+        return f"everyone: {can.obstacle}"
+    lazily = "" if can.can_connect_lazily else "; this torch's gloo cannot connect lazily"
+    return (
+        f"members: each group by its members alone{lazily}. A default group that is bound to a "
+        f"device (init_process_group(device_id=...)) is split instead."
+    )
+
+
+def _megatron() -> Iterator[tuple[str, str, str]]:
+    from compat.release import NEWEST, RELEASE
+    from compat.swap import hiding
+
+    state = _installed("megatron-core")
+    if importlib.util.find_spec("megatron") is None:
+        yield "megatron-core", "not installed", "pip install 'hypergrid[megatron]' for the swap."
+        return
+    speaks = ".".join(map(str, RELEASE))
+    yield "megatron-core", f"{state or 'a checkout'}; compat speaks as {speaks}", ""
+    if RELEASE > NEWEST:
+        yield "release", f"newer than {'.'.join(map(str, NEWEST))}, the newest known", ""
+    other = hiding()
+    if other is not None:
+        yield "package compat", f"{other} has the same name", "Start with hypergrid-launch."
+    yield ("swap", *_trial())
+
+
+def _trial() -> tuple[str, str]:
+    """What comes of importing megatron with ours in its place, and a remedy."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _TRIAL],
+            capture_output=True,
+            text=True,
+            timeout=_SLOWEST,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing megatron took more than {_SLOWEST} seconds", "Look at the file system."
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    last = said[-1] if said else ""
+    if done.returncode == 0 and not last:
+        return "works: megatron.core.parallel_state is ours after compat.install()", ""
+    if _EMPTY_TE in done.stderr:
+        return f"importing megatron fails: {last}", te_process.remedy()
+    return f"fails: {last}", "Mend that import first; `python -c 'import megatron.core'` shows it."
+
+
+def _transformer_engine() -> Iterator[tuple[str, str, str]]:
+    state = _installed("transformer-engine")
+    if state is None:
+        yield "transformer-engine", "not installed; Megatron runs without it", ""
+    elif te_process.empty_meta_package():
+        yield "transformer-engine", f"{state}, without its libraries", te_process.remedy()
+    else:
+        found = te_process.probe()
+        said = "can be imported" if found.importable else f"cannot be imported: {found.why}"
+        yield "transformer-engine", f"{state}, {said}", "" if found.importable else _REBUILD_TE
+
+
+def _distribution(name: str) -> tuple[str, str, str]:
+    state = _installed(name)
+    return name, state or "not installed as a package", ""
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,187 @@
+"""What a command is about: sizes, a pasted launch line, or a saved plan."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compat.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
+from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.plan import GroupPlan
+from hypergrid.topology import Topology
+
+_LONGEST = 64 << 20  # bytes of a saved plan or dump
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plan, where its ranks are, and how it would look in another order."""
+
+    plan: GroupPlan
+    ranks_per_host: int
+    job: Job | None = None  # None: it was saved
+    hosts_per_rack: int | None = None
+    assumed: tuple[str, ...] = field(default=())
+
+    @property
+    def layouts(self) -> dict[str, RankLayout]:
+        """The plan's, where the first stands for dense layers if none is called so."""
+        layouts = dict(self.plan.layouts)
+        layouts.setdefault("decoder", next(iter(layouts.values())))
+        return layouts
+
+    @property
+    def order(self) -> str:
+        """The order as it was asked for, or the dims of the dense layout."""
+        asked = self.job and self.job.arguments.get("order")
+        return asked or (self.job.request().order if self.job else self.layouts["decoder"].order)
+
+    def layouts_in(self, order: str) -> Mapping[str, RankLayout] | None:
+        """The layouts under another order; None where it is not allowed."""
+        if self.job is not None:
+            return self.job.layouts(order)
+        both = {n: each for n, each in self.layouts.items() if n in ("decoder", "expert")}
+        try:
+            turned = {name: _turned(layout, order) for name, layout in both.items()}
+        except LayoutError:
+            return None
+        pipelines = {each.stride("pp") for each in turned.values() if "pp" in each.dims}
+        return turned if len(pipelines) < 2 else None
+
+    def hosts(self, layout: RankLayout) -> Topology:
+        """The hosts under a layout."""
+        return Topology(layout, self.ranks_per_host)
+
+    def racks(self, layout: RankLayout) -> Topology:
+        """The racks under a layout."""
+        return Topology(layout, self.ranks_per_host * (self.hosts_per_rack or 1))
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as data, and where its ranks are; :func:`saved` reads it back."""
+        return {**json.loads(self.plan.to_json()), "ranks_per_host": self.ranks_per_host}
+
+
+def _turned(layout: RankLayout, order: str) -> RankLayout:
+    sizes = dict(zip(layout.dims, layout.sizes, strict=True))
+    tokens = [token for token in order.split("-") if token in sizes]
+    return RankLayout.from_order("-".join(tokens), sizes, layout.offset)
+
+
+def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
+    """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
+    data = read_json(path)
+    if "layouts" not in data:
+        raise JobError(f"{path} is no plan: it has no layouts. `hypergrid plan --json` writes one.")
+    try:
+        plan = GroupPlan.from_json(json.dumps(data))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise JobError(f"{path} is no plan that can be read: {error}.") from None
+    given = ranks_per_host or data.get("ranks_per_host")
+    per_host = given or min(RANKS_PER_HOST, len(plan.window))
+    assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
+    return Subject(plan, per_host, assumed=assumed)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON, of bounded size."""
+    if path.stat().st_size > _LONGEST:
+        raise JobError(f"{path} is larger than {_LONGEST >> 20} MiB: it is no plan and no dump.")
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise JobError(f"{path} is no JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise JobError(f"{path} holds no JSON object.")
+    return data
+
+
+def of_job(job: Job) -> Subject:
+    """The plan of a job."""
+    return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
+
+
+def read(text: str) -> Subject:
+    """One side of a comparison: a saved plan's path, or sizes and launch lines as text."""
+    is_file = "--" not in text and Path(text).is_file()
+    if not is_file and "--" not in text:
+        raise JobError(f"{text!r} is neither a file nor sizes such as '--world-size 64 --tp 4'.")
+    return saved(Path(text)) if is_file else of_job(from_line(text))
+
+
+# Flag: the type of its value, where it has one, how that is shown, and help.
+_FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
+    ("from-args", str, "LINE", "A launch line of torchrun or srun with Megatron's flags, pasted."),
+    ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
+    ("world-size", int, None, "Ranks of the job."),
+    ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
+    ("hosts-per-rack", int, None, "Hosts in each rack."),
+    ("tp", int, None, "Tensor parallel size."),
+    ("cp", int, None, "Context parallel size."),
+    ("pp", int, None, "Pipeline parallel size."),
+    ("vp", int, None, "Virtual stages on each pipeline rank."),
+    ("ep", int, None, "Expert parallel size."),
+    ("etp", int, None, "Tensor parallel size of experts; tp if not given."),
+    ("instances", int, None, "Instances of the distributed optimizer."),
+    ("order", str, "tp-cp-ep-dp-pp", "Dims from fastest to slowest."),
+    ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
+    ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
+)
+
+
+def about_a_layout(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the flags that say what it is about; it takes the :class:`Subject` first."""
+    flags = [_parameter(*flag) for flag in _FLAGS]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters = [*flags, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(_subject(**{flag.name: given.pop(flag.name) for flag in flags}), **given)
+
+    command_with_flags = refusing(run)
+    command_with_flags.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command_with_flags.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command_with_flags
+
+
+def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect.Parameter:
+    option = typer.Option(
+        f"--{flag}", help=what, metavar=metavar, rich_help_panel="Layout", show_default=False
+    )
+    return inspect.Parameter(
+        flag.replace("-", "_"),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False if kind is bool else None,
+        annotation=Annotated[bool if kind is bool else kind | None, option],
+    )
+
+
+def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
+    if plan is not None:
+        hosts = {key: given.pop(key) for key in ("gpus_per_node", "hosts_per_rack")}
+        if from_args is not None or any(given.values()):
+            raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
+        subject = saved(Path(plan), hosts["gpus_per_node"])
+        return replace(subject, hosts_per_rack=hosts["hosts_per_rack"])
+    return of_job(from_sizes(**given) if from_args is None else from_line(from_args, **given))
+
+
+def refusing(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn what a command refuses into one line and exit status 2."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        try:
+            command(**given)
+        except (LayoutError, JobError, OSError, ImportError) as error:
+            typer.echo(f"hypergrid: {error}", err=True)
+            raise typer.Exit(2) from None
+
+    return run

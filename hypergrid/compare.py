@@ -1,0 +1,175 @@
+"""Two plans, or a plan and what lives in a job: which ranks move, which groups change members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hypergrid.layout import RankLayout
+from hypergrid.plan import GroupPlan
+
+# What a rank keeps of the weights depends on these dims of each layout.
+_SHARDS = {"decoder": ("tp", "pp"), "expert": ("tp", "ep", "pp")}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What changes on one dim of one layout."""
+
+    layout: str
+    dim: str
+    sizes: tuple[int, int]  # before, after; 1 where the dim is not there
+    ranks: int  # in both jobs, whose coordinate on it changes
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """What changes in one name's groups."""
+
+    label: str
+    groups: tuple[int, int]  # before, after
+    ranks: int  # in both jobs, whose group has other members
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What a checkpoint's weights of one layout face."""
+
+    layout: str
+    dims: tuple[str, ...]
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    ranks: int  # in both jobs, that hold another part
+
+    @property
+    def is_cut_anew(self) -> bool:
+        """Whether the parts themselves have other borders."""
+        return self.sizes[0] != self.sizes[1]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What is different between a plan and another one; ranks are compared where both have them."""
+
+    ranks: tuple[int, int]
+    common: int
+    moved: tuple[Moved, ...] = field(default=())
+    regrouped: tuple[Regrouped, ...] = field(default=())
+    resharded: tuple[Resharded, ...] = field(default=())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the two are the same to every rank."""
+        changed = (*self.moved, *self.regrouped, *self.resharded)
+        return self.ranks[0] == self.ranks[1] and not changed
+
+
+def difference(before: GroupPlan, after: GroupPlan) -> Difference:
+    """What changes from one plan to the other. Costs O(ranks) for each name."""
+    common = range(
+        max(before.window.start, after.window.start), min(before.window.stop, after.window.stop)
+    )
+    moved, resharded = [], []
+    for name in _layouts(before, after):
+        one, other = before.layouts[name], after.layouts[name]
+        for dim in dict.fromkeys((*one.dims, *other.dims)):
+            pair = _coordinates(one, dim, common), _coordinates(other, dim, common)
+            sizes = (_size(one, dim), _size(other, dim))
+            ranks = int((pair[0] != pair[1]).sum())
+            if ranks or sizes[0] != sizes[1]:
+                moved.append(Moved(name, dim, sizes, ranks))
+        dims = _SHARDS.get(name, ())
+        cut = [tuple(_size(each, dim) for dim in dims) for each in (one, other)]
+        parts = [np.stack([_coordinates(x, d, common) for d in dims]) for x in (one, other) if dims]
+        if dims and (cut[0] != cut[1] or (parts[0] != parts[1]).any()):
+            changed = len(common) if cut[0] != cut[1] else (parts[0] != parts[1]).any(axis=0).sum()
+            resharded.append(Resharded(name, dims, (cut[0], cut[1]), int(changed)))
+    groups = [_groups(before, common), _groups(after, common)]
+    regrouped = []
+    for label in dict.fromkeys((*groups[0], *groups[1])):
+        (many, one_of), (others, other_of) = (each.get(label, (0, {})) for each in groups)
+        ranks = sum(one_of.get(rank) != other_of.get(rank) for rank in {*one_of, *other_of})
+        if ranks or many != others:
+            regrouped.append(Regrouped(label, (many, others), ranks))
+    sizes = (len(before.window), len(after.window))
+    return Difference(sizes, len(common), tuple(moved), tuple(regrouped), tuple(resharded))
+
+
+def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
+    """What lives on a rank and was not planned so, in sentences; empty where all is as planned.
+
+    ``dump`` is what :func:`hypergrid.dump` wrote on one rank. Its default group and the groups
+    that others made have no label and are left out.
+    """
+    rank = dump["rank"]
+    if rank not in plan.window:
+        return [f"rank {rank} is outside the plan's ranks {plan.window[0]}..{plan.window[-1]}."]
+    planned: dict[str, list[list[int]]] = {}
+    for row, ranks in plan.groups_of(rank):
+        planned.setdefault(row.label, []).append(list(ranks))
+    live: dict[str, list[list[int]]] = {}
+    for group in dump["groups"]:
+        if group["label"] is not None:
+            live.setdefault(group["label"], []).append(list(group["ranks"]))
+    said = []
+    for label in dict.fromkeys((*planned, *live)):
+        if label not in live:
+            said.append(f"rank {rank}: {label} was planned and does not live.")
+        elif label not in planned:
+            said.append(f"rank {rank}: {label} lives and was not planned.")
+        elif sorted(planned[label]) != sorted(live[label]):
+            said.append(
+                f"rank {rank}: {label} lives over {_short(live[label])}, planned over "
+                f"{_short(planned[label])}."
+            )
+    return said
+
+
+def _layouts(*plans: GroupPlan) -> list[str]:
+    """What is in all plans; of Megatron's the two grids, and experts' only where it is another."""
+    there = [name for name in plans[0].layouts if all(name in each.layouts for each in plans)]
+    if "decoder" not in there:
+        return there
+    same = all(_long(p.layouts["decoder"]) == _long(p.layouts.get("expert")) for p in plans)
+    return [name for name in _SHARDS if name in there and not (same and name == "expert")]
+
+
+def _long(layout: RankLayout | None) -> list[tuple[str, int]]:
+    if layout is None:
+        return []
+    return [(d, s) for d, s in zip(layout.dims, layout.sizes, strict=True) if s > 1]
+
+
+def _short(groups: Sequence[Sequence[int]]) -> str:
+    return " and ".join(
+        "[" + ", ".join(map(str, ranks[:8])) + (", ...]" if len(ranks) > 8 else "]")
+        for ranks in groups
+    )
+
+
+def _size(layout: RankLayout, dim: str) -> int:
+    return layout.dim_size(dim) if dim in layout.dims else 1
+
+
+def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
+    if dim not in layout.dims:
+        return np.zeros(len(ranks), dtype=int)
+    return (np.array(ranks) - layout.offset) // layout.stride(dim) % layout.dim_size(dim)
+
+
+def _groups(plan: GroupPlan, ranks: range) -> dict[str, tuple[int, dict[int, int]]]:
+    """For each label: how many groups, and for each of ``ranks`` what its groups' members are."""
+    found: dict[str, tuple[int, dict[int, int]]] = {}
+    for row in plan.rows:
+        count, members = found.get(row.label, (0, {}))
+        for part in plan.arrays(row):
+            count += len(part)
+            for group in part:
+                digest = hash(group.tobytes())
+                for rank in group.tolist():
+                    if rank in ranks:
+                        members[rank] = members.get(rank, 0) ^ digest
+        found[row.label] = (count, members)
+    return found

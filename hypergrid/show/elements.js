@@ -1,0 +1,86 @@
+// What the page is made from: its data, its state, and the making of elements.
+
+const COLOURS = 8; // as many as page.css defines
+const AT_ONCE = 60; // entries of a long list shown before one asks for more
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const layouts = new Map(
+  Object.entries(data.plan.layouts).map(([name, layout]) => [name, new Layout(layout)]),
+);
+const rows = data.plan.rows.map((row) => new Row(layouts, row));
+const hosts = data.hosts.map(({ name, runs }) => ({
+  name,
+  ranks: runs.flatMap(([first, count]) => Array.from({ length: count }, (_, i) => first + i)),
+}));
+const span = [...layouts.values()][0];
+const hostOf = new Map(hosts.flatMap((host) => host.ranks.map((rank) => [rank, host])));
+const sequence = hosts.flatMap((host) => host.ranks); // as drawn, for the arrow keys
+// Of Megatron's layouts the two that people know; the others are splits of these.
+const known = layouts.has("decoder") ? ["decoder", "expert"] : [...layouts.keys()];
+const grids = [...layouts].filter(
+  ([name, layout]) =>
+    known.includes(name) && layout.offset === span.offset && layout.size === span.size,
+);
+
+const cells = new Map(); // rank -> element
+const state = { tab: "rank", pinned: false };
+let places = null; // rank -> centre of its cell, until the page is laid out anew
+let near = new Set(); // ranks that share a dim's group with the one looked at
+let outlined = null; // the group whose members are marked and whose ring is drawn
+
+function make(tag, properties = {}, ...children) {
+  const { role, data: dataset = {}, aria = {}, ...rest } = properties;
+  const element = Object.assign(document.createElement(tag), rest);
+  if (role) element.setAttribute("role", role);
+  Object.assign(element.dataset, dataset);
+  for (const [key, value] of Object.entries(aria)) element.setAttribute(`aria-${key}`, value);
+  element.append(...children);
+  return element;
+}
+
+const button = (text, onclick, properties = {}) =>
+  make("button", { type: "button", onclick, ...properties }, text);
+const count = (number) => number.toLocaleString("en");
+const many = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+const crossed = (across, links) =>
+  `${across} of ${many(links, "link")} cross${across === 1 ? "es" : ""} hosts`;
+const nameOf = (rank) => hostOf.get(rank)?.name ?? "a host unknown";
+const touched = (members) => new Set(members.map(nameOf));
+const crossing = (members) => ring(members).filter(([a, b]) => nameOf(a) !== nameOf(b));
+const say = (text) => {
+  clearTimeout(state.said);
+  $("status").textContent = text;
+  state.said = setTimeout(() => ($("status").textContent = ""), 8000);
+};
+
+// Entries under one parent, a part at a time.
+function listed(parent, entries, entry) {
+  const more = (start) => {
+    entries.slice(start, start + AT_ONCE).forEach((each) => parent.append(entry(each)));
+    const left = entries.length - start - AT_ONCE;
+    if (left > 0) {
+      const text = `Show ${Math.min(left, AT_ONCE)} more of ${count(entries.length)}`;
+      const onclick = () => (next.remove(), more(start + AT_ONCE));
+      const next = button(text, onclick, { className: "more" });
+      parent.append(next);
+    }
+  };
+  more(0);
+  return parent;
+}
+
+const shortly = (ranks) =>
+  ranks.length > 6 ? `${ranks.slice(0, 4).join(", ")}, … ${ranks.at(-1)}` : ranks.join(", ");
+
+// The groups along one dim, as if the plan named them.
+function dimRow(layout, dim) {
+  const [name] = grids.find(([, each]) => each === layout);
+  const row = new Row(layouts, { label: dim, layout: name, dims: [dim] });
+  return Object.assign(row, { along: true });
+}
+
+function acrossHosts(row) {
+  let across = 0;
+  for (let number = 0; number < row.count; number++) across += touched(row.nth(number)).size > 1;
+  return across;
+}

@@ -1,0 +1,20 @@
+"""Which ranks of a layout each host holds: the boxes that every drawing is made of."""
+
+from __future__ import annotations
+
+from hypergrid.layout import RankLayout
+from hypergrid.topology import Hosts, Topology
+
+
+def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
+    """The ranks of ``layout`` on each host that has any, ascending; hosts by their first rank.
+
+    Raises
+    ------
+    LayoutError
+        As :class:`hypergrid.Topology`.
+    """
+    topology, boxes = Topology(layout, hosts), dict[str, list[int]]()
+    for rank in layout.ranks:
+        boxes.setdefault(topology.host(rank), []).append(rank)
+    return boxes

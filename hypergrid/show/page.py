@@ -1,0 +1,77 @@
+"""A plan as one HTML page that needs nothing else: no network, no server, no second file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from importlib.resources import files
+
+from hypergrid.plan import GroupPlan
+from hypergrid.show.hosts import ranks_by_host
+from hypergrid.topology import Hosts
+
+# One script in these parts: arithmetic, elements, the grid, the panel, what one does.
+SCRIPTS = ("plan.js", "elements.js", "board.js", "panel.js", "page.js")
+
+
+def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str:
+    """The page's text, to be written as UTF-8; it computes every group itself from the plan.
+
+    Parameters
+    ----------
+    plan : GroupPlan
+        Its first layout gives the span of ranks; layouts over the same span can be switched to.
+    hosts : int, sequence of int, mapping of str to int, or sequence of str
+        As :class:`hypergrid.Topology`.
+    title : str
+        The heading.
+
+    Raises
+    ------
+    LayoutError
+        Hosts that make no sense, or that have too few ranks.
+    """
+    boxes = ranks_by_host(next(iter(plan.layouts.values())), hosts)
+    data = {
+        "title": title,
+        "plan": json.loads(plan.to_json()),
+        "hosts": [{"name": name, "runs": _runs(ranks)} for name, ranks in boxes.items()],
+    }
+    style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
+    parts = {
+        "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
+        "base-uri 'none'; form-action 'none'",
+        "style": style,
+        "data": _inert(json.dumps(data, separators=(",", ":"))),
+        "script": script,
+    }
+    # One pass, so that data that looks like a slot of the template stays data.
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _read("page.html"))
+
+
+def _runs(ranks: list[int]) -> list[list[int]]:
+    """Ascending ranks as [first, count]: short where a host holds neighbours."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, 1])
+    return runs
+
+
+def _inert(text: str) -> str:
+    """JSON that cannot end or comment out the element around it: all of these are in strings."""
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _read(name: str) -> str:
+    return (files("hypergrid.show") / name).read_text("utf-8")

@@ -1,0 +1,132 @@
+"""What a plan comes to: for each name how many groups, how large, across how many hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.policy import CHOICES, Policy
+from hypergrid.topology import Topology
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One name's groups over the whole job.
+
+    Parameters
+    ----------
+    label : str
+        The name.
+    layout : str
+        The plan's layout that ``dims`` refers to.
+    dims : tuple of str
+        What the groups are over, without dims of size 1; empty for groups of one rank.
+    pick : {"all", "ends", "first"}
+        Which members they keep.
+    groups : int
+        How many there are.
+    size : tuple of int
+        Ranks of the smallest and of the largest.
+    hosts : tuple of int
+        How many hosts a group touches, at least and at most.
+    crossing : int
+        How many groups touch more than one host.
+    backend : str, optional
+        None for the default group's.
+    same_as : str, optional
+        The first name with the same groups that may share its communicator; None if there is none.
+    separate : bool
+        Whether this name never shares.
+    """
+
+    label: str
+    layout: str
+    dims: tuple[str, ...]
+    pick: str
+    groups: int
+    size: tuple[int, int]
+    hosts: tuple[int, int]
+    crossing: int
+    backend: str | None
+    same_as: str | None
+    separate: bool
+
+
+def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
+    """A line for each of the plan's rows, in the order of creation. Costs O(ranks) a row."""
+    first: dict[object, str] = {}
+    for row in plan.rows:
+        arrays = plan.arrays(row)
+        touched = np.concatenate([hosts_touched(part, topology) for part in arrays])
+        owner = first.setdefault((_identity(arrays), row.kind), row.label) if row.kind else None
+        sizes = [part.shape[1] for part in arrays]
+        yield Summary(
+            row.label,
+            row.layout,
+            long_dims(plan, row),
+            row.pick,
+            len(touched),
+            (min(sizes), max(sizes)),
+            (int(touched.min()), int(touched.max())),
+            int((touched > 1).sum()),
+            row.backend,
+            None if owner == row.label else owner,
+            row.kind is None,
+        )
+
+
+def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
+    """For each choice of ``share``: how many communicators a rank makes, at least and at most."""
+    ranks = _kinds_of_ranks(plan)
+    counts = {}
+    for share in CHOICES["share"]:
+        policy = Policy(share=share)
+        of_rank = [sum(owner is None for *_, owner in plan.sharing(r, policy)) for r in ranks]
+        counts[share] = (min(of_rank), max(of_rank))
+    return counts
+
+
+def names(plan: GroupPlan) -> tuple[int, int]:
+    """How many named groups a rank is in, at least and at most."""
+    counts = [sum(1 for _ in plan.groups_of(rank)) for rank in _kinds_of_ranks(plan)]
+    return min(counts), max(counts)
+
+
+def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
+    """The dims of ``row`` that are larger than 1."""
+    layout = plan.layouts[row.layout]
+    return tuple(dim for dim in row.dims if layout.dim_size(dim) > 1)
+
+
+def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
+    """How many hosts each of ``groups``, of shape (groups, size), touches."""
+    hosts = np.sort(topology.numbers[groups], axis=1)
+    touched: np.ndarray = (hosts[:, 1:] != hosts[:, :-1]).sum(axis=1) + 1
+    return touched
+
+
+def _kinds_of_ranks(plan: GroupPlan) -> list[int]:
+    """Ranks that between them have every number of groups that there is.
+
+    Groups look the same from each rank, but for those that keep the ends of a pipeline, those cut
+    into runs of which the last may be shorter, and those that somebody chose.
+    """
+    if any(row.explicit is not None for row in plan.rows):
+        return list(plan.window)
+    ranks = {plan.window[0]}
+    for row in plan.rows:
+        if row.pick != "all" or row.chunk:
+            members = plan.layouts[row.layout].group(plan.window[0], row.dims)
+            ranks |= {members[0], members[len(members) // 2], members[-1]}
+    return sorted(ranks)
+
+
+def _identity(arrays: list[np.ndarray]) -> bytes:
+    """Equal for rows with equal groups, in whatever order they are enumerated."""
+    return b"".join(
+        b"%d|" % part.shape[1] + part[np.argsort(part[:, 0], kind="stable")].tobytes()
+        for part in arrays
+    )
