@@ -122,8 +122,7 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
     )
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
         _place(built, p, group, name, ranks, rank)
-        part = row.chunk or row.stride or row.pick != "all"
-        if not part and row.explicit is None:
+        if row.chunk is None and row.pick == "all" and row.explicit is None:
             _hold(built, row, group)
 
 

@@ -14,6 +14,7 @@ from hypergrid.plan import GroupRow
 from hypergrid.words import shown
 
 if TYPE_CHECKING:
+    from compat.megatron_plan import Planned
     from compat.request import Request
 
 TENSOR = "encoder_tensor_model_parallel_size"
@@ -71,29 +72,38 @@ def pipelines(request: Request) -> list[list[int]]:
     return [first + second for first, second in zip(feeds, decoder, strict=True)]
 
 
-def listed(request: Request, row: GroupRow, slot: str) -> GroupRow:
-    """``row`` with its groups over encoder and decoder listed, as no one layout describes them."""
-    if request.encoder is None or row.explicit is not None:
+def listed(request: Request, planned: Planned) -> GroupRow:
+    """A row with its groups listed, where no one layout describes them.
+
+    Over encoder and decoder, and between 0.12's optimizer instances.
+    """
+    row, between = planned.group, planned.row.chunk == "between instances"
+    if row.explicit is not None or not (between or request.encoder):
         return row
+    whole = _whole(request, row, planned.slot)
+    groups = row.cuts(whole)
+    if between:
+        places = range(len(whole[0]) // request.instances)
+        groups = [tuple(members[at :: len(places)]) for members in whole for at in places]
+    return replace(row, explicit=tuple(groups), chunk=None, pick="all")
+
+
+def _whole(request: Request, row: GroupRow, slot: str) -> list[list[int]]:
+    decoder: list[list[int]] = request.layouts[row.layout].groups(row.dims).tolist()
+    if request.encoder is None:
+        return decoder
     if slot == "_PIPELINE_MODEL_PARALLEL_GROUP" or row.pick != "all":
-        whole = pipelines(request)
-    elif slot == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
-        models = [
-            *request.encoder.groups("tp-ep-pp").tolist(),
-            *request.expert.groups("tp-ep-pp").tolist(),
-        ]
+        return pipelines(request)
+    if slot == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
+        grids = (request.encoder, request.expert)
+        models = [model for grid in grids for model in grid.groups("tp-ep-pp").tolist()]
         many = request.expert.dim_size("dp") // request.instances
         starts = range(0, len(models) - many + 1, many)
-        whole = [list(chain.from_iterable(models[at : at + many])) for at in starts]
-    else:
-        encoder = _layout(request, request.encoder, row).groups(row.dims).tolist()
-        decoder = request.layouts[row.layout].groups(row.dims).tolist()
-        if slot == "_MODEL_PARALLEL_GROUP":
-            whole = [first + second for first, second in zip(encoder, decoder, strict=True)]
-        else:
-            whole = encoder + decoder
-    groups = tuple(row.cuts(whole))
-    return replace(row, explicit=groups, chunk=None, stride=None, pick="all")
+        return [list(chain.from_iterable(models[at : at + many])) for at in starts]
+    encoder: list[list[int]] = _layout(request, request.encoder, row).groups(row.dims).tolist()
+    if slot == "_MODEL_PARALLEL_GROUP":
+        return [first + second for first, second in zip(encoder, decoder, strict=True)]
+    return encoder + decoder
 
 
 def _layout(request: Request, encoder: RankLayout, row: GroupRow) -> RankLayout:

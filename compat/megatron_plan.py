@@ -77,7 +77,7 @@ def plan_rows(request: Request) -> list[Planned]:
     nccl.section(rows[0].options, request.nccl_configs)
     _check_window(request)
     planned = [each for row in rows for each in _plan(request, row, true)]
-    return [replace(p, group=encoder.listed(request, p.group, p.slot)) for p in planned]
+    return [replace(p, group=encoder.listed(request, p)) for p in planned]
 
 
 def hybrid_sizes(members: int) -> list[int]:
@@ -88,7 +88,6 @@ def hybrid_sizes(members: int) -> list[int]:
 def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
     backend, chosen = None, None
     torchs_timeout = row.default_timeout is not None and true[row.default_timeout]
-    each = _members(request) // request.instances
     if row.slot in _CHECKS:
         _CHECKS[row.slot](request)
     if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
@@ -101,8 +100,7 @@ def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned
         label=row.label,
         layout=row.grid,
         dims=tuple(row.dims.split("-")),
-        chunk=each if row.chunk == "instance" else None,
-        stride=each if row.chunk == "between instances" else None,
+        chunk=_members(request) // request.instances if row.chunk == "instance" else None,
         pick="all" if chosen is not None else row.pick,
         explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
         backend=backend,

@@ -40,8 +40,6 @@ class GroupRow:
         A group holds the ranks that differ on these dims only.
     chunk : int, optional
         Cut each such group into runs of this many members, in order; the last may be shorter.
-    stride : int, optional
-        Cut each such group into this many parts, each with every ``stride``-th member.
     pick : {"all", "ends", "first"}
         Keep all members, the first and the last, or the first alone.
     explicit : tuple of tuples of ranks, optional
@@ -61,7 +59,6 @@ class GroupRow:
     layout: str
     dims: tuple[str, ...]
     chunk: int | None = None
-    stride: int | None = None
     pick: Literal["all", "ends", "first"] = "all"
     explicit: tuple[Ranks, ...] | None = None
     backend: str | None = None
@@ -81,8 +78,6 @@ class GroupRow:
         if self.chunk is not None:
             start = members.index(rank) // self.chunk * self.chunk
             members = members[start : start + self.chunk]
-        if self.stride is not None:
-            members = members[members.index(rank) % self.stride :: self.stride]
         if self.pick == "first":
             members = members[:1]
         elif self.pick == "ends":
@@ -91,9 +86,11 @@ class GroupRow:
 
     def cuts(self, whole: list[list[int]]) -> list[Ranks]:
         """What ``cut`` makes of each of ``whole``, all parts in Megatron's order."""
-        size = len(whole[0])
-        starts = range(self.stride) if self.stride else range(0, size, self.chunk or size)
-        return [self.cut(members, members[start]) for members in whole for start in starts]
+        return [
+            self.cut(members, members[start])
+            for members in whole
+            for start in range(0, len(members), self.chunk or len(members))
+        ]
 
 
 @dataclass(frozen=True)
@@ -137,13 +134,9 @@ class GroupPlan:
         if row.explicit is not None:
             return [np.array([ranks], dtype=int) for ranks in row.explicit]
         whole = self.layouts[row.layout].groups(row.dims)
-        width = whole.shape[1]
-        if row.stride:
-            cut = [whole[:, start :: row.stride] for start in range(min(row.stride, width))]
-        else:
-            step = min(row.chunk or width, width)
-            full = width // step * step
-            cut = [whole[:, :full].reshape(-1, step), whole[:, full:]]
+        step = min(row.chunk or whole.shape[1], whole.shape[1])
+        full = whole.shape[1] // step * step
+        cut = [whole[:, :full].reshape(-1, step), whole[:, full:]]
         ends: dict[str, Any] = {"all": slice(None), "first": slice(1), "ends": [0, -1]}
         kept = [part[:, ends[row.pick]] if part.shape[1] > 1 else part for part in cut]
         return [part for part in kept if part.size]

@@ -118,7 +118,7 @@ def _kinds_of_ranks(plan: GroupPlan) -> list[int]:
         return list(plan.window)
     ranks = {plan.window[0]}
     for row in plan.rows:
-        if row.pick != "all" or row.chunk or row.stride:
+        if row.pick != "all" or row.chunk:
             members = plan.layouts[row.layout].group(plan.window[0], row.dims)
             ranks |= {members[0], members[len(members) // 2], members[-1]}
     return sorted(ranks)

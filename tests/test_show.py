@@ -25,7 +25,6 @@ PLAN = GroupPlan(
         GroupRow("ALONE", "decoder", ("ep",), backend="gloo"),
         GroupRow("CHOSEN", "decoder", (), explicit=((3, 1, 62), (1, 8))),
         GroupRow("HALF", "half", ("b",)),
-        GroupRow("STRIDES", "decoder", ("dp", "cp"), stride=3),
     ),
 )
 LARGE = GroupPlan(

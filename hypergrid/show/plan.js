@@ -77,13 +77,12 @@ class Layout {
 // One name's groups, as a rule; number() and nth() count them in the order of GroupPlan.all.
 class Row {
   constructor(layouts, row) {
-    const { label = "", layout = "", dims = [], chunk = null, stride = null } = row;
-    const { pick = "all", explicit = null, backend = null } = row;
-    const cuts = { chunk, stride, pick, explicit };
-    Object.assign(this, { label, dims, ...cuts, backend, layoutName: layout });
+    const { label = "", layout = "", dims = [], chunk = null, pick = "all" } = row;
+    const { explicit = null, backend = null } = row;
+    Object.assign(this, { label, dims, chunk, pick, explicit, backend, layoutName: layout });
     this.layout = layouts.get(layout);
     this.full = explicit ? 0 : this.layout.sizeOf(dims);
-    this.parts = stride ?? (chunk ? Math.ceil(this.full / chunk) : 1);
+    this.parts = chunk ? Math.ceil(this.full / chunk) : 1;
   }
 
   get count() {
@@ -99,7 +98,6 @@ class Row {
 
   cut(members, part) {
     if (this.chunk) members = members.slice(part * this.chunk, (part + 1) * this.chunk);
-    if (this.stride) members = members.filter((_, i) => i % this.stride === part);
     if (this.pick === "first") return members.slice(0, 1);
     if (this.pick === "ends" && members.length > 1) return [members[0], members.at(-1)];
     return members;
@@ -114,8 +112,7 @@ class Row {
     }
     if (!this.layout.has(rank)) return [];
     const whole = this.layout.group(rank, this.dims);
-    const place = whole.indexOf(rank);
-    const part = this.stride ? place % this.stride : Math.floor(place / (this.chunk ?? this.full));
+    const part = this.chunk ? Math.floor(whole.indexOf(rank) / this.chunk) : 0;
     const members = this.cut(whole, part);
     if (!members.includes(rank)) return [];
     const number = this.layout.number(rank, this.dims) * this.parts + part;
@@ -126,8 +123,7 @@ class Row {
     const wide = this.dims.filter((dim) => this.layout?.sizeOf([dim]) > 1).join("-");
     const alone = this.dims.length ? `${this.dims.join("-")} of size 1` : "each rank alone";
     const dims = this.explicit ? "listed rank by rank" : wide || alone;
-    const runs = this.chunk ? `, runs of ${this.chunk}` : "";
-    const cut = this.stride ? `, every ${this.stride}th` : runs;
+    const cut = this.chunk ? `, runs of ${this.chunk}` : "";
     const picked = { all: "", ends: ", first and last", first: ", the first" }[this.pick];
     return dims + cut + picked;
   }
