@@ -95,6 +95,8 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of ``arguments`` that this release's ``function`` takes; older ones take fewer."""
     parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
