@@ -204,7 +204,8 @@ def build_stage(
     state = parallel.state
     begins, ends = state.is_pipeline_first_stage, state.is_pipeline_last_stage
     where = taken(begins, {"ignore_virtual": False, "vp_stage": stage})
-    if stage is not None and "vp_stage" not in where:  # as 0.12 has it
+    mine = taken(GPTModel, {"vp_stage": stage})
+    if stage is not None and not mine:  # 0.12's model asks parallel_state which stage is built
         state.set_virtual_pipeline_model_parallel_rank(stage)
     model: torch.nn.Module = GPTModel(
         config,
@@ -216,7 +217,7 @@ def build_stage(
         pre_process=begins(**where),
         post_process=ends(**where),
         share_embeddings_and_output_weights=True,
-        **taken(GPTModel, {"vp_stage": stage}),
+        **mine,
         **parallel.handed,
     )
     fill_parameters(model, parallel.state, args.seed)
