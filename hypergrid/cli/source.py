@@ -16,7 +16,9 @@ from compat.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.topology import Topology
+from hypergrid.traffic import ranked
 
+_ANY_ORDER = "tp-cp-ep-dp-pp"
 _LONGEST = 64 << 20  # bytes of a saved plan or dump
 
 
@@ -103,8 +105,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def of_job(job: Job) -> Subject:
-    """The plan of a job."""
-    return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
+    """The plan of a job. A refusal of its order names the best one that is not refused."""
+    try:
+        return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
+    except JobError as error:
+        allowed = ranked(_ANY_ORDER, job.layouts, lambda each: Topology(each, job.ranks_per_host))
+        if not allowed or "order" not in job.arguments:
+            raise
+        raise JobError(f"{error} order={allowed[0].order} can be laid out.") from None
 
 
 def read(text: str) -> Subject:
