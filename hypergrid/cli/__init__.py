@@ -1,4 +1,5 @@
 """The command line: the one room that knows ``compat`` from below, for it stands at the door.
 
-``source`` reads what a command is about, ``app`` has the commands, ``machine`` looks at this one.
+``app`` has the commands, ``source`` reads what one is about, ``prints`` says what came of it, and
+``machine`` looks at this one.
 """

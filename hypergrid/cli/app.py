@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from compat.job import JobError
 from hypergrid import __version__
+from hypergrid.cli.prints import (
+    SCHEMA,
+    as_data,
+    console,
+    lines_of,
+    new_table,
+    of_rank,
+    print_difference,
+    print_finding,
+    print_head,
+    print_json,
+    print_orders,
+    print_rank,
+    shares,
+    span,
+)
 from hypergrid.cli.source import Subject, about_a_layout, read, read_json, refusing
-from hypergrid.compare import Difference, against_dump, difference
-from hypergrid.judge import Finding, findings
-from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.summary import Summary, communicators, long_dims, names, summaries
-from hypergrid.traffic import VOLUMES, Ranked, has_experts, ranked
-from hypergrid.words import few
-
-SCHEMA = 1  # of what --json prints
-_COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
+from hypergrid.compare import against_dump, difference
+from hypergrid.judge import findings
+from hypergrid.layout import LayoutError
+from hypergrid.summary import names
+from hypergrid.traffic import VOLUMES, ranked
 
 app = typer.Typer(
     help="Which ranks of a training job talk to each other: seen, judged and compared, without "
@@ -37,11 +44,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-line.md has it.")]
-
-
-def console() -> Console:
-    """The terminal; its width and colours as rich finds them, 80 columns where there is none."""
-    return Console(highlight=False, soft_wrap=False)
 
 
 def _version(wanted: bool) -> None:
@@ -71,26 +73,26 @@ def plan(
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
     if as_json:
-        _print_json(_of_rank(subject, rank) if rank is not None else _as_data(subject))
+        print_json(of_rank(subject, rank) if rank is not None else as_data(subject))
         return
     out = console()
-    _head(out, subject)
+    print_head(out, subject)
     if rank is not None:
-        _print_rank(out, subject, rank)
+        print_rank(out, subject, rank)
         return
-    table = _table("dims", ">ranks", ">groups", ">hosts", "name")
-    for line in _summaries(subject):
-        across = Text(_span(line.hosts), style="bold red" if line.crossing else "")
+    table = new_table("dims", ">ranks", ">groups", ">hosts", "name")
+    for line in lines_of(subject):
+        across = Text(span(line.hosts), style="bold red" if line.crossing else "")
         label = Text(line.label)
         if line.same_as:
             label.append(f"\n  = {line.same_as}", style="dim")
         dims = "-".join(line.dims) or "alone"
         dims += f" {line.pick}" * (line.pick != "all" and dims != "alone")
-        table.add_row(dims, _span(line.size), str(line.groups), across, label)
+        table.add_row(dims, span(line.size), str(line.groups), across, label)
     out.print(table)
-    made = ", ".join(f"{_span(n)} with share={share}" for share, n in _shares(subject).items())
+    made = ", ".join(f"{span(n)} with share={share}" for share, n in shares(subject).items())
     out.print("\nhosts: how many one group touches. = NAME: same ranks, could share communicators.")
-    out.print(f"Each rank is in {_span(names(subject.plan))} groups; communicators: {made}.")
+    out.print(f"Each rank is in {span(names(subject.plan))} groups; communicators: {made}.")
 
 
 @app.command()
@@ -129,7 +131,7 @@ def show(
     # All of it first: what is refused is refused before anything is printed.
     only = _numbers(hosts)
     lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=out.width))
-    _head(out, subject)
+    print_head(out, subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
     out.print(f"Ranks of one colour are one group over {chosen}; the last line numbers the groups.")
@@ -171,16 +173,16 @@ def check(
         data: dict[str, Any] = {"schema": SCHEMA, "findings": [asdict(each) for each in found]}
         if suggest:
             data |= {"volumes": weights, "orders": [asdict(each) for each in orders]}
-        _print_json(data)
+        print_json(data)
         raise typer.Exit(status)
     out = console()
-    _head(out, subject)
+    print_head(out, subject)
     for finding in found:
-        _print_finding(out, finding)
+        print_finding(out, finding)
     if not found:
         out.print("Nothing to say against it.")
     if suggest:
-        _print_orders(out, asked, orders, top)
+        print_orders(out, asked, orders, top)
     raise typer.Exit(status)
 
 
@@ -202,7 +204,7 @@ def diff(
     if all(dump is not None for dump in dumps):
         said = [line for dump in dumps for line in against_dump(one.plan, dump or {})]
         if as_json:
-            _print_json({"schema": SCHEMA, "differences": said})
+            print_json({"schema": SCHEMA, "differences": said})
         else:
             typer.echo("\n".join(said) or f"{len(dumps)} dumps are as planned.")
         raise typer.Exit(1 if said else 0)
@@ -210,9 +212,9 @@ def diff(
         raise JobError("give two layouts, or one and any number of dumps.")
     found = difference(one.plan, read(after[0]).plan)
     if as_json:
-        _print_json({"schema": SCHEMA, **asdict(found)})
+        print_json({"schema": SCHEMA, **asdict(found)})
     else:
-        _print_difference(console(), found)
+        print_difference(console(), found)
     raise typer.Exit(0 if found.is_empty else 1)
 
 
@@ -229,8 +231,8 @@ def parity(subject: Subject) -> None:
         raise JobError("a saved plan does not say what Megatron was asked: give sizes instead.")
     release, rows = compared(subject.job)
     out = console()
-    _head(out, subject)
-    table = _table("grid", "groups over", ">groups", "equal")
+    print_head(out, subject)
+    table = new_table("grid", "groups over", ">groups", "equal")
     for grid, token, groups, equal in rows:
         table.add_row(grid, token, str(groups), "yes" if equal else Text("NO", style="bold red"))
     out.print(table)
@@ -261,162 +263,6 @@ def doctor() -> None:
     raise typer.Exit(1 if ills else 0)
 
 
-def _as_data(subject: Subject) -> dict[str, Any]:
-    fewest, most = names(subject.plan)
-    return {
-        **subject.to_json(),
-        "groups": [asdict(line) for line in _summaries(subject)],
-        "groups_of_a_rank": [fewest, most],
-        "communicators_of_a_rank": _shares(subject),
-    }
-
-
-def _of_rank(subject: Subject, rank: int) -> dict[str, Any]:
-    topology = subject.hosts(subject.layouts["decoder"])
-    return {
-        "schema": SCHEMA,
-        "rank": rank,
-        "host": topology.host(rank),
-        "coordinates": {
-            name: layout.coordinate(rank) for name, layout in subject.plan.layouts.items()
-        },
-        "groups": [
-            {
-                "label": row.label,
-                "layout": row.layout,
-                "dims": long_dims(subject.plan, row),
-                "ranks": ranks,
-                "hosts": list(dict.fromkeys(map(topology.host, ranks))),
-                "backend": row.backend,
-            }
-            for row, ranks in subject.plan.groups_of(rank)
-        ],
-    }
-
-
-def _print_rank(out: Console, subject: Subject, rank: int) -> None:
-    data = _of_rank(subject, rank)
-    for name in ("decoder", "expert"):
-        if name in data["coordinates"]:
-            layout = subject.plan.layouts[name]
-            place = ", ".join(
-                f"{dim}={at}"
-                for dim, at in data["coordinates"][name].items()
-                if layout.dim_size(dim) > 1
-            )
-            out.print(f"rank {rank} on {data['host']}, {name}: {place or 'alone'}")
-    table = _table("dims", ">ranks", ">hosts", "name, and the members")
-    for group in data["groups"]:
-        hosts = Text(str(len(group["hosts"])), style="bold red" if group["hosts"][1:] else "")
-        dims, ranks = "-".join(group["dims"]) or "alone", group["ranks"]
-        label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
-        table.add_row(dims, str(len(ranks)), hosts, label)
-    out.print(table)
-
-
-def _head(out: Console, subject: Subject) -> None:
-    """What is looked at, in a line or two; and what had to be assumed."""
-    layouts = subject.layouts
-    hosts = len(subject.hosts(layouts["decoder"]).names)
-    ranks = layouts["decoder"].size
-    out.print(
-        f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} of {subject.ranks_per_host}: "
-        f"{_sizes(layouts['decoder'])}"
-    )
-    if has_experts(layouts):
-        out.print(f"experts: {_sizes(layouts['expert'])}")
-    for line in subject.assumed:
-        out.print(f"assumed: {line}", style="dim")
-    out.print()
-
-
-def _sizes(layout: RankLayout) -> str:
-    long = [d for d in layout.dims if layout.dim_size(d) > 1]
-    if not long:
-        return "one rank"
-    return " ".join(f"{d}={layout.dim_size(d)}" for d in long) + f", order {'-'.join(long)}"
-
-
-def _print_finding(out: Console, finding: Finding) -> None:
-    out.print(Text(f"{finding.severity}: ", _COLOURS[finding.severity]).append(finding.rule))
-    for line in (finding.what, finding.cost):
-        out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
-    out.print(Padding(Text(f"-> {finding.remedy}", style="bold"), (0, 0, 0, 2), expand=False))
-    out.print()
-
-
-def _print_orders(out: Console, asked: Ranked, orders: list[Ranked], top: int) -> None:
-    shown = orders[:top] + [asked] * (asked not in orders[:top])
-    flows = list(orders[0].flows)
-    table = _table("", "order", ">between hosts", *(f">{flow}" for flow in flows))
-    for each in shown:
-        marks = ("best" * (each is orders[0]), "yours" * (each is asked))
-        style = "bold" if each is orders[0] else ""
-        cells = [_amount(each.total), *(_amount(each.flows[flow]) for flow in flows)]
-        table.add_row(", ".join(filter(None, marks)), each.order, *cells, style=style)
-    out.print(table)
-    out.print()
-    for line in _explained(orders[0], asked, len(orders)):
-        out.print(line)
-
-
-def _explained(best: Ranked, asked: Ranked, many: int) -> Iterable[str]:
-    inside = [flow for flow, amount in best.flows.items() if not amount]
-    out = [f"{flow} ({_amount(n)})" for flow, n in best.flows.items() if n]
-    verb = "stays inside a host" if len(inside) == 1 else "stay inside hosts"
-    reasons = [f"{_listed(inside)} {verb}"] * bool(inside)
-    reasons += [f"what crosses is {_listed(out)}"] * bool(out)
-    if best.order == asked.order or best.total == asked.total:
-        yield f"No order of {many} sends less between hosts than yours: {'; '.join(reasons)}."
-    else:
-        yield (
-            f"{best.order} sends least of {many} orders: {'; '.join(reasons)}. Yours sends "
-            f"{_amount(asked.total)}, {best.order} {_amount(best.total)}."
-        )
-        yield (
-            f"To use it: initialize_model_parallel(order={best.order!r}), or hypergrid-launch "
-            f"--order {best.order}."
-        )
-    yield (
-        "Unit: one activation tensor a layer and micro-batch; the model is in "
-        "hypergrid/traffic.py, --volumes changes it."
-    )
-
-
-def _print_difference(out: Console, found: Difference) -> None:
-    if found.is_empty:
-        out.print("The same to every rank.")
-        return
-    if found.ranks[0] != found.ranks[1]:
-        out.print(
-            f"{found.ranks[0]} ranks become {found.ranks[1]}; the {found.common} that are in both "
-            f"are compared."
-        )
-    if found.moved:
-        table = _table("grid", "dim", ">size", ">ranks with another coordinate")
-        for moved in found.moved:
-            table.add_row(moved.layout, moved.dim, _arrow(moved.sizes), str(moved.ranks))
-        out.print(table)
-        out.print()
-    if found.regrouped:
-        table = _table(">groups", ">ranks with other members", "name")
-        for group in found.regrouped:
-            table.add_row(_arrow(group.groups), str(group.ranks), group.label)
-        out.print(table)
-        out.print()
-    for shard in found.resharded:
-        dims = " x ".join(shard.dims)
-        what = "experts" if shard.layout == "expert" else "dense layers"
-        if shard.is_cut_anew:
-            sizes = [" x ".join(map(str, each)) for each in shard.sizes]
-            text = f"cut anew, {dims} from {sizes[0]} to {sizes[1]}: every rank's part changes."
-        else:
-            text = f"cut as before ({dims}), {shard.ranks} ranks hold another part."
-        out.print(f"Weights of {what}: {text}")
-    if not found.resharded:
-        out.print("Weights: every rank keeps its part.")
-
-
 def _dump(text: str) -> Mapping[str, Any] | None:
     """What ``hypergrid.dump`` wrote to this file; None if it is something else."""
     if "--" in text or not Path(text).is_file():
@@ -442,43 +288,3 @@ def _numbers(text: str | None) -> list[int] | None:
     if not (first.isdecimal() and (last or first).isdecimal()):
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
     return list(range(int(first), int(last or first) + 1))
-
-
-def _summaries(subject: Subject) -> list[Summary]:
-    return list(summaries(subject.plan, subject.hosts(subject.layouts["decoder"])))
-
-
-def _shares(subject: Subject) -> dict[str, tuple[int, int]]:
-    return communicators(subject.plan)
-
-
-def _table(*columns: str) -> Table:
-    """A table without lines; ``">"`` before a column's name aligns it to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(
-            name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right
-        )
-    return table
-
-
-def _span(pair: tuple[int, int]) -> str:
-    return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}-{pair[1]}"
-
-
-def _arrow(pair: tuple[int, int]) -> str:
-    return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} -> {pair[1]}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
-
-
-def _print_json(data: Mapping[str, Any]) -> None:
-    json.dump(data, sys.stdout, indent=1)
-    sys.stdout.write("\n")
