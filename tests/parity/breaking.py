@@ -111,10 +111,15 @@ def _ways(
 def is_nonsense(config: Config) -> bool:
     """Whether refusing is right whatever stock does.
 
-    A size below one, a negative offset, or a token twice in the order.
+    A size below one, a negative offset, or a token twice in the order; so it is with gtp_remat in
+    capitals, which stock does not recognise and puts in a second time.
     """
     kwargs = config["kwargs"]
-    tokens = kwargs.get("order", "").lower().split("-")
+    written = kwargs.get("order", "").split("-")
+    tokens = [token.lower() for token in written]
+    remat = max(kwargs.get(f"{grid}gtp_remat_size") or 1 for grid in ("", "expert_"))
+    if remat > 1 and "gtp_remat" in tokens and "gtp_remat" not in written:
+        return True
     sizes = {name: value for name, value in kwargs.items() if name.endswith("_size")}
     sizes["instances"] = kwargs.get("num_distributed_optimizer_instances", 1)
     least = {name: 0 if name.startswith("encoder_") else 1 for name in sizes}
