@@ -116,7 +116,7 @@ def _across(name: str, severity: Severity, cost: str, place: str = "host") -> _R
         groups = flow.groups(layouts)
         touched = hosts_touched(groups, topology)
         crossing, most = int((touched > 1).sum()), int(touched.max())
-        if not crossing or (name == "expert tp" and _tp_crosses(layouts, topology)):
+        if not crossing or (name == "expert tp" and not topology.inside("tp")):
             return None  # tp's own finding says it all
         many = "each of the" if crossing == len(touched) else f"{crossing} of the"
         verb = "has" if crossing == len(touched) or crossing == 1 else "have"
@@ -133,10 +133,6 @@ def _across(name: str, severity: Severity, cost: str, place: str = "host") -> _R
         f"No order avoids it without a dearer fault. A smaller {name} would fit into a {place}.",
         place == "rack",
     )
-
-
-def _tp_crosses(layouts: Layouts, topology: Topology) -> bool:
-    return bool((hosts_touched(layouts["decoder"].groups("tp"), topology) > 1).any())
 
 
 def _cp_before_tp(layouts: Layouts, _: Topology) -> str | None:

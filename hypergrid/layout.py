@@ -137,6 +137,11 @@ class RankLayout:
         """The dims joined by ``"-"``, fastest first."""
         return "-".join(self.dims)
 
+    @property
+    def long(self) -> tuple[str, ...]:
+        """The dims that are larger than 1, fastest first."""
+        return tuple(d for d, s in zip(self.dims, self.sizes, strict=True) if s > 1)
+
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
 

@@ -125,7 +125,7 @@ def show(
         return
     from hypergrid.show.terminal import table
 
-    long = [dim for dim in layout.dims if layout.dim_size(dim) > 1] or [layout.dims[0]]
+    long = layout.long or layout.dims[:1]
     chosen = by or ("tp" if "tp" in long else long[0])
     out = console()
     # All of it first: what is refused is refused before anything is printed.

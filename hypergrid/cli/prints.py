@@ -98,10 +98,11 @@ def print_head(out: Console, subject: Subject) -> None:
 
 
 def _sizes(layout: RankLayout) -> str:
-    long = [d for d in layout.dims if layout.dim_size(d) > 1]
-    if not long:
+    if not layout.long:
         return "one rank"
-    return " ".join(f"{d}={layout.dim_size(d)}" for d in long) + f", order {'-'.join(long)}"
+    return " ".join(f"{d}={layout.dim_size(d)}" for d in layout.long) + (
+        f", order {'-'.join(layout.long)}"
+    )
 
 
 def print_finding(out: Console, finding: Finding) -> None:

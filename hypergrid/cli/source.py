@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from compat.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
+from compat.request import Request
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.topology import Topology
 from hypergrid.traffic import ranked
 
-_ANY_ORDER = "tp-cp-ep-dp-pp"
 _LONGEST = 64 << 20  # bytes of a saved plan or dump
 
 
@@ -42,8 +42,10 @@ class Subject:
     @property
     def order(self) -> str:
         """The order as it was asked for, or the dims of the dense layout."""
-        asked = self.job and self.job.arguments.get("order")
-        return asked or (self.job.request().order if self.job else self.layouts["decoder"].order)
+        if self.job is None:
+            return self.layouts["decoder"].order
+        order: str = self.job.arguments.get("order", Request.order)
+        return order
 
     def layouts_in(self, order: str) -> Mapping[str, RankLayout] | None:
         """The layouts under another order; None where it is not allowed."""
@@ -109,7 +111,9 @@ def of_job(job: Job) -> Subject:
     try:
         return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
     except JobError as error:
-        allowed = ranked(_ANY_ORDER, job.layouts, lambda each: Topology(each, job.ranks_per_host))
+        allowed = ranked(
+            Request.order, job.layouts, lambda each: Topology(each, job.ranks_per_host)
+        )
         if not allowed or "order" not in job.arguments:
             raise
         raise JobError(f"{error} order={allowed[0].order} can be laid out.") from None

@@ -85,8 +85,7 @@ def picture(
             f"a picture cannot be written to {shown(str(path))}: name a .png, .svg or .pdf file."
         )
     boxes = ranks_by_host(drawn, hosts)
-    wide = [dim for dim in drawn.dims if drawn.dim_size(dim) > 1]
-    dims = [by] if by is not None else wide or [drawn.dims[0]]
+    dims = [by] if by is not None else drawn.long or drawn.dims[:1]
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
