@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from compat import group_getters
 from compat.encoder_getters import EncoderGetters
-from compat.group_getters import EXPERT_DATA_PARALLEL, GroupGetters, data_parallel_slot
+from compat.group_getters import GroupGetters
 from compat.release import HAS
 
 
@@ -19,6 +20,11 @@ class Number(NamedTuple):
     group: str
     kind: str  # "rank" or "size", the group's own methods
 
+    @property
+    def getter(self) -> str:
+        """The function that gives the group."""
+        return "get" + self.group.lower()
+
 
 def _pair(name: str, group: str, override: str | None = None) -> dict[str, Number]:
     rank = size = None
@@ -28,6 +34,15 @@ def _pair(name: str, group: str, override: str | None = None) -> dict[str, Numbe
         f"{name}_rank": Number(rank, group, "rank"),
         f"{name}_size": Number(size, group, "size"),
     }
+
+
+def _number(group: Any, kind: str, from_torch: bool = False) -> int:
+    # An encoder's rank is in several pipelines, at the same stage of each.
+    group = group[0] if isinstance(group, list) else group
+    if from_torch or HAS["numbers_from_torch"]:
+        number: int = dist.get_rank(group) if kind == "rank" else dist.get_world_size(group)
+        return number
+    return getattr(group, kind)()  # type: ignore[no-any-return]
 
 
 # Each of these is an attribute of the state: the number, or None where only the group can tell.
@@ -44,6 +59,11 @@ NUMBERS: dict[str, Number] = {
 }
 
 
+def _remat(asked: bool) -> dict[str, bool]:
+    """The argument of a group getter, for releases that have it and whoever names it."""
+    return {"with_gtp_remat": asked} if HAS["gtp_remat"] or not asked else {}
+
+
 class Getters(GroupGetters, EncoderGetters):
     """Every getter of the module, as a method.
 
@@ -53,27 +73,39 @@ class Getters(GroupGetters, EncoderGetters):
 
     __slots__ = ()
 
-    def _ask(self, name: str, *, zero: bool = True) -> Any:
-        override, slot, kind = NUMBERS[name]
-        if override is not None and getattr(self, override) is not None:
-            return getattr(self, override)
-        return self._ask_group(slot, kind, zero=zero)
+    # The groups come from the getters, and not from their globals: outside code may have replaced
+    # a getter in the module, and then its answer counts.
 
-    def _ask_group(self, slot: str, kind: str, *, zero: bool = True) -> int:
+    def _ask(self, name: str, *, zero: bool = True, **arguments: bool) -> Any:
+        number = NUMBERS[name]
+        if number.override is not None and getattr(self, number.override) is not None:
+            return getattr(self, number.override)
+        return self._ask_group(number.getter, number.kind, zero=zero, **arguments)
+
+    def _ask_group(self, getter: str, kind: str, *, zero: bool = True, **arguments: bool) -> int:
         if zero and not dist.is_initialized():
             return 0
-        group = self._group(slot)
-        # An encoder's rank is in several pipelines, at the same stage of each.
-        return getattr(group[0] if isinstance(group, list) else group, kind)()
+        return _number(getattr(self._via, getter)(**arguments), kind)
 
     def _ask_or_zero(self, name: str) -> int:
-        return 0 if getattr(self, NUMBERS[name].group) is None else self._ask(name)
+        if not dist.is_initialized():
+            return 0
+        group = getattr(self._via, NUMBERS[name].getter)(check_initialized=False)
+        return 0 if group is None else _number(group, NUMBERS[name].kind)
 
-    def _ask_data_parallel(self, kind: str, *key: bool) -> int:
+    def _ask_data_parallel(self, kind: str, with_cp: bool, with_gtp: bool, partial: bool) -> int:
         override = self._MPU_DATA_PARALLEL_RANK
         if kind == "size":
             override = self._MPU_DATA_PARALLEL_WORLD_SIZE
-        return override if override is not None else self._ask_group(data_parallel_slot(*key), kind)
+        if override is not None:
+            return override
+        arguments = {"with_context_parallel": with_cp, "partial_data_parallel": partial}
+        return self._ask_group("get_data_parallel_group", kind, **_remat(with_gtp), **arguments)
+
+    def _ask_expert_data_parallel(self, kind: str, with_gtp: bool, partial: bool) -> int:
+        arguments = group_getters.partial(partial)
+        getter = "get_expert_data_parallel_group"
+        return self._ask_group(getter, kind, **_remat(with_gtp), **arguments)
 
     # ranks and sizes
 
@@ -94,7 +126,10 @@ class Getters(GroupGetters, EncoderGetters):
         if number is None:
             if HAS["stage_asks_torch"]:
                 dist.get_rank()
-            return self._ask("_pp_rank", zero=False)
+            if self._MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
+                return self._MPU_PIPELINE_MODEL_PARALLEL_RANK
+            group = self._via.get_pipeline_model_parallel_group()
+            return _number(group, "rank", HAS["stage_from_torch"])
         return number
 
     def get_data_parallel_world_size(
@@ -184,7 +219,7 @@ class Getters(GroupGetters, EncoderGetters):
         number = self._edp_sizes.get(key)
         if number is not None:
             return number
-        return self._ask_group(EXPERT_DATA_PARALLEL[bool(key[0]), bool(key[1])], "size")
+        return self._ask_expert_data_parallel("size", *key)
 
     def get_expert_data_parallel_rank(
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
@@ -193,7 +228,7 @@ class Getters(GroupGetters, EncoderGetters):
         number = self._edp_ranks.get(key)
         if number is not None:
             return number
-        return self._ask_group(EXPERT_DATA_PARALLEL[bool(key[0]), bool(key[1])], "rank")
+        return self._ask_expert_data_parallel("rank", *key)
 
     def get_all_ranks(self) -> str:
         ranks = [
@@ -266,10 +301,11 @@ class Getters(GroupGetters, EncoderGetters):
         ranks, rank = self._EMBEDDING_GLOBAL_RANKS, dist.get_rank()
         if ranks is None or rank not in ranks:
             return False
+        staged = {"vp_stage": vp_stage} if HAS["vp_stage"] else {}
         if not ignore_virtual and rank == ranks[0]:
-            return self._via.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+            return self._via.is_pipeline_first_stage(ignore_virtual=False, **staged)
         if not ignore_virtual and rank == ranks[-1]:
-            return self._via.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+            return self._via.is_pipeline_last_stage(ignore_virtual=False, **staged)
         return True
 
     def is_rank_in_position_embedding_group(self) -> bool:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
+from compat.release import HAS
+
 # The data-parallel groups, by (with cp, with gtp_remat, partial) ...
 DATA_PARALLEL: dict[tuple[bool, ...], str] = {
     (False, False, False): "_DATA_PARALLEL_GROUP",
@@ -23,6 +25,11 @@ EXPERT_DATA_PARALLEL: dict[tuple[bool, ...], str] = {
     (False, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
     (True, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
 }
+
+
+def partial(asked: bool) -> dict[str, bool]:
+    """The argument of the expert-data-parallel getter, for releases that have it."""
+    return {"partial_expert_data_parallel": asked} if HAS["instances_in_expert"] else {}
 
 
 def missing(slot: str) -> AssertionError:
@@ -48,6 +55,25 @@ class GroupGetters:
         if group is None and check_initialized:
             raise missing(slot)
         return group
+
+    # Releases without gtp_remat have one global where later ones have two, and code of theirs
+    # writes that one. Only who has asked for the axis has the other there.
+
+    def _dp_slot(self, with_cp: bool, with_gtp: bool, partial: bool) -> str:
+        if partial and not with_cp:
+            raise AssertionError(
+                "a partial data-parallel group includes context parallelism: pass "
+                "with_context_parallel=True with partial_data_parallel=True."
+            )
+        known = HAS["gtp_remat"] or self._has_axis("gtp_remat_size")
+        return DATA_PARALLEL[bool(with_cp), bool(with_gtp) and known, bool(partial)]
+
+    def _edp_slot(self, with_gtp: bool, partial: bool) -> str:
+        known = HAS["gtp_remat"] or self._has_axis("expert_gtp_remat_size")
+        return EXPERT_DATA_PARALLEL[bool(with_gtp) and known, bool(partial)]
+
+    def _has_axis(self, size: str) -> bool:
+        return self.request is not None and getattr(self.request, size) > 1
 
     # groups
 
@@ -82,12 +108,12 @@ class GroupGetters:
             return self._group("_DATA_PARALLEL_GROUP_WITH_CP_AG")
         key = (with_context_parallel, with_gtp_remat, partial_data_parallel)
         group = self._dp_groups.get(key)
-        return group if group is not None else self._group(data_parallel_slot(*key))
+        return group if group is not None else self._group(self._dp_slot(*key))
 
     def get_data_parallel_group_gloo(
         self, with_context_parallel: bool = False, partial_data_parallel: bool = False
     ) -> ProcessGroup:
-        slot = data_parallel_slot(with_context_parallel, False, partial_data_parallel)
+        slot = self._dp_slot(with_context_parallel, False, partial_data_parallel)
         return self._group(slot + "_GLOO")
 
     def has_separate_all_gather_group(self) -> bool:
@@ -185,14 +211,13 @@ class GroupGetters:
         with_gtp_remat: bool = True,
         partial_expert_data_parallel: bool = False,
     ) -> ProcessGroup:
-        slot = EXPERT_DATA_PARALLEL[bool(with_gtp_remat), bool(partial_expert_data_parallel)]
+        slot = self._edp_slot(with_gtp_remat, partial_expert_data_parallel)
         return self._group(slot, check_initialized)
 
     def get_expert_data_parallel_group_gloo(
         self, partial_expert_data_parallel: bool = False
     ) -> ProcessGroup:
-        slot = EXPERT_DATA_PARALLEL[False, bool(partial_expert_data_parallel)]
-        return self._group(slot + "_GLOO")
+        return self._group(self._edp_slot(False, partial_expert_data_parallel) + "_GLOO")
 
     def get_data_modulo_expert_parallel_group(
         self, partial_expert_data_parallel: bool = False
@@ -203,9 +228,7 @@ class GroupGetters:
             DeprecationWarning,
             stacklevel=3,
         )
-        return self._via.get_expert_data_parallel_group(
-            partial_expert_data_parallel=partial_expert_data_parallel
-        )
+        return self._via.get_expert_data_parallel_group(**partial(partial_expert_data_parallel))
 
     def get_intra_distributed_optimizer_instance_group(
         self, check_initialized: bool = True
@@ -279,12 +302,3 @@ class GroupGetters:
 def _at(ranks: Any, stage: int) -> Any:
     """The rank at ``stage``; one for each pipeline where there are several."""
     return [each[stage] for each in ranks] if isinstance(ranks[0], list) else ranks[stage]
-
-
-def data_parallel_slot(with_cp: bool, with_gtp: bool, partial: bool) -> str:
-    if partial and not with_cp:
-        raise AssertionError(
-            "a partial data-parallel group includes context parallelism: pass "
-            "with_context_parallel=True with partial_data_parallel=True."
-        )
-    return DATA_PARALLEL[bool(with_cp), bool(with_gtp), bool(partial)]

@@ -241,6 +241,7 @@ def get_moe_layer_wise_logging_tracker() -> dict[str, Any]:
     return _current.get_moe_layer_wise_logging_tracker()
 
 
+@as_released
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group of this rank's model: tensor, GTP and pipeline parallel ranks."""
     return _current.get_model_parallel_group(check_initialized)
@@ -256,6 +257,7 @@ def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     return _current.get_gtp_weight_remat_group(check_initialized)
 
 
+@as_released
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over pp: the stages of one pipeline."""
     return _current.get_pipeline_model_parallel_group(check_initialized)
@@ -303,11 +305,13 @@ def get_hybrid_data_context_parallel_groups(
     return _current.get_hybrid_data_context_parallel_groups(check_initialized, group_size)
 
 
+@as_released
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks of this pipeline that hold word embeddings."""
     return _current.get_embedding_group(check_initialized)
 
 
+@as_released
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks of this pipeline that hold position embeddings."""
     return _current.get_position_embedding_group(check_initialized)
@@ -328,6 +332,7 @@ def get_tensor_and_data_parallel_group(
     return _current.get_tensor_and_data_parallel_group(check_initialized, with_context_parallel)
 
 
+@as_released
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over tp and cp."""
     return _current.get_tensor_and_context_parallel_group(check_initialized)
@@ -353,6 +358,7 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
     return _current.get_expert_tensor_and_model_parallel_group(check_initialized)
 
 
+@as_released
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
@@ -374,11 +380,13 @@ def get_expert_data_parallel_group(
     )
 
 
+@as_released
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Gloo twin of an expert-data-parallel group."""
     return _current.get_expert_data_parallel_group_gloo(partial_expert_data_parallel)
 
 
+@as_released
 def get_data_modulo_expert_parallel_group(
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
@@ -386,11 +394,13 @@ def get_data_modulo_expert_parallel_group(
     return _current.get_data_modulo_expert_parallel_group(partial_expert_data_parallel)
 
 
+@as_released
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
     """All ranks of this rank's distributed-optimizer instance."""
     return _current.get_intra_distributed_optimizer_instance_group(check_initialized)
 
 
+@as_released
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks with this rank's place in each optimizer instance."""
     return _current.get_inter_distributed_optimizer_instance_group(check_initialized)

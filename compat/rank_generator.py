@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from compat.refusals import ArgumentError
-from compat.release import HAS
+from compat.release import HAS, as_released
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.words import shown
 
@@ -145,6 +145,7 @@ class RankGenerator:
         return self.get_ranks("gtp_remat")
 
 
+@as_released
 def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
     """First and last stage of a pipeline, and where it splits: where word embeddings live."""
     if len(pp_ranks) == 1:
@@ -155,6 +156,7 @@ def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) 
     return [ends[0], pp_ranks[split_rank], ends[1]]
 
 
+@as_released
 def default_position_embedding_ranks(
     pp_ranks: list[int], split_rank: int | None = None
 ) -> list[int]:

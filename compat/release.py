@@ -32,13 +32,28 @@ def _since(first: Version) -> Span:
     return first, NEWEST
 
 
-# Arguments that came or went: where they have a place in the positional order. Outside of it they
-# are still taken by keyword. "function.argument" where it is so in one function alone.
+# Arguments that came or went: where a release has them. Elsewhere they are still taken by keyword,
+# and no signature shows them. "function.argument" where it is so in one function alone.
 ARGUMENTS: dict[str, Span] = {
     "pipeline_model_parallel_split_rank": _until((0, 13)),
     "encoder_tensor_model_parallel_size": _until((0, 13)),
     "encoder_pipeline_model_parallel_size": _until((0, 13)),
+    "split_rank": _until((0, 13)),
+    "vp_stage": _since((0, 13)),
+    "high_priority_stream_groups": _since((0, 13)),
+    "partial_expert_data_parallel": _since((0, 13)),
+    **{
+        f"get_{group}_group.check_initialized": _since((0, 13))
+        for group in (
+            *("model_parallel", "pipeline_model_parallel", "embedding", "position_embedding"),
+            *("tensor_and_context_parallel", "expert_tensor_model_pipeline_parallel"),
+            "expert_data_parallel",
+        )
+    },
+    "sharp_enabled_group": _since((0, 14)),
     "get_tensor_and_data_parallel_group.check_initialized": _since((0, 15)),
+    "get_intra_distributed_optimizer_instance_group.check_initialized": _since((0, 15)),
+    "get_inter_distributed_optimizer_instance_group.check_initialized": _since((0, 15)),
     "hybrid_context_parallel": _since((0, 16)),
     "create_all_gather_group": ((0, 16), (0, 17)),
     "independent_all_gather": ((0, 16), (0, 17)),
@@ -47,6 +62,7 @@ ARGUMENTS: dict[str, Span] = {
     "gtp_remat_size": _since((0, 19)),
     "expert_gtp_remat_size": _since((0, 19)),
     "with_gtp_remat": _since((0, 19)),
+    "with_egtp_remat": _since((0, 19)),
 }
 
 # Defaults that were others than those written in parallel_state.py, and where.
@@ -66,10 +82,14 @@ FACTS: dict[str, Span] = {
     "plain_levels": _until((0, 12)),
     # NCCL options that a section leaves out are set to Hopper's; priorities are not read
     "nccl_defaults": _until((0, 12)),
+    # a rank or a size comes from torch, which takes None for the world; later from the group itself
+    "numbers_from_torch": _until((0, 12)),
     # the virtual stage is an argument; before, it was the one set last
     "vp_stage": _since((0, 13)),
     # the stage asks torch for the rank first, which refuses in its own way before there is a world
     "stage_asks_torch": _until((0, 13)),
+    # ... and later takes the stage itself from torch, which refuses what is no group of its own
+    "stage_from_torch": _since((0, 14)),
     # functions that tell an encoder from a decoder warn that they will go
     "encoder_deprecated": _since((0, 13)),
     # SHARP's variable is switched here; before, use_sharp set it to 0 behind the user's own 1
@@ -132,26 +152,31 @@ HAS: dict[str, bool] = {fact: _now(span) for fact, span in FACTS.items()}
 def as_released(function: F) -> F:
     """Give the arguments of ``function`` the places and defaults that they have in ``RELEASE``.
 
-    The signature lists the arguments of all releases in their common order; those without a place
-    in this release's order are taken by keyword only.
+    The function is written with the arguments of all releases in their common order. Those that
+    this release does not have are taken by keyword only, and its signature does not show them.
     """
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     placed = [n for n in always if _has_a_place(function.__name__, n)]
     written = {n: p.default for n, p in parameters.items()}
     other = {n: default for n, (span, default) in DEFAULTS.items() if n in written and _now(span)}
-    if not other and placed == list(parameters)[: len(placed)]:
-        return function
-    # Written as source, as dataclasses do: a wrapper that sorts its arguments costs ten times it.
-    keyword_only = [n for n in parameters if n not in placed]
-    order = [f"{n}=defaults[{n!r}]" for n in placed]
-    order += ["*"] * bool(keyword_only) + [f"{n}=defaults[{n!r}]" for n in keyword_only]
-    passed = [n if n in always else f"{n}={n}" for n in parameters]
-    call = f"lambda {', '.join(order)}: function({', '.join(passed)})"
-    reordered = eval(call, {"function": function, "defaults": written | other})
-    functools.update_wrapper(reordered, function)
-    del reordered.__wrapped__  # or inspect.signature would show the other order
-    return reordered  # type: ignore[no-any-return]
+    released: Any = function
+    if other or placed != list(parameters)[: len(placed)]:
+        # Written as source, as dataclasses do: a wrapper that sorts its arguments costs ten times
+        # as much.
+        keyword_only = [n for n in parameters if n not in placed]
+        missing = inspect.Parameter.empty
+        order = [n if written[n] is missing else f"{n}=defaults[{n!r}]" for n in placed]
+        order += ["*"] * bool(keyword_only) + [f"{n}=defaults[{n!r}]" for n in keyword_only]
+        passed = [n if n in always else f"{n}={n}" for n in parameters]
+        call = f"lambda {', '.join(order)}: function({', '.join(passed)})"
+        released = eval(call, {"function": function, "defaults": written | other})
+        functools.update_wrapper(released, function)
+        del released.__wrapped__  # or inspect.signature would show the other order
+    shown = [parameters[n].replace(default=(written | other)[n]) for n in placed]
+    released.__signature__ = signature.replace(parameters=shown)
+    return released  # type: ignore[no-any-return]
 
 
 def _has_a_place(function: str, argument: str) -> bool:

@@ -308,12 +308,12 @@ class ParallelState(Getters):
             put(name, self._known(slot, kind) if number is None else number)
         for kind, override in (("rank", "_MPU_DATA_PARALLEL_RANK"), ("size", _DP_SIZE)):
             number = getattr(self, override)
-            dense, expert = DATA_PARALLEL.items(), EXPERT_DATA_PARALLEL.items()
             fixed = dict.fromkeys(DATA_PARALLEL, number)
-            known = {key: self._known(slot, kind) for key, slot in dense}
+            known = {key: self._known(self._dp_slot(*key), kind) for key in DATA_PARALLEL}
             put(f"_dp_{kind}s", known if number is None else fixed)
-            put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in expert})
-        put("_dp_groups", {key: getattr(self, slot) for key, slot in DATA_PARALLEL.items()})
+            experts = {key: self._edp_slot(*key) for key in EXPERT_DATA_PARALLEL}
+            put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in experts.items()})
+        put("_dp_groups", {key: getattr(self, self._dp_slot(*key)) for key in DATA_PARALLEL})
         stage, stages = self._pp_rank, self._pp_size
         known_stage = self._via is self and stage is not None and stages is not None
         put("_is_first", stage == 0 if known_stage else None)
@@ -321,7 +321,7 @@ class ParallelState(Getters):
 
     def _known(self, slot: str, kind: str) -> int | None:
         group, rank, size = self._numbered.get(slot, (None, None, None))
-        if group is None or group is not getattr(self, slot):
+        if group is None or group is not getattr(self, slot) or not self.asks_itself:
             return None
         return rank if kind == "rank" else size
 

@@ -102,18 +102,6 @@ def test_the_groups_of_a_mask_are_stocks(release, data):
         assert ours == theirs
 
 
-SURFACE = """
-import sys, compat.parallel_state
-from tests.parity.surface import compare_surface
-print(*compare_surface(compat.parallel_state, sys.argv[1]), sep="\\n", end="")
-"""
-
-
-def test_every_function_parameter_and_global_of_stock_is_there_in_its_place(release):
-    done = as_release(release, "-c", SURFACE, release)
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
-
-
 @pytest.mark.parametrize("seed", [1, TODAY], ids=["fixed", "today"])
 def test_random_configurations_show_no_difference(release, seed):
     command = ["scripts/parity", "--release", release, "-n", "75", "--seed", str(seed)]

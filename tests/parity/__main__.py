@@ -12,6 +12,7 @@ from types import ModuleType
 
 from tests.parity import run
 from tests.parity.mutants import mutants_of, run_mutant
+from tests.parity.patching import run_patched
 from tests.stock import load_stock, source_dir
 
 
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--time-budget", type=float)
     parser.add_argument("--against-itself", action="store_true")
     parser.add_argument("--mutants", action="store_true")
+    parser.add_argument("--patched", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     os.environ["HYPERGRID_MEGATRON_RELEASE"] = given.release
@@ -42,7 +44,10 @@ def main() -> None:
             candidate = functools.partial(load_stock, given.release)
         else:
             import compat.parallel_state as candidate  # type: ignore[no-redef]
-        reports = {"": run(candidate, *scale, given.time_budget, given.first)}
+        if given.patched:
+            reports = {"": run_patched(candidate, *scale, given.first)}
+        else:
+            reports = {"": run(candidate, *scale, given.time_budget, given.first)}
     given.out.write_text(json.dumps({name: vars(report) for name, report in reports.items()}))
 
 

@@ -11,7 +11,7 @@ from tests.parity.snapshots import Snapshot
 Difference = tuple[str, Any, Any]
 
 
-def _same_refusal(stock: dict[str, Any], candidate: dict[str, Any]) -> bool:
+def same_refusal(stock: dict[str, Any], candidate: dict[str, Any]) -> bool:
     kind, theirs = stock["raises"][0], candidate.get("raises", ())
     return kind in theirs if hasattr(builtins, kind) else bool(theirs)
 
@@ -20,7 +20,7 @@ def _agree(stock: Any, candidate: Any) -> bool:
     if isinstance(stock, dict) and "raises" in stock:
         if stock["raises"][0] == "TypeError":
             return True
-        return isinstance(candidate, dict) and _same_refusal(stock, candidate)
+        return isinstance(candidate, dict) and same_refusal(stock, candidate)
     return bool(stock == candidate)
 
 
@@ -42,7 +42,7 @@ def compare(
     found: list[Difference] = []
     if ours == theirs == "ok":
         found += _created(stock, candidate)
-    elif "ok" in (ours, theirs) or not _same_refusal(ours, theirs):
+    elif "ok" in (ours, theirs) or not same_refusal(ours, theirs):
         found.append(("initialize_model_parallel", _brief(ours), _brief(theirs)))
     found += _answers(stock, candidate)
     for name in sorted(stock["groups"].keys() & candidate["groups"].keys()):

@@ -109,8 +109,8 @@ def stage_calls(release: str) -> tuple[Call, ...]:
 def compare_surface(candidate: ModuleType, release: str) -> list[str]:
     """What `candidate` lacks of `release`, one line each.
 
-    Every public function with its parameters in their places and their defaults, every private
-    global, and the refusal to initialise without torch.distributed.
+    Every public function with the signature of that release, every private global, and the
+    refusal to initialise without torch.distributed.
     """
     found = []
     for name in public_functions(release):
@@ -118,14 +118,10 @@ def compare_surface(candidate: ModuleType, release: str) -> list[str]:
         if not callable(theirs):
             found.append(f"{name}: the candidate has no such function")
             continue
-        signature = inspect.signature(theirs).parameters.values()
-        placed = [(p.name, p.default) for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
-        ours = list(parameters(release, name).items())
-        for place, ((parameter, default), other) in enumerate(
-            itertools.zip_longest(ours, placed[: len(ours)])
-        ):
-            if repr(other) != repr((parameter, default)):
-                found.append(f"{name}, {place}: stock {parameter}={default!r}, candidate {other}")
+        shown = [(n, p.default, p.kind) for n, p in inspect.signature(theirs).parameters.items()]
+        ours = inspect.signature(getattr(_stock(release), name)).parameters
+        if repr(shown) != repr([(n, p.default, p.kind) for n, p in ours.items()]):
+            found.append(f"{name}: the signature is {inspect.signature(theirs)}, not {ours}")
     for name in private_globals(release):
         if not hasattr(candidate, name):
             found.append(f"{name}: the candidate has no such global")

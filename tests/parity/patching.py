@@ -1,0 +1,219 @@
+"""Stock and a candidate beside each other while outside code writes, or replaces, what is theirs.
+
+A module is asked everything after each single change: a private global written, a getter or a
+helper replaced. Whatever stock answers then, the candidate has to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.parity.comparing import same_refusal
+from tests.parity.configurations import random_config
+from tests.parity.recording import Recorder, observed
+from tests.parity.repairs import repaired_stocks
+from tests.parity.running import Report
+from tests.parity.snapshots import initialisation
+from tests.parity.surface import (
+    Config,
+    getter_calls,
+    parameters,
+    private_globals,
+)
+from tests.stock import load_stock
+
+Answers = dict[str, Any]
+# What stock raises when it stumbles over a value, and not to refuse it.
+ACCIDENTS = {"AttributeError", "IndexError", "KeyError", "UnboundLocalError"}
+
+
+class Stub:
+    """No group, but it has what numbers are asked of, as a client's own wrapper may."""
+
+    def rank(self) -> int:
+        return 2
+
+    def size(self) -> int:
+        return 5
+
+
+def getters(release: str) -> list[str]:
+    """The public functions that only answer."""
+    return list(dict.fromkeys(call[1] for call in getter_calls(release)))
+
+
+def written(name: str, sentinel: Any) -> list[Any]:
+    """What outside code may put into the private global `name`."""
+    if name.endswith("_GROUPS"):
+        many = {2: sentinel, 4: sentinel} if "HYBRID" in name else [sentinel, sentinel]
+        return [many, type(many)(), None]
+    if "_GROUP" in name and name.endswith(("GROUP", "GLOO", "CP", "AG", "REMAT", "EGTP")):
+        return [sentinel, Stub(), None]
+    if name.endswith(("_GLOBAL_RANKS", "_GLOBAL_RANKS_WITH_CP", "_PARALLEL_RANKS")):
+        return [[5, 3, 1], [0], None]
+    if name == "_global_process_group_list":
+        return [[None, sentinel], None]
+    if name.endswith(("_RANK", "_WORLD_SIZE", "_START")):
+        return [1, 0, None]
+    return [{"by": "a client"}, None]
+
+
+def answered(name: str, sentinel: Any) -> list[Any]:
+    """What a client's own version of the getter `name` may answer."""
+    if name.startswith(("is_", "has_")) or name.endswith("_initialized"):
+        return [True, False]
+    if name.endswith(("_group", "_gloo")) or "parallel_groups" in name:
+        return [sentinel, Stub(), None]
+    return [[5, 3, 1]] if name.endswith("_ranks") else [1, 0]
+
+
+class Session:
+    """A module during one initialisation as one rank; asked again after each change."""
+
+    def __init__(self, module: ModuleType, config: Config, rank: int, release: str) -> None:
+        self.module, self.release = module, release
+        self.recorder = Recorder(module, config, rank, release)
+        self.config = config
+        self.answers: dict[str, Answers] = {}
+
+    def run(self) -> dict[str, Answers]:
+        """All answers by what was changed before they were given."""
+        with warnings.catch_warnings(), observed(self.recorder):
+            warnings.simplefilter("ignore")
+            self.sentinel = self.recorder._new_group([self.recorder.rank], backend="fake")
+            self.recorder.names[id(self.sentinel)] = "what was written"
+            self.changes("before")
+            with tempfile.TemporaryDirectory() as folder:
+                _, name, args, kwargs = initialisation(self.config, self.release, folder)
+                getattr(self.module, name)(*args, **kwargs)
+            self.ask("initialised")  # names the groups, by the getters that show them
+            self.changes("initialised")
+            self.module.destroy_model_parallel()
+        return self.answers
+
+    def ask(self, step: str) -> None:
+        self.answers[step] = self.recorder.ask(getter_calls(self.release))
+
+    def changes(self, step: str) -> None:
+        sentinel, module = self.sentinel, self.module
+        names = private_globals(self.release)
+        for name in names:
+            for value in written(name, sentinel):
+                with changed(module, {name: value}):
+                    self.ask(f"{step}, {name} = {brief(value)}")
+        for i in range(3):
+            values = {name: written(name, sentinel)[i:] for name in names}
+            with changed(module, {name: value[0] for name, value in values.items() if value}):
+                self.ask(f"{step}, all globals written, {i}")
+        for name in getters(self.release):
+            for value in answered(name, sentinel):
+                heard: list[Any] = []
+                with changed(module, {name: answering(value, heard, self.release, name)}):
+                    self.ask(f"{step}, {name} replaced, answers {brief(value)}")
+                calls = sorted(set(map(repr, heard)))
+                self.answers[f"{step}, {name} replaced"] = {"is called with": calls}
+        self.ask(f"{step}, all undone")
+
+
+@contextlib.contextmanager
+def changed(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
+    """Inside, attributes of `module` have other values; as a client writes and puts them back."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def answering(value: Any, heard: list[Any], release: str, name: str) -> Callable[..., Any]:
+    """A function that answers `value` and keeps what it is given, by the release's own names."""
+    names = list(parameters(release, name))
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        heard.append({key: given.get(key, "default") for key in sorted({*names, *given})})
+        return value
+
+    return replacement
+
+
+def brief(value: Any) -> str:
+    """A written value in a label, the same for two modules."""
+    if isinstance(value, dist.ProcessGroup):
+        return "a group"
+    return f"<{type(value).__name__}>" if isinstance(value, Stub | dict | list) else repr(value)
+
+
+def agree(stock: Any, candidate: Any) -> bool:
+    """Whether the candidate may answer so, where stock answers as it does."""
+    if not (isinstance(stock, dict) and "raises" in stock):
+        return bool(stock == candidate)
+    kind = stock["raises"][0]
+    if kind == "TypeError":
+        return True
+    refused = isinstance(candidate, dict) and "raises" in candidate
+    return refused and (kind in ACCIDENTS or same_refusal(stock, candidate))
+
+
+def sound_config(release: str, seed: int, number: int, max_world: int) -> Config:
+    """A random configuration that stock accepts, and that none of the `REPAIRS` is about."""
+    rng = random.Random(f"{seed}/{release}/{number}")
+    while True:
+        config = random_config(rng, release, max_world)
+        repaired = any(True for _ in repaired_stocks(release, config))
+        if config["kind"] != "sound" or config["world_size"] < 4 or repaired:
+            continue
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+            warnings.simplefilter("ignore")
+            module = load_stock(release)
+            with observed(Recorder(module, config, 0, release)), contextlib.suppress(Exception):
+                _, name, args, kwargs = initialisation(config, release, folder)
+                getattr(module, name)(*args, **kwargs)
+                return config
+
+
+def run_patched(
+    candidate: ModuleType | Callable[[], ModuleType],
+    release: str,
+    n: int,
+    seed: int,
+    max_world: int,
+    first: int = 0,
+) -> Report:
+    """Compare `candidate` with stock while either is written to, over `n` configurations.
+
+    Parameters as for `run`.
+    """
+    report = Report(release)
+    started = time.monotonic()
+    fresh = (lambda: candidate) if isinstance(candidate, ModuleType) else candidate
+    for number in range(first, first + n):
+        config = sound_config(release, seed, number, max_world)
+        rank = random.Random(number).choice(config["ranks"])
+        ours = Session(load_stock(release), config, rank, release).run()
+        theirs = Session(fresh(), config, rank, release).run()
+        where = f"#{number} rank {rank} of {config['world_size']} {config['kwargs']}: "
+        found = []
+        for step, answers in ours.items():
+            for label, answer in answers.items():
+                report.answers += 1
+                other = theirs[step].get(label, "<no answer>")
+                if not agree(answer, other):
+                    found.append(f"{where}{step}: {label}: stock {answer}, candidate {other}")
+        report.add(where, found)
+        report.configurations += 1
+        report.ranks += 1
+    report.seconds = time.monotonic() - started
+    return report
