@@ -74,6 +74,8 @@ class ParallelState(Getters):
     if TYPE_CHECKING:
         _global_process_group_list: list[ProcessGroup | None] | None
         _PIPELINE_MODEL_PARALLEL_SPLIT_RANK: int | None
+        _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: int | None
+        _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: int | None
         _GLOBAL_MEMORY_BUFFER: Any
         _GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any
 
@@ -110,37 +112,44 @@ class ParallelState(Getters):
         ------
         As ``compat.parallel_state.initialize_model_parallel``.
         """
-        request = Request(**arguments)
+        from compat import parallel_state  # which imports this file
+
+        helpers = parallel_state.replaced_helpers()
+        helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
+        request = Request(**arguments, helpers=helpers)
         with request.telling_others():
             request.check()
-        return cls.from_request(request)
-
-    @classmethod
-    def from_request(cls, request: Request) -> ParallelState:
-        """As ``create``, for a request that was checked already."""
         state = cls()
+        state.initialize(request)
+        return state
+
+    def initialize(self, request: Request) -> None:
+        """Build the groups of ``request``, which was checked already, in this fresh state.
+
+        *Collective* and all or nothing, as ``create``.
+        """
         with environment_restored_on_failure():
             built = build(request)
             try:
-                state._take(built)
-                state.request = request
-                state._global_process_group_list = built.groups
+                self.request = request
+                self._take(built)
+                self._global_process_group_list = built.groups
                 stages = request.virtual_pipeline_model_parallel_size
                 if stages is not None:
-                    state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
-                    state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
-                state._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = (
-                    request.pipeline_model_parallel_split_rank
-                )
+                    self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
+                    self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
+                split = request.pipeline_model_parallel_split_rank
+                if split is not None:
+                    self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = split
                 if request.encoder is not None:
                     start = request.encoder_pipeline_model_parallel_size
-                    state._PIPELINE_MODEL_PARALLEL_DECODER_START = start
-                state._set_global_memory_buffer()
+                    self._PIPELINE_MODEL_PARALLEL_DECODER_START = start
+                own = self._set_global_memory_buffer
+                request.helpers.get("_set_global_memory_buffer", own)()
             except BaseException:
                 if built.grid is not None:
                     built.grid.destroy()
                 raise
-        return state
 
     @property
     def plan(self) -> GroupPlan | None:
@@ -175,10 +184,8 @@ class ParallelState(Getters):
 
     def take_overrides(self, before: ParallelState) -> None:
         """Keep what ``set_*`` was told before there were groups, as upstream does."""
-        for slot in OVERRIDE_SLOTS:
+        for slot in (*OVERRIDE_SLOTS, "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"):
             object.__setattr__(self, slot, getattr(before, slot))
-        if self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK is None:
-            self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = before._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
         self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
         self._renumber()
 

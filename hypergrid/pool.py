@@ -146,6 +146,17 @@ class GroupPool:
             raise
         return [pooled.group for pooled in self.groups[before:]]
 
+    def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
+        """Own, from here on, a group that others' code made for ``label``; no other object.
+
+        One that it has handed out before, or torch's default group, is shared.
+        """
+        if isinstance(group, ProcessGroup):
+            shares = DEFAULT if group is c10d._get_default_group() else None
+            before = (pooled.label for pooled in self.groups if pooled.group is group)
+            shares = shares or next(before, None)
+            self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+
     def _make_mine(
         self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
     ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
