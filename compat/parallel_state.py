@@ -210,7 +210,7 @@ def initialize_model_parallel(
 def replaced_helpers() -> dict[str, Callable[..., Any]]:
     """The functions that initialisation calls and that outside code has replaced, by name."""
     found = {name: globals()[name] for name in _HELPERS}
-    if creation.new_group_is_replaced() and not hasattr(dist.new_group, MEMBERS_ONLY):
+    if creation.is_replaced(dist.new_group) and not hasattr(dist.new_group, MEMBERS_ONLY):
         found[NEW_GROUP] = dist.new_group
     return {
         name: function for name, function in found.items() if function is not _HELPERS.get(name)

@@ -100,6 +100,8 @@ FACTS: dict[str, Span] = {
     "plain_ep": _until((0, 15)),
     # two more axes for weights, also in get_all_ranks() and RankGenerator
     "gtp_remat": _since((0, 19)),
+    # HyperCommGrid has views, and copies of its shape and names in them that groups are made from
+    "grid_views": _since((0, 19)),
 }
 
 
