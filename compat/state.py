@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat import nccl, te_process
+from compat import group_helpers, nccl, replaced, te_process
 from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
@@ -23,6 +23,7 @@ from compat.megatron_groups import ROWS
 from compat.release import HAS
 from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
+from hypergrid import creation
 from hypergrid.grid import HyperCommGrid
 from hypergrid.plan import GroupPlan
 from hypergrid.pool import GroupPool, before_closing
@@ -467,16 +468,32 @@ class ParallelState(Getters):
         wanted = [("decoder", "dp-cp", "dp_cp", "DATA_PARALLEL_GROUP_WITH_CP_AG")]
         if for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1:
             wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
+        from compat import parallel_state  # which imports this file
+
+        helpers = parallel_state.replaced_helpers()
+        options = helpers.get("get_nccl_options", nccl.get_nccl_options)
         for grid, dims, section, label in wanted:
             known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]
             name = f"{label}#{known.count(label) + 1}"
+            lists = functools.partial(self.request.rank_lists, grid, dims)
+            if any(creator in helpers for creator in replaced.CREATORS):
+                create = helpers.get("create_group", group_helpers.create_group)
+                epoch = self.pool.agreement.epoch
+                for number, ranks in enumerate(lists()):
+                    with creation.named_from(f"{name}, {number}", (), epoch):
+                        asked = {"timeout": timeout, "pg_options": options(section, configs)}
+                        group = create(ranks, group_desc=label, **asked)
+                    if dist.get_rank() in ranks:
+                        self.pool.adopt(name, ranks, group, tuple(dims.split("-")))
+                        made.append(group)
+                continue
             (group,) = self.pool.make(
                 name,
                 {name: tuple(layouts[grid].group(dist.get_rank(), dims))},
-                lambda grid=grid, dims=dims: layouts[grid].groups(dims).tolist(),  # type: ignore[misc]
+                lists,
                 dims=tuple(dims.split("-")),
                 timeout=timeout,
-                pg_options=nccl.get_nccl_options(section, configs),
+                pg_options=options(section, configs),
                 group_desc=label,
             )
             self.note_group(group)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.parity.comparing import same_refusal
 from tests.parity.configurations import random_config
+from tests.parity.helpers import all_gather_groups
 from tests.parity.recording import Recorder, _Options, _options_content, observed
 from tests.parity.repairs import repaired_stocks
 from tests.parity.running import Report
@@ -151,6 +152,8 @@ class Session:
         self.call_initialise()
         self.ask(step)
         shown = self.answers[step]
+        if not any("gtp_remat" in name for name in self.config["kwargs"]):  # see `repairs`
+            shown |= {f"more, {label}": a for label, a in all_gather_groups(self.recorder).items()}
         ordered = any(name in CREATORS for name, _ in heard)
         for name in dict.fromkeys(name for name, _ in heard):
             calls = [call for each, call in heard if each == name]
