@@ -29,6 +29,7 @@ from compat.group_helpers import (
 from compat.group_helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
 from compat.nccl import get_nccl_options as get_nccl_options
 from compat.nccl import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
+from compat.order import asked
 from compat.rank_generator import RankGenerator as RankGenerator
 from compat.rank_generator import default_embedding_ranks as default_embedding_ranks
 from compat.rank_generator import (
@@ -174,8 +175,8 @@ def initialize_model_parallel(
         A size below 1; a window outside the world; an unknown dim in the order.
     """
     arguments = dict(locals())
-    arguments["order"] = os.environ.get("HYPERGRID_ORDER") or order
-    request, before = Request(**arguments, life=next(_lives)), _current
+    arguments["order"], source = asked(order)
+    request, before = Request(**arguments, life=next(_lives), order_source=source), _current
     with request.telling_others():
         request.check()
         if before.request is not None or any(getattr(before, slot) for slot in GROUP_SLOTS):

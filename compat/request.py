@@ -15,7 +15,8 @@ from typing import Any
 
 from compat import encoder, nccl
 from compat.megatron_plan import Planned, plan_rows
-from compat.rank_generator import check_order, inject_gtp_remat_axis, lay_out
+from compat.order import ARGUMENT
+from compat.rank_generator import OrderError, check_order, inject_gtp_remat_axis, lay_out
 from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS, RELEASE
 from hypergrid.layout import RankLayout
@@ -109,10 +110,11 @@ class Request:
     share: str | None = None
     connect: str | None = None
     creation: str | None = None
-    # Not arguments: the how-many-eth initialisation of the process, and the ranks of a job that is
-    # planned without one. Only a request without `job_size` asks torch.
+    # Not arguments: the how-many-eth initialisation of the process; the ranks of a job that is
+    # planned without one, and only a request without it asks torch; who asked for the order.
     life: int | None = None
     job_size: int | None = None
+    order_source: str = ARGUMENT
 
     def __post_init__(self) -> None:
         # What cannot be made plain stays as it is, for its check to refuse in upstream's order.
@@ -165,7 +167,7 @@ class Request:
                     f"order {shown(self.order)} does not end in pp, so the dense data-parallel "
                     f"size {shown(dense.dim_size('dp'))} and the expert one "
                     f"{shown(expert.dim_size('dp'))} must be equal. Put pp last, or change the "
-                    f"expert sizes."
+                    f"expert sizes.{self._order_source}"
                 )
             strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
             if strides[0] != strides[1]:
@@ -173,7 +175,7 @@ class Request:
                     f"pipelines must be the same for dense and expert layers; with order "
                     f"{shown(self.order)} their stages are {shown(strides[0])} and "
                     f"{shown(strides[1])} ranks apart. Put pp last, or make tp x cp and expert "
-                    f"tp x ep equal."
+                    f"tp x ep equal.{self._order_source}"
                 )
         _ = self.timeout
 
@@ -319,7 +321,7 @@ class Request:
         values = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("life", "job_size") and not f.name.startswith("get_")
+            if f.name not in ("life", "job_size", "order_source") and not f.name.startswith("get_")
         }
         chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
         given = {f"options of {p.row.label}": p.group.options for p in self.planned}
@@ -346,14 +348,21 @@ class Request:
         check_order(self.order)
         named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
-        lay_out(self.order, own)  # refuses in the words of the order as it was given
-        if self.whole("rank_offset") < 0:
-            raise SizeError(
-                f"rank_offset must be at least 0, the first rank of the window, got "
-                f"{shown(self.rank_offset)}."
-            )
-        offset = self.rank_offset + behind
-        return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
+        try:
+            lay_out(self.order, own)  # refuses in the words of the order as it was given
+            if self.whole("rank_offset") < 0:
+                raise SizeError(
+                    f"rank_offset must be at least 0, the first rank of the window, got "
+                    f"{shown(self.rank_offset)}."
+                )
+            offset = self.rank_offset + behind
+            return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
+        except OrderError as error:
+            raise OrderError(f"{error}{self._order_source}") from None
+
+    @property
+    def _order_source(self) -> str:
+        return "" if self.job_size is not None else f" The order comes from {self.order_source}."
 
     def _divide(self, *names: str) -> int:
         """The data-parallel size that sizes leave of the world; refuses one that is not whole."""
