@@ -27,9 +27,7 @@ environment variables, for launchers whose command line is fixed:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        if not order.first_of_host():
-            self.exit(2)
-        super().error(message)
+        self.exit(2, f"{self.prog}: {message}\n" if order.first_of_host() else None)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -102,7 +102,7 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
 
 
 def dims_in_words(dims: Sequence[str], pick: str = "all") -> str:
-    """What groups over ``dims`` are called: ``"tp-dp"``, ``"pp ends"``; ``"alone"`` without dims."""
+    """What groups over ``dims`` are called: ``"tp-dp"``, ``"pp ends"``; without any ``"alone"``."""
     return "-".join(dims) + (f" {pick}" if pick != "all" else "") if dims else "alone"
 
 
