@@ -178,7 +178,7 @@ def initialize_model_parallel(
     """
     arguments = dict(locals())
     arguments["order"], source = asked(order)
-    helpers = replaced_helpers()
+    helpers = _replaced_helpers()
     request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
     before = _current
     left = [slot for slot in GROUP_SLOTS if getattr(before, slot)]
@@ -209,7 +209,7 @@ def initialize_model_parallel(
         before.grid.destroy()
 
 
-def replaced_helpers() -> dict[str, Callable[..., Any]]:
+def _replaced_helpers() -> dict[str, Callable[..., Any]]:
     """The functions that initialisation calls and that outside code has replaced, by name."""
     found = {name: globals()[name] for name in _HELPERS}
     if creation.is_replaced(dist.new_group) and not hasattr(dist.new_group, MEMBERS_ONLY):

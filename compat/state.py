@@ -115,7 +115,7 @@ class ParallelState(Getters):
         """
         from compat import parallel_state  # which imports this file
 
-        helpers = parallel_state.replaced_helpers()
+        helpers = parallel_state._replaced_helpers()
         helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
         request = Request(**arguments, helpers=helpers)
         with request.telling_others():
@@ -470,7 +470,7 @@ class ParallelState(Getters):
             wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
         from compat import parallel_state  # which imports this file
 
-        helpers = parallel_state.replaced_helpers()
+        helpers = parallel_state._replaced_helpers()
         options = helpers.get("get_nccl_options", nccl.get_nccl_options)
         for grid, dims, section, label in wanted:
             known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]
