@@ -41,7 +41,7 @@ from compat.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axi
 from compat.release import as_released
 from compat.report import report
 from compat.request import Request
-from compat.state import GROUP_SLOTS, SLOTS, ParallelState
+from compat.state import SLOTS, ParallelState
 from compat.swap import warn_of_a_second_state
 
 _current = ParallelState()  # what every function here speaks to
@@ -178,7 +178,7 @@ def initialize_model_parallel(
     request, before = Request(**arguments, life=next(_lives)), _current
     with request.telling_others():
         request.check()
-        if before.request is not None or any(getattr(before, slot) for slot in GROUP_SLOTS):
+        if before.is_in_use:
             raise AssertionError(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
