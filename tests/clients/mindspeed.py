@@ -173,7 +173,9 @@ def forgotten_by_hand(client: Client) -> Iterator[Step]:
         with contextlib.suppress(ValueError):
             dist.destroy_process_group(group)
     for name in names:
-        setattr(module, name, {} if isinstance(getattr(module, name), dict) else None)
+        value = getattr(module, name)
+        many = name.endswith("_GROUPS") and value is not None
+        setattr(module, name, type(value)() if many else None)
     yield "forgotten", None
     changed = {"tensor_model_parallel_size": 4, "context_parallel_size": 1}
     module.initialize_model_parallel(**client.sizes | changed)
