@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat import nccl, ucc
+from compat import group_helpers, nccl, replaced, ucc
 from compat.megatron_groups import ROWS
 from compat.megatron_plan import Planned, aliases
 from compat.release import HAS
+from hypergrid import creation
 from hypergrid.agreement import Agreement
 from hypergrid.grid import BASE, HyperCommGrid
 from hypergrid.layout import RankLayout
@@ -60,7 +62,8 @@ def build(request: Request) -> Built:
     rank, built = dist.get_rank(), Built()
     # Plan and options first: what they refuse must be refused before a group exists.
     with request.telling_others():
-        plan, options = request.plan, [_options(p, request) for p in request.planned]
+        plan, alone = request.plan, not replaced.creates(request)
+        options = [alone and _options(p, request, rank) for p in request.planned]
     if HAS["sharp_switched"]:
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
@@ -69,13 +72,18 @@ def build(request: Request) -> Built:
     if rank not in request.participants:
         return built
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
+    if request.helpers:
+        owner += f", with {replaced.in_words(request)} replaced"
     pool = grid.begin(Agreement(""), policy, owner)
     try:
         with pool.agreed(request.participants, request.proposal(), request.timeout, request.life):
             _check_window(request, pool.agreement)
-            for p, pg_options in zip(request.planned, options, strict=True):
-                with _sharp(p, request, built):
-                    _make(built, pool, plan, p, pg_options)
+            if alone:
+                for p, pg_options in zip(request.planned, options, strict=True):
+                    with _sharp([p], request, built):
+                        _make(built, pool, plan, p, pg_options)
+            else:
+                _call_helpers(built, pool, request)
             for row in aliases(request):
                 for suffix in ("", "_GLOO") if row.gloo else ("",):
                     built.slots[row.slot + suffix] = built.slots.get(row.same_as + suffix)
@@ -121,9 +129,37 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
         pg_options=pg_options,
     )
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
-        _place(built, p, group, name, ranks, rank)
+        chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
+        _place(built, p, group, chosen or list(ranks))
+        if p.slot in built.slots and not p.row.fan and len(set(ranks)) == len(ranks):
+            place = sorted(ranks).index(rank), len(ranks)
+            built.numbers[p.slot] = (built.slots[p.slot], *place)
         if row.chunk is None and row.pick == "all" and row.explicit is None:
             _hold(built, row, group)
+
+
+def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
+    epoch, calls = pool.agreement.epoch, itertools.count()
+    rank, alone = dist.get_rank(), replaced.by_members(request)
+    helpers = {**vars(group_helpers), **request.helpers}
+
+    def numbered(label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        # Alone, only the members count this call.
+        name = label if alone else f"call {next(calls)} of helpers"
+        return creation.named_from(name, ranks if alone else (), epoch)
+
+    def around(rows: Sequence[Planned]) -> AbstractContextManager[None]:
+        return _sharp(rows, request, built)
+
+    with creation.connecting(pool.agreement.lazy), group_helpers.collecting() as made:
+        through = replaced.Calls(request, helpers, rank, numbered, around)
+        for p, ranks, group in through.groups():
+            pool.adopt(p.group.label, ranks, group, p.group.dims)
+            _place(built, p, group, ranks if p.chosen else list(ranks))
+        for group in made:  # also those that upstream makes and keeps in no global
+            if all(group is not pooled.group for pooled in pool.groups):
+                pool.adopt(group.group_desc, dist.get_process_group_ranks(group), group)
+    built.groups[1:] = made
 
 
 def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
@@ -136,33 +172,31 @@ def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
         built.grid.hold(dims, group, view=view)
 
 
-def _place(
-    built: Built, p: Planned, group: ProcessGroup, name: str, ranks: tuple[int, ...], rank: int
-) -> None:
+def _place(built: Built, p: Planned, group: Any, known: Any) -> None:
     built.groups.append(group)
     if p.row.fan == "sizes":
         built.slots[p.slot][p.key] = group
     elif p.row.fan == "levels":
         built.slots.setdefault(p.slot, []).append(group)
     else:
-        chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
-        known: Any = chosen or list(ranks)
-        before = built.slots.get(p.slot)
-        held: Any = group
+        before, ranks = built.slots.get(p.slot), p.row.ranks
         if before is not None and p.row.several:
-            held = [*before, group] if isinstance(before, list) else [before, group]
-            earlier = built.slots[p.row.ranks]
-            known = [*earlier, known] if isinstance(before, list) else [earlier, known]
-        built.slots[p.slot] = held
-        built.numbers[p.slot] = (held, sorted(ranks).index(rank), len(ranks))
-        if p.row.ranks and p.slot == p.row.slot:
-            built.slots[p.row.ranks] = known
+            several = isinstance(before, list)
+            group = [*before, group] if several else [before, group]
+            earlier = built.slots[ranks]
+            known = [*earlier, known] if several else [earlier, known]
+        built.slots[p.slot] = group
+        if ranks and p.slot == p.row.slot:
+            built.slots[ranks] = known
 
 
-def _options(p: Planned, request: Request) -> Any:
-    if p.group.options is None:
-        return None
-    return nccl.get_nccl_options(p.row.options, request.nccl_configs)
+def _options(p: Planned, request: Request, rank: int) -> Any:
+    if "get_nccl_options" not in request.helpers:
+        if p.group.options is None:
+            return None
+        return nccl.get_nccl_options(p.row.options, request.nccl_configs)
+    takes = replaced.takes_options(p) and request.plan.mine(p.group, rank)
+    return replaced.options(request, p.row.options) if takes else None
 
 
 def _seconds(timeout: float | None) -> timedelta | None:
@@ -170,7 +204,7 @@ def _seconds(timeout: float | None) -> timedelta | None:
 
 
 @contextmanager
-def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
+def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[None]:
     """Switch SHARP on around the rows that it serves, and off behind the last of them.
 
     Releases that leave switching it on to the user only write the 0.
@@ -179,14 +213,15 @@ def _sharp(p: Planned, request: Request, built: Built) -> Iterator[None]:
     that is to have it meets once before it is switched off.
     """
     served = [q for q in request.planned if q.row.sharp == request.sharp_group]
-    if request.sharp_group is None or p not in served:
+    if request.sharp_group is None or not any(p in served for p in rows):
         yield
         return
     if HAS["sharp_switched"]:
         os.environ[_COLLNET] = "1"
     yield
-    if p is served[-1]:
-        (slot,) = (row.slot for row in ROWS if row.sharp == p.row.sharp and row.sharp_barrier)
+    if served[-1] in rows:
+        sharp = request.sharp_group
+        (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
         if slot in built.slots:  # not on a rank outside the window that a function named
             dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
             torch.cuda.synchronize()

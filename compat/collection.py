@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.megatron_groups import ROWS
-from hypergrid.grid import BASE, HyperCommGrid
+from hypergrid.grid import BASE
 
 if TYPE_CHECKING:
     from compat.state import ParallelState
@@ -74,15 +75,14 @@ def from_state(state: ParallelState, required: Iterable[str] | None = None) -> A
     return collection(**{name: slot and getattr(state, slot) for name, slot in slots.items()})
 
 
-def from_grid(
-    grid: HyperCommGrid, required: Iterable[str] | None = None, *, view: str = "expert"
-) -> Any:
+def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str = "expert") -> Any:
     """The collection of the groups that ``grid`` has. *Local*: makes none.
 
     Parameters
     ----------
     grid : HyperCommGrid
-        Its dims are named as in Megatron (tp, cp, ep, dp, pp); a dim that it lacks has size 1.
+        Of ``hypergrid`` or of ``compat.hyper_comm_grid``. Its dims are named as in Megatron (tp,
+        cp, ep, dp, pp); a dim that it lacks has size 1.
     required : iterable of str, optional
         Names of fields that must be filled; by default those whose groups ``grid`` has created.
     view : str
@@ -95,6 +95,7 @@ def from_grid(
     KeyError
         A required group has not been created.
     """
+    grid = core_of(grid)
     collection, names = _fields(required)
     groups = {}
     for name in names:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.agreement import Agreement, refusing_together
+from hypergrid.agreement import Agreement, agree, refusing_together
 from hypergrid.grid import HyperCommGrid
-from hypergrid.known_groups import NOT_A_MEMBER
+from hypergrid.known_groups import NOT_A_MEMBER, plain
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.plan import Kind
+from hypergrid.plan import Kind, Ranks
 from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
 from hypergrid.words import shown
@@ -57,12 +58,13 @@ class ProcessGroupMesh:
             )
         if not size:
             raise TypeError("ProcessGroupMesh() needs the size of at least one axis.")
-        layout, world = _layout(size), dist.get_world_size()
-        if layout.size != world:
+        ranks, world = prod(size), dist.get_world_size()
+        if ranks != world:
             raise AssertionError(
-                f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {layout.size} ranks and "
+                f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {ranks} ranks and "
                 f"the world has {world}: the product of the sizes must be equal to it."
             )
+        layout = _layout(size)
         self.grid = HyperCommGrid.over(layout)
         self._shape: Coordinate = layout.sizes[::-1]
         self._rank = dist.get_rank()
@@ -72,7 +74,9 @@ class ProcessGroupMesh:
     def _start(self) -> None:
         # One communicator for the same members and backend, whatever the names.
         self._pool = GroupPool(Agreement(epoch=""), Policy.resolve(share="all"), repr(self))
-        self._made: dict[str, ProcessGroup] = {}  # also where this rank is no member
+        # Both also where this rank is no member: every rank knows all groups of the mesh.
+        self._known: dict[tuple[str | None, Ranks], ProcessGroup] = {}
+        self._asked: dict[str, ProcessGroup] = {}
 
     def __repr__(self) -> str:
         return f"ProcessGroupMesh{self._shape} (rank {self._rank} at {self._coord})"
@@ -89,11 +93,11 @@ class ProcessGroupMesh:
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         """The size of one axis, or of each."""
-        return self._shape if dim is None else self._shape[self._axis(dim, IndexError)]
+        return self._shape if dim is None else self._shape[self._axis(dim)]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
         """Where this rank is on one axis, or on each."""
-        return self._coord if dim is None else self._coord[self._axis(dim, IndexError)]
+        return self._coord if dim is None else self._coord[self._axis(dim)]
 
     @staticmethod
     def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
@@ -152,8 +156,9 @@ class ProcessGroupMesh:
     ) -> ProcessGroup:
         """The groups along an axis, or over several; the one that this rank is in.
 
-        *Collective* over the mesh, as at home: every rank calls it, with the same arguments. What
-        was created before is given again, without communication.
+        *Collective* over the mesh, as at home: every rank calls it, whether anything is missing or
+        not. Where every group that is asked for exists, whichever axes and indices led to it,
+        nothing is created, and ranks may give different arguments. Otherwise they must be equal.
 
         Parameters
         ----------
@@ -172,22 +177,17 @@ class ProcessGroupMesh:
 
         Raises
         ------
+        IndexError
+            An axis that does not exist; no indices. Raised, as ValueError, when the other ranks
+            have come and heard of it, after a minute at most.
         ValueError
-            An axis or index that does not exist or repeats; no indices. Raised when the other
-            ranks have come and heard of it, after a minute at most.
+            An index that does not exist; an axis or index that repeats.
         AgreementError
-            The ranks were asked for different groups.
+            The ranks were asked for different groups, and not all of these exist.
         CreationError
             A group could not be created; nothing is left on any rank.
         """
-        with refusing_together(self.grid.layout.ranks, self._pool.policy):
-            chosen = self._chosen(axis, indices_at_axis)
-        if backend is not None:
-            backend = None if backend.lower() == dist.get_backend() else backend.lower()
-        label = self._label(chosen, backend)
-        if label not in self._made:
-            self._made[label] = self._make(label, chosen, backend)
-        return self._made[label]
+        return self._group(axis, indices_at_axis, backend, meeting=True)
 
     def get_group_along_axis(
         self,
@@ -195,8 +195,11 @@ class ProcessGroupMesh:
         indices_at_axis: Indices | None = None,
         backend: str | None = None,
     ) -> ProcessGroup:
-        """As ``create_group_along_axis``; *local* for what was created, else collective."""
-        return self.create_group_along_axis(axis, indices_at_axis, backend)
+        """As ``create_group_along_axis``; *local* where all of its groups exist, else collective.
+
+        Which of the two it is, is equal on all ranks if their arguments are.
+        """
+        return self._group(axis, indices_at_axis, backend, meeting=False)
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
@@ -214,11 +217,11 @@ class ProcessGroupMesh:
         self.grid.destroy()
         self._start()
 
-    def _axis(self, axis: Any, error: type[Exception] = ValueError) -> int:
+    def _axis(self, axis: Any) -> int:
         count = len(self._shape)
         at = _whole(axis, "axis")
         if not -count <= at < count:
-            raise error(f"axis {at} does not exist in {self!r}: its axes are 0 to {count - 1}.")
+            raise IndexError(f"axis {at} does not exist in {self!r}: it has axes 0 to {count - 1}.")
         return at % count
 
     def _chosen(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
@@ -234,7 +237,7 @@ class ProcessGroupMesh:
         for at, given in zip(axes, indices, strict=True):
             size = self._shape[at]
             if not given or len(set(given)) < len(given) or not {*given} <= {*range(size)}:
-                raise ValueError(
+                raise (ValueError if given else IndexError)(
                     f"indices {shown(given)} at axis {at} make no group in {self!r}: give at "
                     f"least one of 0 to {size - 1}, each once."
                 )
@@ -247,25 +250,48 @@ class ProcessGroupMesh:
         ]
         return "-".join(dims or ["alone"]) + (f"/{backend}" if backend else "")
 
-    def _make(self, label: str, chosen: dict[int, list[int]], backend: str | None) -> ProcessGroup:
+    def _group(
+        self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, meeting: bool
+    ) -> ProcessGroup:
+        with refusing_together(self.grid.layout.ranks, self._pool.policy):
+            chosen = self._chosen(axis, indices_at_axis)
+        backend = plain(backend)
+        label = self._label(chosen, backend)
+        if meeting or label not in self._asked:
+            self._asked[label] = self._found_or_made(label, chosen, backend, meeting)
+        return self._asked[label]
+
+    def _found_or_made(
+        self, label: str, chosen: dict[int, list[int]], backend: str | None, meeting: bool
+    ) -> ProcessGroup:
         layout, dims = self.grid.layout, tuple(f"axis{axis}" for axis in chosen)
         # Which members of a whole line the indices pick is the same on every line.
         whole = np.arange(layout.dim_size(dims)).reshape([self._shape[axis] for axis in chosen])
         places = whole[np.ix_(*chosen.values())].ravel()
-        line = np.array(layout.group(self._rank, dims))[places].tolist()
-        proposal = {"mesh": self._shape, "group": label}
-        with self._pool.agreed(layout.ranks, proposal):
-            made = self._pool.make(
-                label,
-                {label: line} if self._rank in line else {},
-                lambda: layout.groups(dims)[:, places].tolist(),
-                dims=dims,
-                kind=Kind(backend, None, None),
-                backend=backend,
-            )
+        line = tuple(np.array(layout.group(self._rank, dims))[places].tolist())
+        lines = [tuple(each) for each in layout.groups(dims)[:, places].tolist()]
+        # Those of other ranks too: a rank that misses a group would wait for those that do not.
+        missing = not self._known.keys() >= {(backend, each) for each in lines}
+        proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
+        if missing:
+            with self._pool.agreed(layout.ranks, proposal):
+                made = self._pool.make(
+                    label,
+                    {label: line} if self._rank in line else {},
+                    lambda: lines,
+                    dims=dims,
+                    kind=Kind(backend, None, None),
+                    backend=backend,
+                )
+            self._known.update({(backend, each): NOT_A_MEMBER for each in lines})
+            self._known[backend, line] = made[0] if made else NOT_A_MEMBER
+        elif meeting:
+            # Ranks that were given other indices may miss groups: they hear of it, and none waits.
+            agree(layout.ranks, proposal, self._pool.policy)
+        group = self._known[backend, line]
         if dims and backend is None and len(places) == whole.size:
-            self.grid.hold(dims, made[0])
-        return made[0] if made else NOT_A_MEMBER
+            self.grid.hold(dims, group)
+        return group
 
 
 def _layout(shape: Sequence[int]) -> RankLayout:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron_plan import hybrid_sizes
+from compat.rank_lists import hybrid_sizes
 from hypergrid.layout import RankLayout
+
+_made: list[ProcessGroup] | None = None  # where they are gathered, while a state is built
 
 
 def create_group(
@@ -32,11 +36,32 @@ def create_group(
         use_local_synchronization=use_local_synchronization,
         group_desc=group_desc,
     )
-    if ranks is None or dist.get_rank() in ranks:
+    if ranks is not None and dist.get_rank() not in ranks:
+        return group
+    if _made is not None:
+        _made.append(group)
+    else:
         from compat.parallel_state import current_state  # which imports this file
 
         current_state().note_group(group)
     return group
+
+
+@contextmanager
+def collecting() -> Iterator[list[ProcessGroup]]:
+    """Gather the groups of this rank that ``create_group`` makes inside, for who owns them."""
+    global _made
+    before, _made = _made, []
+    try:
+        yield _made
+    finally:
+        _made = before
+
+
+def _create(ranks: list[int], **arguments: Any) -> ProcessGroup:
+    from compat import parallel_state  # which imports this file, and where it may be replaced
+
+    return parallel_state.create_group(ranks, **arguments)
 
 
 def create_hierarchical_groups(
@@ -68,10 +93,10 @@ def create_hierarchical_groups(
             members = [ranks[place] for place in places]
             common = {"timeout": timeout, "pg_options": options[i]}
             desc = f"HIERARCHICAL_{group_desc}_L{i}"
-            group, twin = create_group(members, group_desc=desc, **common), None
+            group, twin = _create(members, group_desc=desc, **common), None
             if create_gloo_process_groups:
                 desc = f"HIERARCHICAL_{group_desc}_GLOO_L{i}"
-                twin = create_group(members, backend="gloo", group_desc=desc, **common)
+                twin = _create(members, backend="gloo", group_desc=desc, **common)
             if rank in members:
                 groups.append(group)
                 twins.append(twin)
@@ -103,7 +128,7 @@ def create_hybrid_dp_cp_groups(
         for start in range(0, len(ranks), size):
             members = ranks[start : start + size]
             desc = f"HYBRID_DP_CP_GROUP_{size}"
-            group = create_group(members, pg_options=pg_options, group_desc=desc)
+            group = _create(members, pg_options=pg_options, group_desc=desc)
             if rank in members:
                 groups[size] = group
     return groups

@@ -1,5 +1,356 @@
 """Drop-in for ``megatron.core.hyper_comm_grid``."""
 
-from hypergrid.grid import HyperCommGrid as HyperCommGrid
+from __future__ import annotations
 
-__all__ = ["HyperCommGrid"]
+import logging as _logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from compat.release import HAS
+from hypergrid import creation
+from hypergrid.grid import BASE
+from hypergrid.grid import HyperCommGrid as Core
+from hypergrid.layout import Dims, RankLayout
+
+# Names of stock's module that outside code reads and replaces, beside those of this one.
+HAVE_ABSL = find_spec("absl") is not None
+HAVE_EINOPS = find_spec("einops") is not None
+logging = _logging.getLogger(__name__)
+_BASE_VIEW_NAME = BASE
+
+Key: TypeAlias = str | tuple[str, tuple[str, ...]]
+
+
+def _is_process_group_member(pg: ProcessGroup | None) -> bool:
+    return pg is not None and pg is not c10d.GroupMember.NON_GROUP_MEMBER
+
+
+@dataclass
+class _RankViewSpec:
+    name: str
+    shape: list[int]
+    dim_names: list[str]
+    shared_dims: list[str]
+
+
+class HyperCommGrid:
+    """megatron-core's ``HyperCommGrid``: its interface, its words in errors, its private names.
+
+    ``core`` is the ``hypergrid.HyperCommGrid`` that creates its groups and can do more with them
+    (``grid.core.device_mesh()``). Both answer with the same groups.
+
+    Parameters
+    ----------
+    shape, dim_names, rank_offset, backend
+        As for ``hypergrid.HyperCommGrid``.
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As there. The size of the world is ``WORLD_SIZE`` of the environment, where that is set.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        rank_offset: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        _check_lengths(shape, dim_names)
+        layout = RankLayout(tuple(dim_names), tuple(shape), rank_offset)
+        world = os.environ.get("WORLD_SIZE")
+        if world is None and not dist.is_initialized():
+            raise RuntimeError(
+                "Cannot determine world size for the grid: set WORLD_SIZE, or initialise "
+                "torch.distributed first."
+            )
+        world_size = dist.get_world_size() if world is None else int(world)
+        if layout.ranks.stop > world_size:
+            raise RuntimeError(
+                f"Grid shape {shape} is over sized: it needs {layout.size} ranks from rank "
+                f"{layout.offset} on, and the world has {world_size}. Make the shape or the "
+                f"offset smaller, or start more ranks."
+            )
+        self._hold(Core.over(layout, backend=backend, world_size=world_size))
+        self.shape, self.dim_names = shape[:], dim_names[:]
+
+    @classmethod
+    def from_core(cls, core: Core) -> HyperCommGrid:
+        """``core`` for megatron's code, such as ``state.grid``: its views and groups, none made.
+
+        Groups that ``core`` only holds for others, as those of a ``DeviceMesh``, stay open when
+        this grid is destroyed.
+        """
+        grid = cls.__new__(cls)
+        grid._hold(core)
+        grid.shape, grid.dim_names = core.shape, core.dim_names
+        return grid
+
+    def _hold(self, core: Core) -> None:
+        self.core = core
+        self.rank_offset = core.rank_offset
+        self.size = core.size
+        self.backend = core.backend
+        self._views = {
+            name: _RankViewSpec(
+                name, list(view.layout.sizes), list(view.layout.dims), list(view.shared)
+            )
+            for name, view in core._views.items()
+        }
+        self._borrowed = self._foreign()
+
+    @property
+    def _pgs(self) -> dict[Any, Any]:
+        return self.core._pgs
+
+    @_pgs.setter
+    def _pgs(self, groups: dict[Any, Any]) -> None:
+        self.core._pgs = groups
+
+    def __repr__(self) -> str:
+        return repr(self.core)
+
+    def register_view(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        shared_dims: Sequence[str] | None = None,
+    ) -> None:
+        """Add another factorisation of the same ranks, as ``hypergrid.HyperCommGrid`` does."""
+        shared = list(shared_dims or ())
+        if name in self._views:
+            raise ValueError(f"View {name!r} is already registered. Take another name.")
+        _check_lengths(shape, dim_names)
+        view = f"View {name!r}"
+        if len(set(dim_names)) != len(dim_names):
+            raise ValueError(f"{view} has duplicate dim_names: {dim_names}. Name each dim once.")
+        if not all(isinstance(size, Integral) and int(size) > 0 for size in shape):
+            raise ValueError(f"{view}: shape must be positive ints, and it is {shape}.")
+        product = int(np.prod(shape))
+        if product != self.size:
+            raise ValueError(
+                f"{view} lays out {product} ranks with shape {shape}, but the grid size is "
+                f"{self.size}. A view lays out the same ranks."
+            )
+        if len(set(shared)) != len(shared):
+            raise ValueError(f"{view} has duplicate shared_dims: {shared}. Name each dim once.")
+        for dim in shared:
+            self._check_shared(f"Shared dim {dim!r}", [dim], name, shape, dim_names)
+        if len(shared) > 1:
+            self._check_shared(f"Shared dims {shared}", shared, name, shape, dim_names)
+        self.core.register_view(name, shape, dim_names, shared)
+        self._views[name] = _RankViewSpec(name, list(shape), list(dim_names), shared)
+
+    def _check_shared(
+        self, what: str, dims: list[str], name: str, shape: Sequence[int], dim_names: Sequence[str]
+    ) -> None:
+        enumerations = []
+        for where, names, sizes in (
+            ("in the base view", self.dim_names, self.shape),
+            ("in the view's dim_names", dim_names, shape),
+        ):
+            if not set(dims) <= set(names):
+                raise ValueError(
+                    f"{what} of view {name!r} is not {where} {names}. Leave it out of shared_dims."
+                )
+            ordered, _ = self._order_dims_for(names, dims)
+            enumerations.append(self._gen_rank_enum_for(sizes, names, ordered))
+        ours, theirs = enumerations
+        if ours != theirs:
+            raise ValueError(
+                f"{what} has different membership in the grid, {ours[:4]}, and in view {name!r}, "
+                f"{theirs[:4]}. Only groups that are the same can be shared."
+            )
+
+    def create_pg(
+        self, dims: Dims, *, view: str | None = None, **kwargs: Any
+    ) -> ProcessGroup | None:
+        """Create the groups over ``dims``, once, and give that of this rank. *Collective*.
+
+        The core grid creates them, by their members alone where it can. It goes through
+        ``torch.distributed.new_subgroups_by_enumeration`` where that function has been replaced,
+        and where the ranks are others than those of the core grid: an attribute or a method that
+        enumerates ranks has been replaced.
+
+        Raises
+        ------
+        KeyError
+            The combination exists, or the view does not.
+        ValueError
+            A dim that the view does not have.
+        """
+        if "backend" in kwargs:
+            raise TypeError("the backend of a group is that of its grid: HyperCommGrid(backend=).")
+        key, spec, ordered = self._find(dims, view)
+        if key in self._pgs:
+            raise KeyError(
+                f"Process group {dims}{_in_view(key)} has already been created, and whether it "
+                f"has the same options cannot be told. Call get_pg() to have it."
+            )
+        ranks = self._enumerate(spec, ordered)
+        where = None if isinstance(key, str) else key[0]
+        group: ProcessGroup | None
+        if creation.is_replaced(dist.new_subgroups_by_enumeration) or not self._core_creates(
+            key, ordered, where, ranks
+        ):
+            group, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
+            self._pgs[key] = group
+        else:
+            self.core.backend = self.backend
+            group = self.core.create_pg(ordered, view=where, **kwargs)
+        if dist.is_initialized() and dist.get_rank() == 0:
+            logging.info("created the groups over %s: %s", key, ranks)
+        return group
+
+    def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
+        """The group of this rank over ``dims``. *Local*."""
+        key, _, ordered = self._find(dims, view)
+        if key not in self._pgs:
+            raise KeyError(
+                f"Process group for {'-'.join(ordered)}{_in_view(key)} hasn't been created: call "
+                f"create_pg() on every rank of the grid first. Created so far: {list(self._pgs)}."
+            )
+        group: ProcessGroup | None = self._pgs[key]
+        return group
+
+    def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
+        """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
+        _, spec, ordered = self._find(dims, view)
+        return self._enumerate(spec, ordered)
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Whether this rank is one of the grid's."""
+        return bool(self.rank_offset <= dist.get_rank() < self.rank_offset + self.size)
+
+    def destroy(self) -> None:
+        """Close every group of the grid; they can then be created anew. *Local*."""
+        groups = {id(group): group for group in self._pgs.values()}
+        foreign = {id(group) for group in self._foreign()}
+        borrowed = {id(group) for group in self._borrowed}
+        for number in foreign - borrowed:
+            dist.destroy_process_group(groups[number])
+        if self.core.pool is not None:
+            self.core.pool.close(groups.values())
+        self._pgs.clear()
+
+    def _foreign(self) -> list[Any]:
+        """The groups that no pool of ours has made."""
+        pool = self.core.pool
+        made = {id(pooled.group) for pooled in pool.groups} if pool is not None else set()
+        members = [group for group in self._pgs.values() if _is_process_group_member(group)]
+        return [group for group in members if id(group) not in made]
+
+    def _core_creates(
+        self, key: Key, dims: list[str], view: str | None, ranks: list[list[int]]
+    ) -> bool:
+        # Whether these are the core's groups, in a world that has their ranks.
+        if not dist.is_initialized() or self.core.layout.ranks.stop > dist.get_world_size():
+            return False
+        try:
+            known, _, _ = self.core._find(dims, view)
+            return known == key and self.core.get_rank_enum(dims, view=view) == ranks
+        except (KeyError, ValueError):
+            return False
+
+    def _find(self, dims: Dims, view: str | None) -> tuple[Key, _RankViewSpec, list[str]]:
+        if view is None and not HAS["grid_views"]:
+            ordered, key = self._order_dims(dims)
+            return key, self._views[BASE], ordered
+        spec = self._resolve_view(view)
+        ordered, _ = self._order_dims_for_view(spec, dims)
+        return self._canonical_pg_key_and_enum_view(spec, ordered)
+
+    def _enumerate(self, spec: _RankViewSpec, ordered: list[str]) -> list[list[int]]:
+        if spec.name == BASE and not HAS["grid_views"]:
+            return self._gen_rank_enum(ordered)
+        return self._gen_rank_enum_for(spec.shape, spec.dim_names, ordered)
+
+    def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
+        return self._gen_rank_enum_for(self.shape, self.dim_names, dims)
+
+    def _gen_rank_enum_for(
+        self, shape: Sequence[int], dim_names: Sequence[str], dims: Sequence[str]
+    ) -> list[list[int]]:
+        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
+        # The last of the dims given is the fastest.
+        groups: list[list[int]] = layout.groups(list(dims)[::-1], as_given=True).tolist()
+        return groups
+
+    def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
+        return self._order_dims_for(self.dim_names, dims)
+
+    def _order_dims_for(self, dim_names: Sequence[str], dims: Dims) -> tuple[list[str], str]:
+        names = _listed(dims, dim_names)
+        if not isinstance(dims, str) or len(names) > 1:
+            slowest_first = list(dim_names)[::-1]
+            names = sorted(names, key=slowest_first.index)
+        return names, "-".join(names)
+
+    def _resolve_view(self, view: str | None) -> _RankViewSpec:
+        name = BASE if view is None else view
+        if name not in self._views:
+            raise KeyError(
+                f"View {name!r} is not registered: call register_view() first. Known: "
+                f"{list(self._views)}."
+            )
+        return self._views[name]
+
+    def _order_dims_for_view(self, view: _RankViewSpec, dims: Dims) -> tuple[list[str], str]:
+        for dim in _listed(dims, view.dim_names):
+            if dim not in view.dim_names:
+                raise ValueError(
+                    f"{dim!r} is not in view {view.name!r}, whose dims are {view.dim_names}. Take "
+                    f"one of them, or name the view that has it with view=."
+                )
+        return self._order_dims_for(view.dim_names, dims)
+
+    def _canonical_pg_key_and_enum_view(
+        self, view: _RankViewSpec, ordered_dims: list[str]
+    ) -> tuple[Key, _RankViewSpec, list[str]]:
+        if view.name == BASE:
+            return "-".join(ordered_dims), view, ordered_dims
+        if set(ordered_dims) <= set(view.shared_dims):
+            base = self._views[BASE]
+            ordered, key = self._order_dims_for_view(base, ordered_dims)
+            return key, base, ordered
+        return (view.name, tuple(ordered_dims)), view, ordered_dims
+
+    def _is_base_pg_key(self, key: Key) -> bool:
+        return isinstance(key, str)
+
+
+AnyGrid: TypeAlias = HyperCommGrid | Core
+
+
+def core_of(grid: AnyGrid) -> Core:
+    """The core grid of either class."""
+    return grid.core if isinstance(grid, HyperCommGrid) else grid
+
+
+def _check_lengths(shape: Sequence[int], dim_names: Sequence[str]) -> None:
+    if len(shape) != len(dim_names):
+        raise ValueError(
+            f"len(shape) {len(shape)} != len(dim_names) {len(dim_names)}: shape={shape} and "
+            f"dim_names={dim_names}. Give one size per name."
+        )
+
+
+def _listed(dims: Dims, known: Sequence[str]) -> list[str]:
+    if isinstance(dims, str):
+        return [dims] if dims in known else dims.split("-")
+    return list(dims)
+
+
+def _in_view(key: Key) -> str:
+    return "" if isinstance(key, str) else f" for view {key[0]!r}"

@@ -33,6 +33,7 @@ class Row:
     # instances": members with the same place in each
     chunk: str = ""
     several: bool = False  # a rank may be in more than one: the global holds a list then
+    loop: str = ""  # dims whose groups upstream cuts or joins to make these, if not its own
     fan: str = ""  # several groups in one slot: "levels" a list, "sizes" a dict
     separate: bool = False  # never shares a communicator: it is there to run beside others
     sharp: str = ""  # made while NCCL_COLLNET_ENABLE=1, if use_sharp picks this name
@@ -41,6 +42,11 @@ class Row:
     @property
     def label(self) -> str:
         return self.desc or self.slot.lstrip("_")
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether the groups over one dim are cut into levels to make these."""
+        return self.loop in ("cp", "dp")
 
     @property
     def twin_label(self) -> str:
@@ -82,8 +88,8 @@ ROWS: tuple[Row, ...] = (
         same_as="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
     Row("_CONTEXT_PARALLEL_GROUP", "cp", options="cp", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", grid="decoder_cp_levels", options="hcp",
-        when="hierarchical", fan="levels", desc="HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{}",
-        default_timeout="plain_levels"),
+        when="hierarchical", loop="cp", fan="levels", default_timeout="plain_levels",
+        desc="HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{}"),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp", options="mp",
         ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
     Row("_TENSOR_MODEL_PARALLEL_GROUP", "tp", options="tp",
@@ -110,11 +116,12 @@ ROWS: tuple[Row, ...] = (
         twin_default_timeout=True),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra", "expert_instances",
         options="intra_ep_dp", gloo=True, when="expert_instances", sharp="dp_replica",
-        twin_options=True,
+        twin_options=True, loop="dp",
         desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0",
         twin_desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L0"),
     Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter", "expert_instances",
         options="inter_ep_dp", when="expert_instances", sharp="dp_replica", sharp_barrier=True,
+        loop="dp",
         desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1"),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", when="one_expert_instance", gloo=True,
         same_as="_EXPERT_DATA_PARALLEL_GROUP"),
@@ -127,6 +134,7 @@ ROWS: tuple[Row, ...] = (
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", when="one_instance",
         same_as="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
     Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp_intra-pp",
-        "expert_instances", options="intra_dist_opt_instance", when="instances_in_expert"),
+        "expert_instances", options="intra_dist_opt_instance", when="instances_in_expert",
+        loop="tp-ep-pp"),
 )
 # fmt: on

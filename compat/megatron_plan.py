@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import log2, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from compat import encoder, nccl, ucc
+from compat import nccl, rank_lists, ucc
 from compat.megatron_groups import ROWS, Row
 from compat.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from compat.refusals import ArgumentError, SizeError
@@ -56,6 +56,12 @@ def facts(request: Request) -> dict[str, bool]:
     }
 
 
+def rows_of(request: Request) -> list[Row]:
+    """Rows that make groups of their own."""
+    true = facts(request)
+    return [row for row in ROWS if not row.same_as and true[row.when]]
+
+
 def aliases(request: Request) -> list[Row]:
     """Rows that hold the same group as another one."""
     true = facts(request)
@@ -69,20 +75,14 @@ def plan_rows(request: Request) -> list[Planned]:
     two faults the same one is told.
     """
     request.positive("num_distributed_optimizer_instances")
-    true = facts(request)
-    rows = [row for row in ROWS if not row.same_as and true[row.when]]
+    true, rows = facts(request), rows_of(request)
     if HAS["dp_first"]:
         nccl.section(rows[0].options, request.nccl_configs)
     _check_instances(request, "data x context parallel size", _members(request))
     nccl.section(rows[0].options, request.nccl_configs)
     _check_window(request)
     planned = [each for row in rows for each in _plan(request, row, true)]
-    return [replace(p, group=encoder.listed(request, p)) for p in planned]
-
-
-def hybrid_sizes(members: int) -> list[int]:
-    """Sizes of hybrid groups among ``members`` ranks: powers of two, 2 to at most half of them."""
-    return [2**i for i in range(1, int(log2(members)))]
+    return [replace(p, group=rank_lists.listed(request, p)) for p in planned]
 
 
 def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
@@ -109,7 +109,7 @@ def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
     if row.fan == "sizes":
-        for size in hybrid_sizes(_members(request)):
+        for size in rank_lists.hybrid_sizes(_members(request)):
             group = replace(base, label=row.desc.format(size), chunk=size)
             yield Planned(row, row.slot, size, group)
     elif row.fan == "levels":
@@ -151,8 +151,9 @@ def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
     """What the caller's function says of each pipeline; None where there is none, or upstream's."""
     argument, default = _CHOOSERS[row.slot]
     choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
-    if choose is None and split is not None:
-        choose = _Split(default, split)
+    own = request.helpers.get(default.__name__, default)
+    if choose is None and (split is not None or own is not default):
+        choose = _Split(own, split) if HAS["splits"] or split is not None else own
     if choose is None or choose is default:
         return None
     if not callable(choose):
@@ -161,7 +162,7 @@ def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
             f"{shown(choose)}."
         )
     chosen = []
-    for pipeline in encoder.pipelines(request):
+    for pipeline in rank_lists.loops(request, row):
         given = _call(argument, choose, pipeline)
         nccl.section(row.options, request.nccl_configs)  # upstream's order of refusals
         chosen.append(_plain_ranks(argument, given, request.world))

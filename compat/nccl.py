@@ -27,6 +27,11 @@ _TAKES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _NETWORKS = ("ib", "socket")
 _HOPPER = {"cga_cluster_size": 4, "max_ctas": 32, "min_ctas": 1}
 
+
+class _Asked(int):
+    """A priority that an argument asked for, where those of the file are not read."""
+
+
 # Bounds of the file, far above what thirty groups need: whoever can write it, and could make the
 # reader spin or fill the memory, cannot.
 MOST_NAMES = 10_000
@@ -57,8 +62,9 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
             f"NCCL options for {shown(pg_name)} need a torch that was built with NCCL. Leave out "
             f"nccl_communicator_config_path and high_priority_stream_groups here."
         )
+    priority = said.pop(_PRIORITY, False)
     options = torch.distributed.ProcessGroupNCCL.Options(
-        is_high_priority_stream=said.pop(_PRIORITY, False)
+        is_high_priority_stream=bool(priority) if isinstance(priority, _Asked) else priority
     )
     for key, value in said.items():
         setattr(options.config, key, value)
@@ -75,6 +81,8 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
     given = _mapping(pg_name, configs)
     said = {key: given[key] for key in _TAKES if key in given}
     if HAS["nccl_defaults"]:
+        if not isinstance(said.get(_PRIORITY), _Asked):
+            said.pop(_PRIORITY, None)
         said = _HOPPER | said
     for key, value in said.items():
         what, is_taken = _TAKES[key]
@@ -109,15 +117,15 @@ def _mapping(pg_name: str, configs: Configs) -> dict[str, Any]:
     return configs[pg_name]
 
 
-def read_configs(path: str | None, high_priority: list[str] | None) -> Configs:
+def read_configs(
+    path: str | None,
+    high_priority: list[str] | None,
+    overwrite: Callable[..., object] = overwrite_nccl_comm_cfgs,
+) -> Configs:
     """The sections of the file at ``path``, with the high-priority groups set on top."""
     configs = {} if path is None else _read(path)
-    if HAS["nccl_defaults"]:  # which come with no priorities
-        for given in configs.values():
-            if isinstance(given, dict):
-                given.pop(_PRIORITY, None)
     for name in _names(high_priority):
-        overwrite_nccl_comm_cfgs(configs, name, (_PRIORITY, True))
+        overwrite(configs, name, (_PRIORITY, _Asked(1) if HAS["nccl_defaults"] else True))
     return configs
 
 

@@ -39,10 +39,12 @@ from compat.rank_generator import (
 )
 from compat.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.release import as_released
+from compat.replaced import HELPERS, MEMBERS_ONLY, NEW_GROUP
 from compat.report import report
 from compat.request import Request
-from compat.state import SLOTS, ParallelState
+from compat.state import GROUP_SLOTS, SLOTS, ParallelState
 from compat.swap import warn_of_a_second_state
+from hypergrid import creation
 
 _current = ParallelState()  # what every function here speaks to
 _lives = itertools.count(1)
@@ -175,26 +177,44 @@ def initialize_model_parallel(
     """
     arguments = dict(locals())
     arguments["order"] = os.environ.get("HYPERGRID_ORDER") or order
-    request, before = Request(**arguments, life=next(_lives)), _current
+    request = Request(**arguments, life=next(_lives), helpers=replaced_helpers())
+    before = _current
+    left = [slot for slot in GROUP_SLOTS if getattr(before, slot)]
+    # Outside code may have closed the groups and emptied every global: stock then starts anew.
+    emptied = before.pool is not None and not left
     with request.telling_others():
         request.check()
-        if before.is_in_use:
+        if left or (before.request is not None and not emptied):
             raise AssertionError(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
             )
+    state = ParallelState()
+    state.take_overrides(before)
     with environment_restored_on_failure():
-        state = ParallelState.from_request(request)
         try:
-            state.take_overrides(before)
+            _make_current(state)  # functions that outside code has replaced may ask for it
+            state.initialize(request)
             warn_of_a_second_state()
             wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
             if wanted and dist.get_rank() == request.rank_offset:
                 print(report(state), flush=True)
-            _make_current(state)
         except BaseException:
+            _make_current(before)
             state.destroy()
             raise
+    if emptied and before.grid is not None:
+        before.grid.destroy()
+
+
+def replaced_helpers() -> dict[str, Callable[..., Any]]:
+    """The functions that initialisation calls and that outside code has replaced, by name."""
+    found = {name: globals()[name] for name in _HELPERS}
+    if creation.is_replaced(dist.new_group) and not hasattr(dist.new_group, MEMBERS_ONLY):
+        found[NEW_GROUP] = dist.new_group
+    return {
+        name: function for name, function in found.items() if function is not _HELPERS.get(name)
+    }
 
 
 def destroy_model_parallel() -> None:
@@ -221,6 +241,11 @@ def get_global_memory_buffer() -> Any:
     return _current.get_global_memory_buffer()
 
 
+def _set_global_memory_buffer() -> None:
+    """Make the memory buffer; refused while there is one."""
+    _current._set_global_memory_buffer()
+
+
 def destroy_global_memory_buffer() -> None:
     """Forget the memory buffer."""
     _current.destroy_global_memory_buffer()
@@ -229,6 +254,11 @@ def destroy_global_memory_buffer() -> None:
 def get_global_symmetric_memory_buffer() -> Any:
     """Megatron 0.16's symmetric memory buffer for inference."""
     return _current.get_global_symmetric_memory_buffer()
+
+
+def _set_global_symmetric_memory_buffer() -> None:
+    """Make the symmetric memory buffer; refused while there is one."""
+    _current._set_global_symmetric_memory_buffer()
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
@@ -782,4 +812,5 @@ class _Face(ModuleType):
 
 
 _GETTERS = {name: globals()[name] for name in dir(Getters) if not name.startswith("_")}
+_HELPERS = {name: globals()[name] for name in HELPERS if name in globals()}
 sys.modules[__name__].__class__ = _Face

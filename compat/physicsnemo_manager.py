@@ -45,21 +45,29 @@ class DistributedManager:
         Before ``initialize()``.
     """
 
-    # One entry, our State; with none the manager is as new.
+    # The attributes of all objects, as upstream, since its users and tests write here: empty, the
+    # manager is as new; with "_is_initialized" alone it is a job of a single process.
     _shared_state: ClassVar[dict[str, Any]] = {}
+    _state: State
 
     def __init__(self) -> None:
+        self.__dict__ = DistributedManager._shared_state  # what it knows, it knows after cleanup()
         if not self.is_initialized():
             raise PhysicsNeMoUninitializedDistributedManagerWarning()
+        self.__dict__.setdefault("_state", State())
+
+    def __reduce__(self) -> tuple[type[DistributedManager], tuple[()]]:
+        return type(self), ()  # a model that holds the manager can be copied
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name[1:] in State.__dataclass_fields__:
+            return getattr(self._state, name[1:])
+        raise AttributeError(f"DistributedManager has no attribute {name!r}.")
 
     def __str__(self) -> str:
         s = self._state
-        return f"rank {s.rank} of {s.world_size} on {s.device}, initialised by {s.method!r}"
-
-    @property
-    def _state(self) -> State:
-        state: State = DistributedManager._shared_state["state"]
-        return state
+        method = s.initialization_method
+        return f"rank {s.rank} of {s.world_size} on {s.device}, initialised by {method!r}"
 
     @property
     def rank(self) -> int:
@@ -169,7 +177,7 @@ class DistributedManager:
     @classmethod
     def is_initialized(cls) -> bool:
         """Whether ``initialize()`` was called."""
-        return "state" in DistributedManager._shared_state
+        return bool(DistributedManager._shared_state.get("_is_initialized"))
 
     @staticmethod
     def get_available_backend() -> str:
@@ -209,7 +217,7 @@ class DistributedManager:
                 f"{launch.missing()}.",
                 stacklevel=2,
             )
-            DistributedManager._shared_state["state"] = State()
+            DistributedManager._shared_state["_is_initialized"] = True
         np.random.seed(seed=DistributedManager().rank)
 
     @staticmethod
@@ -247,7 +255,7 @@ class DistributedManager:
             A default group exists, of another rank or world size.
         """
         cuda, distributed = torch.cuda.is_available(), dist.is_available()
-        state = State(method=method, distributed=distributed)
+        state = State(initialization_method=method, distributed=distributed)
         if distributed:
             local = launch.default_local_rank(rank) if local_rank is None else local_rank
             state.rank, state.world_size, state.local_rank = rank, world_size, local
@@ -269,7 +277,7 @@ class DistributedManager:
         if cuda:
             torch.cuda.set_device(state.device)
             torch.cuda.empty_cache()
-        DistributedManager._shared_state["state"] = state
+        DistributedManager._shared_state.update(_is_initialized=True, _state=state)
         atexit.unregister(DistributedManager.cleanup)
         atexit.register(DistributedManager.cleanup)
 
@@ -282,7 +290,7 @@ class DistributedManager:
         barrier : bool
             Wait for the other ranks first.
         """
-        state = DistributedManager._shared_state.get("state")
+        state = DistributedManager._shared_state.get("_state")
         if state is not None and state.distributed and dist.is_initialized():
             if barrier:
                 dist.barrier(device_ids=[state.local_rank] if state.cuda else None)
@@ -455,11 +463,11 @@ class DistributedManager:
     @property
     def global_mesh(self) -> DeviceMesh:
         """The mesh of the job; the first time, without ``initialize_mesh``, the flat world."""
-        return self._state.mesh or self.initialize_mesh((-1,), ("world",))
+        return self._state.global_mesh or self.initialize_mesh((-1,), ("world",))
 
     def mesh(self, name: str | None = None) -> DeviceMesh:
         """The mesh, or one dim of it. Raises PhysicsNeMoUndefinedGroupError if there is none."""
-        mesh = self._state.mesh
+        mesh = self._state.global_mesh
         if mesh is None or name not in (None, *self.mesh_names()):
             raise PhysicsNeMoUndefinedGroupError("the mesh" if name is None else name)
         return mesh if name is None else mesh[name]

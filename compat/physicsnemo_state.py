@@ -44,7 +44,7 @@ class PhysicsNeMoUninitializedDistributedManagerWarning(Warning):
 
 @dataclass
 class State:
-    """All that the singleton knows."""
+    """All that the singleton knows; its private attributes are these with an underscore."""
 
     rank: int = 0
     world_size: int = 1
@@ -54,13 +54,13 @@ class State:
     device: torch.device = field(
         default_factory=lambda: torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     )
-    method: str = "None"
+    initialization_method: str = "None"
     made_default: bool = False  # the default group is ours to destroy
     broadcast_buffers: bool = False
     find_unused_parameters: bool = False
     divisions: dict[str, Division] = field(default_factory=dict)
     owners: list[GroupPool | HyperCommGrid] = field(default_factory=list)
-    mesh: DeviceMesh | None = None
+    global_mesh: DeviceMesh | None = None
     mesh_dims: dict[str, int] = field(default_factory=dict)
     mesh_groups: dict[DeviceMesh, ProcessGroup] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ def make_mesh(state: State, shape: tuple[int, ...], names: tuple[str, ...]) -> D
         grid.destroy()
         raise
     state.owners.append(grid)
-    state.mesh, state.mesh_dims = mesh, dict(zip(names, shape, strict=True))
+    state.global_mesh, state.mesh_dims = mesh, dict(zip(names, shape, strict=True))
     return mesh
 
 

@@ -80,6 +80,8 @@ FACTS: dict[str, Span] = {
     "instances_in_expert": _since((0, 13)),
     # the levels of hierarchical context parallelism: torch's timeout, and a list before there are
     "plain_levels": _until((0, 12)),
+    # a pipeline's default embedding ranks are asked with the stage at which it splits
+    "splits": _until((0, 13)),
     # NCCL options that a section leaves out are set to Hopper's; priorities are not read
     "nccl_defaults": _until((0, 12)),
     # a rank or a size comes from torch, which takes None for the world; later from the group itself
@@ -98,6 +100,8 @@ FACTS: dict[str, Span] = {
     "plain_ep": _until((0, 15)),
     # two more axes for weights, also in get_all_ranks() and RankGenerator
     "gtp_remat": _since((0, 19)),
+    # HyperCommGrid has views, and copies of its shape and names in them that groups are made from
+    "grid_views": _since((0, 19)),
 }
 
 

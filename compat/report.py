@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from compat.replaced import in_words
+
 if TYPE_CHECKING:
     from compat.state import ParallelState
 
@@ -25,6 +27,8 @@ def report(state: ParallelState) -> str:
     ]
     if request.policy.connect == "lazy" and not made.lazy:
         lines[-1] += ", connected at once: not every rank's torch can wait"
+    if request.helpers:
+        lines.append(f"hypergrid: outside code has replaced {in_words(request)}")
     rows = {p.group.label: p.group for p in request.planned}
     for pooled in pool.groups:
         row = rows.get(pooled.label)

@@ -6,16 +6,22 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Any
 
-from compat import encoder, nccl
+from compat import encoder, nccl, rank_lists, replaced
 from compat.megatron_plan import Planned, plan_rows
-from compat.rank_generator import check_order, inject_gtp_remat_axis, lay_out
+from compat.rank_generator import (
+    OrderError,
+    RankGenerator,
+    check_order,
+    inject_gtp_remat_axis,
+    lay_out,
+)
 from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS, RELEASE
 from hypergrid.layout import RankLayout
@@ -47,6 +53,13 @@ def _dist() -> Any:
     return torch.distributed
 
 
+def _real_world_size() -> int:
+    """The size of the default group, also where ``get_world_size`` was replaced to say more."""
+    size: int = _dist().distributed_c10d._get_default_group().size()
+    return size
+
+
+_USUAL = "tp-gtp_remat-cp-ep-dp-pp"
 RankChooser = Callable[[list[int]], list[int]]
 
 
@@ -109,10 +122,12 @@ class Request:
     share: str | None = None
     connect: str | None = None
     creation: str | None = None
-    # Not arguments: the how-many-eth initialisation of the process, and the ranks of a job that is
-    # planned without one. Only a request without `job_size` asks torch.
+    # Not arguments: the how-many-eth initialisation of the process, the ranks of a job that is
+    # planned without one (only a request without `job_size` asks torch), and the functions that
+    # outside code has put in the place of parallel_state's, by name.
     life: int | None = None
     job_size: int | None = None
+    helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # What cannot be made plain stays as it is, for its check to refuse in upstream's order.
@@ -131,6 +146,7 @@ class Request:
             As upstream does for the same fault; the message says what to change.
         """
         _ = self.policy
+        replaced.check(self)
         self._check_flags()
         self._check_sharp()
         if self.job_size is None and not _dist().is_initialized():
@@ -168,12 +184,20 @@ class Request:
                     f"expert sizes."
                 )
             strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
-            if strides[0] != strides[1]:
+            if strides[0] != strides[1] and not self.decides_ranks:
                 raise AssertionError(
                     f"pipelines must be the same for dense and expert layers; with order "
                     f"{shown(self.order)} their stages are {shown(strides[0])} and "
                     f"{shown(strides[1])} ranks apart. Put pp last, or make tp x cp and expert "
                     f"tp x ep equal."
+                )
+        if self.decides_ranks:
+            stages = [self.rank_lists(grid, "pp") for grid in ("decoder", "expert")]
+            if stages[0] != stages[1]:
+                raise AssertionError(
+                    f"pipelines must be the same for dense and expert layers; "
+                    f"{replaced.in_words(self)}, which this process has replaced, gives "
+                    f"{shown(stages[0])} and {shown(stages[1])}."
                 )
         _ = self.timeout
 
@@ -229,37 +253,20 @@ class Request:
     @cached_property
     def nccl_configs(self) -> nccl.Configs:
         return nccl.read_configs(
-            self.nccl_communicator_config_path, self.high_priority_stream_groups
+            self.nccl_communicator_config_path,
+            self.high_priority_stream_groups,
+            self.helpers.get("overwrite_nccl_comm_cfgs", nccl.overwrite_nccl_comm_cfgs),
         )
 
     @cached_property
     def decoder(self) -> RankLayout:
         """The grid of dense layers."""
-        sizes = {
-            "tp": self.tensor_model_parallel_size,
-            "pp": self.pipeline_model_parallel_size,
-            "dp": self._divide(*_DENSE),
-            "ep": 1,
-            "cp": self.context_parallel_size,
-            "gtp_remat": self.gtp_remat_size,
-        }
-        return self._lay_out(sizes, after="tp", behind=self._encoder_size)
+        return self._lay_out(*self._grid("decoder"))
 
     @cached_property
     def encoder(self) -> RankLayout | None:
         """The grid of the encoder, which lies in front of the decoder's; None without one."""
-        tensor, stages = encoder.sizes(self)
-        if not stages:
-            return None
-        sizes = {
-            "tp": tensor,
-            "pp": stages,
-            "dp": self._divide(*_DENSE),
-            "ep": 1,
-            "cp": self.context_parallel_size,
-            "gtp_remat": 1,
-        }
-        return self._lay_out(sizes, after="tp")
+        return self._lay_out(*self._grid("encoder")) if encoder.sizes(self)[1] else None
 
     @property
     def _encoder_size(self) -> int:
@@ -268,15 +275,64 @@ class Request:
     @cached_property
     def expert(self) -> RankLayout:
         """The grid of expert layers: the same ranks, factorised without cp."""
+        return self._lay_out(*self._grid("expert"))
+
+    def _grid(self, name: str) -> tuple[dict[str, int], str, int]:
+        """The sizes of a grid, the dim that gtp_remat comes behind, and the ranks in front."""
         sizes = {
-            "tp": self._expert_tensor_size,
+            "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,
-            "dp": self._divide(*_EXPERT),
-            "ep": self.expert_model_parallel_size,
-            "cp": 1,
-            "gtp_remat": self.expert_gtp_remat_size,
+            "dp": self._divide(*(_EXPERT if name == "expert" else _DENSE)),
+            "ep": 1,
+            "cp": self.context_parallel_size,
+            "gtp_remat": self.gtp_remat_size,
         }
-        return self._lay_out(sizes, after="ep", behind=self._encoder_size)
+        if name == "expert":
+            sizes |= {"tp": self._expert_tensor_size, "ep": self.expert_model_parallel_size}
+            sizes |= {"cp": 1, "gtp_remat": self.expert_gtp_remat_size}
+        if name == "encoder":
+            sizes |= dict(zip(("tp", "pp"), encoder.sizes(self), strict=True)) | {"gtp_remat": 1}
+            return sizes, "tp", 0
+        return sizes, "ep" if name == "expert" else "tp", self._encoder_size
+
+    @property
+    def decides_ranks(self) -> bool:
+        """Whether outside code has replaced what decides which ranks are in a group."""
+        return any(name in self.helpers for name in replaced.GENERATORS)
+
+    def rank_lists(self, grid: str, token: str) -> list[list[int]]:
+        """All groups over the dims of ``token`` as lists, of "decoder", "expert" or "encoder"."""
+        if not self.decides_ranks:
+            lists: list[list[int]] = getattr(self, grid).groups(token).tolist()
+            return lists
+        if (grid, token) not in self._asked:
+            generator = self._generators[grid]
+            sizes = self._grid(grid)[0]
+            if token == "gtp_remat":
+                given = generator.get_gtp_ranks(sizes["gtp_remat"])
+            else:
+                known = HAS["gtp_remat"] or sizes["gtp_remat"] > 1
+                given = generator.get_ranks(token if known else token.replace("gtp_remat-", ""))
+            self._asked[grid, token] = [list(map(operator.index, ranks)) for ranks in given]
+        return self._asked[grid, token]
+
+    @cached_property
+    def _asked(self) -> dict[tuple[str, str], list[list[int]]]:
+        return {}
+
+    @cached_property
+    def _generators(self) -> dict[str, Any]:
+        """The rank generators, made as upstream makes them; each is asked alike on every rank."""
+        make, made = self.helpers.get("RankGenerator", RankGenerator), {}
+        for name in ("encoder", "decoder", "expert") if self.encoder else ("decoder", "expert"):
+            sizes, after, behind = self._grid(name)
+            arguments: dict[str, Any] = {key: sizes[key] for key in ("tp", "ep", "dp", "pp", "cp")}
+            arguments |= {"order": self.order, "rank_offset": self.rank_offset + behind}
+            if HAS["gtp_remat"] or sizes["gtp_remat"] > 1:
+                arguments |= {"order": inject_gtp_remat_axis(self.order, after)}
+                arguments |= {"gtp_remat": sizes["gtp_remat"]}
+            made[name] = make(**arguments)
+        return made
 
     @cached_property
     def layouts(self) -> dict[str, RankLayout]:
@@ -310,6 +366,8 @@ class Request:
     def participants(self) -> Sequence[int]:
         """The ranks that create groups: the window, and whom a caller's function named besides."""
         window = self.decoder.ranks
+        if self.decides_ranks:  # of a world that may be said to be larger than it is
+            return range(self.rank_offset, min(window.stop, _real_world_size()))
         chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
         besides = {rank for ranks in chosen for rank in ranks if rank not in window}
         return sorted({*window, *besides}) if besides else window
@@ -319,8 +377,10 @@ class Request:
         values = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("life", "job_size") and not f.name.startswith("get_")
+            if f.name not in ("life", "job_size", "helpers") and not f.name.startswith("get_")
         }
+        if self.helpers:
+            values["replaced in parallel_state"] = replaced.in_words(self)
         chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
         given = {f"options of {p.row.label}": p.group.options for p in self.planned}
         return {
@@ -333,7 +393,8 @@ class Request:
 
     def _places(self, chosen: list[Sequence[int]]) -> Any:
         """The ranks as places in their pipelines, if in all of them the same: short for any W."""
-        pipelines = encoder.pipelines(self)
+        (row,) = (p.row for p in self.planned if p.row.several)
+        pipelines = rank_lists.loops(self, row)
         places = [
             [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
             for pipeline, ranks in zip(pipelines, chosen, strict=True)
@@ -346,7 +407,12 @@ class Request:
         check_order(self.order)
         named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
-        lay_out(self.order, own)  # refuses in the words of the order as it was given
+        try:
+            lay_out(self.order, own)  # refuses in the words of the order as it was given
+        except OrderError:
+            if not self.decides_ranks:
+                raise
+            return lay_out(_USUAL, sizes, self.rank_offset + behind)  # for its sizes alone
         if self.whole("rank_offset") < 0:
             raise SizeError(
                 f"rank_offset must be at least 0, the first rank of the window, got "

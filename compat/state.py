@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat import nccl, te_process
+from compat import group_helpers, nccl, replaced, te_process
 from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
-from compat.megatron_plan import aliases
 from compat.release import HAS
 from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
+from hypergrid import creation
 from hypergrid.grid import HyperCommGrid
 from hypergrid.plan import GroupPlan
 from hypergrid.pool import GroupPool, before_closing
@@ -75,6 +75,8 @@ class ParallelState(Getters):
     if TYPE_CHECKING:
         _global_process_group_list: list[ProcessGroup | None] | None
         _PIPELINE_MODEL_PARALLEL_SPLIT_RANK: int | None
+        _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: int | None
+        _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: int | None
         _GLOBAL_MEMORY_BUFFER: Any
         _GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any
 
@@ -111,37 +113,44 @@ class ParallelState(Getters):
         ------
         As ``compat.parallel_state.initialize_model_parallel``.
         """
-        request = Request(**arguments)
+        from compat import parallel_state  # which imports this file
+
+        helpers = parallel_state.replaced_helpers()
+        helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
+        request = Request(**arguments, helpers=helpers)
         with request.telling_others():
             request.check()
-        return cls.from_request(request)
-
-    @classmethod
-    def from_request(cls, request: Request) -> ParallelState:
-        """As ``create``, for a request that was checked already."""
         state = cls()
+        state.initialize(request)
+        return state
+
+    def initialize(self, request: Request) -> None:
+        """Build the groups of ``request``, which was checked already, in this fresh state.
+
+        *Collective* and all or nothing, as ``create``.
+        """
         with environment_restored_on_failure():
             built = build(request)
             try:
-                state._take(built)
-                state.request = request
-                state._global_process_group_list = built.groups
+                self.request = request
+                self._take(built)
+                self._global_process_group_list = built.groups
                 stages = request.virtual_pipeline_model_parallel_size
                 if stages is not None:
-                    state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
-                    state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
-                state._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = (
-                    request.pipeline_model_parallel_split_rank
-                )
+                    self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
+                    self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
+                split = request.pipeline_model_parallel_split_rank
+                if split is not None:
+                    self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = split
                 if request.encoder is not None:
                     start = request.encoder_pipeline_model_parallel_size
-                    state._PIPELINE_MODEL_PARALLEL_DECODER_START = start
-                state._set_global_memory_buffer()
+                    self._PIPELINE_MODEL_PARALLEL_DECODER_START = start
+                own = self._set_global_memory_buffer
+                request.helpers.get("_set_global_memory_buffer", own)()
             except BaseException:
                 if built.grid is not None:
                     built.grid.destroy()
                 raise
-        return state
 
     @property
     def plan(self) -> GroupPlan | None:
@@ -176,10 +185,8 @@ class ParallelState(Getters):
 
     def take_overrides(self, before: ParallelState) -> None:
         """Keep what ``set_*`` was told before there were groups, as upstream does."""
-        for slot in OVERRIDE_SLOTS:
+        for slot in (*OVERRIDE_SLOTS, "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"):
             object.__setattr__(self, slot, getattr(before, slot))
-        if self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK is None:
-            self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = before._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
         self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
         self._renumber()
 
@@ -327,16 +334,6 @@ class ParallelState(Getters):
         return rank if kind == "rank" else size
 
     @property
-    def is_in_use(self) -> bool:
-        """Whether it has groups, or its window is elsewhere; not if all were written to None."""
-        # Of an alias only some releases know that it is there: its group's own global counts.
-        rows = aliases(self.request) if self.request is not None else []
-        second = {row.slot + suffix for row in rows for suffix in ("", "_GLOO")}
-        if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
-            return True
-        return self.request is not None and not self._numbered
-
-    @property
     def asks_itself(self) -> bool:
         """Whether no getter of the module is patched at present."""
         return self._via is self
@@ -471,16 +468,32 @@ class ParallelState(Getters):
         wanted = [("decoder", "dp-cp", "dp_cp", "DATA_PARALLEL_GROUP_WITH_CP_AG")]
         if for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1:
             wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
+        from compat import parallel_state  # which imports this file
+
+        helpers = parallel_state.replaced_helpers()
+        options = helpers.get("get_nccl_options", nccl.get_nccl_options)
         for grid, dims, section, label in wanted:
             known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]
             name = f"{label}#{known.count(label) + 1}"
+            lists = functools.partial(self.request.rank_lists, grid, dims)
+            if any(creator in helpers for creator in replaced.CREATORS):
+                create = helpers.get("create_group", group_helpers.create_group)
+                epoch = self.pool.agreement.epoch
+                for number, ranks in enumerate(lists()):
+                    with creation.named_from(f"{name}, {number}", (), epoch):
+                        asked = {"timeout": timeout, "pg_options": options(section, configs)}
+                        group = create(ranks, group_desc=label, **asked)
+                    if dist.get_rank() in ranks:
+                        self.pool.adopt(name, ranks, group, tuple(dims.split("-")))
+                        made.append(group)
+                continue
             (group,) = self.pool.make(
                 name,
                 {name: tuple(layouts[grid].group(dist.get_rank(), dims))},
-                lambda grid=grid, dims=dims: layouts[grid].groups(dims).tolist(),  # type: ignore[misc]
+                lists,
                 dims=tuple(dims.split("-")),
                 timeout=timeout,
-                pg_options=nccl.get_nccl_options(section, configs),
+                pg_options=options(section, configs),
                 group_desc=label,
             )
             self.note_group(group)

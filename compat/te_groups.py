@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.suspended import is_suspended
-from hypergrid.grid import BASE, HyperCommGrid
+from hypergrid.grid import BASE
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.words import shown
 
@@ -37,7 +38,7 @@ class Named:
 
     def __init__(
         self,
-        grid: HyperCommGrid,
+        grid: AnyGrid,
         *,
         tp: str | None = None,
         cp: str | None = None,
@@ -45,7 +46,7 @@ class Named:
         ep: str | None = None,
         view: str = "expert",
     ) -> None:
-        self.grid = grid
+        self.grid = grid = core_of(grid)
         self.view = view if view in grid.views else BASE
         self._names = {}
         known = {*grid.layout.dims, *grid.views[self.view].dims}
@@ -182,13 +183,13 @@ class OfState:
         return self._state.get_expert_tensor_and_model_parallel_group()
 
 
-Where: TypeAlias = "HyperCommGrid | ParallelState | Named"
+Where: TypeAlias = "AnyGrid | ParallelState | Named"
 
 
 def groups_of(where: Where) -> Named | OfState:
     if isinstance(where, Named):
         return where
-    if isinstance(where, HyperCommGrid):
+    if isinstance(where, AnyGrid):
         return Named(where)
     if hasattr(where, "get_amax_reduction_group"):
         return OfState(where)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.hyper_comm_grid import AnyGrid
 from compat.te_groups import Named as Named
 from compat.te_groups import Where, groups_of, usable
 from compat.te_process import Installation as Installation
 from compat.te_process import empty_meta_package as empty_meta_package
 from compat.te_process import forget_sizes, release
 from compat.te_process import probe as probe
-from hypergrid.grid import HyperCommGrid
 from hypergrid.layout import RankLayout
 from hypergrid.pool import before_closing
 from hypergrid.words import shown
@@ -45,7 +45,7 @@ class ContextParallel(NamedTuple):
     cp_comm_type: str
 
 
-def create_groups(where: HyperCommGrid | Named, *, a2a_size: int | None = None) -> None:
+def create_groups(where: AnyGrid | Named, *, a2a_size: int | None = None) -> None:
     """Create the groups of a grid that Transformer Engine can be given and that it lacks.
 
     *Collective* over the grid. Those over tp, cp, tp-cp, tp-dp-cp and, in the view of expert

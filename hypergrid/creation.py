@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 Ranks: TypeAlias = Sequence[int]
-_private = threading.Lock()
+_private = threading.RLock()  # outside code may create groups while it is called to create one
 
 
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
@@ -67,7 +67,7 @@ def by_everyone(
     if not groups:
         return []
     before = set(c10d._world.pg_map)
-    with _running_number(group_name(label, (), epoch) if names_can_be_set() else None):
+    with named_from(label, (), epoch):
         try:
             if disjoint(groups):
                 mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in groups], **options)
@@ -192,6 +192,25 @@ def connecting(lazily: bool) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def is_replaced(function: object) -> bool:
+    """Whether outside code has put its own in the place of this function of torch.distributed.
+
+    By where the code is: a wrapper may carry torch's name and module.
+    """
+    code = getattr(function, "__code__", None)
+    return code is None or not code.co_filename.startswith(os.path.dirname(dist.__file__))
+
+
+@contextmanager
+def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
+    """Let the groups that others' code creates inside have names that begin at this one's.
+
+    Each has a name of its own, the same on every rank that makes the same calls inside.
+    """
+    with _running_number(group_name(label, ranks, epoch) if names_can_be_set() else None):
+        yield
 
 
 @contextmanager

@@ -91,6 +91,11 @@ class EnvironmentTable:
     @classmethod
     def from_grid(cls, grid: HyperCommGrid, **options: Any) -> EnvironmentTable:
         """A table with the groups of ``grid``, those made later too."""
+        if not isinstance(grid, HyperCommGrid):
+            raise TypeError(
+                f"from_grid() takes a hypergrid.HyperCommGrid, not one of {type(grid).__module__}. "
+                f"Where that holds one, give it: from_grid(grid.core)."
+            )
         return cls(grid, **options)
 
     @classmethod

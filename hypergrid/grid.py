@@ -34,7 +34,7 @@ class _View(NamedTuple):
 
 
 class HyperCommGrid:
-    """N-dimensional communication grid, as megatron-core's ``HyperCommGrid``.
+    """N-dimensional communication grid.
 
     One span of ranks, factorised in one way or, with ``register_view``, in several: dense and
     expert layers of one model are two views of one grid. Each combination of dims has one group.
@@ -74,8 +74,8 @@ class HyperCommGrid:
     ) -> None:
         self._start(RankLayout(tuple(dim_names), tuple(shape), rank_offset), backend)
 
-    def _start(self, layout: RankLayout, backend: str | None) -> None:
-        world = _world_size()
+    def _start(self, layout: RankLayout, backend: str | None, world: int | None = None) -> None:
+        world = _world_size() if world is None else world
         if layout.ranks.stop > world:
             raise RuntimeError(
                 f"{layout} is oversized: it needs {layout.size} ranks from rank "
@@ -95,10 +95,14 @@ class HyperCommGrid:
         layout: RankLayout,
         views: Mapping[str, tuple[RankLayout, Sequence[str]]] | None = None,
         backend: str | None = None,
+        world_size: int | None = None,
     ) -> HyperCommGrid:
-        """A grid over ``layout``, with views given as layouts and the dims that they share."""
+        """A grid over ``layout``, with views given as layouts and the dims that they share.
+
+        ``world_size`` is for a world that is neither torch's nor that of the environment.
+        """
         grid = cls.__new__(cls)
-        grid._start(layout, backend)
+        grid._start(layout, backend, world_size)
         for name, (other, shared) in (views or {}).items():
             grid.register_view(name, other.sizes, other.dims, shared)
         return grid
@@ -248,13 +252,7 @@ class HyperCommGrid:
                 f"options are the same cannot be told. Call get_pg({_call(key)}) to have them."
             )
         options["backend"] = self.backend
-        group: ProcessGroup | None
-        if not dist.is_initialized():
-            ranks = _enumerate(layout, ordered).tolist()
-            group, _ = dist.new_subgroups_by_enumeration(ranks, **options)
-        else:
-            group = self._create(_label(key), layout, ordered, options)
-        self._pgs[key] = group
+        group = self._pgs[key] = self._create(_label(key), layout, ordered, options)
         self._asked[key] = (ordered, view, options)
         return group
 
@@ -480,15 +478,6 @@ class HyperCommGrid:
             ordered = _ordered(self.layout, ordered)
             return "-".join(ordered), self.layout, ordered
         return (str(view), tuple(ordered)), layout, ordered
-
-    def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
-        enumeration: list[list[int]] = _enumerate(self.layout, list(dims)).tolist()
-        return enumeration
-
-    def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
-        # As upstream: reversed order of dim_names; the key is the dims joined by "-".
-        ordered = _ordered(self.layout, dims)
-        return ordered, "-".join(ordered)
 
 
 def validate_grids(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,6 +146,17 @@ class GroupPool:
             raise
         return [pooled.group for pooled in self.groups[before:]]
 
+    def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
+        """Own, from here on, a group that others' code made for ``label``; no other object.
+
+        One that it has handed out before, or torch's default group, is shared.
+        """
+        if isinstance(group, ProcessGroup):
+            shares = DEFAULT if group is c10d._get_default_group() else None
+            before = (pooled.label for pooled in self.groups if pooled.group is group)
+            shares = shares or next(before, None)
+            self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+
     def _make_mine(
         self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
     ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
@@ -216,7 +227,15 @@ class GroupPool:
 
         One that torch cannot close is warned about and keeps none of the others alive.
         """
-        leaving, self.groups = self.groups[keep:], self.groups[:keep]
+        self._drop(self.groups[keep:])
+
+    def close(self, groups: Iterable[ProcessGroup]) -> None:
+        """Give back those of ``groups`` that are this pool's, and keep all others."""
+        asked = {id(group) for group in groups}
+        self._drop([pooled for pooled in self.groups if id(pooled.group) in asked])
+
+    def _drop(self, leaving: list[PooledGroup]) -> None:
+        self.groups = [pooled for pooled in self.groups if pooled not in leaving]
         known = c10d._world.pg_map
         closing = [each for each in leaving if each.shares is None and each.group in known]
         for tell in before_closing if leaving else ():

@@ -34,9 +34,10 @@ def adapt() -> None:
     tensor.cuda = lambda self, *_args, **_kwargs: self
     # Gradient clipping and the distributed optimizer take only tensors that say they are CUDA's.
     tensor.type = _saying_cuda(tensor.type)
-    # Bridges between modules write backend="nccl" out for the groups that they broadcast in.
-    distributed: Any = torch.distributed
-    distributed.new_subgroups_by_enumeration = _not_nccl(distributed.new_subgroups_by_enumeration)
+    # Bridges between modules write backend="nccl" out for the groups that they broadcast in, which
+    # torch's enumeration creates by this; the enumeration itself stays torch's own.
+    c10d: Any = torch.distributed.distributed_c10d
+    c10d.new_group = _not_nccl(c10d.new_group)
 
 
 class _NoStream:

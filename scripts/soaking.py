@@ -25,6 +25,7 @@ from forked import RankFailure, run_ranks
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import pool
 
@@ -152,6 +153,7 @@ def faults_in_every_function(each: int = 1, arguments: dict[str, Any] | None = N
 def _failing_half_way(rank: int, fails_on: int, at: int, arguments: dict[str, Any]) -> Any:
     original, calls, before = dist.new_group, [], _traces()
 
+    @members_only
     def new_group(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if rank == fails_on and len(calls) == at:

@@ -248,13 +248,15 @@ def test_destroy_gives_everything_back_and_groups_can_be_made_anew():
         (lambda m: m.ravel((0,), (2,), "bounce"), AssertionError, "raise, wrap, clip", None),
         (lambda m: m.ravel((0, 2), (2, 2)), ValueError, "axis1=2 is outside", None),
         (lambda m: m.ravel((0,), (2, 2)), ValueError, "one for each axis", None),
-        (lambda m: m(2, 4).size(2), IndexError, "axis 2 does not exist.*0 to 1", None),
+        (lambda m: m(2, 4).size(2), IndexError, "axis 2 does not exist.*axes 0 to 1", None),
         (lambda m: m(2, 4).coordinate(2), IndexError, "axis 2 does not exist", None),
         (lambda m: m(2, 4).get_ranks_in_group("x"), KeyError, "'x' is no group of", None),
-        (lambda m: m(2, 4).create_group_along_axis(2), ValueError, "axis 2 does not", IndexError),
+        (lambda m: m(2, 4).create_group_along_axis(2), IndexError, "axis 2 does not", None),
+        (lambda m: m(2, 4).get_group_along_axis(-3), IndexError, "axis -3 does not", None),
+        (lambda m: m(0, 4), AssertionError, "has 0 ranks and the world has 8", None),
         (lambda m: m(2, 4).get_group_along_axis(1, [4]), ValueError, r"\[4\] at axis 1", None),
         (lambda m: m(2, 4).get_group_along_axis(1, ["a"]), AssertionError, "whole number", None),
-        (lambda m: m(2, 4).get_group_along_axis(1, []), ValueError, "at least one", IndexError),
+        (lambda m: m(2, 4).get_group_along_axis(1, []), IndexError, "at least one", None),
         (lambda m: m(2, 4).get_group_along_axis([0, 0]), ValueError, "must not repeat", None),
     ],
 )
@@ -278,7 +280,7 @@ def _disagreeing(rank):
     mesh = ProcessGroupMesh(2, 2)
     texts = []
     for axis in (rank // 3, 7 if rank == 1 else 1):
-        with pytest.raises((hypergrid.AgreementError, ValueError)) as caught:
+        with pytest.raises((hypergrid.AgreementError, IndexError)) as caught:
             mesh.get_group_along_axis(axis)
         texts.append(str(caught.value))
         assert len(c10d._world.pg_map) == 1
@@ -294,6 +296,65 @@ def test_ranks_that_ask_for_different_groups_all_say_so_and_the_next_call_works(
     assert "group is 'axis1' on rank 3 and 'axis0' on rank 0" in results[0][1][0]
     assert results[1][1][1].startswith("axis 7 does not exist")
     assert "rank 1 refused its arguments" in results[0][1][1]
+
+
+def _members_by_own_indices(rank, mesh_class, environment):
+    os.environ.update(environment)
+    mesh = mesh_class(2, 2)
+    for axis in (0, 1, [0, 1]):
+        mesh.get_group_along_axis(axis)
+    alone = [mesh.get_group_along_axis([0, 1], [[i], [j]]) for i in (0, 1) for j in (0, 1)][rank]
+    own = [([0, 1], [[0, 1], [0]]), ([0, 1], [[0], [1, 0]]), (1, [0, 1]), ((1, 0), [[1], [1]])]
+    with mock.patch.object(dist, "new_group") as new_group:
+        group = mesh.create_group_along_axis(*own[rank])
+    assert rank != 3 or group is alone
+    return _members(group), new_group.called
+
+
+@pytest.mark.parametrize("environment", [{}, {"HYPERGRID_CREATION": "everyone"}])
+def test_ranks_may_give_different_indices_where_every_group_exists(environment):
+    expected = [([0, 2], False), ([0, 1], False), ([2, 3], False), ([3], False)]
+    home = colossalai_mesh()
+    assert run_ranks(4, _members_by_own_indices, home, environment) == expected
+    assert run_ranks(4, _members_by_own_indices, ProcessGroupMesh, environment) == expected
+
+
+def _some_miss_groups(rank):
+    mesh = ProcessGroupMesh(2, 2)
+    whole = mesh.get_group_along_axis(0), mesh.get_group_along_axis(1)
+    texts = []
+    for indices in ([0, 1] if rank else [0], [rank // 3]):
+        with pytest.raises(hypergrid.AgreementError) as caught:
+            mesh.create_group_along_axis(1, indices)
+        texts.append(str(caught.value))
+    assert len(c10d._world.pg_map) == 3
+    assert mesh.create_group_along_axis(1) is whole[1]
+    return texts, _members(mesh.create_group_along_axis(1, [rank // 9]))
+
+
+def test_ranks_with_different_indices_all_refuse_where_some_of_them_miss_groups():
+    results = run_ranks(4, _some_miss_groups)  # within seconds: nobody waits for a timeout
+    assert [members for _, members in results] == [[0], None, [2], None]
+    (first, second), *others = (texts for texts, _ in results)
+    assert all(texts == [first, second] for texts in others)
+    assert "group is 'one that exists' on rank 1 and 'axis1[0]' on rank 0" in first
+    assert "group is 'axis1[1]' on rank 3 and 'axis1[0]' on rank 0" in second
+
+
+def _looked_up(rank):
+    mesh = ProcessGroupMesh(1, 2, 2)
+    group = mesh.get_group_along_axis(1)
+    if rank == 2:  # alone: the others do not come
+        assert mesh.get_group_along_axis([0, 1]) is group
+        assert mesh.get_group_along_axis((0, 1), [[0], [0, 1]]) is group
+        assert mesh.grid.get_pg("axis0-axis1") is group
+    mesh.get_group_along_axis(1, [0])
+    # Of these, ranks 0 and 1 have theirs already, and 2 and 3 have not.
+    return _members(mesh.get_group_along_axis(2, [0])), _members(mesh.get_group_along_axis([]))
+
+
+def test_what_exists_is_looked_up_and_what_only_some_ranks_miss_is_created_together():
+    assert run_ranks(4, _looked_up) == [([0], [0]), (None, [1]), ([2], [2]), (None, [3])]
 
 
 def _one_cannot_create(rank):
@@ -322,7 +383,7 @@ def _cycles(rank):
     for _ in range(5):
         mesh = ProcessGroupMesh(2, 2)
         for axis in (0, rank and 9):
-            with pytest.raises(ValueError):
+            with pytest.raises((ValueError, IndexError)):
                 mesh.get_group_along_axis(axis, [9])
         mesh.get_group_along_axis(0), mesh.get_group_along_axis(1, [0])
         mesh.destroy_mesh_process_groups()

@@ -19,6 +19,7 @@ from forked import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 import hypergrid
+from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid, connection, creation
 
@@ -115,7 +116,7 @@ def _restarted(rank):
         if (pid := os.fork()) == 0:
             start(1)
             calls = iter([original_new_group] * 4 + [dies])
-            dist.new_group = lambda *args, **kwargs: next(calls)(*args, **kwargs)
+            dist.new_group = members_only(lambda *args, **kwargs: next(calls)(*args, **kwargs))
             initialize()
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
         text = "CreationError"

@@ -1,4 +1,4 @@
-"""HyperCommGrid: upstream's meaning, and groups of real processes."""
+"""The core's HyperCommGrid: enumerations, refusals, and groups of real processes."""
 
 import itertools
 from unittest import mock
@@ -28,7 +28,7 @@ def shapes(draw):
 
 
 @pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
-def test_enumerations_and_keys_are_those_of_upstream(release):
+def test_enumerations_are_those_of_upstream(release):
     upstream = load_stock_grid(release).HyperCommGrid
 
     @given(shapes())
@@ -37,19 +37,11 @@ def test_enumerations_and_keys_are_those_of_upstream(release):
         with mock.patch.dict("os.environ", WORLD_SIZE="4096"):
             theirs = upstream(shape, names, offset)
             ours = HyperCommGrid(shape, names, offset)
-        assert ours._gen_rank_enum(dims) == theirs._gen_rank_enum(dims)
-        assert ours._order_dims(dims) == theirs._order_dims(dims) if release == "0.16.1" else True
         assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims)
-        for name in ("shape", "dim_names", "rank_offset", "size", "backend", "_pgs"):
+        for name in ("shape", "dim_names", "rank_offset", "size", "backend"):
             assert getattr(ours, name) == getattr(theirs, name)
 
     same()
-
-
-def test_the_example_of_the_reference():
-    grid = HyperCommGrid([2, 2, 2], ["a", "b", "c"])
-    assert grid._gen_rank_enum(["a", "b"]) == [[0, 2, 1, 3], [4, 6, 5, 7]]
-    assert grid._order_dims(["a", "c"]) == (["c", "a"], "c-a")
 
 
 @pytest.mark.parametrize(
@@ -80,13 +72,12 @@ def test_the_process_group_outranks_the_environment(fake_world):
         HyperCommGrid([16], ["tp"])
 
 
-def test_without_a_default_group_torchs_own_enumeration_is_called():
-    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="nccl")
-    with mock.patch("torch.distributed.new_subgroups_by_enumeration") as enumerate_groups:
-        enumerate_groups.return_value = ("the group", None)
-        assert grid.create_pg("dp", group_desc="D") == "the group"
-    enumerate_groups.assert_called_once_with([[0, 2], [1, 3]], backend="nccl", group_desc="D")
-    assert grid._pgs == {"dp": "the group"}
+def test_groups_need_torch_distributed_and_a_layout_does_not():
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    assert grid.get_rank_enum("dp") == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="init_process_group"):
+        grid.create_pg("dp")
+    assert grid.groups == {}
 
 
 def test_a_combination_is_created_once_whatever_the_order_of_its_dims(fake_world):
@@ -112,7 +103,7 @@ def test_a_failed_creation_leaves_the_grid_as_it_was(fake_world):
     alive = len(dist.distributed_c10d._world.pg_map)
     with pytest.raises(Exception, match="timeout"):
         grid.create_pg("tp", timeout="soon")
-    assert grid._pgs == {} and len(dist.distributed_c10d._world.pg_map) == alive
+    assert grid.groups == {} and len(dist.distributed_c10d._world.pg_map) == alive
     assert grid.create_pg("tp") is not None
 
 

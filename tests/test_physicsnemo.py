@@ -1,5 +1,6 @@
 """physicsnemo's tree and manager: as its own, example by example and group by group."""
 
+import copy
 import json
 import os
 import subprocess
@@ -515,6 +516,61 @@ def test_a_job_of_one_process_has_no_groups():
         DistributedManager.initialize()
     DistributedManager._shared_state = {}  # as upstream's own tests reset it
     assert not DistributedManager.is_initialized()
+
+
+@stock_needed
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpirun", "nobody"])
+def test_private_attributes_are_read_as_upstreams(launcher):
+    seen = []
+    for kind in (physicsnemo_stock.load().DistributedManager, DistributedManager):
+        with (
+            mock.patch.dict(os.environ, LAUNCHES[launcher]),
+            mock.patch.object(dist, "init_process_group"),
+            mock.patch.object(torch.cuda, "device_count", lambda: 2),
+        ):
+            kind.initialize()
+        read = "rank world_size local_rank distributed device cuda broadcast_buffers group_names"
+        read += " find_unused_parameters initialization_method groups group_ranks is_initialized"
+        read += " global_mesh mesh_dims"
+        manager = kind()
+        seen.append({name: getattr(manager, f"_{name}") for name in read.split()})
+        with pytest.raises(AttributeError, match="_colour"):
+            manager._colour  # noqa: B018
+        kind._shared_state = {}
+    methods = {"torchrun": "env", "mpirun": "openmpi", "nobody": "None"}
+    assert seen[0] == seen[1]
+    assert seen[1]["initialization_method"] == methods.get(launcher, launcher)
+
+
+@stock_needed
+def test_the_shared_state_is_what_scripts_and_tests_take_it_for():
+    for kind in (physicsnemo_stock.load().DistributedManager, DistributedManager):
+        kind._shared_state["_is_initialized"] = True  # a script without torch.distributed
+        manager = kind()
+        assert (manager.rank, manager.world_size, manager.distributed) == (0, 1, False)
+        manager.run_name = "a"
+        assert kind().run_name == "a" and kind.is_initialized()
+        copied = copy.deepcopy(manager)
+        assert copied.rank == 0 and copied.run_name == "a"
+        kind._shared_state.clear()
+        assert not kind.is_initialized()
+        kind._shared_state["_is_initialized"] = False
+        with pytest.raises(Warning, match=r"initialize\(\)"):
+            kind()
+        kind._shared_state = {}
+
+
+def test_a_manager_knows_after_cleanup_what_it_knew(fake_world):
+    fake_world(4, rank=2)
+    manager = start(2, 4)
+    manager.create_process_subgroup("pairs", 2)
+    assert copy.deepcopy(manager).group("pairs") is manager.group("pairs")
+    manager.cleanup()
+    assert (manager.rank, manager.world_size, manager.distributed) == (2, 4, True)
+    assert not DistributedManager.is_initialized()
+    start(2, 4)
+    assert "pairs" in manager.group_names and "pairs" not in DistributedManager().group_names
 
 
 def test_groups_that_do_not_exist_are_named(fake_world):

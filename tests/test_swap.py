@@ -48,10 +48,10 @@ EVERY_FORM = """
     assert ours.__name__ == ours.__spec__.name == "compat.parallel_state"
     import megatron.core.tensor_parallel.layers as layers
     assert layers.get_tensor_model_parallel_rank is ours.get_tensor_model_parallel_rank
-    import hypergrid
+    from compat import hyper_comm_grid
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.pipeline_parallel import bridge_communicator
-    assert HyperCommGrid is hypergrid.HyperCommGrid is bridge_communicator.HyperCommGrid
+    assert HyperCommGrid is hyper_comm_grid.HyperCommGrid is bridge_communicator.HyperCommGrid
     assert megatron.core.hyper_comm_grid.HyperCommGrid is HyperCommGrid
     from compat import swap
     assert swap.stray_bindings() == []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stock import load_stock_grid
 from torch.distributed import distributed_c10d as c10d
 
+from compat import hyper_comm_grid
 from hypergrid import HyperCommGrid, LayoutError, RankLayout, validate_grids
 
 NAMES = ("tp", "cp", "ep", "pp", "dp")
@@ -51,7 +52,7 @@ def test_views_answer_as_upstreams_and_refuse_as_upstreams():
         base, view, shared, dims, offset = case
         answers = []
         with mock.patch.dict("os.environ", WORLD_SIZE="4096"):
-            for kind in (upstream, HyperCommGrid):
+            for kind in (upstream, hyper_comm_grid.HyperCommGrid):
                 grid = kind(*base, offset)
                 try:
                     grid.register_view("expert", *view, shared)

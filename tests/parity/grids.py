@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hypergrid import HyperCommGrid
+from compat.hyper_comm_grid import HyperCommGrid
 from tests.stock import load_stock_grid, source_dir
 
 NAMES = ("tp", "cp", "ep", "pp", "dp")
@@ -30,7 +30,7 @@ def compare_grids(release: str, n: int, seed: int) -> list[str] | None:
         dims = [rng.sample(names, rng.randint(1, len(names))) for _ in range(3)]
         world, rank = size + offset + rng.choice((0, 3)), offset + rng.randrange(size)
         answers = [
-            _answers(kind, shape, names, offset, dims, world, rank)
+            _answers(kind, stock, shape, names, offset, dims, world, rank)
             for kind in (stock, HyperCommGrid)
         ]
         for what, answer in answers[0].items():
@@ -51,6 +51,7 @@ def _product(shape: list[int]) -> int:
 
 def _answers(
     kind: Any,
+    stock: Any,
     shape: list[int],
     names: list[str],
     offset: int,
@@ -71,7 +72,13 @@ def _answers(
             shown[f"made over {label}"] = _tried(grid.create_pg, each)
             shown[f"again {label}"] = _tried(grid.create_pg, each)
             shown[f"got over {label}"] = _tried(grid.get_pg, each)
+            for order in ("_order_dims", "_order_dims_for"):
+                if hasattr(stock, order):
+                    first = (names,) if order == "_order_dims_for" else ()
+                    shown[f"{order} {label}"] = getattr(grid, order)(*first, each)
+        shown["keys"] = list(grid._pgs)
         shown["an unknown dim"] = _tried(grid.create_pg, "zz")
+        shown["the group of an unknown dim"] = _tried(grid.get_pg, "zz")
         shown["too large"] = _tried(kind, [world + 1], ["tp"])
         shown["names too few"] = _tried(kind, [1, 1], ["tp"])
         return shown

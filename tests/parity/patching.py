@@ -7,6 +7,7 @@ helper replaced. Whatever stock answers then, the candidate has to answer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import tempfile
 import time
@@ -14,12 +15,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from tests.parity.comparing import same_refusal
 from tests.parity.configurations import random_config
-from tests.parity.recording import Recorder, observed
+from tests.parity.helpers import all_gather_groups
+from tests.parity.recording import Recorder, _Options, _options_content, observed
 from tests.parity.repairs import repaired_stocks
 from tests.parity.running import Report
 from tests.parity.snapshots import initialisation
@@ -32,6 +35,16 @@ from tests.parity.surface import (
 from tests.stock import load_stock
 
 Answers = dict[str, Any]
+OPTIONS = "get_nccl_options"
+CREATORS = (
+    *("create_group", "create_hierarchical_groups", "create_hierarchical_parallel_groups"),
+    "create_hybrid_dp_cp_groups",
+)
+HELPERS = (
+    *(*CREATORS, OPTIONS, "RankGenerator", "generate_masked_orthogonal_rank_groups"),
+    *("default_embedding_ranks", "default_position_embedding_ranks", "overwrite_nccl_comm_cfgs"),
+    "_set_global_memory_buffer",
+)
 # What stock raises when it stumbles over a value, and not to refuse it.
 ACCIDENTS = {"AttributeError", "IndexError", "KeyError", "UnboundLocalError"}
 
@@ -77,28 +90,83 @@ def answered(name: str, sentinel: Any) -> list[Any]:
 
 
 class Session:
-    """A module during one initialisation as one rank; asked again after each change."""
+    """A module during initialisations as one rank; asked again after each change."""
 
-    def __init__(self, module: ModuleType, config: Config, rank: int, release: str) -> None:
-        self.module, self.release = module, release
-        self.recorder = Recorder(module, config, rank, release)
-        self.config = config
+    def __init__(
+        self, fresh: Callable[[], ModuleType], config: Config, rank: int, release: str
+    ) -> None:
+        self.fresh, self.config, self.rank, self.release = fresh, config, rank, release
         self.answers: dict[str, Answers] = {}
 
     def run(self) -> dict[str, Answers]:
         """All answers by what was changed before they were given."""
-        with warnings.catch_warnings(), observed(self.recorder):
-            warnings.simplefilter("ignore")
-            self.sentinel = self.recorder._new_group([self.recorder.rank], backend="fake")
+        known = [name for name in HELPERS if hasattr(load_stock(self.release), name)]
+        sets = [(name,) for name in known] + [("create_group", OPTIONS), tuple(known)]
+        for names in sets:
+            for replace in (listening, changing):
+                with self.observed():
+                    heard = self.replace_helpers(replace, names)
+                    self.initialise(f"{replace.__name__} {', '.join(names)}", heard)
+        with self.observed():
+            heard = []
+            own = listening(self.module, "create_group", self.recorder.new_group, heard)
+            with mock.patch.object(dist, "new_group", own):
+                self.initialise("new_group is listened to", heard)
+        with self.observed():
+            self.sentinel = self.recorder._new_group([self.rank], backend="fake")
             self.recorder.names[id(self.sentinel)] = "what was written"
             self.changes("before")
-            with tempfile.TemporaryDirectory() as folder:
-                _, name, args, kwargs = initialisation(self.config, self.release, folder)
-                getattr(self.module, name)(*args, **kwargs)
+            self.call_initialise()
             self.ask("initialised")  # names the groups, by the getters that show them
             self.changes("initialised")
             self.module.destroy_model_parallel()
         return self.answers
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        self.module = self.fresh()
+        own = dict(vars(self.module))
+        self.recorder = Recorder(self.module, self.config, self.rank, self.release)
+        with warnings.catch_warnings(), observed(self.recorder):
+            warnings.simplefilter("ignore")
+            yield
+            for name in HELPERS:
+                if name in own:
+                    setattr(self.module, name, own[name])
+
+    def replace_helpers(
+        self, replace: Callable[..., Any], names: tuple[str, ...]
+    ) -> list[tuple[str, Any]]:
+        heard: list[tuple[str, Any]] = []
+        for name in names:
+            own = getattr(self.module, name)
+            setattr(self.module, name, replace(self.module, name, own, heard))
+        return heard
+
+    def call_initialise(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            _, name, args, kwargs = initialisation(self.config, self.release, folder)
+            getattr(self.module, name)(*args, **kwargs)
+
+    def initialise(self, step: str, heard: list[tuple[str, Any]]) -> None:
+        self.call_initialise()
+        self.ask(step)
+        shown = self.answers[step]
+        if not any("gtp_remat" in name for name in self.config["kwargs"]):  # see `repairs`
+            shown |= {f"more, {label}": a for label, a in all_gather_groups(self.recorder).items()}
+        ordered = any(name in CREATORS for name, _ in heard)
+        for name in dict.fromkeys(name for name, _ in heard):
+            calls = [call for each, call in heard if each == name]
+            exact = ordered and name in (*CREATORS, OPTIONS)
+            shown[f"{name} is called with"] = calls if exact else sorted(set(calls))
+        if ordered:
+            shown["in the order"] = [name for name, _ in heard if name in (*CREATORS, OPTIONS)]
+        shown["created"] = sorted(map(repr, self.recorder.created))
+        for name in private_globals(self.release):
+            value = getattr(self.module, name)
+            listed = name == "_global_process_group_list"
+            shown[name] = self.recorder.kinds(value) if listed else self.recorder.show(value, name)
+        self.module.destroy_model_parallel()
 
     def ask(self, step: str) -> None:
         self.answers[step] = self.recorder.ask(getter_calls(self.release))
@@ -122,6 +190,74 @@ class Session:
                 calls = sorted(set(map(repr, heard)))
                 self.answers[f"{step}, {name} replaced"] = {"is called with": calls}
         self.ask(f"{step}, all undone")
+
+
+def listening(
+    module: ModuleType, name: str, own: Callable[..., Any], heard: list[tuple[str, Any]]
+) -> Callable[..., Any]:
+    """A helper that keeps what it is called with and does as before."""
+    if isinstance(own, type):
+
+        class Listening(own):  # type: ignore[misc]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                heard.append((name, plain(args, kwargs)))
+                super().__init__(*args, **kwargs)
+
+        return Listening
+
+    @functools.wraps(own)
+    def listen(*args: Any, **kwargs: Any) -> Any:
+        heard.append((name, plain(args, kwargs)))
+        return own(*args, **kwargs)
+
+    vars(listen).pop("__hypergrid_members_only__", None)
+    return listen
+
+
+def changing(
+    module: ModuleType, name: str, own: Callable[..., Any], heard: list[tuple[str, Any]]
+) -> Callable[..., Any]:
+    """A helper that does something else than before, as frameworks have it."""
+    if name == "RankGenerator":
+
+        class Reversed(own):  # type: ignore[misc, valid-type]
+            def get_ranks(self, token: str) -> list[list[int]]:
+                return [ranks[::-1] for ranks in super().get_ranks(token)[::-1]]
+
+        return Reversed
+
+    def change(*args: Any, **kwargs: Any) -> Any:
+        heard.append((name, plain(args, kwargs)))
+        if name == OPTIONS:
+            return _Options(is_high_priority_stream=args[0] == "tp")
+        if name == "_set_global_memory_buffer":
+            module._GLOBAL_MEMORY_BUFFER = {"by": "a client"}
+            return None
+        if name == "overwrite_nccl_comm_cfgs":
+            return own(args[0], args[1], ("min_ctas", 3))
+        if name in CREATORS and "timeout" in kwargs:
+            kwargs["timeout"] *= 2
+        answer = own(*args, **kwargs)
+        if name == "default_embedding_ranks":
+            return list(args[0])
+        if name == "default_position_embedding_ranks":
+            return list(args[0][-1:])
+        return [ranks[::-1] for ranks in answer] if name.startswith("generate_") else answer
+
+    return change
+
+
+def plain(args: Any, kwargs: dict[str, Any]) -> str:
+    """Arguments as text, with communicator options by their content."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shown(value[key]) for key in sorted(value, key=str)}
+        if isinstance(value, list | tuple):
+            return type(value)(map(shown, value))
+        return _options_content(value) if isinstance(value, _Options) else value
+
+    return f"{shown(args)} {shown(kwargs)}"
 
 
 @contextlib.contextmanager
@@ -190,7 +326,7 @@ def run_patched(
     n: int,
     seed: int,
     max_world: int,
-    first: int = 0,
+    start: int = 0,
 ) -> Report:
     """Compare `candidate` with stock while either is written to, over `n` configurations.
 
@@ -199,17 +335,25 @@ def run_patched(
     report = Report(release)
     started = time.monotonic()
     fresh = (lambda: candidate) if isinstance(candidate, ModuleType) else candidate
-    for number in range(first, first + n):
+    for number in range(start, start + n):
         config = sound_config(release, seed, number, max_world)
-        rank = random.Random(number).choice(config["ranks"])
-        ours = Session(load_stock(release), config, rank, release).run()
-        theirs = Session(fresh(), config, rank, release).run()
+        kwargs = config["kwargs"]  # a rank outside the window takes no part on ours
+        first = kwargs.get("rank_offset", 0)
+        window = range(first, first + kwargs.get("local_world_size", config["world_size"]))
+        rank = random.Random(number).choice([r for r in config["ranks"] if r in window])
+        stock = functools.partial(load_stock, release)
+        ours = Session(stock, config, rank, release).run()
+        theirs = Session(fresh, config, rank, release).run()
         where = f"#{number} rank {rank} of {config['world_size']} {config['kwargs']}: "
         found = []
         for step, answers in ours.items():
             for label, answer in answers.items():
                 report.answers += 1
                 other = theirs[step].get(label, "<no answer>")
+                if label == f"{OPTIONS} is called with" and step.endswith(f"ing {OPTIONS}"):
+                    missing = {call.split("'")[1] for call in {*answer} - {*other}}
+                    if {*other} <= {*answer} and missing <= {"embd", "pos_embd"}:
+                        continue  # a rank asks for the groups that it is in
                 if not agree(answer, other):
                     found.append(f"{where}{step}: {label}: stock {answer}, candidate {other}")
         report.add(where, found)

@@ -110,6 +110,8 @@ class Recorder:
             self.created.append((group_desc, tuple(sorted(members)), *asked))
         return group
 
+    new_group.__hypergrid_members_only__ = True  # type: ignore[attr-defined]  # it only listens
+
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.barriers.append((tuple(ranks), tuple(device_ids or ())))
