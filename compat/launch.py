@@ -10,8 +10,9 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import NoReturn
 
-from compat import swap
+from compat import order, swap
 from compat.te_process import warn_of_an_empty_package
 from hypergrid.policy import CHOICES
 
@@ -24,9 +25,17 @@ environment variables, for launchers whose command line is fixed:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n" if order.first_of_host() else None)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Set up the swap as the flags say and run the script as ``__main__``."""
-    parser = argparse.ArgumentParser(
+    """Set up the swap as the flags say and run the script as ``__main__``.
+
+    What cannot be is refused in a sentence, once on each host, with exit status 2.
+    """
+    parser = _Parser(
         prog="compat.launch",
         description="Run a Megatron script on hypergrid's parallel_state.",
         epilog=EPILOG,
@@ -52,18 +61,29 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("name the SCRIPT to run")
     if not options.module and not Path(options.script).is_file():
         parser.error(f"there is no script {options.script!r}; its name comes after our own flags")
-    swapping = not options.no_swap and os.environ.get("HYPERGRID_SWAP", "1") != "0"
+    off = ""
+    if options.no_swap:
+        off = "--no-swap switches off: leave that out"
+    elif os.environ.get("HYPERGRID_SWAP", "1") == "0":
+        off = "HYPERGRID_SWAP=0 in the environment switches off: unset that"
     given = {name: getattr(options, name) for name in ("order", *CHOICES)}
     given["report"] = "1" if options.report else None
     for name, value in given.items():
         if value is not None:
-            if not swapping:
-                parser.error(f"--{name} acts through hypergrid: leave out --no-swap")
+            if off:
+                parser.error(f"--{name} acts through hypergrid, which {off}")
             os.environ[f"HYPERGRID_{name.upper()}"] = value
-    _run(options.script, options.args, options.module, swapping)
+    if not off:
+        if options.order is not None:
+            order.take_flag(options.order)
+        try:
+            order.check_choices()
+        except ValueError as error:
+            parser.error(str(error))
+    _run(options.script, options.args, options.module, swapping=not off)
 
 
-def _run(script: str, args: list[str], module: bool, swapping: bool) -> None:
+def _run(script: str, args: list[str], module: bool, *, swapping: bool) -> None:
     home = Path(__file__).parents[1].resolve()
     first = str(Path.cwd() if module else Path(script).resolve().parent)
     # As `python SCRIPT` has it, unless we are imported from the directory that would go.

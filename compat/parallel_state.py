@@ -29,6 +29,7 @@ from compat.group_helpers import (
 from compat.group_helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
 from compat.nccl import get_nccl_options as get_nccl_options
 from compat.nccl import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
+from compat.order import asked
 from compat.rank_generator import RankGenerator as RankGenerator
 from compat.rank_generator import default_embedding_ranks as default_embedding_ranks
 from compat.rank_generator import (
@@ -176,8 +177,9 @@ def initialize_model_parallel(
         A size below 1; a window outside the world; an unknown dim in the order.
     """
     arguments = dict(locals())
-    arguments["order"] = os.environ.get("HYPERGRID_ORDER") or order
-    request = Request(**arguments, life=next(_lives), helpers=replaced_helpers())
+    arguments["order"], source = asked(order)
+    helpers = replaced_helpers()
+    request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
     before = _current
     left = [slot for slot in GROUP_SLOTS if getattr(before, slot)]
     # Outside code may have closed the groups and emptied every global: stock then starts anew.

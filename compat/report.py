@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from compat.release import HAS
 from compat.replaced import in_words
+from hypergrid.layout import RankLayout
+from hypergrid.summary import dims_in_words, long_dims
 
 if TYPE_CHECKING:
     from compat.state import ParallelState
@@ -19,8 +22,9 @@ def report(state: ParallelState) -> str:
         return "hypergrid: no groups on this rank"
     made, live = pool.agreement, [pooled for pooled in pool.groups if pooled.shares is None]
     lines = [
-        f"hypergrid: rank {dist.get_rank()} of {request.decoder!r}; expert grid {request.expert!r}"
-        + (f"; in front the encoder {request.encoder!r}" if request.encoder else ""),
+        f"hypergrid: rank {dist.get_rank()} of {_grid(request.decoder)}; "
+        f"expert grid {_grid(request.expert)}"
+        + (f"; in front the encoder {_grid(request.encoder)}" if request.encoder else ""),
         f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
         + (f" ({made.why})" if made.why else "")
         + (", connected on first use" if made.lazy else ""),
@@ -29,20 +33,27 @@ def report(state: ParallelState) -> str:
         lines[-1] += ", connected at once: not every rank's torch can wait"
     if request.helpers:
         lines.append(f"hypergrid: outside code has replaced {in_words(request)}")
-    rows = {p.group.label: p.group for p in request.planned}
+    rows = {p.group.label: p for p in request.planned}
     for pooled in pool.groups:
-        row = rows.get(pooled.label)
+        planned = rows.get(pooled.label)
         dims, backend = "", "default"
-        if row is not None:
-            layout = request.layouts[row.layout]
-            dims = "-".join(d for d in row.dims if layout.dim_size(d) > 1) or "alone"
-            dims = dims if row.explicit is None or request.encoder else "chosen"
-            backend = row.backend or backend
+        if planned is not None:
+            dims = dims_in_words(long_dims(request.plan, planned.group), planned.row.pick)
+            dims = dims if planned.chosen is None else "chosen"
+            backend = planned.group.backend or backend
         lines.append(
             f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
             f"{_short(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
         )
     return "\n".join(lines)
+
+
+def _grid(layout: RankLayout) -> str:
+    # A dim that the reader's release has not is of size 1, unless somebody passed it all the same.
+    sizes = dict(zip(layout.dims, layout.sizes, strict=True))
+    if not HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
+        del sizes["gtp_remat"]
+    return repr(RankLayout(tuple(sizes), tuple(sizes.values()), layout.offset))
 
 
 def _short(ranks: tuple[int, ...], most: int = 8) -> str:

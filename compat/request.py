@@ -15,6 +15,7 @@ from typing import Any
 
 from compat import encoder, nccl, rank_lists, replaced
 from compat.megatron_plan import Planned, plan_rows
+from compat.order import ARGUMENT
 from compat.rank_generator import (
     OrderError,
     RankGenerator,
@@ -59,6 +60,7 @@ def _real_world_size() -> int:
     return size
 
 
+_NO_ARGUMENTS = ("life", "job_size", "helpers", "order_source")
 _USUAL = "tp-gtp_remat-cp-ep-dp-pp"
 RankChooser = Callable[[list[int]], list[int]]
 
@@ -122,12 +124,13 @@ class Request:
     share: str | None = None
     connect: str | None = None
     creation: str | None = None
-    # Not arguments: the how-many-eth initialisation of the process, the ranks of a job that is
-    # planned without one (only a request without `job_size` asks torch), and the functions that
-    # outside code has put in the place of parallel_state's, by name.
+    # Not arguments: the how-many-eth initialisation of the process; the ranks of a job that is
+    # planned without one, and only a request without it asks torch; the functions that outside
+    # code has put in the place of parallel_state's, by name; who asked for the order.
     life: int | None = None
     job_size: int | None = None
     helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    order_source: str = ARGUMENT
 
     def __post_init__(self) -> None:
         # What cannot be made plain stays as it is, for its check to refuse in upstream's order.
@@ -181,7 +184,7 @@ class Request:
                     f"order {shown(self.order)} does not end in pp, so the dense data-parallel "
                     f"size {shown(dense.dim_size('dp'))} and the expert one "
                     f"{shown(expert.dim_size('dp'))} must be equal. Put pp last, or change the "
-                    f"expert sizes."
+                    f"expert sizes.{self._order_source}"
                 )
             strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
             if strides[0] != strides[1] and not self.decides_ranks:
@@ -189,7 +192,7 @@ class Request:
                     f"pipelines must be the same for dense and expert layers; with order "
                     f"{shown(self.order)} their stages are {shown(strides[0])} and "
                     f"{shown(strides[1])} ranks apart. Put pp last, or make tp x cp and expert "
-                    f"tp x ep equal."
+                    f"tp x ep equal.{self._order_source}"
                 )
         if self.decides_ranks:
             stages = [self.rank_lists(grid, "pp") for grid in ("decoder", "expert")]
@@ -377,7 +380,7 @@ class Request:
         values = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("life", "job_size", "helpers") and not f.name.startswith("get_")
+            if f.name not in _NO_ARGUMENTS and not f.name.startswith("get_")
         }
         if self.helpers:
             values["replaced in parallel_state"] = replaced.in_words(self)
@@ -409,17 +412,21 @@ class Request:
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
         try:
             lay_out(self.order, own)  # refuses in the words of the order as it was given
-        except OrderError:
-            if not self.decides_ranks:
-                raise
-            return lay_out(_USUAL, sizes, self.rank_offset + behind)  # for its sizes alone
-        if self.whole("rank_offset") < 0:
-            raise SizeError(
-                f"rank_offset must be at least 0, the first rank of the window, got "
-                f"{shown(self.rank_offset)}."
-            )
-        offset = self.rank_offset + behind
-        return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
+            if self.whole("rank_offset") < 0:
+                raise SizeError(
+                    f"rank_offset must be at least 0, the first rank of the window, got "
+                    f"{shown(self.rank_offset)}."
+                )
+            offset = self.rank_offset + behind
+            return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
+        except OrderError as error:
+            if self.decides_ranks:  # then for its sizes alone
+                return lay_out(_USUAL, sizes, self.rank_offset + behind)
+            raise OrderError(f"{error}{self._order_source}") from None
+
+    @property
+    def _order_source(self) -> str:
+        return "" if self.job_size is not None else f" The order comes from {self.order_source}."
 
     def _divide(self, *names: str) -> int:
         """The data-parallel size that sizes leave of the world; refuses one that is not whole."""

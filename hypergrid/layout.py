@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hypergrid.words import shown
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Dims: TypeAlias = str | Iterable[str]
 
 
 class LayoutError(ValueError):
     """A layout, a dim or a rank that makes no sense; the message repeats the whole request."""
+
+
+def dims_of(order: str, known: Collection[str]) -> list[str]:
+    """The dims that ``order`` names, from fastest to slowest, in small letters.
+
+    >>> dims_of("TP-dp", ("tp", "dp", "pp"))
+    ['tp', 'dp']
+
+    Raises
+    ------
+    LayoutError
+        An order that is no text, a name that is not ``known``, or one that comes twice.
+    """
+    if not isinstance(order, str):
+        raise LayoutError(f"order must be a text such as 'tp-cp-dp', got {shown(order)}.")
+    dims = order.lower().split("-")
+    for token in dims:
+        if token not in known:
+            raise LayoutError(
+                f"order {shown(order)} names {shown(token)}, which has no size. Known: "
+                f"{', '.join(known)}."
+            )
+    if len(set(dims)) != len(dims):
+        raise LayoutError(f"order {shown(order)} names a dim twice. Leave one of them out.")
+    return dims
 
 
 @dataclass(frozen=True)
@@ -101,17 +127,7 @@ class RankLayout:
         LayoutError
             On a dim larger than 1 that ``order`` does not name, a token without a size, a repeat.
         """
-        if not isinstance(order, str):
-            raise LayoutError(f"order must be a text such as 'tp-cp-dp', got {shown(order)}.")
-        dims = order.lower().split("-")
-        for token in dims:
-            if token not in sizes:
-                raise LayoutError(
-                    f"order {shown(order)} names {shown(token)}, which has no size. Known: "
-                    f"{', '.join(sizes)}."
-                )
-        if len(set(dims)) != len(dims):
-            raise LayoutError(f"order {shown(order)} names a dim twice. Leave one of them out.")
+        dims = dims_of(order, sizes)
         for name, size in sizes.items():
             if name not in dims:
                 if size != 1:
@@ -200,6 +216,8 @@ class RankLayout:
         ``dims`` is written; with ``as_given`` the members of a group run through ``dims`` in the
         order given, the first one fastest.
         """
+        import numpy as np  # here: with an order in its environment every Python reads this file
+
         axes = self.axes(dims)
         inner = axes if as_given else sorted(axes)
         outer = [i for i in range(len(self.dims)) if i not in inner]

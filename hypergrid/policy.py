@@ -49,12 +49,13 @@ class Policy:
         for field in fields(cls):
             variable = f"HYPERGRID_{field.name.upper()}"
             value: Any = given.get(field.name)
+            source = field.name
             if value is None or (isinstance(value, str) and not value):
-                value = os.environ.get(variable) or field.default
+                value, source = os.environ.get(variable) or field.default, variable
             if not isinstance(value, str) or value not in CHOICES[field.name]:
                 raise ValueError(
-                    f"{field.name}={shown(value)} is no choice: use one of "
-                    f"{', '.join(CHOICES[field.name])}, as argument or in {variable}."
+                    f"{source}={shown(value)} is invalid: use one of "
+                    f"{', '.join(CHOICES[field.name])}."
                 )
             values[field.name] = value
         return cls(**values)

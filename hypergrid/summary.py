@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +99,11 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
     """The dims of ``row`` that are larger than 1."""
     layout = plan.layouts[row.layout]
     return tuple(dim for dim in row.dims if layout.dim_size(dim) > 1)
+
+
+def dims_in_words(dims: Sequence[str], pick: str = "all") -> str:
+    """What groups over ``dims`` are called: ``"tp-dp"``, ``"pp ends"``; without any ``"alone"``."""
+    return "-".join(dims) + (f" {pick}" if pick != "all" else "") if dims else "alone"
 
 
 def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:

@@ -297,7 +297,9 @@ def test_choices_come_from_arguments_then_the_environment(monkeypatch):
     assert Policy.resolve() == Policy(share="all")
     assert Policy.resolve(share="singletons", connect="lazy") == Policy("singletons", "lazy")
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
-    with pytest.raises(ValueError, match=r"connect='later' is no choice: use one of eager, lazy"):
+    with pytest.raises(
+        ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of eager, lazy\."
+    ):
         Policy.resolve()
 
 

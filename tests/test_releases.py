@@ -1,8 +1,7 @@
-"""What differs by release: places and defaults of arguments, detection, orders that others pick."""
+"""What differs by release: places and defaults of arguments, and which release this is."""
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -17,7 +16,7 @@ from compat import parallel_state as ps
 from compat import release as releases
 from compat.report import report
 from tests.parity.surface import parameters, public_functions
-from tests.stock import RELEASES, have_stock, source_dir
+from tests.stock import RELEASES, have_stock
 
 ROOT = Path(__file__).parents[1]
 
@@ -192,43 +191,3 @@ def test_an_encoder_that_cannot_be_is_refused(fake_world, arguments, says):
     fake_world(8)
     with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError), match=says):
         ps.initialize_model_parallel(2, **arguments)
-
-
-SHARDS = """
-import sys, compat; compat.install()
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-from megatron.core import mpu
-from megatron.core.inference.shards import build_inference_pg_collection
-mpu.initialize_model_parallel(2, 2)
-for mapping in (False, True, False, True):
-    groups = build_inference_pg_collection(8, use_tp_pp_dp_mapping=mapping)
-    same = dist.get_process_group_ranks(groups.pp) == mpu._PIPELINE_GLOBAL_RANKS
-    print(mapping, "same" if same else "other")
-"""
-
-
-@pytest.fixture
-def shards(tmp_path):
-    """The genuine inference shards of 0.19.2, without the rest of its package."""
-    if not have_stock("0.19.2"):
-        pytest.skip("run scripts/fetch_megatron 0.19.2")
-    core = tmp_path / "megatron" / "core"
-    (core / "inference").mkdir(parents=True)
-    (core / "__init__.py").write_text("from megatron.core import parallel_state as mpu\n")
-    for name in ("inference/shards", "inference/shards_spec", "process_groups_config"):
-        shutil.copy(source_dir("0.19.2") / f"{name}.py", core / f"{name}.py")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("order", "same"), [("", False), ("tp-cp-ep-dp-pp", False), ("tp-cp-ep-pp-dp", True)]
-)
-def test_shards_that_order_ranks_by_themselves_are_warned_of_where_they_differ(shards, order, same):
-    asked = {"HYPERGRID_ORDER": order, "HYPERGRID_MEGATRON_RELEASE": "0.19.2"}
-    done = python("-c", SHARDS, path=[shards], **asked)
-    lines = [f"{mapping} {'same' if mapping is same else 'other'}" for mapping in (False, True) * 2]
-    assert done.stdout.splitlines() == lines, done.stderr
-    says = f"HYPERGRID_ORDER={order} does not reach megatron.core.inference.shards"
-    assert done.stderr.count(says) == (1 if order else 0)

@@ -1,6 +1,7 @@
 """The swap: one module object by every form of import, refusals, and the launcher."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -143,7 +144,7 @@ def test_no_swap_runs_stock(tmp_path, shows_the_order):
     assert "megatron.core.parallel_state [0, 4]" in launch(
         "--no-swap", shows_the_order, "2", cwd=tmp_path
     )
-    assert "leave out --no-swap" in launch(
+    assert "--no-swap switches off: leave that out" in launch(
         "--no-swap", "--order", "tp-dp", shows_the_order, cwd=tmp_path, fails=True
     )
 
@@ -171,6 +172,159 @@ def test_a_path_in_the_environment_swaps_without_the_launcher(tmp_path, shows_th
     assert "compat.parallel_state [0, 2]" in out and "the other sitecustomize ran too" in out
     out = python(shows_the_order, "1", cwd=tmp_path, PYTHONPATH=path, HYPERGRID_SWAP="0")
     assert "megatron.core.parallel_state [0, 4]" in out
+
+
+def start(*arguments, cwd, **environment):
+    """Run an interpreter without this checkout on its path; exit status, output, errors."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "", **environment},
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+NAMES_ITS_PACKAGE = "import sys; print(sys.modules['compat'].__file__, sys.path)"
+
+
+def test_the_start_up_directory_finds_its_own_package_from_any_directory(tmp_path):
+    startup = str(ROOT / "compat" / "startup")
+    (tmp_path / "compat.py").write_text("install = None")
+    path = os.pathsep.join([startup, str(tmp_path)])
+    code, out, errors = start("-c", NAMES_ITS_PACKAGE, cwd=tmp_path, PYTHONPATH=path)
+    assert code == 0 and out.startswith(f"{ROOT / 'compat' / '__init__.py'} "), errors
+    assert f"'{ROOT}'" not in out  # the rest of the checkout hides nothing of the user's
+    assert "has the same name as hypergrid's package" in errors
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A copy of the start-up directory whose package cannot be imported."""
+    package = tmp_path / "broken" / "compat"
+    shutil.copytree(ROOT / "compat" / "startup", package / "startup")
+    return package
+
+
+@pytest.mark.parametrize("package", [None, "import not_installed", "install ="])
+def test_a_start_up_directory_that_cannot_swap_ends_the_process(tmp_path, broken, package):
+    if package is not None:
+        (broken / "__init__.py").write_text(package)
+        shutil.copytree(ROOT / "hypergrid", broken.parent / "hypergrid")
+    path = str(broken / "startup")
+    code, out, errors = start("-c", "print('went on')", cwd=tmp_path, PYTHONPATH=path)
+    assert (code, out) == (2, "") and "Traceback" not in errors
+    assert f"hypergrid: the start-up directory {path} cannot put" in errors
+    assert "take it off PYTHONPATH or set HYPERGRID_SWAP=0" in errors
+    off = {"PYTHONPATH": path, "HYPERGRID_SWAP": "0"}
+    assert start("-c", "print('went on')", cwd=tmp_path, **off) == (0, "went on\n", "")
+
+
+def test_the_start_up_directory_imports_neither_torch_nor_numpy(tmp_path):
+    code = "import sys; print(*sorted({'torch', 'numpy', 'compat.release'} & set(sys.modules)))"
+    path = str(ROOT / "compat" / "startup")
+    choices = {"HYPERGRID_ORDER": "TP-pp-dp", "HYPERGRID_SHARE": "all", "HYPERGRID_CONNECT": ""}
+    assert start("-c", code, cwd=tmp_path, PYTHONPATH=path, **choices) == (0, "\n", "")
+
+
+MISSPELT = [
+    ({"HYPERGRID_ORDER": "tp-xp-dp"}, "order 'tp-xp-dp' names 'xp', which has no size"),
+    ({"HYPERGRID_ORDER": "tp-dp-tp"}, "order 'tp-dp-tp' names a dim twice"),
+    ({"HYPERGRID_SHARE": "al"}, "HYPERGRID_SHARE='al' is invalid: use one of none, "),
+    ({"HYPERGRID_CONNECT": "now"}, "HYPERGRID_CONNECT='now' is invalid: use one of eager, "),
+    ({"HYPERGRID_CREATION": "x"}, "HYPERGRID_CREATION='x' is invalid: use one of auto, "),
+]
+
+
+@pytest.mark.parametrize("by", ["the launcher", "the start-up directory"])
+@pytest.mark.parametrize(("choice", "says"), MISSPELT)
+def test_a_misspelt_variable_is_refused_in_a_line_before_the_script(tmp_path, by, choice, says):
+    path = script(tmp_path, "print('went on')")
+    run = ["-m", "compat.launch", path] if by == "the launcher" else [path]
+    home = ROOT if by == "the launcher" else ROOT / "compat" / "startup"
+    code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(home), **choice)
+    assert (code, out) == (2, "") and says in errors and "Traceback" not in errors
+    if "HYPERGRID_ORDER" in choice:
+        assert "The order comes from HYPERGRID_ORDER in the environment." in errors
+    elsewhere = start(*run, cwd=tmp_path, PYTHONPATH=str(home), LOCAL_RANK="1", **choice)
+    assert elsewhere == (2, "", "")  # the first rank of the host has said it
+    stock = start(*run, cwd=tmp_path, PYTHONPATH=str(home), HYPERGRID_SWAP="0", **choice)
+    assert stock == (0, "went on\n", "")
+
+
+@pytest.mark.parametrize("order", ["tp-xp-dp", "tp-dp-tp", "tp_dp", "", "tp--dp"])
+def test_a_misspelt_order_is_refused_by_the_launcher(tmp_path, order):
+    run = ["-m", "compat.launch", "--order", order, script(tmp_path, "print('went on')")]
+    code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert (code, out) == (2, "") and "Traceback" not in errors
+    assert f"order '{order}' names " in errors and "The order comes from --order." in errors
+
+
+def test_an_order_that_only_sizes_can_judge_is_not_refused_at_launch(tmp_path):
+    path = script(tmp_path, "print('went on')")
+    for order in ("tp", "PP-dp", "tp-gtp_remat-cp-ep-dp-pp"):
+        assert launch("--order", order, path, cwd=tmp_path) == "went on\n"
+
+
+def test_what_switches_the_swap_off_is_named(tmp_path, shows_the_order):
+    for flag in ("--report", "--order=tp-dp", "--share=all"):
+        run = ("-m", "compat.launch", flag, shows_the_order, "2")
+        code, _, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(ROOT), HYPERGRID_SWAP="0")
+        assert code == 2 and "HYPERGRID_SWAP=0 in the environment" in errors
+        assert "--no-swap" not in errors.splitlines()[-1]
+
+
+LAYS_OUT = """
+    import os, sys
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from compat import parallel_state
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    order = {"order": sys.argv[2]} if sys.argv[2:] else {}
+    parallel_state.initialize_model_parallel(
+        2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=int(sys.argv[1]), **order
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "expert_tp", "says"),
+    [
+        ("tp-pp-cp-dp", "1", "leaves out 'ep', whose size is 2"),
+        ("pp-tp-ep-dp", "2", "does not end in pp"),
+        ("tp-pp-ep-dp", "1", "pipelines must be the same"),
+    ],
+)
+def test_an_error_about_an_order_says_where_it_came_from(tmp_path, order, expert_tp, says):
+    run = (script(tmp_path, LAYS_OUT), expert_tp)
+    flag = launch("--order", order, *run, cwd=tmp_path, fails=True)
+    assert says in flag and "The order comes from --order." in flag
+    variable = launch(*run, "tp-cp-ep-dp-pp", cwd=tmp_path, fails=True, HYPERGRID_ORDER=order)
+    assert says in variable and "comes from HYPERGRID_ORDER in the environment." in variable
+    argument = python(*run, order, cwd=tmp_path, fails=True)
+    assert says in argument and "The order comes from the argument `order`." in argument
+
+
+REPORTS = """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from compat import parallel_state
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    parallel_state.initialize_model_parallel(2, 2, get_position_embedding_ranks=lambda ranks: ranks)
+"""
+
+
+@pytest.mark.parametrize(("release", "has"), [("0.16.1", False), ("0.19.2", True)])
+def test_the_report_speaks_as_the_release_and_as_plan_does(tmp_path, release, has):
+    asked = {"HYPERGRID_MEGATRON_RELEASE": release}
+    out = launch("--report", script(tmp_path, REPORTS), cwd=tmp_path, **asked)
+    rows = {line.split()[0]: line.split("default")[0].split()[1:] for line in out.splitlines()[2:]}
+    assert rows["EMBEDDING_GROUP"] == ["pp", "ends"]
+    assert rows["POSITION_EMBEDDING_GROUP"] == ["chosen"]
+    assert rows["CONTEXT_PARALLEL_GROUP"] == ["alone"]
+    assert ("gtp_remat=1" in out) is has and "tp=2" in out
 
 
 def test_a_module_can_be_launched_by_name(tmp_path):

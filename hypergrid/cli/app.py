@@ -32,7 +32,7 @@ from hypergrid.cli.source import Subject, about_a_layout, read, read_json, refus
 from hypergrid.compare import against_dump, difference
 from hypergrid.judge import findings
 from hypergrid.layout import LayoutError
-from hypergrid.summary import names
+from hypergrid.summary import dims_in_words, names
 from hypergrid.traffic import VOLUMES, ranked
 
 app = typer.Typer(
@@ -86,8 +86,7 @@ def plan(
         label = Text(line.label)
         if line.same_as:
             label.append(f"\n  = {line.same_as}", style="dim")
-        dims = "-".join(line.dims) or "alone"
-        dims += f" {line.pick}" * (line.pick != "all" and dims != "alone")
+        dims = dims_in_words(line.dims, line.pick)
         table.add_row(dims, span(line.size), str(line.groups), across, label)
     out.print(table)
     made = ", ".join(f"{span(n)} with share={share}" for share, n in shares(subject).items())
