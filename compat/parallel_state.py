@@ -43,7 +43,7 @@ from compat.release import as_released
 from compat.replaced import HELPERS, MEMBERS_ONLY, NEW_GROUP
 from compat.report import report
 from compat.request import Request
-from compat.state import GROUP_SLOTS, SLOTS, ParallelState
+from compat.state import SLOTS, ParallelState
 from compat.swap import warn_of_a_second_state
 from hypergrid import creation
 
@@ -181,12 +181,9 @@ def initialize_model_parallel(
     helpers = _replaced_helpers()
     request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
     before = _current
-    left = [slot for slot in GROUP_SLOTS if getattr(before, slot)]
-    # Outside code may have closed the groups and emptied every global: stock then starts anew.
-    emptied = before.pool is not None and not left
     with request.telling_others():
         request.check()
-        if left or (before.request is not None and not emptied):
+        if before.is_in_use:
             raise AssertionError(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
@@ -205,7 +202,7 @@ def initialize_model_parallel(
             _make_current(before)
             state.destroy()
             raise
-    if emptied and before.grid is not None:
+    if before.grid is not None:  # outside code has emptied its globals
         before.grid.destroy()
 
 

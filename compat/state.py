@@ -20,6 +20,7 @@ from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
+from compat.megatron_plan import aliases
 from compat.release import HAS
 from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
@@ -134,7 +135,7 @@ class ParallelState(Getters):
             try:
                 self.request = request
                 self._take(built)
-                self._global_process_group_list = built.groups
+                self._global_process_group_list = built.groups or None
                 stages = request.virtual_pipeline_model_parallel_size
                 if stages is not None:
                     self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
@@ -332,6 +333,16 @@ class ParallelState(Getters):
         if group is None or group is not getattr(self, slot) or not self.asks_itself:
             return None
         return rank if kind == "rank" else size
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether it has groups, or its window is elsewhere; not if all were written to None."""
+        # Of an alias only some releases know that it is there: its group's own global counts.
+        rows = aliases(self.request) if self.request is not None else []
+        second = {row.slot + suffix for row in rows for suffix in ("", "_GLOO")}
+        if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
+            return True
+        return self.request is not None and self.pool is None
 
     @property
     def asks_itself(self) -> bool:
