@@ -181,7 +181,7 @@ def initialize_model_parallel(
     helpers = _replaced_helpers()
     request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
     before = _current
-    left = [slot for slot in GROUP_SLOTS if getattr(before, slot)]
+    left = [slot for slot in GROUP_SLOTS if slot not in before.aliases and getattr(before, slot)]
     # Outside code may have closed the groups and emptied every global: stock then starts anew.
     emptied = before.pool is not None and not left
     with request.telling_others():

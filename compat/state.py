@@ -20,6 +20,7 @@ from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
+from compat.megatron_plan import aliases
 from compat.release import HAS
 from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
@@ -134,7 +135,7 @@ class ParallelState(Getters):
             try:
                 self.request = request
                 self._take(built)
-                self._global_process_group_list = built.groups
+                self._global_process_group_list = built.groups or None
                 stages = request.virtual_pipeline_model_parallel_size
                 if stages is not None:
                     self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
@@ -189,6 +190,12 @@ class ParallelState(Getters):
             object.__setattr__(self, slot, getattr(before, slot))
         self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
         self._renumber()
+
+    @property
+    def aliases(self) -> set[str]:
+        """Globals that hold the group of another one; some releases do not know these names."""
+        rows = aliases(self.request) if self.request is not None else []
+        return {row.slot + suffix for row in rows for suffix in ("", "_GLOO")}
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller made and owns."""
@@ -281,7 +288,8 @@ class ParallelState(Getters):
                 for slot, value in before.items():
                     if not is_suspended(value):  # somebody else's group
                         object.__setattr__(self, slot, value)
-                self._global_process_group_list = [*built.groups, *own]
+                listed = built.groups or ([None] if own else [])
+                self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
                     self._make_all_gather_groups(*arguments)
                 if built.grid is not None and kept[0] is not None:
