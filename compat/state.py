@@ -282,7 +282,8 @@ class ParallelState(Getters):
                 for slot, value in before.items():
                     if not is_suspended(value):  # somebody else's group
                         object.__setattr__(self, slot, value)
-                self._global_process_group_list = [*built.groups, *own]
+                listed = built.groups or ([None] if own else [])
+                self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
                     self._make_all_gather_groups(*arguments)
                 if built.grid is not None and kept[0] is not None:

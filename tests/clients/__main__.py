@@ -17,7 +17,7 @@ def main(release: str, real: bool) -> None:
     with contextlib.suppress(ImportError):  # seconds, which every process would spend otherwise
         import megatron.core.utils  # noqa: F401
     for name, program in (REAL if real else PROGRAMS).items():
-        if release not in program.releases:
+        if not real and release not in program.releases:
             continue
         found[name] = []
         try:

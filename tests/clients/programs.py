@@ -32,7 +32,11 @@ PROGRAMS = {
     "MindSpeed: groups of its own": Program(mindspeed.options_set_afterwards),
     "MindSpeed-LLM: ranks in another order": Program(mindspeed_llm.ranks_in_another_order),
     "MindSpeed-LLM: pipelines that share a stage": Program(
-        mindspeed_llm.pipelines_that_share_a_stage, world=6, sizes=UNEVEN
+        # The client is for 0.12; later releases stumble over a rank in two pipelines.
+        mindspeed_llm.pipelines_that_share_a_stage,
+        releases=RELEASES[:2],
+        world=6,
+        sizes=UNEVEN,
     ),
     "MindSpeed-LLM: groups written anew": Program(mindspeed_llm.groups_written_anew),
     "slime: groups closed and made anew": Program(slime.groups_closed_and_made_anew),
