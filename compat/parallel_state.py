@@ -198,12 +198,12 @@ def initialize_model_parallel(
             wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
             if wanted and dist.get_rank() == request.rank_offset:
                 print(report(state), flush=True)
+            if before.grid is not None:  # outside code has emptied its globals
+                before.grid.destroy()
         except BaseException:
             _make_current(before)
             state.destroy()
             raise
-    if before.grid is not None:  # outside code has emptied its globals
-        before.grid.destroy()
 
 
 def _replaced_helpers() -> dict[str, Callable[..., Any]]:
