@@ -218,6 +218,8 @@ def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_T
         _turn = outer or _Turn(ranks, proposal)
         yield _turn
     finally:
+        if outer is None and _turn is not None:
+            _turn.decided.set()
         _turn = outer
         _alternately.release()
 

@@ -209,26 +209,16 @@ def test_who_is_missing_is_found_in_a_few_looks(absent):
     assert counting.checked <= 1000 and counting.checks <= 60
 
 
-def _timeouts(rank, default):
-    if default is None:
-        dist.init_process_group(
-            store=dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False),
-            rank=rank,
-            world_size=2,
-        )
+def _in_detail(rank):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ps.initialize_model_parallel(2, distributed_timeout_minutes=7)
     groups = [group.group for group in ps.current_state().pool.groups]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
-    backends = [getattr(backend, "wrapped_pg", backend) for backend in backends]
+    backends = [backend.wrapped_pg for backend in backends]
     said = [str(w.message) for w in caught if "timeout" in str(w.message).lower()]
     return {backend.options._timeout for backend in backends}, said
-
-
-def _in_detail(rank):
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    return _timeouts(rank, "gloo")
 
 
 def test_groups_have_their_timeout_and_no_warning_where_torch_checks_collectives_in_detail():
