@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
 from hypergrid.connection import (
+    another_connection,
     bounded,
     forget,
+    missing,
     noticing_a_dead_link,
     shared_store,
+    stay_until,
     telling_of_a_lost_store,
 )
 from hypergrid.creation import Abilities, abilities
@@ -29,7 +34,9 @@ from hypergrid.policy import Policy
 from hypergrid.words import shown, some_of, span_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_alone: Counter[str] = Counter()  # agreements of each span that no store numbered
+# Agreements of each span that no store numbered. Begun anew with each default group, as a process
+# begins that takes a dead one's place: the others count what it counts.
+_alone: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -90,14 +97,28 @@ def agree(
     AgreementError
         On every rank, with the same text, when proposals differ, when a rank has refused its own
         (``refuse``), when the way of creation that the policy insists on is not open to all,
-        when windows overlap, or when a rank does not come within ``timeout``. Also when the store
-        is lost.
+        when windows overlap, when two threads of a process create at once, or when a rank does
+        not come within ``timeout``. Also when the store is lost.
     """
+    with one_thread(ranks, proposal) as turn:
+        try:
+            return _agree(ranks, proposal, policy, timeout, life)
+        finally:
+            turn.decided.set()
+
+
+def _agree(
+    ranks: Sequence[int],
+    proposal: Mapping[str, Any],
+    policy: Policy,
+    timeout: timedelta | None,
+    life: int | None,
+) -> Agreement:
     can, store = abilities(), shared_store()
     if store is None:
-        span = span_of(ranks)
-        _alone[span] += 1
-        return _accept(_choose(f"{span}/alone/{_alone[span]}", policy, [can]))
+        span, count = span_of(ranks), _alone.setdefault(dist.group.WORLD, Counter())
+        count[span] += 1
+        return _accept(_choose(f"{span}/alone/{count[span]}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
     timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
@@ -115,8 +136,12 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
     The others raise with this error's text once all have come. This rank waits ten seconds for
     that, so that none is a call ahead of the others; it has then said so, and goes on.
     """
-    store = shared_store()
+    store, first = shared_store(), _turn
     if store is not None and dist.get_rank() in ranks:
+        if first is not None and first.thread != threading.get_ident():
+            store = another_connection(store)
+            if list(first.ranks) == list(ranks):
+                first.decided.wait()  # this refusal is for the next round
         text = f"{type(error).__name__}: {str(error)[:2000]}"
         here = _Round(store, ranks, life)
         if here.arrive({"refused": text}, Abilities(), Policy()):
@@ -150,6 +175,61 @@ def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
                 text = f"{type(error).__name__}: {error}"
                 agree(ranks, {"refused": text}, policy, timedelta(minutes=1))
         raise
+
+
+@dataclass
+class _Turn:
+    """The one thread of this process that creates; another that comes meanwhile is refused."""
+
+    ranks: Sequence[int]
+    proposal: Mapping[str, Any]
+    thread: int = field(default_factory=threading.get_ident)
+    decided: threading.Event = field(default_factory=threading.Event)  # its agreement is over
+    mistakable: str = ""  # why its ranks may have met those of another thread
+
+    def end(self) -> None:
+        """Refuse this thread too, if its ranks cannot be told from another's. Before it is over."""
+        if self.mistakable:
+            raise AgreementError(self.mistakable)
+
+
+_turn: _Turn | None = None
+_alternately = threading.RLock()
+
+
+@contextmanager
+def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_Turn]:
+    """Let no other thread of this process agree or create meanwhile: it is refused on all ranks.
+
+    Ranks cannot know whose groups belong together where threads take turns in another order on
+    each of them. What another thread asks for at the same time, alike in everything, could have
+    met this one's: ``end`` then refuses both.
+    """
+    global _turn
+    if not _alternately.acquire(blocking=False):
+        first, error = _turn, _two_threads(ranks)
+        if first is not None and (list(first.ranks), first.proposal) == (list(ranks), proposal):
+            first.mistakable = str(error)
+        with suppress(Exception):  # the refusal itself is what the caller must see
+            refuse(ranks, error)
+        raise error
+    outer = _turn
+    try:
+        _turn = outer or _Turn(ranks, proposal)
+        yield _turn
+    finally:
+        if outer is None and _turn is not None:
+            _turn.decided.set()
+        _turn = outer
+        _alternately.release()
+
+
+def _two_threads(ranks: Sequence[int]) -> AgreementError:
+    return AgreementError(
+        f"two threads of rank {dist.get_rank()} create groups at the same time, one of them those "
+        f"of ranks {span_of(ranks)}, and no rank can know which of them it meets. Create them in "
+        f"one thread, or one after the other, in the same order on all ranks."
+    )
 
 
 class _Round:
@@ -232,16 +312,17 @@ class _Round:
         try:
             self.here.wait(["verdict"], timeout)
         except RuntimeError:
-            missing = [r for r in self.ranks if not self.here.check([f"came/{r}"])]
-            error = (
-                f"{some_of(missing, self.ranks)} did not come to create groups together within "
-                f"{timeout}. Look at their logs, or give them more time by "
-                f"distributed_timeout_minutes."
-            )
-            _close(self.board, self.number, {"error": error})
+            if self.here.add("reporting", 1) == 1:
+                absent = missing(self.here, "arrived", "came", self.ranks)
+                error = (
+                    f"{absent} did not come to create groups together within {timeout}. Look at "
+                    f"their logs, or give them more time by distributed_timeout_minutes."
+                )
+                _close(self.board, self.number, {"error": error})
             self.here.wait(["verdict"], timedelta(seconds=30))
         verdict: dict[str, Any] = json.loads(self.here.get("verdict"))
-        self.tidy("error" in verdict)
+        with suppress(RuntimeError):  # what has been read stands, also when the store is lost now
+            self.tidy("error" in verdict)
         return verdict
 
     def tidy(self, failed: bool) -> None:
@@ -250,6 +331,8 @@ class _Round:
         if failed:  # a rank that comes late must still find the verdict
             if self.here.add(self.alike, -1) == 0:
                 forget(self.here, self.alike)
+            self.here.add("read", 1)
+            stay_until(lambda: self.here.add("read", 0) >= self.here.add("arrived", 0), self.store)
         elif self.here.add("read", 1) == len(self.ranks):
             forget(self.here, self.alike)
             _clear_meeting(self.here)  # and not its ending, which others may have come to
@@ -271,7 +354,7 @@ def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
 
 def _clear_meeting(here: Store) -> None:
     posted = here.add("abilities", 0)
-    keys = ["arrived", "closed", "verdict", "read", "abilities"]
+    keys = ["arrived", "closed", "reporting", "verdict", "read", "abilities"]
     forget(here, *keys, *(f"abilities/{i + 1}" for i in range(posted)))
 
 

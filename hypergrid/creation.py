@@ -167,10 +167,16 @@ def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None
     """The timeout to create a group with, for it to be given up within ``timeout`` altogether.
 
     Gloo takes five times as long before it gives up a member that has said where it is and does
-    not answer there. None where the group can be created with its own timeout.
+    not answer there. None where the group can be created with its own timeout; also where it must
+    be: with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch gives each a helper that keeps the first one.
     """
     known = hasattr(c10d, "_set_pg_timeout") and dist.get_backend() != "fake"
-    if "gloo" not in (backend or dist.get_backend()) or not known:
+    if not known or c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
+        return None
+    config = backend or dist.get_backend()
+    if config == dist.Backend.UNDEFINED:  # what this machine's devices use
+        config = repr(c10d.BackendConfig(dist.Backend(config)))
+    if "gloo" not in config.lower():
         return None
     timeout = timeout or c10d.default_pg_timeout
     return max(timeout / 5, min(timeout, timedelta(seconds=5)))

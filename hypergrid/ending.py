@@ -14,12 +14,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hypergrid.connection import (
     bounded,
     forget,
+    missing,
     noticing_a_dead_link,
     shared_store,
+    stay_until,
     telling_of_a_lost_store,
 )
 from hypergrid.errors import CreationError
-from hypergrid.words import in_words, some_of
+from hypergrid.words import in_words
 
 
 @contextmanager
@@ -48,13 +50,14 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
             with suppress(Exception):  # the failure itself is what the caller must see
                 own = str(error) if isinstance(error, CreationError) else in_words(error)
                 first = _settle(here, {"error": own})["error"]
-                _leave(here, ranks)
+                _leave(here, ranks, failed=True)
             if isinstance(error, CreationError) and first not in (None, own):
                 raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
             raise
         with telling_of_a_lost_store():
             outcome = _meet_at_the_end(here, ranks, timeout)
-            _leave(here, ranks)
+        with suppress(RuntimeError):  # what has been read stands, also when the store is lost now
+            _leave(here, ranks, "error" in outcome)
         if "error" in outcome:
             raise CreationError(
                 f"rank {dist.get_rank()} gave its groups back, another rank could not make its "
@@ -70,9 +73,10 @@ def _meet_at_the_end(here: Store, ranks: Sequence[int], timeout: timedelta) -> d
         # Whoever is stuck in torch finds out after the timeout, and knows better what at.
         here.wait(["outcome"], timeout + timedelta(seconds=5))
     except RuntimeError:
-        missing = [rank for rank in ranks if not here.check([f"done/{rank}"])]
-        text = f"{some_of(missing, ranks)} did not finish creating groups within {timeout}"
-        return _settle(here, {"error": f"{text}. Look at their logs."})
+        if here.add("reporting", 1) == 1:
+            text = f"{missing(here, 'done', 'done', ranks)} did not finish creating groups within"
+            return _settle(here, {"error": f"{text} {timeout}. Look at their logs."})
+        here.wait(["outcome"], timedelta(seconds=30))
     outcome: dict[str, Any] = json.loads(here.get("outcome"))
     return outcome
 
@@ -87,11 +91,13 @@ def _settle(here: Store, outcome: dict[str, Any]) -> dict[str, Any]:
     return standing
 
 
-def _leave(here: Store, ranks: Sequence[int]) -> None:
+def _leave(here: Store, ranks: Sequence[int], failed: bool) -> None:
     forget(here, f"done/{dist.get_rank()}")
     if here.add("left", 1) == len(ranks):
         clear_ending(here)
+    elif failed:
+        stay_until(lambda: not here.check(["outcome"]), here)
 
 
 def clear_ending(here: Store) -> None:
-    forget(here, "done", "settled", "outcome", "left")
+    forget(here, "done", "settled", "reporting", "left", "outcome")  # the last of all leave last

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid import creation
-from hypergrid.agreement import Agreement, agree
+from hypergrid.agreement import Agreement, agree, one_thread
 from hypergrid.creation import Ranks
 from hypergrid.ending import all_or_none
 from hypergrid.errors import CreationError
@@ -75,15 +75,17 @@ class GroupPool:
         CreationError
             A rank could not create its group; nothing is left on any.
         """
-        self.agreement = agree(ranks, proposal, self.policy, timeout, life)
-        before, owners = len(self.groups), dict(self._owners)
-        try:
-            with all_or_none(self.agreement.epoch, ranks, timeout or c10d.default_pg_timeout):
-                yield
-        except BaseException:
-            self.destroy(before)
-            self._owners = owners
-            raise
+        with one_thread(ranks, proposal) as turn:
+            self.agreement = agree(ranks, proposal, self.policy, timeout, life)
+            before, owners = len(self.groups), dict(self._owners)
+            try:
+                with all_or_none(self.agreement.epoch, ranks, timeout or c10d.default_pg_timeout):
+                    yield
+                    turn.end()
+            except BaseException:
+                self.destroy(before)
+                self._owners = owners
+                raise
 
     def make(
         self,

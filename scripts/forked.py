@@ -7,6 +7,8 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -72,6 +74,71 @@ def run_ranks(
         return results
 
 
+def run_scripts(
+    world: int, body: Callable[..., Any], *args: Any, runs: int = 1, timeout: float = 40
+) -> list[list[str]]:
+    """Call ``body(rank, *args)`` as scripts of a user's; give what each rank of each run printed.
+
+    Nobody waits at the end: what ``body`` raises ends its process as it ends a script's, with the
+    interpreter's own tidying, and rank 0 takes the store along. ``body`` is a module's function.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        call = Path(directory, "call")
+        call.write_bytes(pickle.dumps((world, body, args, runs, timeout)))
+        code = f"import sys; sys.path[:0] = {sys.path!r}; from forked import _scripts"
+        command = [sys.executable, "-c", f"{code}; _scripts({str(call)!r})"]
+        subprocess.run(command, check=True, timeout=runs * timeout + 60)
+        return [
+            [Path(directory, f"{run}.{rank}").read_text() for rank in range(world)]
+            for run in range(runs)
+        ]
+
+
+def _scripts(call: str) -> None:
+    world, body, args, runs, timeout = pickle.loads(Path(call).read_bytes())
+    for run in range(runs):
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(world)
+        children = {}
+        for rank in range(world):
+            printed = Path(call).with_name(f"{run}.{rank}").open("wb")
+            pid = os.fork()
+            if pid == 0:
+                for stream in (1, 2):
+                    os.dup2(printed.fileno(), stream)
+                _start(rank, world, listener, "gloo")
+                body(rank, *args)
+                sys.exit()
+            children[pid] = rank
+            printed.close()
+        listener.close()
+        _wait(children, time.monotonic() + timeout)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _start(rank: int, world: int, listener: socket.socket, backend: str) -> dist.Store:
+    torch.set_num_threads(1)
+    port = listener.getsockname()[1]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    descriptor = listener.detach()
+    if rank:  # else the port would stay open when rank 0 has ended
+        os.close(descriptor)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=descriptor if rank == 0 else None,
+    )
+    if backend:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    return store
+
+
 def _child(
     rank: int,
     world: int,
@@ -84,20 +151,8 @@ def _child(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
-    torch.set_num_threads(1)
-    port = listener.getsockname()[1]
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=rank == 0,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if rank == 0 else None,
-        )
-        if backend:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        store = _start(rank, world, listener, backend)
         try:
             outcome: tuple[str, Any] = ("result", body(rank, *args))
         except BaseException as error:

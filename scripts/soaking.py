@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from forked import RankFailure, run_ranks
+from forked import RankFailure, run_ranks, run_scripts
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compat import members_only
 from compat import parallel_state as ps
+from compat.state import ParallelState
 from hypergrid import pool
 
 TIMEOUT = 3.0  # seconds that ranks wait for each other where one of them fails
@@ -275,6 +277,85 @@ def disagreements(count: int, seed: int = 1, world: int = 8) -> Tally:
         ):
             tally.lost.append(f"rank {odd} with {change}: {heard}")
     tally.seen = f"the last rank heard of it after {slowest:.1f} s"
+    return tally
+
+
+def _one_is_asked_for_something_else(rank: int, at_once: bool) -> None:
+    try:
+        ps.initialize_model_parallel(4 if rank == 5 else 2)
+    except RuntimeError as error:
+        if not at_once:
+            raise
+        print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(1)
+
+
+def hosts_that_leave(runs: int, world: int = 8) -> Tally:
+    """Rank 5 is asked for something else, and all end: half of the runs by ``os._exit``."""
+    tally = Tally("arguments differ and the store's host ends: every rank has said how", runs)
+    told = "tensor_model_parallel_size is 4 on rank 5 and 2 on rank 0"
+    for at_once, share in ((True, runs - runs // 2), (False, runs // 2)):
+        body = _one_is_asked_for_something_else
+        for run, texts in enumerate(run_scripts(world, body, at_once, runs=share)):
+            for rank, text in enumerate(texts):
+                last = (text.splitlines() or [""])[-1]
+                if told not in last or "TCPStore" in text:  # which writes its C++ frames there
+                    tally.lost.append(f"run {run}, rank {rank}: {last[:400]}")
+                    break
+    return tally
+
+
+def _in_two_threads(rank: int, late: int, turned: bool, orders: list[dict[str, Any]]) -> Any:
+    """Each of two threads creates a state; rank ``late`` begins last, and ``turned`` turns it."""
+    texts = [""] * len(orders)
+
+    def create(number: int) -> None:
+        try:
+            state = ParallelState.create(**orders[number], distributed_timeout_minutes=0.5)
+        except RuntimeError as error:
+            texts[number] = f"{type(error).__name__}: {error}"
+        else:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=state.get_tensor_model_parallel_group())
+            texts[number] = f"works with {total.item():.0f}"
+
+    time.sleep(rank == late)
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(len(orders))]
+    start, before = time.monotonic(), _traces()
+    for thread in threads[::-1] if turned and rank == late else threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    seconds = time.monotonic() - start
+    dist.barrier()
+    ParallelState.create(tensor_model_parallel_size=2).destroy()
+    return texts, seconds, [text for text in texts if text.startswith("works")] or _changes(before)
+
+
+def threads_at_once(runs: int, world: int = 4) -> Tally:
+    """Two threads of each rank create states at once, in one order or not, alike or not."""
+    tally = Tally("two threads create at once: no hang, no mix, all ranks say who was refused")
+    alike: dict[str, Any] = {"tensor_model_parallel_size": 2}
+    for number in range(runs):
+        other, turned, late = (4, 2)[number % 2], number // 2 % 2 == 1, number % world
+        tally.tried += 1
+        orders = [alike, {"tensor_model_parallel_size": other}]
+        try:
+            results = run_ranks(world, _in_two_threads, late, turned, orders, timeout=60)
+        except RankFailure as failure:
+            tally.lost.append(f"run {number}: {failure.line}")
+            continue
+        first, second = zip(*(result[0] for result in results), strict=True)
+        works = other != 2 and not turned  # else nobody can know which thread was meant
+        if (
+            (works and set(first) != {"works with 2"})
+            or (not works and any("works" in text for text in first))
+            or any("works" in text for text in second)
+            or not all("two threads of rank" in " ".join(texts) for texts, _, _ in results)
+            or any(seconds > 20 for _, seconds, _ in results)
+        ):
+            tally.lost.append(f"run {number}, turned: {turned}, sizes 2 and {other}: {results}")
     return tally
 
 
