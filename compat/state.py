@@ -426,14 +426,26 @@ class ParallelState(Getters):
         self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
 
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
-        """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``."""
+        """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``.
+
+        Where ``pg`` serves several names, a warning says whose timeout changes with it.
+        """
+        pool = self.pool.groups if self.pool else []
+        served = [pooled.label for pooled in pool if pg is not None and pooled.group is pg]
+        if len(served) > 1:
+            warnings.warn(
+                f"update_pg_timeout({timeout}) changes the timeout of {' and '.join(served)}: they "
+                f"share one communicator. Initialise with share='none' to change one alone.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         dist.barrier(pg)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         groups = [pg] if pg is not None else self._global_process_group_list or [None]
         for group in groups:
             c10d._set_pg_timeout(timeout, group)
-        for pooled in self.pool.groups if self.pool else ():
+        for pooled in pool:
             if pooled.group in groups:
                 self._timeouts[pooled.label, pooled.ranks] = timeout
 

@@ -19,11 +19,16 @@ Ranks = tuple[int, ...]
 
 
 class Kind(NamedTuple):
-    """What makes two communicators over the same ranks the same."""
+    """What must be equal, beside the ranks, for two names to use one communicator."""
 
     backend: str | None
     timeout: float | None
     options: tuple[tuple[str, Any], ...] | None
+    traffic: str = ""
+
+    def among(self, members: int) -> Kind:
+        """The same for a group of so many: alone, no traffic waits for other traffic."""
+        return self if members > 1 else self._replace(traffic="")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,9 @@ class GroupRow:
         Seconds; None means torch's default for the backend.
     options : tuple of (key, value), optional
         Communicator options, as plain data; None leaves them to torch.
+    traffic : str
+        What the group carries, in the caller's words; only compared. A communicator runs one
+        operation at a time, so names whose traffic runs at the same time must differ in it.
     separate : bool
         The group exists to be apart from others with the same ranks; it never shares.
     """
@@ -64,6 +72,7 @@ class GroupRow:
     backend: str | None = None
     timeout: float | None = None
     options: tuple[tuple[str, Any], ...] | None = None
+    traffic: str = ""
     separate: bool = False
 
     @property
@@ -71,7 +80,7 @@ class GroupRow:
         """What must be equal for another label to share its communicator; None if none may."""
         if self.separate or self.explicit is not None:
             return None
-        return Kind(self.backend, self.timeout, self.options)
+        return Kind(self.backend, self.timeout, self.options, self.traffic)
 
     def cut(self, members: list[int], rank: int) -> Ranks:
         """The part of ``members`` that ``rank`` communicates with; empty where it is left out."""
@@ -142,14 +151,12 @@ class GroupPlan:
         return [part for part in kept if part.size]
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
-        """As ``groups_of``, with the label whose communicator serves; None for one of its own.
-
-        The default group, which may serve too, is not known here.
-        """
-        owners: dict[tuple[Ranks, Kind | None], str] = {}
+        """As ``groups_of``, with the label whose communicator serves; None for one of its own."""
+        owners: dict[tuple[Ranks, Kind], str] = {}
         for row, ranks in self.groups_of(rank):
-            may = policy.may_share(row.kind, ranks)
-            owner = owners.setdefault((ranks, row.kind), row.label) if may else row.label
+            kind, owner = row.kind, row.label
+            if kind is not None and policy.may_share(kind, ranks):
+                owner = owners.setdefault((ranks, kind.among(len(ranks))), owner)
             yield row, ranks, None if owner == row.label else owner
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:

@@ -23,8 +23,9 @@ class Policy:
     Parameters
     ----------
     share : {"none", "singletons", "all"}
-        Which names with equal ranks, backend, options and timeout use one communicator: none of
-        them, those of a single rank, all but groups that exist to be separate.
+        Which names with equal ranks, backend, options, timeout and traffic use one communicator:
+        none of them, those of a single rank (whatever their traffic), all but groups that exist to
+        be separate. The default group serves no name.
     connect : {"eager", "lazy"}
         Whether gloo connects the members at once or when the group is first used.
     creation : {"auto", "members", "split", "everyone"}

@@ -50,8 +50,8 @@ def test_the_plan_is_a_table_of_names():
     assert table["TENSOR_MODEL_PARALLEL_GROUP"] == ["tp", "4", "16", "1"]
     assert table["DATA_PARALLEL_GROUP_WITH_CP"] == ["dp-cp", "8", "8", "4"]
     assert table["POSITION_EMBEDDING_GROUP"] == ["pp", "first", "1", "32", "1"]
-    assert "= TENSOR_MODEL_PARALLEL_GROUP" in said
     assert "19-20 with share=none" in said
+    assert "= DATA_PARALLEL_GROUP_WITH_CP\n" in run(f"plan {HOSTS} --tp 4")
 
 
 def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):

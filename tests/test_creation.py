@@ -238,16 +238,6 @@ def test_sharing_is_the_same_when_every_rank_takes_part():
         assert {label: owner for label, owner in sharing.items() if owner} == by_members
 
 
-def _the_default_group(rank, minutes):
-    ps.initialize_model_parallel(share="all", distributed_timeout_minutes=minutes)
-    return ps.get_data_parallel_group() is dist.group.WORLD
-
-
-def test_a_world_spanning_group_is_the_default_one_only_if_its_timeout_is_the_same():
-    assert run_ranks(4, _the_default_group, 30) == [True] * 4
-    assert run_ranks(4, _the_default_group, 31) == [False] * 4
-
-
 def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
     fake_world(8)
     with (
