@@ -780,10 +780,10 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
 
 def __getattr__(name: str) -> Any:
     # Here and not on the class below: there it would slow every read of the module down.
-    if name.startswith("_") and not name.startswith("__"):
+    if name in SLOTS:
         try:
             return getattr(_current, name)
-        except AttributeError:
+        except AttributeError:  # deleted
             pass
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

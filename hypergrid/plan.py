@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hypergrid.layout import RankLayout
+from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.policy import Policy
+from hypergrid.words import shown
 
 SCHEMA = 1
 
@@ -113,6 +114,17 @@ class GroupPlan:
     layouts: Mapping[str, RankLayout]
     rows: tuple[GroupRow, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        if not self.layouts:
+            raise LayoutError("a plan needs a layout, and was given none.")
+        for row in self.rows:
+            if row.layout not in self.layouts:
+                raise LayoutError(
+                    f"{shown(row.label)} is over the layout {shown(row.layout)}, and the plan "
+                    f"has {', '.join(self.layouts)}."
+                )
+            self.layouts[row.layout].axes(row.dims)  # refuses dims that it has not
+
     @property
     def window(self) -> range:
         """The span of ranks that the plan is for."""
@@ -179,22 +191,46 @@ class GroupPlan:
 
     @classmethod
     def from_json(cls, text: str) -> GroupPlan:
-        """Read back what ``to_json`` wrote. Raises ValueError on another schema."""
+        """Read back what ``to_json`` wrote. Raises ValueError on another schema.
+
+        LayoutError, which is one, where a row is over a layout or a dim that is not there.
+        """
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
             raise ValueError(
                 f"a plan of schema {data.get('schema')!r} cannot be read: this release of "
                 f"hypergrid knows schema {SCHEMA}."
             )
-        rows = tuple(
-            GroupRow(**{key: _hashable(value) for key, value in row.items()})
-            for row in data["rows"]
-        )
+        rows = tuple(map(_row, data["rows"]))
         return cls({name: RankLayout(**lay) for name, lay in data["layouts"].items()}, rows)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+_PLAIN: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("label", "layout", "traffic"), lambda value: isinstance(value, str)),
+    "dims": lambda value: isinstance(value, tuple),
+    "chunk": lambda value: value is None or (type(value) is int and value > 0),
+    "pick": lambda value: value in ("all", "ends", "first"),
+    "explicit": lambda value: value is None or (value != () and all(map(_are_ranks, value))),
+    "backend": lambda value: value is None or isinstance(value, str),
+    "timeout": lambda value: value is None or isinstance(value, int | float),
+    "options": lambda value: value is None or all(len(pair) == 2 for pair in value),
+}
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(rank) is int for rank in value)
+
+
+def _row(given: Mapping[str, Any]) -> GroupRow:
+    row = GroupRow(**{key: _hashable(value) for key, value in given.items()})
+    for name, is_plain in _PLAIN.items():
+        if not is_plain(getattr(row, name)):
+            raise ValueError(f"a row cannot have {name}={shown(getattr(row, name))}.")
+    return row
 
 
 def _hashable(value: Any) -> Any:
