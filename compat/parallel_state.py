@@ -165,7 +165,8 @@ def initialize_model_parallel(
         The window: its first rank, and how many ranks it has.
     share, connect, creation : str, optional
         How groups are made, see ``hypergrid.policy.Policy``. Not upstream's; also as
-        ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT``, ``HYPERGRID_CREATION`` in the environment.
+        ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT``, ``HYPERGRID_CREATION`` in the environment,
+        which wins.
 
     Raises
     ------

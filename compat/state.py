@@ -20,6 +20,7 @@ from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
+from compat.order import asked
 from compat.release import HAS
 from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
@@ -117,7 +118,8 @@ class ParallelState(Getters):
 
         helpers = parallel_state.replaced_helpers()
         helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
-        request = Request(**arguments, helpers=helpers)
+        arguments["order"], source = asked(arguments.get("order", Request.order))
+        request = Request(**arguments, helpers=helpers, order_source=source)
         with request.telling_others():
             request.check()
         state = cls()

@@ -282,10 +282,12 @@ def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported():
         assert not lazy and "connected at once: not every rank's torch can wait" in text
 
 
-def test_choices_come_from_arguments_then_the_environment(monkeypatch):
+def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     assert Policy.resolve() == Policy(share="all")
-    assert Policy.resolve(share="singletons", connect="lazy") == Policy("singletons", "lazy")
+    assert Policy.resolve(share="singletons", connect="lazy") == Policy("all", "lazy")
+    with pytest.raises(ValueError, match=r"connect='later' is invalid: use one of eager, lazy\."):
+        Policy.resolve(connect="later")
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
     with pytest.raises(
         ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of eager, lazy\."
