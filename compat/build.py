@@ -159,7 +159,7 @@ def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
         for group in made:  # also those that upstream makes and keeps in no global
             if all(group is not pooled.group for pooled in pool.groups):
                 pool.adopt(group.group_desc, dist.get_process_group_ranks(group), group)
-    built.groups[1:] = made
+    built.groups = [None, *made] if made else []  # upstream's own create_group keeps the list
 
 
 def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:

@@ -43,7 +43,7 @@ from compat.release import as_released
 from compat.replaced import HELPERS, MEMBERS_ONLY, NEW_GROUP
 from compat.report import report
 from compat.request import Request
-from compat.state import GROUP_SLOTS, SLOTS, ParallelState
+from compat.state import SLOTS, ParallelState
 from compat.swap import warn_of_a_second_state
 from hypergrid import creation
 
@@ -179,15 +179,12 @@ def initialize_model_parallel(
     """
     arguments = dict(locals())
     arguments["order"], source = asked(order)
-    helpers = replaced_helpers()
+    helpers = _replaced_helpers()
     request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
     before = _current
-    left = [slot for slot in GROUP_SLOTS if getattr(before, slot)]
-    # Outside code may have closed the groups and emptied every global: stock then starts anew.
-    emptied = before.pool is not None and not left
     with request.telling_others():
         request.check()
-        if left or (before.request is not None and not emptied):
+        if before.is_in_use:
             raise AssertionError(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
@@ -202,15 +199,15 @@ def initialize_model_parallel(
             wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
             if wanted and dist.get_rank() == request.rank_offset:
                 print(report(state), flush=True)
+            if before.grid is not None:  # outside code has emptied its globals
+                before.grid.destroy()
         except BaseException:
             _make_current(before)
             state.destroy()
             raise
-    if emptied and before.grid is not None:
-        before.grid.destroy()
 
 
-def replaced_helpers() -> dict[str, Callable[..., Any]]:
+def _replaced_helpers() -> dict[str, Callable[..., Any]]:
     """The functions that initialisation calls and that outside code has replaced, by name."""
     found = {name: globals()[name] for name in _HELPERS}
     if creation.is_replaced(dist.new_group) and not hasattr(dist.new_group, MEMBERS_ONLY):

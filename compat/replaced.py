@@ -58,8 +58,8 @@ def check(request: Request) -> None:
     if seen and request.policy.share != "none":
         raise ValueError(
             f"share={request.policy.share!r} would keep groups from {' and '.join(seen)}, which "
-            f"this process has replaced to see each of them. Leave share out, or put the functions "
-            f"back."
+            f"this process has replaced to see each of them. Leave share out, put the functions "
+            f"back, or declare a new_group by compat.members_only()."
         )
     lockstep = creates(request) and not by_members(request)
     if lockstep and request.policy.creation not in ("auto", "everyone"):

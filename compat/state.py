@@ -20,6 +20,7 @@ from compat.build import Built, build, environment_restored_on_failure
 from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
+from compat.megatron_plan import aliases
 from compat.order import asked
 from compat.release import HAS
 from compat.request import Request
@@ -116,7 +117,7 @@ class ParallelState(Getters):
         """
         from compat import parallel_state  # which imports this file
 
-        helpers = parallel_state.replaced_helpers()
+        helpers = parallel_state._replaced_helpers()
         helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
         arguments["order"], source = asked(arguments.get("order", Request.order))
         request = Request(**arguments, helpers=helpers, order_source=source)
@@ -136,7 +137,7 @@ class ParallelState(Getters):
             try:
                 self.request = request
                 self._take(built)
-                self._global_process_group_list = built.groups
+                self._global_process_group_list = built.groups or None
                 stages = request.virtual_pipeline_model_parallel_size
                 if stages is not None:
                     self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
@@ -283,7 +284,8 @@ class ParallelState(Getters):
                 for slot, value in before.items():
                     if not is_suspended(value):  # somebody else's group
                         object.__setattr__(self, slot, value)
-                self._global_process_group_list = [*built.groups, *own]
+                listed = built.groups or ([None] if own else [])
+                self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
                     self._make_all_gather_groups(*arguments)
                 if built.grid is not None and kept[0] is not None:
@@ -334,6 +336,16 @@ class ParallelState(Getters):
         if group is None or group is not getattr(self, slot) or not self.asks_itself:
             return None
         return rank if kind == "rank" else size
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether it has groups, or its window is elsewhere; not if all were written to None."""
+        # Of an alias only some releases know that it is there: its group's own global counts.
+        rows = aliases(self.request) if self.request is not None else []
+        second = {row.slot + suffix for row in rows for suffix in ("", "_GLOO")}
+        if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
+            return True
+        return self.request is not None and self.pool is None
 
     @property
     def asks_itself(self) -> bool:
@@ -484,7 +496,7 @@ class ParallelState(Getters):
             wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
         from compat import parallel_state  # which imports this file
 
-        helpers = parallel_state.replaced_helpers()
+        helpers = parallel_state._replaced_helpers()
         options = helpers.get("get_nccl_options", nccl.get_nccl_options)
         for grid, dims, section, label in wanted:
             known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from bench_sides import digest, load, rounds
 from torch.distributed import distributed_c10d as c10d
 
+from compat import members_only
+
 SIZES = {
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2,
@@ -98,6 +100,7 @@ def one_rank(
 def _count_new_groups(calls: Counter[str]) -> None:
     original = c10d.new_group
 
+    @members_only
     def new_group(*args: Any, **keywords: Any) -> Any:
         calls["new_group"] += 1
         return original(*args, **keywords)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compat import parallel_state
+from compat import members_only, parallel_state
 
 LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -71,6 +71,7 @@ def _rank(rank: int, options: argparse.Namespace) -> None:
     dist.barrier()  # the world is there, connected, before anything breaks
     new_group, calls = dist.new_group, 0
 
+    @members_only
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.parity.comparing import same_refusal
 from tests.parity.configurations import random_config
 from tests.parity.helpers import all_gather_groups
-from tests.parity.recording import Recorder, _Options, _options_content, observed
+from tests.parity.recording import Recorder, _Options, observed, options_content
 from tests.parity.repairs import repaired_stocks
 from tests.parity.running import Report
 from tests.parity.snapshots import initialisation
@@ -255,7 +255,7 @@ def plain(args: Any, kwargs: dict[str, Any]) -> str:
             return {key: shown(value[key]) for key in sorted(value, key=str)}
         if isinstance(value, list | tuple):
             return type(value)(map(shown, value))
-        return _options_content(value) if isinstance(value, _Options) else value
+        return options_content(value) if isinstance(value, _Options) else value
 
     return f"{shown(args)} {shown(kwargs)}"
 

@@ -45,7 +45,7 @@ class _ProcessGroupNCCL:
     Options = _Options
 
 
-def _options_content(options: Any) -> Any:
+def options_content(options: Any) -> Any:
     if options is None:
         return None
     if isinstance(options, _Options):
@@ -102,7 +102,7 @@ class Recorder:
             **more,
         )
         asked = self._asked[id(group)] = (
-            *(backend, str(timeout), _options_content(pg_options)),
+            *(backend, str(timeout), options_content(pg_options)),
             os.environ.get("NCCL_COLLNET_ENABLE"),
         )
         self._alive.append(group)
@@ -147,7 +147,7 @@ class Recorder:
             keys = sorted(value, key=repr)
             return {repr(key): self.show(value[key], f"{label}[{key!r}]") for key in keys}
         if isinstance(value, _Options):
-            return list(map(repr, _options_content(value)))
+            return list(map(repr, options_content(value)))
         return f"<{type(value).__name__}>"
 
     def _detail(self, group: Any) -> Any:

@@ -1,0 +1,163 @@
+"""Runs a client's program on a module, and tells what it saw, as data."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from forked import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.clients import Client, Program
+from tests.parity.patching import agree
+from tests.parity.recording import Recorder, observed, raised
+from tests.parity.surface import Call, getter_calls, private_globals
+from tests.stock import load_stock
+
+Seen = dict[str, Any]
+BEFORE = "before"
+
+
+@functools.cache
+def calls(release: str) -> tuple[Call, ...]:
+    """Every getter, without arguments and with each one by keyword."""
+    return tuple(c for c in getter_calls(release) if not c[2] and len(c[3]) < 2)
+
+
+def ours() -> ModuleType:
+    """The replacement, as the release that this process speaks as."""
+    from compat import parallel_state
+
+    return parallel_state
+
+
+def watch(program: Program, load: Callable[[], ModuleType], release: str, rank: int) -> Seen:
+    """What one rank of a world that is not there sees; in a process of its own."""
+    (seen,) = run_ranks(1, functools.partial(_watched, program, load, release, rank), backend="")
+    return seen  # type: ignore[no-any-return]
+
+
+def _watched(
+    program: Program, load: Callable[[], ModuleType], release: str, rank: int, _: int
+) -> Seen:
+    world = program.world
+    config = {"world_size": world, "environment": {}, "kwargs": program.sizes}
+    recorder = Recorder(load(), config, rank, release)
+
+    def restart() -> None:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+    def everything() -> Seen:
+        shown = recorder.ask(calls(release))
+        for name in private_globals(release):
+            value = getattr(recorder.module, name)
+            if name == "_global_process_group_list" and value is not None:
+                shown[name] = recorder.kinds([g for g in value if not g or g in c10d._world.pg_map])
+            else:
+                shown[name] = recorder.show(value, name)
+        return shown
+
+    client = Client(recorder.module, release, program.sizes, restart)
+    with observed(recorder) if world else warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = _steps(program, client, everything)
+        seen["created"] = Counter(recorder.created)
+        seen["groups"] = recorder.details
+    return seen
+
+
+def watch_ranks(program: Program, load: Callable[[], ModuleType], release: str) -> list[Seen]:
+    """What the ranks of a gloo world see, who communicate over every group that they are given."""
+    return run_ranks(program.world, functools.partial(_communicating, program, load, release))
+
+
+def _communicating(
+    program: Program, load: Callable[[], ModuleType], release: str, rank: int
+) -> Seen:
+    module = load()
+
+    def restart() -> None:
+        raise NotImplementedError("a real world is begun once")
+
+    def everything() -> Seen:
+        shown: Seen = {}
+        for label, name, args, kwargs in calls(release):
+            if not name.endswith(("_group", "_gloo")):
+                continue
+            try:
+                answer = getattr(module, name)(*args, **kwargs)
+            except Exception as error:
+                shown[label] = raised(error)
+                continue
+            groups = answer if isinstance(answer, list) else [answer]
+            shown[label] = [_told(group, rank, program) for group in groups]
+        return shown
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _steps(program, Client(module, release, program.sizes, restart), everything)
+
+
+def _told(group: Any, rank: int, program: Program) -> Any:
+    """A group's members, who were there when they met, and how long they would have waited."""
+    if not isinstance(group, dist.ProcessGroup):
+        return repr(group)
+    there = torch.zeros(program.world)
+    there[rank] = 1
+    if program.meet:
+        dist.all_reduce(there, group=group)
+    group = getattr(group, "group", group)  # a client's wrapper
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    return ranks, there.nonzero().flatten().tolist(), group.group_desc, str(timeout)
+
+
+def _steps(program: Program, client: Client, everything: Callable[[], Seen]) -> Seen:
+    seen: Seen = {"outcome": "ok", BEFORE: everything()}
+    running: Iterator[Any] = program.run(client)
+    with contextlib.closing(running):  # type: ignore[type-var]
+        try:
+            for step, value in running:
+                seen[step] = {"its own value": copy.deepcopy(value)} | everything()
+        except Exception as error:
+            told = traceback.format_exc().splitlines()
+            seen["outcome"] = raised(error) | {"message": f"{error} ({told[-3].strip()})"}
+    return seen
+
+
+def differences(stock: Seen, candidate: Seen) -> list[str]:
+    """What the candidate's client sees otherwise, one line each."""
+    found = []
+    for step, value in stock.items():
+        other = candidate.get(step)
+        if other is None:
+            found.append(f"{step}: the candidate's program never came to this")
+        elif step == "created":
+            found += [f"not created: {group}" for group in (value - other).elements()]
+            found += [f"created, not by stock: {group}" for group in (other - value).elements()]
+        elif step == "outcome":
+            found += [f"outcome: stock {value}, candidate {other}"] if value != other else []
+        else:
+            for label, answer in value.items():
+                theirs = other.get(label, "<no answer>")
+                # What stock still holds after a destroy, a candidate may have forgotten.
+                forgotten = "destroyed" in step and agree(stock[BEFORE].get(label), theirs)
+                if not forgotten and not agree(answer, theirs):
+                    found.append(f"{step}: {label}: stock {answer}, candidate {theirs}")
+    return found
+
+
+def stock(release: str) -> Callable[[], ModuleType]:
+    """Loads a fresh copy of a release."""
+    return functools.partial(load_stock, release)
