@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -73,7 +74,9 @@ class ProcessGroupMesh:
 
     def _start(self) -> None:
         # One communicator for the same members and backend, whatever the names.
-        self._pool = GroupPool(Agreement(epoch=""), Policy.resolve(share="all"), repr(self))
+        self._pool = GroupPool(
+            Agreement(epoch=""), replace(Policy.resolve(), share="all"), repr(self)
+        )
         # Both also where this rank is no member: every rank knows all groups of the mesh.
         self._known: dict[tuple[str | None, Ranks], ProcessGroup] = {}
         self._asked: dict[str, ProcessGroup] = {}

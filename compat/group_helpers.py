@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.rank_lists import hybrid_sizes
+from hypergrid import creation
 from hypergrid.layout import RankLayout
 
 _made: list[ProcessGroup] | None = None  # where they are gathered, while a state is built
@@ -28,14 +29,14 @@ def create_group(
 
     It stays the caller's: ``destroy_model_parallel`` does not close it.
     """
-    group = dist.new_group(
-        ranks=ranks,
-        timeout=timeout,
-        backend=backend,
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
+    asked = {
+        "timeout": timeout,
+        "backend": backend,
+        "pg_options": pg_options,
+        "use_local_synchronization": use_local_synchronization,
+        "group_desc": group_desc,
+    }
+    group = dist.new_group(ranks=ranks, **creation.own(asked))
     if ranks is not None and dist.get_rank() not in ranks:
         return group
     if _made is not None:

@@ -241,6 +241,11 @@ def _job(said: dict[str, Any]) -> Job:
     for name, value in (("world-size", world), ("gpus-per-node", per_host)):
         if value < 1:
             raise JobError(f"--{name} must be at least 1, got {value}.")
+    if hosts is not None and said.get("_per_host") is not None and world > per_host * hosts:
+        raise JobError(
+            f"{world} ranks do not fit on {hosts} hosts of {per_host}, which are "
+            f"{per_host * hosts}. Change one of the three numbers."
+        )
     _add_virtual_stages(arguments, said)
     return Job(
         arguments,

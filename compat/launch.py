@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from compat import order, swap
 from compat.te_process import warn_of_an_empty_package
-from hypergrid.policy import CHOICES
+from hypergrid.policy import CHOICES, take_flag
 
 EPILOG = """\
 environment variables, for launchers whose command line is fixed:
@@ -72,10 +72,8 @@ def main(argv: list[str] | None = None) -> None:
         if value is not None:
             if off:
                 parser.error(f"--{name} acts through hypergrid, which {off}")
-            os.environ[f"HYPERGRID_{name.upper()}"] = value
+            take_flag(name, value)
     if not off:
-        if options.order is not None:
-            order.take_flag(options.order)
         try:
             order.check_choices()
         except ValueError as error:

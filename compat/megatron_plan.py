@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from compat import nccl, rank_lists, ucc
-from compat.megatron_groups import ROWS, Row
+from compat.megatron_groups import ROWS, TWINS, Row
 from compat.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS
@@ -106,6 +106,7 @@ def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned
         backend=backend,
         timeout=None if torchs_timeout else request.timeout.total_seconds(),
         options=None if section is None else tuple(section.items()),
+        traffic=row.traffic,
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
     if row.fan == "sizes":
@@ -125,6 +126,7 @@ def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned
             backend="gloo",
             options=base.options if row.twin_options else None,
             timeout=None if row.twin_default_timeout else base.timeout,
+            traffic=TWINS,
             separate=True,
         )
         yield Planned(row, row.slot + "_GLOO", None, twin)

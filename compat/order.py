@@ -9,25 +9,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-VARIABLE = "HYPERGRID_ORDER"
 ARGUMENT = "the argument `order`"
 DIMS = ("tp", "cp", "ep", "dp", "pp", "gtp_remat")  # of all releases
-
-_flag: str | None = None
-
-
-def take_flag(order: str) -> None:
-    """Remember that the launcher put ``order`` into the environment, for a flag of its own."""
-    global _flag
-    _flag = order
 
 
 def asked(argument: Any = None) -> tuple[Any, str]:
     """The order to lay out instead of ``argument``, or that; and where it comes from."""
-    order = os.environ.get(VARIABLE)
-    if order is not None and order == _flag:
-        return order, "--order"
-    return (order, f"{VARIABLE} in the environment") if order else (argument, ARGUMENT)
+    from hypergrid.policy import outermost
+
+    return outermost("order", argument)
 
 
 def check_choices() -> None:

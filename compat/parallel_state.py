@@ -165,7 +165,8 @@ def initialize_model_parallel(
         The window: its first rank, and how many ranks it has.
     share, connect, creation : str, optional
         How groups are made, see ``hypergrid.policy.Policy``. Not upstream's; also as
-        ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT``, ``HYPERGRID_CREATION`` in the environment.
+        ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT``, ``HYPERGRID_CREATION`` in the environment,
+        which wins.
 
     Raises
     ------
@@ -777,10 +778,10 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
 
 def __getattr__(name: str) -> Any:
     # Here and not on the class below: there it would slow every read of the module down.
-    if name.startswith("_") and not name.startswith("__"):
+    if name in SLOTS:
         try:
             return getattr(_current, name)
-        except AttributeError:
+        except AttributeError:  # deleted
             pass
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -151,7 +151,7 @@ def telling_all(state: State) -> AbstractContextManager[None]:
 
 @contextmanager
 def _new_pool(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[GroupPool]:
-    policy = Policy.resolve(share="none")  # each name has a communicator of its own
+    policy = replace(Policy.resolve(), share="none")  # each name has a communicator of its own
     pool = GroupPool(Agreement(""), policy, "DistributedManager")
     with pool.agreed(ranks, proposal):
         yield pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -31,6 +32,11 @@ def report(state: ParallelState) -> str:
     ]
     if request.policy.connect == "lazy" and not made.lazy:
         lines[-1] += ", connected at once: not every rank's torch can wait"
+    chosen = {"order": request.order, **asdict(request.policy)}
+    lines.append(
+        "hypergrid: "
+        + ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in chosen.items())
+    )
     if request.helpers:
         lines.append(f"hypergrid: outside code has replaced {in_words(request)}")
     rows = {p.group.label: p for p in request.planned}

@@ -27,7 +27,7 @@ from compat.refusals import ArgumentError, SizeError
 from compat.release import HAS, RELEASE
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
-from hypergrid.policy import Policy
+from hypergrid.policy import CHOICES, Policy, outermost
 from hypergrid.words import retold, shown
 
 # The sizes that divide the world in each grid; dp is what is left of it.
@@ -237,8 +237,15 @@ class Request:
         return self.world if self.local_world_size is None else self.local_world_size
 
     @cached_property
+    def sources(self) -> dict[str, str]:
+        """Where the order and each choice of the policy come from, in words."""
+        choices = {name: outermost(name, getattr(self, name))[1] for name in CHOICES}
+        return {"order": self.order_source, **choices}
+
+    @cached_property
     def policy(self) -> Policy:
         """How the groups are made."""
+        _ = self.sources  # as the environment is now
         return Policy.resolve(share=self.share, connect=self.connect, creation=self.creation)
 
     @cached_property

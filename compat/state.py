@@ -21,6 +21,7 @@ from compat.getters import NUMBERS, Getters
 from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron_groups import ROWS
 from compat.megatron_plan import aliases
+from compat.order import asked
 from compat.release import HAS
 from compat.request import Request
 from compat.suspended import SuspendedGroup, exchanged, is_suspended
@@ -118,7 +119,8 @@ class ParallelState(Getters):
 
         helpers = parallel_state._replaced_helpers()
         helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
-        request = Request(**arguments, helpers=helpers)
+        arguments["order"], source = asked(arguments.get("order", Request.order))
+        request = Request(**arguments, helpers=helpers, order_source=source)
         with request.telling_others():
             request.check()
         state = cls()
@@ -438,14 +440,26 @@ class ParallelState(Getters):
         self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
 
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
-        """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``."""
+        """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``.
+
+        Where ``pg`` serves several names, a warning says whose timeout changes with it.
+        """
+        pool = self.pool.groups if self.pool else []
+        served = [pooled.label for pooled in pool if pg is not None and pooled.group is pg]
+        if len(served) > 1:
+            warnings.warn(
+                f"update_pg_timeout({timeout}) changes the timeout of {' and '.join(served)}: they "
+                f"share one communicator. Initialise with share='none' to change one alone.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         dist.barrier(pg)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         groups = [pg] if pg is not None else self._global_process_group_list or [None]
         for group in groups:
             c10d._set_pg_timeout(timeout, group)
-        for pooled in self.pool.groups if self.pool else ():
+        for pooled in pool:
             if pooled.group in groups:
                 self._timeouts[pooled.label, pooled.ranks] = timeout
 

@@ -169,7 +169,7 @@ def _groups(plan: GroupPlan, ranks: range) -> dict[str, tuple[int, dict[int, int
             for group in part:
                 digest = hash(group.tobytes())
                 for rank in group.tolist():
-                    if rank in ranks:
-                        members[rank] = members.get(rank, 0) ^ digest
+                    if rank in ranks:  # a sum: of two equal groups both count, in any order
+                        members[rank] = members.get(rank, 0) + digest
         found[row.label] = (count, members)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import os
@@ -36,7 +37,7 @@ def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessG
     """
     with _running_number(group_name(label, ranks, epoch)):
         try:
-            group: ProcessGroup = dist.new_group(list(ranks), **options)
+            group: ProcessGroup = dist.new_group(list(ranks), **own(options))
         except RuntimeError:
             # A dry run on a fake default group: no store through which a real backend connects.
             if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
@@ -70,9 +71,10 @@ def by_everyone(
     with named_from(label, (), epoch):
         try:
             if disjoint(groups):
-                mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in groups], **options)
+                every = [list(ranks) for ranks in groups]
+                mine, _ = dist.new_subgroups_by_enumeration(every, **own(options))
                 return [] if mine is None else [mine]
-            made = [dist.new_group(list(ranks), **options) for ranks in groups]
+            made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
         except BaseException:
             for group in c10d._world.pg_map.keys() - before:
                 dist.destroy_process_group(group)
@@ -198,6 +200,17 @@ def connecting(lazily: bool) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def own(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` with backend options for one group alone: torch writes its name into them.
+
+    Those that cannot be copied are gloo's, which torch does not read.
+    """
+    try:
+        return {**options, "pg_options": copy.deepcopy(options.get("pg_options"))}
+    except TypeError:
+        return options
 
 
 def is_replaced(function: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class EnvironmentTable:
         self._start()
 
     def _start(self) -> None:
-        self._policy = Policy.resolve(share="none")
+        self._policy = replace(Policy.resolve(), share="none")
         self._pool = GroupPool(Agreement(epoch=""), self._policy, repr(self))
         self._known = KnownGroups(self._source)
         self._meshes: dict[str, DeviceMesh] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -297,7 +298,9 @@ class HyperCommGrid:
         As ``GroupPool.agreed``. The grid answers for what it is then told to ``hold``.
         """
         first = self._pool is None
-        pool = self._pool or self.begin(Agreement(""), Policy.resolve(share="none"), owner)
+        pool = self._pool or self.begin(
+            Agreement(""), replace(Policy.resolve(), share="none"), owner
+        )
         try:
             with pool.agreed(self.layout.ranks, proposal, timeout):
                 yield pool

@@ -89,6 +89,11 @@ class RankLayout:
     strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.dims, str):
+            raise LayoutError(
+                f"dims must be several names such as ('tp', 'dp'), got the text "
+                f"{shown(self.dims)}. RankLayout.from_order() takes an order as text."
+            )
         dims, sizes = tuple(_listed(self.dims, "dims")), tuple(_integers(self.sizes, "sizes"))
         (offset,) = _integers((self.offset,), "offset")
         if len(dims) != len(sizes):
@@ -181,7 +186,8 @@ class RankLayout:
     def rank(self, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
         at = self.offset
-        for i, value in zip(self.axes(coordinates), coordinates.values(), strict=True):
+        for i, given in zip(self.axes(coordinates), coordinates.values(), strict=True):
+            value = _integer(given, f"coordinates such as {self.dims[i]}")
             if not 0 <= value < self.sizes[i]:
                 raise LayoutError(
                     f"{self.dims[i]}={value} is outside {self}: it goes from 0 to "
@@ -194,6 +200,7 @@ class RankLayout:
         """The rank ``by`` steps further along ``dim``, around its end."""
         (i,) = self.axes((dim,))
         at = self._within(rank) // self.strides[i] % self.sizes[i]
+        by = _integer(by, "steps")
         return rank + ((at + by) % self.sizes[i] - at) * self.strides[i]
 
     def group(self, rank: int, dims: Dims) -> list[int]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hypergrid.layout import RankLayout
+from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.policy import Policy
+from hypergrid.words import shown
 
 SCHEMA = 1
 
@@ -19,11 +20,16 @@ Ranks = tuple[int, ...]
 
 
 class Kind(NamedTuple):
-    """What makes two communicators over the same ranks the same."""
+    """What must be equal, beside the ranks, for two names to use one communicator."""
 
     backend: str | None
     timeout: float | None
     options: tuple[tuple[str, Any], ...] | None
+    traffic: str = ""
+
+    def among(self, members: int) -> Kind:
+        """The same for a group of so many: alone, no traffic waits for other traffic."""
+        return self if members > 1 else self._replace(traffic="")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,9 @@ class GroupRow:
         Seconds; None means torch's default for the backend.
     options : tuple of (key, value), optional
         Communicator options, as plain data; None leaves them to torch.
+    traffic : str
+        What the group carries, in the caller's words; only compared. A communicator runs one
+        operation at a time, so names whose traffic runs at the same time must differ in it.
     separate : bool
         The group exists to be apart from others with the same ranks; it never shares.
     """
@@ -64,6 +73,7 @@ class GroupRow:
     backend: str | None = None
     timeout: float | None = None
     options: tuple[tuple[str, Any], ...] | None = None
+    traffic: str = ""
     separate: bool = False
 
     @property
@@ -71,7 +81,7 @@ class GroupRow:
         """What must be equal for another label to share its communicator; None if none may."""
         if self.separate or self.explicit is not None:
             return None
-        return Kind(self.backend, self.timeout, self.options)
+        return Kind(self.backend, self.timeout, self.options, self.traffic)
 
     def cut(self, members: list[int], rank: int) -> Ranks:
         """The part of ``members`` that ``rank`` communicates with; empty where it is left out."""
@@ -103,6 +113,17 @@ class GroupPlan:
 
     layouts: Mapping[str, RankLayout]
     rows: tuple[GroupRow, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.layouts:
+            raise LayoutError("a plan needs a layout, and was given none.")
+        for row in self.rows:
+            if row.layout not in self.layouts:
+                raise LayoutError(
+                    f"{shown(row.label)} is over the layout {shown(row.layout)}, and the plan "
+                    f"has {', '.join(self.layouts)}."
+                )
+            self.layouts[row.layout].axes(row.dims)  # refuses dims that it has not
 
     @property
     def window(self) -> range:
@@ -142,14 +163,12 @@ class GroupPlan:
         return [part for part in kept if part.size]
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
-        """As ``groups_of``, with the label whose communicator serves; None for one of its own.
-
-        The default group, which may serve too, is not known here.
-        """
-        owners: dict[tuple[Ranks, Kind | None], str] = {}
+        """As ``groups_of``, with the label whose communicator serves; None for one of its own."""
+        owners: dict[tuple[Ranks, Kind], str] = {}
         for row, ranks in self.groups_of(rank):
-            may = policy.may_share(row.kind, ranks)
-            owner = owners.setdefault((ranks, row.kind), row.label) if may else row.label
+            kind, owner = row.kind, row.label
+            if kind is not None and policy.may_share(kind, ranks):
+                owner = owners.setdefault((ranks, kind.among(len(ranks))), owner)
             yield row, ranks, None if owner == row.label else owner
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
@@ -172,22 +191,46 @@ class GroupPlan:
 
     @classmethod
     def from_json(cls, text: str) -> GroupPlan:
-        """Read back what ``to_json`` wrote. Raises ValueError on another schema."""
+        """Read back what ``to_json`` wrote. Raises ValueError on another schema.
+
+        LayoutError, which is one, where a row is over a layout or a dim that is not there.
+        """
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
             raise ValueError(
                 f"a plan of schema {data.get('schema')!r} cannot be read: this release of "
                 f"hypergrid knows schema {SCHEMA}."
             )
-        rows = tuple(
-            GroupRow(**{key: _hashable(value) for key, value in row.items()})
-            for row in data["rows"]
-        )
+        rows = tuple(map(_row, data["rows"]))
         return cls({name: RankLayout(**lay) for name, lay in data["layouts"].items()}, rows)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+_PLAIN: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("label", "layout", "traffic"), lambda value: isinstance(value, str)),
+    "dims": lambda value: isinstance(value, tuple),
+    "chunk": lambda value: value is None or (type(value) is int and value > 0),
+    "pick": lambda value: value in ("all", "ends", "first"),
+    "explicit": lambda value: value is None or (value != () and all(map(_are_ranks, value))),
+    "backend": lambda value: value is None or isinstance(value, str),
+    "timeout": lambda value: value is None or isinstance(value, int | float),
+    "options": lambda value: value is None or all(len(pair) == 2 for pair in value),
+}
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(rank) is int for rank in value)
+
+
+def _row(given: Mapping[str, Any]) -> GroupRow:
+    row = GroupRow(**{key: _hashable(value) for key, value in given.items()})
+    for name, is_plain in _PLAIN.items():
+        if not is_plain(getattr(row, name)):
+            raise ValueError(f"a row cannot have {name}={shown(getattr(row, name))}.")
+    return row
 
 
 def _hashable(value: Any) -> Any:

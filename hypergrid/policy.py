@@ -15,6 +15,32 @@ CHOICES = {
     "creation": ("auto", "members", "split", "everyone"),
 }
 
+DEFAULT = "the default"
+
+_flags: dict[str, str] = {}
+
+
+def take_flag(name: str, value: str) -> None:
+    """Put what a launcher was given as ``--name value`` into the environment, as its own."""
+    os.environ[_variable(name)] = _flags[name] = value
+
+
+def outermost(name: str, argument: Any = None) -> tuple[Any, str]:
+    """What is asked for ``name``, and by whom, in words. *Local*.
+
+    The outermost wins: a launcher's flag, then the environment, then the argument.
+    """
+    value = os.environ.get(_variable(name))
+    if value is not None and value == _flags.get(name):
+        return value, f"--{name}"
+    if value:
+        return value, f"{_variable(name)} in the environment"
+    return argument, DEFAULT if argument is None else f"the argument `{name}`"
+
+
+def _variable(name: str) -> str:
+    return f"HYPERGRID_{name.upper()}"
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -23,8 +49,9 @@ class Policy:
     Parameters
     ----------
     share : {"none", "singletons", "all"}
-        Which names with equal ranks, backend, options and timeout use one communicator: none of
-        them, those of a single rank, all but groups that exist to be separate.
+        Which names with equal ranks, backend, options, timeout and traffic use one communicator:
+        none of them, those of a single rank (whatever their traffic), all but groups that exist to
+        be separate. The default group serves no name.
     connect : {"eager", "lazy"}
         Whether gloo connects the members at once or when the group is first used.
     creation : {"auto", "members", "split", "everyone"}
@@ -38,7 +65,7 @@ class Policy:
 
     @classmethod
     def resolve(cls, **given: str | None) -> Policy:
-        """The choices given, those of ``HYPERGRID_SHARE`` and its like, and the defaults.
+        """The choices by ``outermost``: of ``HYPERGRID_SHARE`` and its like, given, by default.
 
         Raises
         ------
@@ -47,11 +74,11 @@ class Policy:
         """
         values: dict[str, Any] = {}
         for field in fields(cls):
-            variable = f"HYPERGRID_{field.name.upper()}"
-            value: Any = given.get(field.name)
-            source = field.name
+            argument = given.get(field.name)
+            value: Any = outermost(field.name, argument)[0]
             if value is None or (isinstance(value, str) and not value):
-                value, source = os.environ.get(variable) or field.default, variable
+                value = field.default
+            source = field.name if value is argument else _variable(field.name)
             if not isinstance(value, str) or value not in CHOICES[field.name]:
                 raise ValueError(
                     f"{source}={shown(value)} is invalid: use one of "

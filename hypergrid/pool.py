@@ -34,7 +34,7 @@ class PooledGroup:
     """A label's group: its global ranks, torch's group, its dims and whose communicator it is.
 
     ``shares`` is None for a group made for this label; else the label that it was made for, or
-    ``DEFAULT``.
+    ``DEFAULT`` where outside code made it so.
     """
 
     label: str
@@ -205,21 +205,10 @@ class GroupPool:
         """Whose communicator serves ``ranks``; None, and it is the label's own, if it is new."""
         if kind is None or not self.policy.may_share(kind, ranks):
             return None
-        key = (tuple(ranks), kind)
-        if key in self._owners:
-            return self._owners[key]
-        if (
-            self.policy.share == "all"
-            and len(ranks) == dist.get_world_size()
-            and kind == _default_kind()
-        ):
-            return DEFAULT
-        self._owners[key] = label
-        return None
+        owner = self._owners.setdefault((tuple(ranks), kind.among(len(ranks))), label)
+        return None if owner == label else owner
 
     def _shared(self, ranks: Ranks, owner: str) -> ProcessGroup:
-        if owner == DEFAULT:
-            return c10d._get_default_group()
         members = tuple(ranks)
         (group,) = (g.group for g in self.groups if g.label == owner and g.ranks == members)
         return group
@@ -264,13 +253,3 @@ def _close(group: ProcessGroup) -> None:
 def live_pools() -> list[GroupPool]:
     """Every pool of this process that has groups."""
     return [pool for pool in _live if pool.groups]
-
-
-def _default_kind() -> Kind | None:
-    """The kind that a group must be of for the default group to serve it; None if unknown."""
-    default = c10d._get_default_group()
-    for device in default._device_types:
-        timeout = getattr(default._get_backend(device).options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return Kind(None, timeout.total_seconds(), None)
-    return None

@@ -40,6 +40,8 @@ class Summary:
         The first name with the same groups that may share its communicator; None if there is none.
     separate : bool
         Whether this name never shares.
+    traffic : str
+        What the groups carry; names share a communicator only where it is the same.
     """
 
     label: str
@@ -53,6 +55,7 @@ class Summary:
     backend: str | None
     same_as: str | None
     separate: bool
+    traffic: str
 
 
 def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
@@ -61,8 +64,9 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
     for row in plan.rows:
         arrays = plan.arrays(row)
         touched = np.concatenate([hosts_touched(part, topology) for part in arrays])
-        owner = first.setdefault((_identity(arrays), row.kind), row.label) if row.kind else None
         sizes = [part.shape[1] for part in arrays]
+        kind = row.kind and row.kind.among(max(sizes))
+        owner = first.setdefault((_identity(arrays), kind), row.label) if kind else None
         yield Summary(
             row.label,
             row.layout,
@@ -75,6 +79,7 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
             row.backend,
             None if owner == row.label else owner,
             row.kind is None,
+            row.traffic,
         )
 
 

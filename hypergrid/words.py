@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
@@ -21,13 +22,25 @@ def shown(value: object) -> str:
 
 def retold(error: Exception, sentence: str) -> Exception:
     """An error that is caught wherever ``error`` would be, and says ``sentence``."""
-    kind = type(error)
+    return _told(type(error), error.args, vars(error), sentence)
+
+
+def _told(
+    kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any], sentence: str
+) -> Exception:
     body = {
         "__str__": lambda _: sentence,
         "__module__": kind.__module__,
-        "__reduce__": lambda _: (retold, (error, sentence)),  # it must reach another process
+        # It must reach another process, also where `error` itself would not.
+        "__reduce__": lambda _: (_told, (kind, args, state, sentence)),
     }
-    told: Exception = type(kind.__name__, (kind,), body)(*error.args)
+    new: type[Exception] = type(kind.__name__, (kind,), body)
+    try:
+        told = new(*args)
+    except Exception:  # its constructor asks for more, such as arguments by keyword
+        told = new.__new__(new)
+        told.args = args
+    vars(told).update(state)
     return told
 
 

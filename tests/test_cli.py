@@ -50,8 +50,8 @@ def test_the_plan_is_a_table_of_names():
     assert table["TENSOR_MODEL_PARALLEL_GROUP"] == ["tp", "4", "16", "1"]
     assert table["DATA_PARALLEL_GROUP_WITH_CP"] == ["dp-cp", "8", "8", "4"]
     assert table["POSITION_EMBEDDING_GROUP"] == ["pp", "first", "1", "32", "1"]
-    assert "= TENSOR_MODEL_PARALLEL_GROUP" in said
     assert "19-20 with share=none" in said
+    assert "= DATA_PARALLEL_GROUP_WITH_CP" in run(f"plan {HOSTS} --tp 4")
 
 
 def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
@@ -62,6 +62,32 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
     assert run(f"plan --plan {saved}") == said
     assert run(f"check --plan {saved}", 1) == run("check " + SIZES, 1)
     assert run(f"check --suggest --plan {saved}", 1).count("best") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": 99}, "a plan of schema 99 cannot be read"),
+        ({"layouts": {}}, "a plan needs a layout"),
+        ({"rows": 5}, "is no plan that can be read"),
+        ({"layout": "attic"}, "is over the layout 'attic', and the plan has decoder, expert"),
+        ({"dims": ["xp"]}, "invalid dim 'xp'"),
+        ({"chunk": 0}, "a row cannot have chunk=0"),
+        ({"pick": "some"}, "a row cannot have pick='some'"),
+        ({"explicit": "ab"}, "a row cannot have explicit='ab'"),
+        ({"label": 5}, "a row cannot have label=5"),
+        ({"options": {"a": 1}}, "a row cannot have options={'a': 1}"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", ["plan", "check", "show"])
+def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(tmp_path, command, change, said):
+    data = json.loads(run("plan --world-size 8 --json"))
+    (key,) = change
+    data |= change if key in data else {"rows": [{**data["rows"][0], **change}]}
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    told = run(f"{command} --plan {tmp_path / 'plan.json'}", 2)
+    assert told.startswith("hypergrid: ") and told.count("\n") == 1 and said in told
 
 
 def test_a_flag_beside_a_launch_line_wins():

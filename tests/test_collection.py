@@ -10,13 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import stock
 import torch.distributed as dist
 
 from compat import parallel_state as ps
 from compat.collection import from_grid, from_state
 from compat.state import ParallelState
 from hypergrid import HyperCommGrid
+from tests import stock
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = {

@@ -108,7 +108,10 @@ def test_the_summary_is_that_of_listing_every_group(sizes, per_host):
             each.label
             for each in planned.rows
             if each is row
-            or (row.kind and each.kind == row.kind and {*planned.all(each)} == {*everyone})
+            or (
+                (row.kind and each.kind and {*planned.all(each)} == {*everyone})
+                and each.kind.among(line.size[1]) == row.kind.among(line.size[1])
+            )
         )
         assert line.same_as == (None if same == row.label else same)
 
@@ -147,3 +150,16 @@ def test_the_pool_shares_as_the_plan_says(share, fake_world):
     sharing = state.plan.sharing(5, Policy(share=share))
     assert {row.label: owner for row, _, owner in sharing} == owners
     state.destroy()
+
+
+def test_equal_groups_of_one_name_count_each():
+    from hypergrid import GroupPlan, GroupRow, RankLayout
+
+    layouts = {"decoder": RankLayout(("dp",), (4,))}
+    one, other = (
+        GroupPlan(layouts, (GroupRow("X", "decoder", ("dp",), explicit=(ranks, ranks)),))
+        for ranks in ((0, 1), (0, 2))
+    )
+    (changed,) = difference(one, other).regrouped
+    assert (changed.label, changed.groups, changed.ranks) == ("X", (2, 2), 3)
+    assert difference(one, one).is_empty

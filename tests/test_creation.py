@@ -238,16 +238,6 @@ def test_sharing_is_the_same_when_every_rank_takes_part():
         assert {label: owner for label, owner in sharing.items() if owner} == by_members
 
 
-def _the_default_group(rank, minutes):
-    ps.initialize_model_parallel(share="all", distributed_timeout_minutes=minutes)
-    return ps.get_data_parallel_group() is dist.group.WORLD
-
-
-def test_a_world_spanning_group_is_the_default_one_only_if_its_timeout_is_the_same():
-    assert run_ranks(4, _the_default_group, 30) == [True] * 4
-    assert run_ranks(4, _the_default_group, 31) == [False] * 4
-
-
 def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
     fake_world(8)
     with (
@@ -292,10 +282,12 @@ def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported():
         assert not lazy and "connected at once: not every rank's torch can wait" in text
 
 
-def test_choices_come_from_arguments_then_the_environment(monkeypatch):
+def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     assert Policy.resolve() == Policy(share="all")
-    assert Policy.resolve(share="singletons", connect="lazy") == Policy("singletons", "lazy")
+    assert Policy.resolve(share="singletons", connect="lazy") == Policy("all", "lazy")
+    with pytest.raises(ValueError, match=r"connect='later' is invalid: use one of eager, lazy\."):
+        Policy.resolve(connect="later")
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
     with pytest.raises(
         ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of eager, lazy\."
@@ -321,3 +313,41 @@ def test_custom_embedding_ranks_are_evaluated_only_when_they_are_not_the_default
     )
     (row,) = (r for r in ps.current_state().plan.rows if r.label == "EMBEDDING_GROUP")
     assert row.explicit is None and row.pick == "ends"
+
+
+class _Options:
+    """Of a backend that is registered with torch, which passes them on as it does NCCL's."""
+
+    def __init__(self):
+        self.config = {"max_ctas": 8}
+        self.group_name = ""
+
+
+def _one_object_for_several_groups(rank):
+    written = []
+
+    def create(group, options):
+        if options is not None:
+            assert (options.config, options.group_name) == ({"max_ctas": 8}, "")
+            options.group_name = group.group_id  # as torch itself does with NCCL's
+            written.append(options)
+        return dist.ProcessGroupGloo(
+            group.store, group.group_rank, group.group_size, timeout=group.timeout
+        )
+
+    dist.Backend.register_backend("writing", create, extended_api=True, devices=["cpu"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("writing", rank=rank, world_size=4, store=store)
+    given, world, halves = {"pg_options": _Options()}, [0, 1, 2, 3], [[0, 1], [2, 3]]
+    ps.create_hybrid_dp_cp_groups(rank, world, **given)
+    ps.create_hierarchical_groups(rank, world, [2, 2], **given)
+    creation.by_members("A", world, "1", **given)
+    creation.by_members("B", world, "1", **given)
+    creation.by_everyone("C", [world, *halves], "1", **given)
+    creation.by_everyone("D", halves, "1", **given)
+    assert given["pg_options"].group_name == ""
+    return len(written), len({options.group_name for options in written})
+
+
+def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own():
+    assert run_ranks(4, _one_object_for_several_groups, backend="") == [(8, 8)] * 4

@@ -341,6 +341,19 @@ def test_an_error_retold_is_caught_as_the_first_in_another_process_too(error):
     assert isinstance(told, type(error)) and str(told) == "Do it otherwise."
 
 
+class _Named(ValueError):
+    """As some libraries have them: made from arguments by keyword."""
+
+    def __init__(self, *, field: str) -> None:
+        super().__init__(f"{field} is odd")
+        self.field = field
+
+
+def test_an_error_that_is_made_by_keyword_is_retold_too():
+    told = pickle.loads(pickle.dumps(retold(_Named(field="tp"), "Do it otherwise.")))
+    assert isinstance(told, _Named) and str(told) == "Do it otherwise." and told.field == "tp"
+
+
 def _broken(**functions):
     module = ModuleType("broken")
     vars(module).update({name: getattr(ps, name) for name in dir(ps) if name[0] != "_"})

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from forked import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from stock import load_stock_grid
 
 from hypergrid import HyperCommGrid
+from tests.stock import load_stock_grid
 
 
 @pytest.fixture(autouse=True)

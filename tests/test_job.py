@@ -57,6 +57,12 @@ def test_where_the_ranks_are_is_read_from_each_launcher(line, world, per_host):
     assert (job.world_size, job.ranks_per_host) == (world, per_host)
 
 
+def test_ranks_that_do_not_fit_on_the_hosts_are_refused():
+    with pytest.raises(JobError, match=r"64 ranks do not fit on 4 hosts of 8, which are 32"):
+        from_line("srun -N 4 -n 64 --ntasks-per-node 8 python train.py")
+    assert from_line("srun -N 4 -n 30 --ntasks-per-node 8 python train.py").world_size == 30
+
+
 def test_settings_beside_the_line_win_over_it_and_spare_reading_it():
     line = "torchrun --nnodes $NNODES --nproc-per-node 8 x.py --tensor-model-parallel-size $TP"
     assert from_line(line, world_size=64, tp=4, nnodes=8).arguments == {

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,3 +135,14 @@ def test_a_rank_among_a_million_finds_its_group():
 def test_equal_layouts_are_equal_and_can_be_keys():
     assert {RankLayout(("tp",), (2,)): 1}[RankLayout(("tp",), (2,))] == 1
     assert RankLayout(("tp",), (2,)) != RankLayout(("tp",), (2,), 1)
+
+
+def test_names_of_dims_are_no_text_and_coordinates_and_steps_are_whole_numbers():
+    with pytest.raises(LayoutError, match=r"dims must be several names .* got the text 'tp'"):
+        RankLayout("tp", (2, 2))
+    layout = RankLayout(("tp", "pp"), (2, 2))
+    with pytest.raises(LayoutError, match=r"coordinates such as tp must be whole numbers, got 0.5"):
+        layout.rank(tp=0.5)
+    with pytest.raises(LayoutError, match=r"steps must be whole numbers, got 0.5"):
+        layout.shift(0, "tp", 0.5)
+    assert layout.rank(tp=np.int64(1), pp=1) == 3 == layout.shift(2, "tp", np.int64(3))

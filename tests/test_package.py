@@ -1,5 +1,7 @@
-"""The wheel: builds, and installed alone it imports."""
+"""The wheel: builds, and installed alone it imports. The tests: each file is one module."""
 
+import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -70,3 +72,24 @@ def test_the_wheel_draws_a_page_without_torch_or_any_extra(wheel, tmp_path):
     )
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
     assert int(done.stdout or 0) > 20_000, done.stderr
+
+
+def _imported(path):
+    """The modules that a file of Python imports, also by ``importlib.import_module("name")``."""
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "tests":
+            yield from (f"tests.{each.name}" for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+    yield from re.findall(r"""import_module\("([\w.]+)"\)""", text)
+
+
+def test_no_file_of_the_tests_is_loaded_as_two_modules():
+    places = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    imported = {name for path in places for name in _imported(path)}
+    names = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    assert {"stock", "te_on_cpu"} <= names and "tests.stock" in imported
+    assert [name for name in names if {name, f"tests.{name}"} <= imported] == []

@@ -353,3 +353,12 @@ def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(
     assert dist.get_process_group_ranks(ps.get_embedding_group()) == [0, 4]
     assert ps._DATA_PARALLEL_GROUP_WITH_CP is None
     ps.destroy_model_parallel()
+
+
+def test_the_module_has_upstreams_private_globals_and_no_other_attribute_of_the_state():
+    assert ps._TENSOR_MODEL_PARALLEL_GROUP is None
+    state = ps.current_state()
+    inner = {name for name in dir(type(state)) if name[0] == "_" and name[:2] != "__"} - SLOTS
+    assert {"_numbered", "_grid", "_renumber", "_take"} <= inner
+    handed = {name for name in inner if hasattr(ps, name)} - {*vars(ps)}
+    assert handed == set()

@@ -56,6 +56,7 @@ def test_a_plan_survives_json():
         {"timeout": 61.0},
         {"options": (("max_ctas", 4),)},
         {"separate": True},
+        {"traffic": "gradients"},
     ],
 )
 def test_any_difference_changes_the_fingerprint(change):

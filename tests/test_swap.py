@@ -327,6 +327,40 @@ def test_the_report_speaks_as_the_release_and_as_plan_does(tmp_path, release, ha
     assert ("gtp_remat=1" in out) is has and "tp=2" in out
 
 
+CHOOSES = """
+    import os, sys
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from compat import parallel_state
+    from compat.report import report
+    from compat.state import ParallelState
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    chosen = {"order": "tp-cp-ep-pp-dp", "share": "singletons", "creation": "members"}
+    chosen["create_gloo_process_groups"] = False
+    if sys.argv[1] == "state":
+        print(report(ParallelState.create(tensor_model_parallel_size=2, **chosen)))
+    else:
+        parallel_state.initialize_model_parallel(2, **chosen)
+        print(report(parallel_state.current_state()))
+"""
+
+
+@pytest.mark.parametrize("by", ["state", "module"])
+def test_the_outermost_wins_for_every_choice_and_the_report_says_which(tmp_path, by):
+    path = script(tmp_path, CHOOSES)
+    flags = ("--order", "tp-dp", "--share", "all", "--creation", "everyone")
+    variables = {"HYPERGRID_ORDER": "tp-pp-dp", "HYPERGRID_SHARE": "none"}
+    told = launch(*flags, path, by, cwd=tmp_path, **variables, HYPERGRID_CREATION="members")
+    assert "order=tp-dp (--order), share=all (--share), connect=" in told
+    assert "(the default), creation=everyone (--creation)" in told
+    told = launch(path, by, cwd=tmp_path, **variables)
+    assert "order=tp-pp-dp (HYPERGRID_ORDER in the environment), " in told
+    assert "share=none (HYPERGRID_SHARE in the environment), " in told
+    assert "creation=members (the argument `creation`)" in told
+    told = python(path, by, cwd=tmp_path)
+    assert "order=tp-cp-ep-pp-dp (the argument `order`), share=singletons (the argument " in told
+
+
 def test_a_module_can_be_launched_by_name(tmp_path):
     script(tmp_path, "import sys; print('ran', __name__, sys.argv[1:])", "work.py")
     assert "ran __main__ ['--flag']" in launch("-m", "work", "--flag", cwd=tmp_path)

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from forked import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from stock import load_stock_grid
 from torch.distributed import distributed_c10d as c10d
 
 from compat import hyper_comm_grid
 from hypergrid import HyperCommGrid, LayoutError, RankLayout, validate_grids
+from tests.stock import load_stock_grid
 
 NAMES = ("tp", "cp", "ep", "pp", "dp")
 

@@ -90,7 +90,10 @@ def plan(
         table.add_row(dims, span(line.size), str(line.groups), across, label)
     out.print(table)
     made = ", ".join(f"{span(n)} with share={share}" for share, n in shares(subject).items())
-    out.print("\nhosts: how many one group touches. = NAME: same ranks, could share communicators.")
+    out.print(
+        "\nhosts: how many one group touches. = NAME: same ranks and traffic, could share "
+        "communicators."
+    )
     out.print(f"Each rank is in {span(names(subject.plan))} groups; communicators: {made}.")
 
 

@@ -85,8 +85,9 @@ def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
         raise JobError(f"{path} is no plan: it has no layouts. `hypergrid plan --json` writes one.")
     try:
         plan = GroupPlan.from_json(json.dumps(data))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise JobError(f"{path} is no plan that can be read: {error}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error).removesuffix(".")
+        raise JobError(f"{path} is no plan that can be read: {why}.") from None
     given = ranks_per_host or data.get("ranks_per_host")
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
