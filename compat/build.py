@@ -90,7 +90,7 @@ def build(request: Request) -> Built:
                 if row.same_as in built.numbers:
                     built.numbers[row.slot] = built.numbers[row.same_as]
     except BaseException:
-        grid.destroy()
+        grid.destroy(abort=True)
         raise
     return built
 
@@ -151,7 +151,7 @@ def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
     def around(rows: Sequence[Planned]) -> AbstractContextManager[None]:
         return _sharp(rows, request, built)
 
-    with creation.connecting(pool.agreement.lazy), group_helpers.collecting() as made:
+    with pool.connecting(), group_helpers.collecting() as made:
         through = replaced.Calls(request, helpers, rank, numbered, around)
         for p, ranks, group in through.groups():
             pool.adopt(p.group.label, ranks, group, p.group.dims)

@@ -233,15 +233,18 @@ class HyperCommGrid:
         """Whether this rank is one of the grid's."""
         return bool(self.rank_offset <= dist.get_rank() < self.rank_offset + self.size)
 
-    def destroy(self) -> None:
-        """Close every group of the grid; they can then be created anew. *Local*."""
+    def destroy(self, *, abort: bool = False) -> None:
+        """Close every group of the grid; they can then be created anew.
+
+        *Local* with ``abort``; else NCCL waits until the other members close theirs.
+        """
         groups = {id(group): group for group in self._pgs.values()}
         foreign = {id(group) for group in self._foreign()}
         borrowed = {id(group) for group in self._borrowed}
         for number in foreign - borrowed:
             dist.destroy_process_group(groups[number])
         if self.core.pool is not None:
-            self.core.pool.close(groups.values())
+            self.core.pool.close(groups.values(), abort=abort)
         self._pgs.clear()
 
     def _foreign(self) -> list[Any]:

@@ -203,7 +203,7 @@ def initialize_model_parallel(
                 before.grid.destroy()
         except BaseException:
             _make_current(before)
-            state.destroy()
+            state.destroy(abort=True)
             raise
 
 
@@ -217,9 +217,15 @@ def _replaced_helpers() -> dict[str, Callable[..., Any]]:
     }
 
 
-def destroy_model_parallel() -> None:
-    """Close every group that ``initialize_model_parallel`` made and forget all state."""
-    _current.destroy()
+@as_released
+def destroy_model_parallel(*, abort: bool = False) -> None:
+    """Close every group that ``initialize_model_parallel`` made and forget all state; idempotent.
+
+    *Local* with ``abort``, which is not upstream's: it waits for no other rank, whatever state
+    NCCL's communicators are in. Without it NCCL waits until the other members close theirs.
+    Gloo closes in the same way with and without it.
+    """
+    _current.destroy(abort)
 
 
 def create_all_gather_groups(

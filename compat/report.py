@@ -28,7 +28,8 @@ def report(state: ParallelState) -> str:
         + (f"; in front the encoder {_grid(request.encoder)}" if request.encoder else ""),
         f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
         + (f" ({made.why})" if made.why else "")
-        + (", connected on first use" if made.lazy else ""),
+        + (", connected on first use" if made.lazy else "")
+        + (", each connected at creation" if request.policy.connect == "eager" else ""),
     ]
     if request.policy.connect == "lazy" and not made.lazy:
         lines[-1] += ", connected at once: not every rank's torch can wait"

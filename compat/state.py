@@ -152,7 +152,7 @@ class ParallelState(Getters):
                 request.helpers.get("_set_global_memory_buffer", own)()
             except BaseException:
                 if built.grid is not None:
-                    built.grid.destroy()
+                    built.grid.destroy(abort=True)
                 raise
 
     @property
@@ -199,11 +199,20 @@ class ParallelState(Getters):
             self._global_process_group_list = [None]
         self._global_process_group_list.append(group)
 
-    def destroy(self) -> None:
-        """Give back all groups of this state and forget everything. *Local*; twice is once."""
-        _release_megatron_buffers()
+    def destroy(self, abort: bool = False) -> None:
+        """Close all groups of this state and forget everything; idempotent.
+
+        *Local* with ``abort``; else NCCL waits until the other members close theirs.
+
+        Parameters
+        ----------
+        abort : bool
+            Wait for no other rank, whatever state the communicators are in: NCCL drops what is
+            under way. Gloo closes as without it.
+        """
+        _release_megatron_buffers(abort)
         if self._grid is not None:
-            self._grid.destroy()
+            self._grid.destroy(abort=abort)
         self._forget()
 
     @contextmanager
@@ -225,7 +234,7 @@ class ParallelState(Getters):
             yield self
 
     def suspend(self) -> None:
-        """Give every communicator back until ``resume``. *Local*.
+        """Close every communicator until ``resume``; NCCL waits until all members do.
 
         Ranks, sizes and the plan can still be asked. Getters of groups give placeholders, which
         refuse to be used and say why. References to the old groups that others keep (a model, an
@@ -297,7 +306,7 @@ class ParallelState(Getters):
                         c10d._set_pg_timeout(changed, each.group)
             except BaseException:
                 if built.grid is not None:
-                    built.grid.destroy()
+                    built.grid.destroy(abort=True)
                 self._grid, self._numbered = kept
                 for slot, value in before.items():
                     object.__setattr__(self, slot, value)
@@ -538,12 +547,12 @@ class LazyBuffer:
         return GlobalMemoryBuffer()
 
 
-def _release_megatron_buffers() -> None:
+def _release_megatron_buffers(abort: bool) -> None:
     # Upstream's own teardown does this; what was never loaded has nothing to give back.
     fused = sys.modules.get("megatron.core.transformer.moe.fused_a2a")
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     for owner, name in (
-        (fused, "nccl_ep_finalize"),
+        (None if abort else fused, "nccl_ep_finalize"),  # may wait for other ranks
         (getattr(symmetric, "SymmetricMemoryManager", None), "destroy"),
     ):
         with suppress(Exception):  # what cannot be released must not keep groups alive

@@ -86,16 +86,21 @@ def remedy() -> str:
     )
 
 
-def release(groups: Sequence[Any]) -> None:
-    """Let Transformer Engine forget ``groups``, which are about to be destroyed. *Local*.
+def release(groups: Sequence[Any], abort: bool = False) -> None:
+    """Let Transformer Engine forget ``groups``, which are about to be destroyed.
 
     Its sizes and ranks of groups are asked anew from then on, and its expert parallelism ends if
-    it borrows the communicator of one of them. Nothing happens, and nothing is imported, where
+    it borrows the communicator of one of them: in its own way, which may wait for other ranks,
+    or with ``abort`` by being forgotten. Nothing happens, and nothing is imported, where
     Transformer Engine is not loaded.
     """
     expert = sys.modules.get("transformer_engine.pytorch.ep")
     borrowed = getattr(expert, "_EP_GROUP", None)
-    if borrowed is not None and any(group is borrowed for group in groups):
+    if borrowed is None or not any(group is borrowed for group in groups):
+        pass
+    elif abort:
+        vars(expert).update(_EP_GROUP=None, _BOOTSTRAPPED=False)
+    else:
         try:
             expert.ep_finalize()  # type: ignore[union-attr]
         except Exception as error:  # must keep no group alive

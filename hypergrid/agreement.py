@@ -27,7 +27,7 @@ from hypergrid.connection import (
     stay_until,
     telling_of_a_lost_store,
 )
-from hypergrid.creation import Abilities, abilities
+from hypergrid.creation import Abilities, abilities, split_off
 from hypergrid.ending import clear_ending
 from hypergrid.errors import AgreementError
 from hypergrid.policy import Policy
@@ -48,9 +48,9 @@ class Agreement:
     epoch : str
         Part of every group's name; never used twice in the life of the store.
     way : {"members", "split", "everyone"}
-        Who creates groups of the default group's backend.
+        Who creates groups that torch splits off a default group that is bound to a device.
     others : {"members", "everyone"}
-        Who creates groups of another backend.
+        Who creates all others.
     why : str
         What stands in the way of "members"; empty where nothing does.
     lazy : bool
@@ -62,6 +62,10 @@ class Agreement:
     others: str = "members"
     why: str = ""
     lazy: bool = False
+
+    def way_of(self, backend: str | None) -> str:
+        """Who creates groups of ``backend``; the same on all ranks."""
+        return self.way if self.way == self.others or split_off(backend) else self.others
 
 
 def agree(
@@ -114,7 +118,7 @@ def _agree(
     timeout: timedelta | None,
     life: int | None,
 ) -> Agreement:
-    can, store = abilities(), shared_store()
+    can, store = abilities(policy.creation), shared_store()
     if store is None:
         span, count = span_of(ranks), _alone.setdefault(dist.group.WORLD, Counter())
         count[span] += 1
@@ -128,6 +132,17 @@ def _agree(
             here = _Round(store, ranks, life)
             here.arrive(everything, can, policy)
         return _accept(here.wait(timeout))
+
+
+def expected(policy: Policy) -> Agreement:
+    """What the ranks will agree on, as far as this one can tell. *Local*.
+
+    Raises
+    ------
+    AgreementError
+        This rank cannot create in the way that the policy insists on.
+    """
+    return _accept(_choose("", policy, [abilities(policy.creation)]))
 
 
 def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
@@ -380,7 +395,8 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
         way = next(each for each, reason in why.items() if reason is None)
     elif why[way] is not None:
         return {"error": f"creation={way!r} is not possible here: {why[way]}. Use 'auto'."}
-    members_alone = obstacle is None and policy.creation != "everyone"
+    # With a bound default group, torch lets those outside a gloo group wait for a split.
+    members_alone = obstacle is None and (policy.creation != "everyone" or bound is not None)
     return asdict(
         Agreement(
             epoch=epoch,

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,15 +46,88 @@ def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessG
         return group
 
 
-def by_split(groups: Sequence[Ranks], **options: Any) -> ProcessGroup | None:
+def by_split(
+    label: str, groups: Sequence[Ranks], epoch: str, **options: Any
+) -> ProcessGroup | None:
     """Split disjoint ``groups`` off the default group, in one call. *Collective* over the world.
 
-    Torch names these groups from what each rank made before, so that the members of one group
-    may know it by different names.
+    A rank that is in none of them takes part too, as NCCL demands. ``options`` are those of
+    ``torch.distributed.new_group``: nothing is taken over from the default group. Torch lines
+    whose split takes no name derive one from what each rank made before, so that the members of
+    one group may know it by different names.
     """
-    options.pop("backend", None)
-    group: ProcessGroup | None = dist.split_group(split_ranks=[list(r) for r in groups], **options)
-    return group if isinstance(group, ProcessGroup) else None  # or torch's non-member marker
+    default, rank = c10d._get_default_group(), dist.get_rank()
+    backend = c10d.Backend(options.pop("backend", None) or c10d._world.pg_map[default][0])
+    _tell_its_ranks(default)
+    if not splits_take_names():
+        split = dist.split_group(split_ranks=[list(ranks) for ranks in groups], **options)
+        return split if isinstance(split, ProcessGroup) else None  # or torch's non-member marker
+    ranks = sorted(next((each for each in groups if rank in each), groups[0]))
+    name = c10d.GroupName(str(group_name(label, ranks, epoch)))
+    wanted, parts = devices_of(backend), dict[str, torch.device]()
+    for kind, part in wanted.items():  # torch splits for each device, also twice the same backend
+        parts.setdefault(part, torch.device(kind))
+    source = _backend_of(default)
+    timeout = options.get("timeout") or c10d._get_default_timeout(backend)
+    group: ProcessGroup | None = default.split_group(
+        ranks,
+        timeout=timeout,
+        opts=_options_like_new_group(source, options.get("pg_options")),
+        group_name=name,
+        group_desc=options.get("group_desc") or "undefined",
+        device_types=list(parts.values()),
+    )
+    if rank not in ranks or group is None:
+        return None
+    for kind, part in wanted.items():
+        if kind != parts[part].type:
+            same, of = group._get_backend(parts[part]), c10d.Backend.backend_type_map[part]
+            group._register_backend(torch.device(kind), of, same)
+    if default.bound_device_id is not None:
+        group.bound_device_id = default.bound_device_id
+    for device in parts.values():
+        group._get_backend(device)._set_sequence_number_for_group()
+    c10d._set_pg_timeout(timeout, group)  # torch gives it to the default's main backend alone
+    c10d._register_pg_in_world(
+        group,
+        backend_name=backend,
+        store=group.get_group_store(),
+        group_name=name,
+        backend_config=str(c10d.BackendConfig(backend)),
+        rank_mapping={member: place for place, member in enumerate(ranks)},
+    )
+    return group
+
+
+def _tell_its_ranks(default: ProcessGroup) -> None:
+    # Torch reads them when it splits, and leaves them out where the default group is not the
+    # first that this process has had of its backend: it then reads beyond the end of the list.
+    for device in default._device_types:
+        backend = default._get_backend(device)
+        if backend.supports_splitting and not backend.options.global_ranks_in_group:
+            backend.options.global_ranks_in_group = list(range(default.size()))
+
+
+def _options_like_new_group(source: Any, given: Any) -> Any:
+    """Options of the backend ``source``, to split with; torch itself copies those of ``source``."""
+    gloo = getattr(c10d, "ProcessGroupGloo", None)
+    if gloo is None or not isinstance(source, gloo):
+        return type(source.options)() if given is None else copy.deepcopy(given)
+    options = type(source.options)()
+    interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
+    devices = [gloo.create_device(interface=interface) for interface in interfaces]
+    options._devices = devices or [gloo.create_default_device()]
+    options._threads = 2 * len(options._devices)
+    return options
+
+
+@functools.cache
+def splits_take_names() -> bool:
+    """Whether this torch's split takes the name that the new group shall have."""
+    split = getattr(ProcessGroup, "split_group", None)
+    return "device_types" in (getattr(split, "__doc__", None) or "") and hasattr(
+        c10d, "_register_pg_in_world"
+    )
 
 
 def by_everyone(
@@ -76,8 +149,7 @@ def by_everyone(
                 return [] if mine is None else [mine]
             made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
         except BaseException:
-            for group in c10d._world.pg_map.keys() - before:
-                dist.destroy_process_group(group)
+            close(c10d._world.pg_map.keys() - before, abort=True)
             raise
         rank = dist.get_rank()
         return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
@@ -86,11 +158,50 @@ def by_everyone(
 def by_world(
     way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
-    """Create ``groups`` with all ranks, by a split if that is the ``way`` and they are disjoint."""
-    if way != "split" or not disjoint(groups):
+    """Create ``groups`` with all ranks, by a split if that is the ``way`` and can give them."""
+    if way != "split" or not disjoint(groups) or not _is_part_of_default(options.get("backend")):
         return by_everyone(label, groups, epoch, **options)
-    mine = by_split(groups, **options) if groups else None
+    mine = by_split(label, groups, epoch, **options) if groups else None
     return [] if mine is None else [mine]
+
+
+def close(
+    groups: Iterable[ProcessGroup], abort: bool = False
+) -> list[tuple[ProcessGroup, RuntimeError]]:
+    """Close ``groups`` that torch knows; gives those that it could not, and why. *Local*.
+
+    In the order in which ``torch.distributed.destroy_process_group()`` closes all: NCCL may wait
+    for the other members, and theirs may be closed by that. ``abort`` waits for nobody.
+    """
+    world, failed = c10d._world, list[tuple[ProcessGroup, RuntimeError]]()
+    end = getattr(c10d, "_abort_process_group", None) if abort else None
+    end = end or dist.destroy_process_group
+    ordered = sorted(groups, key=lambda group: world.pg_names[group], reverse=True)
+    with _aborting(ordered if abort else []):
+        for group in ordered:
+            tag = world.pg_to_tag.get(group)
+            try:
+                end(group)
+            except RuntimeError as error:
+                failed.append((group, error))
+            if tag is not None and not world.tags_to_pg.get(tag, True):
+                del world.tags_to_pg[tag]  # torch leaves an empty list for every group there was
+    return failed
+
+
+@contextmanager
+def _aborting(groups: Sequence[ProcessGroup]) -> Iterator[None]:
+    # NCCL can abort one communicator of several only together with the others: pytorch 119797.
+    kind = getattr(c10d, "ProcessGroupNCCL", None)
+    backends = (g._get_backend(device) for g in groups for device in g._device_types)
+    nccl = None if kind is None else next((b for b in backends if isinstance(b, kind)), None)
+    if nccl is not None:
+        nccl._group_start()
+    try:
+        yield
+    finally:
+        if nccl is not None:
+            nccl._group_end()
 
 
 def disjoint(groups: Sequence[Ranks]) -> bool:
@@ -114,17 +225,60 @@ class Abilities:
     can_connect_lazily: bool = True
 
 
-def abilities() -> Abilities:
-    """Look at torch, its default group and the environment."""
+def abilities(insisted: str = "auto") -> Abilities:
+    """Look at torch, its default group and the environment.
+
+    ``insisted`` is the policy's way of creation: gloo can be split, and is only if that is asked.
+    """
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
-    device = getattr(c10d._get_default_group(), "bound_device_id", None)
-    reason = None
-    if device is not None:
-        reason = f"the default group is bound to {device}, and its splits want every rank"
-    return Abilities(
-        _obstacle(), reason, device is not None and _splits(device), can_connect_lazily()
-    )
+    default = c10d._get_default_group()
+    device = getattr(default, "bound_device_id", None)
+    reason, can_split = None, False
+    if device is not None or insisted == "split":
+        can_split = _backend_of(default) is not None
+        nccl = "nccl" in devices_of(None).values()
+        if device is None:  # NCCL may not have connected yet, and then cannot be split
+            can_split = can_split and not nccl and splits_take_names()
+        elif can_split and nccl:
+            reason = f"the default group is bound to {device}, and its splits want every rank"
+    return Abilities(_obstacle(), reason, can_split, can_connect_lazily())
+
+
+def devices_of(backend: str | None) -> dict[str, str]:
+    """The backends of a group by type of device, in lower case; None is the default group's."""
+    if not backend:
+        backend = c10d._world.pg_map[c10d._get_default_group()][0]
+    config = c10d.BackendConfig(c10d.Backend(backend))
+    return {device: str(each) for device, each in config.get_device_backend_map().items()}
+
+
+def split_off(backend: str | None) -> bool:
+    """Whether torch splits a group of ``backend`` off the default one, where that is bound.
+
+    It does so for NCCL, whatever else the group has. A default group without NCCL is split only
+    where that was asked for, and for groups of its own backend. Equal on all ranks.
+    """
+    device = _split_device()
+    return devices_of(backend).get(device) == devices_of(None)[device]
+
+
+def _split_device() -> str:
+    default = devices_of(None)
+    return next((device for device, each in default.items() if each == "nccl"), next(iter(default)))
+
+
+def _is_part_of_default(backend: str | None) -> bool:
+    return devices_of(backend).items() <= devices_of(None).items()
+
+
+def _backend_of(default: ProcessGroup) -> Any:
+    """What groups are split from; None where that cannot be split."""
+    try:
+        backend = default._get_backend(torch.device(_split_device()))
+        return backend if backend.supports_splitting else None
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _obstacle() -> str | None:
@@ -139,13 +293,6 @@ def _obstacle() -> str | None:
     if not names_can_be_set():
         return "this torch does not take a group's name from its running group number"
     return None
-
-
-def _splits(device: torch.device) -> bool:
-    try:
-        return bool(c10d._get_default_group()._get_backend(device).supports_splitting)
-    except (AttributeError, RuntimeError):
-        return False
 
 
 @functools.cache
@@ -185,14 +332,14 @@ def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None
 
 
 @contextmanager
-def connecting(lazily: bool) -> Iterator[None]:
-    """Let gloo groups that are created inside connect when they are first used."""
-    if not lazily:
+def connecting(lazily: bool | None) -> Iterator[None]:
+    """Let gloo groups that are created inside connect when first used, or not; None: as set."""
+    if lazily is None:
         yield
         return
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
-    os.environ[name] = "1"
+    os.environ[name] = str(int(lazily))
     try:
         yield
     finally:
@@ -211,6 +358,40 @@ def own(options: dict[str, Any]) -> dict[str, Any]:
         return {**options, "pg_options": copy.deepcopy(options.get("pg_options"))}
     except TypeError:
         return options
+
+
+def connects_later(group: ProcessGroup) -> bool:
+    """Whether the members of ``group`` have not connected, where gloo does so at once."""
+    return group.size() > 1 and {*devices_of(c10d._world.pg_map[group][0]).values()} != {"gloo"}
+
+
+def connect(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let the members of ``group`` connect, by a barrier. *Collective* over them.
+
+    Raises
+    ------
+    RuntimeError
+        They could not, or not within ``timeout``. The barrier may then still be under way.
+    """
+    device = getattr(group, "bound_device_id", None)  # a thread of its own has no current device
+    here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    index = here if device is None else device.index
+    failures: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            dist.barrier(group, device_ids=None if index is None else [index])
+        except BaseException as error:
+            failures.append(error)
+
+    # NCCL waits without a limit for a member that does not come.
+    thread = threading.Thread(target=meet, name=f"connecting {group.group_name}", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if thread.is_alive():
+        raise RuntimeError(f"its members did not connect within {timeout}.")
+    if failures:
+        raise failures[0]
 
 
 def is_replaced(function: object) -> bool:

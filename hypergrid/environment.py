@@ -230,7 +230,7 @@ class EnvironmentTable:
         if ranks is not None:
             return self._create_labelled(name_or_dims, ranks, backend, share, options)
         place = self._place(name_or_dims)
-        with refusing_together(place.grid.layout.ranks, self._policy):
+        with refusing_together(place.grid.participants(), self._policy):
             if backend is not None and plain(backend) != plain(place.grid.backend):
                 raise ValueError(
                     f"the groups over {place.name!r} have the backend of their grid, not "
@@ -300,7 +300,7 @@ class EnvironmentTable:
         if shape is not None:
             return self._new_mesh(name_or_dims, shape, dim_names, device_type, backend, share)
         place = self._place(name_or_dims)
-        with refusing_together(place.grid.layout.ranks, self._policy):
+        with refusing_together(place.grid.participants(), self._policy):
             if place.view is not None:
                 raise ValueError(
                     f"there is no device mesh over a view, as {place.name!r}: give shape and "
@@ -315,7 +315,7 @@ class EnvironmentTable:
 
     def _place(self, name_or_dims: Dims) -> Place:
         base = self._known.base
-        everybody = range(self.world_size) if base is None else base.layout.ranks
+        everybody = range(self.world_size) if base is None else base.participants()
         with refusing_together(everybody, self._policy):
             return self._known.place(name_or_dims)
 
@@ -394,7 +394,7 @@ class EnvironmentTable:
         """Create what is wanted and not found, all or none, and let the grid answer for it."""
         if not wanted:
             return
-        if not grid.is_current_rank_in_grid():
+        if self.rank not in grid.participants():
             for place in wanted:
                 grid.create_pg(place.dims, view=place.view)
             return
@@ -410,13 +410,14 @@ class EnvironmentTable:
         with grid.agreed(proposal, owner) as pool:
             for place, found in wanted.items():
                 layout = grid.views[place.view or BASE]
-                mine = tuple(layout.group(self.rank, place.dims))
+                inside = grid.is_current_rank_in_grid()
+                mine = tuple(layout.group(self.rank, place.dims)) if inside else ()
                 if mine in found:
                     made[place] = self.get_process_group(found[mine])
                 label = place.name.removeprefix(f"{mesh}/")
                 created = pool.make(
                     label,
-                    {} if mine in found else {label: mine},
+                    {} if not mine or mine in found else {label: mine},
                     lambda place=place, found=found: [  # type: ignore[misc]
                         ranks for ranks in place.groups if tuple(sorted(ranks)) not in found
                     ],
@@ -426,8 +427,8 @@ class EnvironmentTable:
                 )
                 if created:
                     made[place] = created[0]
-        for place, group in made.items():
-            grid.hold(place.dims, group, view=place.view)
+        for place in wanted:
+            grid.hold(place.dims, made.get(place), view=place.view)
 
     def _create_labelled(
         self,

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid import creation
-from hypergrid.agreement import Agreement
+from hypergrid.agreement import Agreement, expected
 from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.pool import GroupPool
@@ -265,21 +264,30 @@ class HyperCommGrid:
     def _create(
         self, label: str, layout: RankLayout, ordered: list[str], options: dict[str, Any]
     ) -> ProcessGroup | None:
-        if not self.is_current_rank_in_grid():
-            groups = _enumerate(layout, ordered).tolist()
-            self._create_from_outside(label, groups, options)
+        rank = dist.get_rank()
+        if rank not in self.participants():
             return None
         views = {f"view {name}": repr(layout) for name, layout in self.views.items()}
         proposal = {**views, "backend": self.backend, "groups over": label}
         with self.agreed(proposal, timeout=options.get("timeout")) as pool:
-            (group,) = pool.make(
+            made = pool.make(
                 label,
-                {label: layout.group(dist.get_rank(), ordered)},
+                {label: layout.group(rank, ordered)} if rank in layout else {},
                 lambda: _enumerate(layout, ordered).tolist(),
                 dims=tuple(ordered),
                 **options,
             )
-        return group
+        return made[0] if made else None
+
+    def participants(self) -> range:
+        """The ranks that create this grid's groups together. *Local*.
+
+        Those of the grid; all of the world where members alone cannot create, as under
+        ``TORCH_DIST_INIT_BARRIER=1`` or where the default group is bound to a device.
+        """
+        policy = _policy() if self._pool is None else self._pool.policy
+        alone = expected(policy).way_of(self.backend) == "members"
+        return self.layout.ranks if alone else range(dist.get_world_size())
 
     def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
         """Make groups from here on under ``agreement``. For whoever agreed on more than dims."""
@@ -293,16 +301,14 @@ class HyperCommGrid:
         owner: str | None = None,
         timeout: timedelta | None = None,
     ) -> Iterator[GroupPool]:
-        """Make inside, in the pool given, what all ranks of the grid have agreed on: all or none.
+        """Make inside, in the pool given, what the participants have agreed on: all or none.
 
         As ``GroupPool.agreed``. The grid answers for what it is then told to ``hold``.
         """
         first = self._pool is None
-        pool = self._pool or self.begin(
-            Agreement(""), replace(Policy.resolve(), share="none"), owner
-        )
+        pool = self._pool or self.begin(Agreement(""), _policy(), owner)
         try:
-            with pool.agreed(self.layout.ranks, proposal, timeout):
+            with pool.agreed(self.participants(), proposal, timeout):
                 yield pool
         except BaseException:
             if first:
@@ -312,16 +318,6 @@ class HyperCommGrid:
     def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
         """Answer ``get_pg(dims)`` with a group that somebody else made; the first one stays."""
         self._pgs.setdefault(self._find(dims, view)[0], group)
-
-    def _create_from_outside(
-        self, label: str, groups: list[list[int]], options: dict[str, Any]
-    ) -> None:
-        # Where members alone cannot create, every rank of the world takes part, these too.
-        can = creation.abilities()
-        bound = can.bound is not None and self.backend in (None, dist.get_backend())
-        if can.obstacle is not None or bound:
-            way = "split" if can.obstacle is None and can.can_split else "everyone"
-            creation.by_world(way, label, groups, "outside", **options)
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.
@@ -458,10 +454,14 @@ class HyperCommGrid:
             grid.hold((name,), mesh.get_group(name))
         return grid
 
-    def destroy(self) -> None:
-        """Give back every group of this grid; they can then be created anew. *Local*."""
+    def destroy(self, *, abort: bool = False) -> None:
+        """Close every group of this grid; they can then be created anew.
+
+        *Local* with ``abort``; else NCCL waits until the other members close theirs, see
+        ``GroupPool.destroy``.
+        """
         if self._pool is not None:
-            self._pool.destroy()
+            self._pool.destroy(abort=abort)
         self._pool = None
         self._pgs.clear()
 
@@ -516,6 +516,11 @@ def validate_grids(
             raise ValueError(
                 f"ranks {few(ranks)} {fault}: {', '.join(map(repr, layouts)) or 'no grids'}."
             )
+
+
+def _policy() -> Policy:
+    # Each combination was asked for by itself, whatever the environment says of sharing.
+    return replace(Policy.resolve(), share="none")
 
 
 def _rank(rank: int | None) -> int:

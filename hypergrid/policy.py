@@ -11,7 +11,7 @@ from hypergrid.words import shown
 
 CHOICES = {
     "share": ("none", "singletons", "all"),
-    "connect": ("eager", "lazy"),
+    "connect": ("torch", "eager", "lazy"),
     "creation": ("auto", "members", "split", "everyone"),
 }
 
@@ -52,15 +52,17 @@ class Policy:
         Which names with equal ranks, backend, options, timeout and traffic use one communicator:
         none of them, those of a single rank (whatever their traffic), all but groups that exist to
         be separate. The default group serves no name.
-    connect : {"eager", "lazy"}
-        Whether gloo connects the members at once or when the group is first used.
+    connect : {"torch", "eager", "lazy"}
+        When members connect: as torch does it, gloo at once and NCCL when the group is first
+        used; every backend at once, but NCCL not for a rank alone; all on first use, where
+        torch's gloo can.
     creation : {"auto", "members", "split", "everyone"}
         Who takes part in creating a group. "auto" takes the first of the others that every rank
         can do; the others insist.
     """
 
     share: str = "none"
-    connect: str = "eager"
+    connect: str = "torch"
     creation: str = "auto"
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,11 +21,12 @@ from hypergrid.ending import all_or_none
 from hypergrid.errors import CreationError
 from hypergrid.plan import Kind
 from hypergrid.policy import Policy
-from hypergrid.words import in_words, span_of
+from hypergrid.words import in_words, shown, span_of
 
 DEFAULT = "the default group"
-# Called with the groups of a pool that are about to be closed: for others' code that borrows them.
-before_closing: set[Callable[[Sequence[ProcessGroup]], None]] = set()
+# Called with the groups of a pool that are about to be closed, and whether other ranks must not be
+# waited for: for others' code that borrows them.
+before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
 
 
@@ -83,7 +84,7 @@ class GroupPool:
                     yield
                     turn.end()
             except BaseException:
-                self.destroy(before)
+                self.destroy(before, abort=True)  # the others may never close theirs
                 self._owners = owners
                 raise
 
@@ -131,17 +132,18 @@ class GroupPool:
         if shorter is not None:
             options["timeout"] = shorter
         try:
-            with creation.connecting(self.agreement.lazy):
-                if self._way(options.get("backend")) == "members":
+            with self.connecting():
+                if self.agreement.way_of(options.get("backend")) == "members":
                     made = self._make_mine(label, mine, kind, options)
                 else:
                     made = self._make_all(label, mine, everyone(), kind, options)
                 for ranks, group, shares in made:
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+                    self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
         except BaseException as error:
-            self.destroy(before)
+            self.destroy(before, abort=True)  # the others may never close theirs
             self._owners = owners
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, mine, options, error) from error
@@ -158,6 +160,24 @@ class GroupPool:
             before = (pooled.label for pooled in self.groups if pooled.group is group)
             shares = shares or next(before, None)
             self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+            self._connect(self.groups[-1])
+
+    def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
+        eager = self.policy.connect == "eager" and pooled.shares is None
+        eager = eager and pooled.group in c10d._world.pg_map  # and not others' wrapper of one
+        if not eager or not creation.connects_later(pooled.group):
+            return
+        backend = dist.get_backend(pooled.group)
+        try:
+            creation.connect(pooled.group, timeout or c10d._get_default_timeout(backend))
+        except RuntimeError as error:
+            mine, options = {pooled.label: pooled.ranks}, {"backend": backend}
+            raise self._failure(pooled.label, mine, options, error) from error
+
+    def connecting(self) -> AbstractContextManager[None]:
+        """Inside, gloo groups connect at once or later, as the ranks have agreed."""
+        at_once = self.policy.connect == "eager"
+        return creation.connecting(self.agreement.lazy or (False if at_once else None))
 
     def _make_mine(
         self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
@@ -181,7 +201,7 @@ class GroupPool:
         # In lockstep: every rank leaves out the same groups, those of others too.
         owners = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
         missing = [ranks for ranks in groups if owners[tuple(ranks)] is None]
-        way = self._way(options.get("backend"))
+        way = self.agreement.way_of(options.get("backend"))
         fresh = creation.by_world(way, label, missing, self.agreement.epoch, **options)
         for ranks in mine.values():
             owner = owners[tuple(ranks)]
@@ -197,10 +217,6 @@ class GroupPool:
             f"have ended, or cannot be reached."
         )
 
-    def _way(self, backend: str | None) -> str:
-        own = backend is None or backend == dist.get_backend()
-        return self.agreement.way if own else self.agreement.others
-
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
         """Whose communicator serves ``ranks``; None, and it is the label's own, if it is new."""
         if kind is None or not self.policy.may_share(kind, ranks):
@@ -213,41 +229,46 @@ class GroupPool:
         (group,) = (g.group for g in self.groups if g.label == owner and g.ranks == members)
         return group
 
-    def destroy(self, keep: int = 0) -> None:
-        """Give back every group but the first ``keep``; those that torch has lost already too.
+    def destroy(self, keep: int = 0, *, abort: bool = False) -> None:
+        """Close every group but the first ``keep``; those that torch has lost already too.
 
-        One that torch cannot close is warned about and keeps none of the others alive.
+        No rank has to call it, but NCCL waits until the other members close the group as well:
+        *Local* where they do, or with ``abort``. A group that torch cannot close, and a function
+        of ``before_closing`` that raises, are warned about and keep none of the others alive.
+
+        Parameters
+        ----------
+        keep : int
+            How many groups stay, the oldest ones.
+        abort : bool
+            Wait for no other rank: NCCL drops what is under way. Gloo closes as without it.
         """
-        self._drop(self.groups[keep:])
+        self._drop(self.groups[keep:], abort)
 
-    def close(self, groups: Iterable[ProcessGroup]) -> None:
-        """Give back those of ``groups`` that are this pool's, and keep all others."""
+    def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
+        """Close those of ``groups`` that are this pool's, as ``destroy``, and keep all others."""
         asked = {id(group) for group in groups}
-        self._drop([pooled for pooled in self.groups if id(pooled.group) in asked])
+        self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
 
-    def _drop(self, leaving: list[PooledGroup]) -> None:
+    def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
         self.groups = [pooled for pooled in self.groups if pooled not in leaving]
         known = c10d._world.pg_map
-        closing = [each for each in leaving if each.shares is None and each.group in known]
+        closing = {
+            each.group: each.label
+            for each in leaving
+            if each.shares is None and each.group in known
+        }
         for tell in before_closing if leaving else ():
-            tell([pooled.group for pooled in closing])
-        for pooled in closing:
             try:
-                _close(pooled.group)
-            except RuntimeError as error:
-                warnings.warn(
-                    f"rank {dist.get_rank()} could not close {pooled.label}: {in_words(error)}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                tell([*closing], abort)
+            except Exception as error:
+                _warn(f"{shown(tell)} raised while groups are closed: {in_words(error)}")
+        for group, why in creation.close(closing, abort):
+            _warn(f"rank {dist.get_rank()} could not close {closing[group]}: {in_words(why)}")
 
 
-def _close(group: ProcessGroup) -> None:
-    world = c10d._world
-    tag = world.pg_to_tag.get(group)
-    dist.destroy_process_group(group)
-    if tag is not None and not world.tags_to_pg.get(tag, True):
-        del world.tags_to_pg[tag]  # torch leaves an empty list for every group there ever was
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=5)  # at whoever closes the pool
 
 
 def live_pools() -> list[GroupPool]:

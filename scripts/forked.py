@@ -139,6 +139,16 @@ def _start(rank: int, world: int, listener: socket.socket, backend: str) -> dist
     return store
 
 
+def join(rank: int, world: int, life: int = 0) -> None:
+    """Start the default group over a file, for bodies that run with ``backend=""``.
+
+    Each split opens two connections to torch's TCP store, which look up its host by number: where
+    no name server answers, that takes seconds.
+    """
+    store = dist.PrefixStore(str(life), dist.FileStore(os.environ["STORE_FILE"], world))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
 def _child(
     rank: int,
     world: int,
@@ -151,6 +161,7 @@ def _child(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
+    os.environ["STORE_FILE"] = str(directory / "store")
     try:
         store = _start(rank, world, listener, backend)
         try:

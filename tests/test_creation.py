@@ -1,19 +1,18 @@
 """How groups are made: by whom, shared with whom, connected when."""
 
-import contextlib
-import itertools
 import os
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_ranks
+from forked import join, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.state import GROUP_SLOTS
-from hypergrid import creation
+from hypergrid import HyperCommGrid, creation
 from hypergrid.policy import Policy
 
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -40,51 +39,18 @@ def _membership():
     return {slot: dist.get_process_group_ranks(group) for slot, group in _groups().items()}
 
 
-_split_calls = itertools.count()
-
-
-def _split_without_nccl(split_ranks, **options):
-    # What torch's split_group does, on gloo: a collective of the world.
-    dist.all_reduce(torch.zeros(1))
-    call = next(_split_calls)
-    for ranks in split_ranks:
-        if dist.get_rank() in ranks:
-            return creation.by_members("split", ranks, str(call), backend="gloo")
-    return None
-
-
-@contextlib.contextmanager
-def _bound_to_a_device():
-    """As if the default group were NCCL's, bound to a device; gives the mock of split_group."""
-    default = c10d._get_default_group()
-    default.bound_device_id = torch.device("cuda", 0)
-    with (
-        mock.patch.object(creation, "_splits", lambda device: True),
-        mock.patch("torch.distributed.get_backend", return_value="nccl"),
-        mock.patch.object(dist, "split_group", side_effect=_split_without_nccl) as split,
-    ):
-        yield split
-    default.bound_device_id = None
-
-
 def _by(rank, way):
-    arguments = dict(LAYOUT, expert_model_parallel_size=2)
-    if way == "split":
-        with _bound_to_a_device() as split:
-            ps.initialize_model_parallel(**arguments, creation="auto")
-        # One call for each combination of dims; gloo twins, which do not split, by members.
-        labels = [call.kwargs["group_desc"] for call in split.call_args_list]
-        assert len(labels) == len(set(labels)) and not any("GLOO" in label for label in labels)
-        assert len(labels) + 3 == len(ps.current_state().plan.rows)
-    else:
-        ps.initialize_model_parallel(**arguments, creation=way)
+    join(rank, 8)
+    ps.initialize_model_parallel(**LAYOUT, expert_model_parallel_size=2, creation=way)
     pool, membership = ps.current_state().pool, _membership()
     _check_all_reduce(rank)
     return pool.agreement.way, membership
 
 
 def test_all_three_ways_give_the_same_membership():
-    members, split, everyone = (run_ranks(8, _by, way) for way in ("members", "split", "everyone"))
+    members, split, everyone = (
+        run_ranks(8, _by, way, backend="") for way in ("members", "split", "everyone")
+    )
     assert {r[0] for r in members} == {"members"} and {r[0] for r in everyone} == {"everyone"}
     assert {r[0] for r in split} == {"split"}
     assert [r[1] for r in members] == [r[1] for r in split] == [r[1] for r in everyone]
@@ -263,9 +229,63 @@ def _lazily(rank, connect):
 
 
 def test_lazy_groups_connect_when_they_are_used():
-    eager, lazy = (run_ranks(8, _lazily, connect) for connect in ("eager", "lazy"))
-    assert {r[1] for r in eager} == {False} and {r[1] for r in lazy} == {True}
-    assert max(opened for opened, _ in lazy) < min(opened for opened, _ in eager)
+    torchs, eager, lazy = (run_ranks(8, _lazily, how) for how in ("torch", "eager", "lazy"))
+    assert {r[1] for r in torchs + eager} == {False} and {r[1] for r in lazy} == {True}
+    for at_once in (torchs, eager):
+        assert max(opened for opened, _ in lazy) < min(opened for opened, _ in at_once)
+
+
+def _brought_to_life(rank):
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    with creation.connecting(True):
+        group = creation.by_members("A", range(4), "epoch")
+    opened = [descriptors()]
+    creation.connect(group, timedelta(seconds=20))
+    opened.append(descriptors())
+    dist.all_reduce(torch.ones(1), group=group)
+    opened.append(descriptors())
+    if rank < 3:
+        with pytest.raises(RuntimeError, match="did not connect within 0:00:01"):
+            creation.connect(group, timedelta(seconds=1))  # rank 3 does not come
+    return opened
+
+
+def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout():
+    for before, connected, used in run_ranks(4, _brought_to_life):
+        assert before < connected == used
+
+
+def _late(store, rank, size, timeout):
+    """A backend that connects when first used, as NCCL does; rank 3 may then meet nobody."""
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._threads, options._timeout = 2, timeout
+    if dist.get_rank() == 3 and os.environ["BROKEN"] == "1":
+        store = dist.PrefixStore("elsewhere", store)
+    return c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def _eager(rank, how, broken):
+    os.environ.update(HYPERGRID_CONNECT=how, BROKEN=str(int(broken)))
+    dist.Backend.register_backend("late", _late, devices=["cpu"])
+    grid = HyperCommGrid([1, 2, 2], ["ep", "tp", "dp"], backend="late")
+    with mock.patch.object(creation, "connect", wraps=creation.connect) as connect:
+        for dims in ("ep", "tp"):
+            grid.create_pg(dims, timeout=timedelta(seconds=3))
+    return [call.args[0].size() for call in connect.call_args_list]
+
+
+def test_eager_connects_every_backend_in_creation_but_no_rank_alone():
+    assert run_ranks(4, _eager, "eager", False) == [[2]] * 4
+    assert run_ranks(4, _eager, "torch", False) == [[]] * 4
+
+
+def test_what_cannot_connect_is_a_creation_error_on_every_rank_only_where_it_is_tried():
+    assert run_ranks(4, _eager, "torch", True) == [[]] * 4
+    for kind, text in run_ranks(4, _eager, "eager", True, expect="errors"):
+        assert kind == "CreationError" and "tp of ranks 2..3 with late" in text
 
 
 def _an_older_torch(rank):
@@ -286,11 +306,11 @@ def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     assert Policy.resolve() == Policy(share="all")
     assert Policy.resolve(share="singletons", connect="lazy") == Policy("all", "lazy")
-    with pytest.raises(ValueError, match=r"connect='later' is invalid: use one of eager, lazy\."):
+    with pytest.raises(ValueError, match=r"connect='later' is invalid: use one of torch, ea"):
         Policy.resolve(connect="later")
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
     with pytest.raises(
-        ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of eager, lazy\."
+        ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of torch, ea"
     ):
         Policy.resolve()
 

@@ -233,7 +233,7 @@ MISSPELT = [
     ({"HYPERGRID_ORDER": "tp-xp-dp"}, "order 'tp-xp-dp' names 'xp', which has no size"),
     ({"HYPERGRID_ORDER": "tp-dp-tp"}, "order 'tp-dp-tp' names a dim twice"),
     ({"HYPERGRID_SHARE": "al"}, "HYPERGRID_SHARE='al' is invalid: use one of none, "),
-    ({"HYPERGRID_CONNECT": "now"}, "HYPERGRID_CONNECT='now' is invalid: use one of eager, "),
+    ({"HYPERGRID_CONNECT": "now"}, "HYPERGRID_CONNECT='now' is invalid: use one of torch, "),
     ({"HYPERGRID_CREATION": "x"}, "HYPERGRID_CREATION='x' is invalid: use one of auto, "),
 ]
 
