@@ -56,4 +56,4 @@ def test_shared_communicators_that_connect_late_train_to_the_same_bits(monkeypat
     runs = {name: RUNS[name] for name in ("tensor and pipeline", "experts")}
     for stock, ours in _both_sides(runs).values():
         assert stock["rank_digests"] == ours["rank_digests"]
-        assert max(ours["live_groups"]) < 0.7 * max(stock["live_groups"])
+        assert max(ours["live_groups"]) < 0.8 * max(stock["live_groups"])
