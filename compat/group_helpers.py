@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.rank_lists import hybrid_sizes
+from compat.release import HAS
 from hypergrid import creation
 from hypergrid.layout import RankLayout
 
@@ -87,12 +88,15 @@ def create_hierarchical_groups(
             f"{layout.size}, but there are {len(ranks)} ranks."
         )
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
+    # A release whose levels have torch's timeout names none to whoever replaces create_group.
+    unnamed = HAS["plain_levels"] and timeout is None
+    waiting = {} if unnamed else {"timeout": timeout}
     groups: list[ProcessGroup] = []
     twins: list[ProcessGroup | None] = []
     for i, level in enumerate(levels):
         for places in layout.groups(level).tolist():
             members = [ranks[place] for place in places]
-            common = {"timeout": timeout, "pg_options": options[i]}
+            common = {**waiting, "pg_options": options[i]}
             desc = f"HIERARCHICAL_{group_desc}_L{i}"
             group, twin = _create(members, group_desc=desc, **common), None
             if create_gloo_process_groups:
