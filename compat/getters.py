@@ -76,11 +76,11 @@ class Getters(GroupGetters, EncoderGetters):
     # The groups come from the getters, and not from their globals: outside code may have replaced
     # a getter in the module, and then its answer counts.
 
-    def _ask(self, name: str, *, zero: bool = True, **arguments: bool) -> Any:
+    def _ask(self, name: str, *, zero: bool = True) -> Any:
         number = NUMBERS[name]
         if number.override is not None and getattr(self, number.override) is not None:
             return getattr(self, number.override)
-        return self._ask_group(number.getter, number.kind, zero=zero, **arguments)
+        return self._ask_group(number.getter, number.kind, zero=zero)
 
     def _ask_group(self, getter: str, kind: str, *, zero: bool = True, **arguments: bool) -> int:
         if zero and not dist.is_initialized():
@@ -126,8 +126,6 @@ class Getters(GroupGetters, EncoderGetters):
         if number is None:
             if HAS["stage_asks_torch"]:
                 dist.get_rank()
-            if self._MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
-                return self._MPU_PIPELINE_MODEL_PARALLEL_RANK
             group = self._via.get_pipeline_model_parallel_group()
             return _number(group, "rank", HAS["stage_from_torch"])
         return number
