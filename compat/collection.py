@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from compat.hyper_comm_grid import AnyGrid, core_of
-from compat.megatron_groups import ROWS
-from hypergrid.grid import BASE
+from compat.megatron.table import ROWS
+from hypergrid.groups.grid import BASE
 
 if TYPE_CHECKING:
     from compat.state import ParallelState

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat.release import HAS
-from hypergrid import creation
-from hypergrid.grid import BASE
-from hypergrid.grid import HyperCommGrid as Core
+from compat.megatron.releases import HAS
+from hypergrid.groups import creation
+from hypergrid.groups.grid import BASE
+from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
 
 # Names of stock's module that outside code reads and replaces, beside those of this one.

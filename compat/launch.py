@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from compat import order, swap
-from compat.te_process import warn_of_an_empty_package
+from compat import swap
+from compat.megatron import order
+from compat.transformer_engine.process import warn_of_an_empty_package
 from hypergrid.policy import CHOICES, take_flag
 
 EPILOG = """\
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
     options = parser.parse_args(argv)
     if options.startup_path:
-        print(Path(__file__).parent / "startup")
+        print(Path(swap.__file__).parent / "startup")
         return
     if options.script is None:
         parser.error("name the SCRIPT to run")

@@ -19,33 +19,33 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.build import environment_restored_on_failure
-from compat.getters import Getters
-from compat.group_helpers import create_group as create_group
-from compat.group_helpers import create_hierarchical_groups as create_hierarchical_groups
-from compat.group_helpers import (
+from compat.megatron.arguments import Request
+from compat.megatron.build import environment_restored_on_failure
+from compat.megatron.communicators import get_nccl_options as get_nccl_options
+from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
+from compat.megatron.getters import Getters
+from compat.megatron.helpers import create_group as create_group
+from compat.megatron.helpers import create_hierarchical_groups as create_hierarchical_groups
+from compat.megatron.helpers import (
     create_hierarchical_parallel_groups as create_hierarchical_parallel_groups,
 )
-from compat.group_helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
-from compat.nccl import get_nccl_options as get_nccl_options
-from compat.nccl import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
-from compat.order import asked
-from compat.rank_generator import RankGenerator as RankGenerator
-from compat.rank_generator import default_embedding_ranks as default_embedding_ranks
-from compat.rank_generator import (
+from compat.megatron.helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
+from compat.megatron.order import asked
+from compat.megatron.rank_generator import RankGenerator as RankGenerator
+from compat.megatron.rank_generator import default_embedding_ranks as default_embedding_ranks
+from compat.megatron.rank_generator import (
     default_position_embedding_ranks as default_position_embedding_ranks,
 )
-from compat.rank_generator import (
+from compat.megatron.rank_generator import (
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
-from compat.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
-from compat.release import as_released
-from compat.replaced import HELPERS, MEMBERS_ONLY, NEW_GROUP
-from compat.report import report
-from compat.request import Request
+from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
+from compat.megatron.releases import as_released
+from compat.megatron.replaced import HELPERS, MEMBERS_ONLY, NEW_GROUP
+from compat.megatron.report import report
 from compat.state import SLOTS, ParallelState
 from compat.swap import warn_of_a_second_state
-from hypergrid import creation
+from hypergrid.groups import creation
 
 _current = ParallelState()  # what every function here speaks to
 _lives = itertools.count(1)

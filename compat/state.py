@@ -15,20 +15,23 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat import group_helpers, nccl, replaced, te_process
-from compat.build import Built, build, environment_restored_on_failure
-from compat.getters import NUMBERS, Getters
-from compat.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
-from compat.megatron_groups import ROWS
-from compat.megatron_plan import aliases
-from compat.order import asked
-from compat.release import HAS
-from compat.request import Request
-from compat.suspended import SuspendedGroup, exchanged, is_suspended
-from hypergrid import creation
-from hypergrid.grid import HyperCommGrid
+from compat.megatron import communicators as nccl
+from compat.megatron import helpers as group_helpers
+from compat.megatron import replaced
+from compat.megatron.arguments import Request
+from compat.megatron.build import Built, build, environment_restored_on_failure
+from compat.megatron.getters import NUMBERS, Getters
+from compat.megatron.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
+from compat.megatron.order import asked
+from compat.megatron.planning import aliases
+from compat.megatron.releases import HAS
+from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
+from compat.megatron.table import ROWS
+from compat.transformer_engine import process as te_process
+from hypergrid.groups import creation
+from hypergrid.groups.grid import HyperCommGrid
+from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.plan import GroupPlan
-from hypergrid.pool import GroupPool, before_closing
 
 before_closing.add(te_process.release)
 GROUP_SLOTS = tuple(

@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hypergrid.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.errors import AgreementError as AgreementError
     from hypergrid.errors import CreationError as CreationError
-    from hypergrid.grid import HyperCommGrid as HyperCommGrid
-    from hypergrid.grid import validate_grids as validate_grids
+    from hypergrid.groups.dump import dump as dump
+    from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
+    from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
+    from hypergrid.groups.grid import validate_grids as validate_grids
+    from hypergrid.groups.pool import GroupPool as GroupPool
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
-    from hypergrid.pool import GroupPool as GroupPool
-    from hypergrid.record import dump as dump
     from hypergrid.topology import Topology as Topology
     from hypergrid.tree import GroupNode as GroupNode
     from hypergrid.tree import GroupTree as GroupTree
@@ -30,18 +30,18 @@ __version__ = "0.1.0"
 _HOMES = {
     "AgreementError": "errors",
     "CreationError": "errors",
-    "EnvironmentTable": "environment",
+    "EnvironmentTable": "groups.environment",
     "GroupNode": "tree",
     "GroupPlan": "plan",
-    "GroupPool": "pool",
+    "GroupPool": "groups.pool",
     "GroupRow": "plan",
     "GroupTree": "tree",
-    "HyperCommGrid": "grid",
+    "HyperCommGrid": "groups.grid",
     "LayoutError": "layout",
     "RankLayout": "layout",
     "Topology": "topology",
-    "dump": "record",
-    "validate_grids": "grid",
+    "dump": "groups.dump",
+    "validate_grids": "groups.grid",
 }
 __all__ = [*_HOMES, "__version__"]
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hypergrid.words import shown
+from hypergrid.messages import shown
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.messages import shown
 from hypergrid.policy import Policy
-from hypergrid.words import shown
 
 SCHEMA = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hypergrid.words import shown
+from hypergrid.messages import shown
 
 CHOICES = {
     "share": ("none", "singletons", "all"),

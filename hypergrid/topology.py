@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 
 from hypergrid.layout import Dims, LayoutError, RankLayout
-from hypergrid.words import shown
+from hypergrid.messages import shown
 
 Hosts: TypeAlias = int | Sequence[int] | Sequence[str] | Mapping[str, int]
 

@@ -9,11 +9,11 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.messages import shown, span_of
 from hypergrid.topology import Hosts, Topology
-from hypergrid.words import shown, span_of
 
 if TYPE_CHECKING:
-    from hypergrid.grid import HyperCommGrid
+    from hypergrid.groups.grid import HyperCommGrid
 
 OPEN = -1  # the size of a leaf that takes what is left
 
@@ -340,7 +340,7 @@ class Placement:
 
     def grid(self, backend: str | None = None) -> HyperCommGrid:
         """The grid of these dims: ``grid.create_pg(placement.dims(name))``. It has no groups."""
-        from hypergrid.grid import HyperCommGrid
+        from hypergrid.groups.grid import HyperCommGrid
 
         return HyperCommGrid.over(self.layout, backend=backend)
 

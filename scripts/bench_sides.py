@@ -126,7 +126,7 @@ def initialise(side: str, world: int, repeats: int, seconds: float) -> dict[str,
 def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> dict[str, Any]:
     """List the groups of one token, on stock and ours in turn."""
     stock = load("stock").RankGenerator
-    ours = importlib.import_module("compat.rank_generator").RankGenerator
+    ours = importlib.import_module("compat.megatron.rank_generator").RankGenerator
     sizes = {"tp": 8, "ep": 1, "dp": world // 256, "pp": 16, "cp": 2}
     sides = {"stock": stock(**sizes, order=ORDER), "ours": ours(**sizes, order=ORDER)}
     times: dict[str, list[float]] = {side: [] for side in sides}

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compat import members_only
 from compat import parallel_state as ps
 from compat.state import ParallelState
-from hypergrid import pool
+from hypergrid.groups import pool
 
 TIMEOUT = 3.0  # seconds that ranks wait for each other where one of them fails
 _RICH = {

@@ -25,7 +25,7 @@ import torch  # noqa: F401 - once, not in each process
 import torch.distributed as dist
 
 import compat.parallel_state  # noqa: F401
-import hypergrid.environment  # noqa: F401
+import hypergrid.groups.environment  # noqa: F401
 
 Steps = list[tuple[str, str, str]]
 

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from hypergrid import AgreementError
-from hypergrid.agreement import Abilities, Policy, _Round
+from hypergrid.groups.prepare import Abilities, Policy, _Round
 
 
 def _check(rank):

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compat.job import from_sizes
-from hypergrid.compare import against_dump, difference
+from compat.megatron.job import from_sizes
+from hypergrid.analysis.diff import against_dump, difference
+from hypergrid.analysis.summary import communicators, names, summaries
 from hypergrid.policy import Policy
-from hypergrid.summary import communicators, names, summaries
 from hypergrid.topology import Topology
 
 SIZES = st.fixed_dictionaries(

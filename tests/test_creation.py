@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.state import GROUP_SLOTS
-from hypergrid import HyperCommGrid, creation
+from hypergrid import HyperCommGrid
+from hypergrid.groups import creation
 from hypergrid.policy import Policy
 
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -58,7 +59,7 @@ def test_all_three_ways_give_the_same_membership():
 
 def _one_cannot(rank):
     can = creation.Abilities("an old torch" if rank == 5 else None)
-    with mock.patch("hypergrid.agreement.abilities", return_value=can):
+    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT)
     _check_all_reduce(rank)
     return ps.current_state().pool.agreement
@@ -86,7 +87,7 @@ def test_a_window_that_would_wait_for_the_other_ranks_for_ever_is_refused():
 
 def _insists(rank):
     with mock.patch(
-        "hypergrid.agreement.abilities",
+        "hypergrid.groups.prepare.abilities",
         return_value=creation.Abilities("an old torch" if rank == 5 else None),
     ):
         ps.initialize_model_parallel(**LAYOUT, creation="members")
@@ -100,7 +101,7 @@ def test_a_way_that_is_not_open_to_all_is_refused_by_all():
 
 def _mixed_binding(rank):
     can = creation.Abilities(bound="a device" if rank else None, can_split=bool(rank))
-    with mock.patch("hypergrid.agreement.abilities", return_value=can):
+    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT)
     _check_all_reduce(rank)
     return ps.current_state().pool.agreement.way, ps.current_state().pool.agreement.others
@@ -290,9 +291,9 @@ def test_what_cannot_connect_is_a_creation_error_on_every_rank_only_where_it_is_
 
 def _an_older_torch(rank):
     can = creation.Abilities(can_connect_lazily=rank != 2)
-    with mock.patch("hypergrid.agreement.abilities", return_value=can):
+    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT, connect="lazy")
-    from compat.report import report
+    from compat.megatron.report import report
 
     return ps.current_state().pool.agreement.lazy, report(ps.current_state())
 

@@ -21,7 +21,9 @@ from torch.distributed import distributed_c10d as c10d
 import hypergrid
 from compat import members_only
 from compat import parallel_state as ps
-from hypergrid import AgreementError, CreationError, HyperCommGrid, connection, creation
+from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid.groups import creation
+from hypergrid.groups import store as connection
 
 ROOT = Path(__file__).parents[1]
 

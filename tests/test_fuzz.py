@@ -23,13 +23,13 @@ import yaml
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from compat import nccl
 from compat import parallel_state as ps
-from compat.rank_generator import lay_out
-from compat.release import RELEASE
-from compat.request import Request
+from compat.megatron import communicators as nccl
+from compat.megatron.arguments import Request
+from compat.megatron.rank_generator import lay_out
+from compat.megatron.releases import RELEASE
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.words import retold, shown
+from hypergrid.messages import retold, shown
 from tests.fuzzing import judging, wild
 from tests.fuzzing.judging import NAMED, judge, words_missing
 from tests.fuzzing.wild import MARKER, ArgumentSet, Made, draw

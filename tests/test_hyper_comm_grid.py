@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 import hypergrid
 from compat import hyper_comm_grid, transformer_engine
 from compat.hyper_comm_grid import HyperCommGrid
-from compat.release import HAS
+from compat.megatron.releases import HAS
 from compat.state import ParallelState
 from tests.parity.grids import compare_grids
 from tests.stock import RELEASES, have_stock, load_stock_grid, source, source_dir

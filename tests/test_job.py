@@ -2,7 +2,7 @@
 
 import pytest
 
-from compat.job import Job, JobError, from_line, from_sizes
+from compat.megatron.job import Job, JobError, from_line, from_sizes
 
 SCRIPT = """
 #!/bin/bash

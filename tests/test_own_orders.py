@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from compat.own_orders import MODULES
+from compat.swap.own_orders import MODULES
 from tests.stock import RELEASES, ROOT, have_stock, source_dir
 
 # What each release lays out by itself: megatron.rl is in the repository, not in the wheel.

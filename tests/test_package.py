@@ -24,7 +24,9 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_both_typed_packages_and_the_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"hypergrid/py.typed", "compat/py.typed", "compat/startup/sitecustomize.py"} <= {*names}
+    assert {"hypergrid/py.typed", "compat/py.typed", "compat/swap/startup/sitecustomize.py"} <= {
+        *names
+    }
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hypergrid", "compat"}
 
@@ -45,7 +47,7 @@ def test_installed_alone_it_imports_and_asks_for_no_megatron(wheel, tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "hypergrid.grid" in done.stdout
+    assert "hypergrid.groups.grid" in done.stdout
 
 
 def test_planning_needs_no_torch(wheel, tmp_path):

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compat import rank_generator
-from compat.release import HAS
+from compat.megatron import rank_generator
+from compat.megatron.releases import HAS
 from tests.parity import run
 from tests.parity.mutants import run_mutant
 from tests.parity.surface import compare_surface

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hypergrid
 from compat import physicsnemo as pn
 from compat.physicsnemo import DistributedManager, ProcessGroupConfig, ProcessGroupNode
+from hypergrid.groups.pool import live_pools
 
 ROOT = Path(__file__).resolve().parents[1]
 stock_needed = pytest.mark.skipif(
@@ -707,7 +708,11 @@ def _launched(rank, method):
     seen = (manager.rank, manager.local_rank, manager.world_size, str(manager.device), total.item())
     descriptions = [manager.group(name).group_desc for name in manager.group_names]
     DistributedManager.cleanup(barrier=True)
-    left = dist.is_initialized(), DistributedManager.is_initialized(), hypergrid.pool.live_pools()
+    left = (
+        dist.is_initialized(),
+        DistributedManager.is_initialized(),
+        live_pools(),
+    )
     return seen, descriptions, left
 
 

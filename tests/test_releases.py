@@ -13,8 +13,8 @@ import torch.distributed as dist
 from forked import run_ranks
 
 from compat import parallel_state as ps
-from compat import release as releases
-from compat.report import report
+from compat.megatron import releases
+from compat.megatron.report import report
 from tests.parity.surface import parameters, public_functions
 from tests.stock import RELEASES, have_stock
 
@@ -79,8 +79,8 @@ def python(*command, path=(), **environment):
     )
 
 
-RELEASE = "import compat.parallel_state, compat.release as r, sys; print(r.RELEASE, sorted(n for n "
-RELEASE += "in sys.modules if n.startswith('megatron')))"
+RELEASE = "import compat.parallel_state, compat.megatron.releases as r, sys; "
+RELEASE += "print(r.RELEASE, sorted(n for n in sys.modules if n.startswith('megatron')))"
 
 
 SURFACE = """

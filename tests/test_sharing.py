@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from compat import parallel_state as ps
-from compat.job import JobError, from_sizes
-from compat.megatron_groups import ROWS, TRAFFIC, TWINS
+from compat.megatron.job import JobError, from_sizes
+from compat.megatron.table import ROWS, TRAFFIC, TWINS
+from hypergrid.analysis.summary import communicators
 from hypergrid.policy import Policy
-from hypergrid.summary import communicators
 
 SIZES = st.fixed_dictionaries(
     {name: st.sampled_from([1, 2, 4, 8]) for name in ("tp", "cp", "pp", "ep", "etp", "instances")}

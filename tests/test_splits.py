@@ -13,8 +13,9 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
-from hypergrid import EnvironmentTable, HyperCommGrid, creation
-from hypergrid.pool import before_closing
+from hypergrid import EnvironmentTable, HyperCommGrid
+from hypergrid.groups import creation
+from hypergrid.groups.pool import before_closing
 
 LAYOUT = {
     "tensor_model_parallel_size": 2,

@@ -13,7 +13,7 @@ from forked import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
-from compat.getters import Getters
+from compat.megatron.getters import Getters
 from compat.state import ParallelState
 
 GETTERS = [

@@ -191,7 +191,7 @@ NAMES_ITS_PACKAGE = "import sys; print(sys.modules['compat'].__file__, sys.path)
 
 
 def test_the_start_up_directory_finds_its_own_package_from_any_directory(tmp_path):
-    startup = str(ROOT / "compat" / "startup")
+    startup = str(ROOT / "compat" / "swap" / "startup")
     (tmp_path / "compat.py").write_text("install = None")
     path = os.pathsep.join([startup, str(tmp_path)])
     code, out, errors = start("-c", NAMES_ITS_PACKAGE, cwd=tmp_path, PYTHONPATH=path)
@@ -204,7 +204,7 @@ def test_the_start_up_directory_finds_its_own_package_from_any_directory(tmp_pat
 def broken(tmp_path):
     """A copy of the start-up directory whose package cannot be imported."""
     package = tmp_path / "broken" / "compat"
-    shutil.copytree(ROOT / "compat" / "startup", package / "startup")
+    shutil.copytree(ROOT / "compat" / "swap" / "startup", package / "swap" / "startup")
     return package
 
 
@@ -213,7 +213,7 @@ def test_a_start_up_directory_that_cannot_swap_ends_the_process(tmp_path, broken
     if package is not None:
         (broken / "__init__.py").write_text(package)
         shutil.copytree(ROOT / "hypergrid", broken.parent / "hypergrid")
-    path = str(broken / "startup")
+    path = str(broken / "swap" / "startup")
     code, out, errors = start("-c", "print('went on')", cwd=tmp_path, PYTHONPATH=path)
     assert (code, out) == (2, "") and "Traceback" not in errors
     assert f"hypergrid: the start-up directory {path} cannot put" in errors
@@ -223,8 +223,9 @@ def test_a_start_up_directory_that_cannot_swap_ends_the_process(tmp_path, broken
 
 
 def test_the_start_up_directory_imports_neither_torch_nor_numpy(tmp_path):
-    code = "import sys; print(*sorted({'torch', 'numpy', 'compat.release'} & set(sys.modules)))"
-    path = str(ROOT / "compat" / "startup")
+    heavy = {"torch", "numpy", "compat.megatron.releases"}
+    code = f"import sys; print(*sorted({heavy} & set(sys.modules)))"
+    path = str(ROOT / "compat" / "swap" / "startup")
     choices = {"HYPERGRID_ORDER": "TP-pp-dp", "HYPERGRID_SHARE": "all", "HYPERGRID_CONNECT": ""}
     assert start("-c", code, cwd=tmp_path, PYTHONPATH=path, **choices) == (0, "\n", "")
 
@@ -243,7 +244,7 @@ MISSPELT = [
 def test_a_misspelt_variable_is_refused_in_a_line_before_the_script(tmp_path, by, choice, says):
     path = script(tmp_path, "print('went on')")
     run = ["-m", "compat.launch", path] if by == "the launcher" else [path]
-    home = ROOT if by == "the launcher" else ROOT / "compat" / "startup"
+    home = ROOT if by == "the launcher" else ROOT / "compat" / "swap" / "startup"
     code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(home), **choice)
     assert (code, out) == (2, "") and says in errors and "Traceback" not in errors
     if "HYPERGRID_ORDER" in choice:
@@ -332,7 +333,7 @@ CHOOSES = """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from compat import parallel_state
-    from compat.report import report
+    from compat.megatron.report import report
     from compat.state import ParallelState
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     chosen = {"order": "tp-cp-ep-pp-dp", "share": "singletons", "creation": "members"}

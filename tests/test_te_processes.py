@@ -174,7 +174,7 @@ def test_the_probe_survives_a_broken_installation(tmp_path, kind):
 
 PROBE = """
 import sys
-from compat.te_process import probe
+from compat.transformer_engine.process import probe
 print(probe())
 print([name for name in sys.modules if name.startswith('transformer_engine')])
 """
@@ -239,7 +239,7 @@ def test_nothing_is_said_without_transformer_engine():
 QUIET = """
 import sys, compat
 compat.install()
-from compat.te_process import empty_meta_package
+from compat.transformer_engine.process import empty_meta_package
 print('torch' in sys.modules, empty_meta_package())
 """
 
@@ -267,7 +267,10 @@ def test_real_products_over_our_group_on_gpus():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     probed = json.loads(
-        run("-c", "import json, compat.te_process as p; print(json.dumps(p.probe()))").stdout
+        run(
+            "-c",
+            "import json, compat.transformer_engine.process as p; print(json.dumps(p.probe()))",
+        ).stdout
     )
     if not probed[1]:
         pytest.skip(f"transformer engine {probed[0]} cannot be imported: {probed[2]}")

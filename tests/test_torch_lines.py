@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid import creation
+from hypergrid.groups import creation
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 LINES = [

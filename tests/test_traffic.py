@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compat.job import from_sizes
+from compat.megatron.job import from_sizes
 from hypergrid import LayoutError, RankLayout
-from hypergrid.judge import findings
+from hypergrid.analysis.checks import findings
+from hypergrid.analysis.traffic import VOLUMES, crossing, ranked
 from hypergrid.topology import Topology
-from hypergrid.traffic import VOLUMES, crossing, ranked
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
 

@@ -9,9 +9,9 @@ import te_on_cpu
 import torch
 import torch.distributed as dist
 
-from compat import te_process
 from compat import transformer_engine as te
 from compat.state import ParallelState
+from compat.transformer_engine import process as te_process
 from hypergrid import HyperCommGrid, LayoutError, RankLayout
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 from compat import members_only
 from compat import parallel_state as ps
 from compat.state import ParallelState
-from hypergrid import AgreementError, CreationError, connection, creation
+from hypergrid import AgreementError, CreationError
+from hypergrid.groups import creation
+from hypergrid.groups import store as connection
 
 
 def _assert_kept(tally):
@@ -180,7 +182,7 @@ class _Counting(dist.Store):
 def _two_are_missing(rank):
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     counting = _Counting(dist.PrefixStore("counting", store), seconds=0.1)
-    with mock.patch("hypergrid.agreement.shared_store", lambda: counting):
+    with mock.patch("hypergrid.groups.prepare.shared_store", lambda: counting):
         dist.barrier()
         if rank in (3, 5):
             time.sleep(4)

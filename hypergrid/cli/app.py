@@ -10,8 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.job import JobError
+from compat.megatron.job import JobError
 from hypergrid import __version__
+from hypergrid.analysis.checks import findings
+from hypergrid.analysis.diff import against_dump, difference
+from hypergrid.analysis.summary import dims_in_words, names
+from hypergrid.analysis.traffic import VOLUMES, ranked
 from hypergrid.cli.prints import (
     SCHEMA,
     as_data,
@@ -29,11 +33,7 @@ from hypergrid.cli.prints import (
     span,
 )
 from hypergrid.cli.source import Subject, about_a_layout, read, read_json, refusing
-from hypergrid.compare import against_dump, difference
-from hypergrid.judge import findings
 from hypergrid.layout import LayoutError
-from hypergrid.summary import dims_in_words, names
-from hypergrid.traffic import VOLUMES, ranked
 
 app = typer.Typer(
     help="Which ranks of a training job talk to each other: seen, judged and compared, without "

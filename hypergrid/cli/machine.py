@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 
-from compat import te_process
-from compat.job import Job, JobError
+from compat.megatron.job import Job, JobError
+from compat.transformer_engine import process as te_process
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
 _REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
@@ -101,7 +101,7 @@ def _creation() -> str:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from hypergrid.creation import abilities
+    from hypergrid.groups.creation import abilities
 
     if dist.is_initialized():
         can = abilities()
@@ -121,7 +121,7 @@ def _creation() -> str:
 
 
 def _megatron() -> Iterator[tuple[str, str, str]]:
-    from compat.release import NEWEST, RELEASE
+    from compat.megatron.releases import NEWEST, RELEASE
     from compat.swap import hiding
 
     state = _installed("megatron-core")

@@ -13,13 +13,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hypergrid.analysis.checks import Finding
+from hypergrid.analysis.diff import Difference
+from hypergrid.analysis.summary import Summary, communicators, long_dims, names, summaries
+from hypergrid.analysis.traffic import Ranked, has_experts
 from hypergrid.cli.source import Subject
-from hypergrid.compare import Difference
-from hypergrid.judge import Finding
 from hypergrid.layout import RankLayout
-from hypergrid.summary import Summary, communicators, long_dims, names, summaries
-from hypergrid.traffic import Ranked, has_experts
-from hypergrid.words import few
+from hypergrid.messages import few
 
 SCHEMA = 1  # of what --json prints
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
@@ -149,7 +149,7 @@ def _explained(best: Ranked, asked: Ranked, many: int) -> Iterable[str]:
         )
     yield (
         "Unit: one activation tensor a layer and micro-batch; the model is in "
-        "hypergrid/traffic.py, --volumes changes it."
+        "hypergrid/analysis/traffic.py, --volumes changes it."
     )
 
 

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from compat.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
-from compat.request import Request
+from compat.megatron.arguments import Request
+from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
+from hypergrid.analysis.traffic import ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.plan import GroupPlan
 from hypergrid.topology import Topology
-from hypergrid.traffic import ranked
 
 _LONGEST = 64 << 20  # bytes of a saved plan or dump
 

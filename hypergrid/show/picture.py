@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
 from hypergrid.topology import Hosts
-from hypergrid.words import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,506 @@
+"""The arguments of one initialisation: refused here when they make no sense, turned into a plan."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from functools import cached_property
+from itertools import islice
+from math import prod
+from typing import Any
+
+from compat.megatron import communicators as nccl
+from compat.megatron import encoder, rank_lists, replaced
+from compat.megatron.order import ARGUMENT
+from compat.megatron.planning import Planned, plan_rows
+from compat.megatron.rank_generator import (
+    OrderError,
+    RankGenerator,
+    check_order,
+    inject_gtp_remat_axis,
+    lay_out,
+)
+from compat.megatron.refusals import ArgumentError, SizeError
+from compat.megatron.releases import HAS, RELEASE
+from hypergrid.layout import RankLayout
+from hypergrid.messages import retold, shown
+from hypergrid.plan import GroupPlan
+from hypergrid.policy import CHOICES, Policy, outermost
+
+# The sizes that divide the world in each grid; dp is what is left of it.
+_DENSE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "gtp_remat_size",
+)
+_EXPERT = (
+    "expert_tensor_parallel_size",
+    "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_gtp_remat_size",
+)
+
+_INSTANCES = "num_distributed_optimizer_instances"
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+
+
+def _dist() -> Any:
+    import torch.distributed  # here, for plans on machines without torch
+
+    return torch.distributed
+
+
+def _real_world_size() -> int:
+    """The size of the default group, also where ``get_world_size`` was replaced to say more."""
+    size: int = _dist().distributed_c10d._get_default_group().size()
+    return size
+
+
+_NO_ARGUMENTS = ("life", "job_size", "helpers", "order_source")
+_USUAL = "tp-gtp_remat-cp-ep-dp-pp"
+RankChooser = Callable[[list[int]], list[int]]
+
+
+def _levels(given: Any) -> Any:
+    if isinstance(given, str | bytes | Mapping):
+        return given or None
+    return [operator.index(size) for size in given[:]] or None
+
+
+def _names(given: Any) -> Any:
+    return given if isinstance(given, str) else list(islice(given, nccl.MOST_NAMES + 1))
+
+
+# How a value is made plain: whole numbers and lists of them may come from numpy or torch.
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys((*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL), operator.index),
+    **dict.fromkeys(("rank_offset", "local_world_size"), operator.index),
+    **dict.fromkeys((encoder.TENSOR, encoder.STAGES), operator.index),
+    "pipeline_model_parallel_split_rank": operator.index,
+    "distributed_timeout_minutes": operator.index,  # a float stays what it is
+    **dict.fromkeys(("use_sharp", "hybrid_context_parallel"), bool),
+    **dict.fromkeys(("create_gloo_process_groups", "create_all_gather_group"), bool),
+    "hierarchical_context_parallel_sizes": _levels,
+    "high_priority_stream_groups": _names,
+    "nccl_communicator_config_path": os.fsdecode,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``initialize_model_parallel`` was asked for. Field by field as its arguments."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    pipeline_model_parallel_comm_backend: str | None = None
+    use_sharp: bool = False
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    hybrid_context_parallel: bool = False
+    expert_model_parallel_size: int = 1
+    gtp_remat_size: int = 1
+    expert_gtp_remat_size: int = 1
+    num_distributed_optimizer_instances: int = 1
+    expert_tensor_parallel_size: int | None = None
+    nccl_communicator_config_path: str | None = None
+    distributed_timeout_minutes: float = 30
+    order: str = "tp-cp-ep-dp-pp"
+    encoder_tensor_model_parallel_size: int = 0
+    encoder_pipeline_model_parallel_size: int | None = 0
+    get_embedding_ranks: RankChooser | None = None
+    get_position_embedding_ranks: RankChooser | None = None
+    create_gloo_process_groups: bool = True
+    high_priority_stream_groups: list[str] | None = None
+    sharp_enabled_group: str | None = None
+    create_all_gather_group: bool | None = False
+    rank_offset: int = 0
+    local_world_size: int | None = None
+    share: str | None = None
+    connect: str | None = None
+    creation: str | None = None
+    # Not arguments: the how-many-eth initialisation of the process; the ranks of a job that is
+    # planned without one, and only a request without it asks torch; the functions that outside
+    # code has put in the place of parallel_state's, by name; who asked for the order.
+    life: int | None = None
+    job_size: int | None = None
+    helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    order_source: str = ARGUMENT
+
+    def __post_init__(self) -> None:
+        # What cannot be made plain stays as it is, for its check to refuse in upstream's order.
+        for name, plain in _PLAIN.items():
+            value = getattr(self, name)
+            if value is not None:
+                with suppress(Exception):
+                    object.__setattr__(self, name, plain(value))
+
+    def check(self) -> None:
+        """Refuse what upstream refuses before it looks at its state, in upstream's order.
+
+        Raises
+        ------
+        AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError
+            As upstream does for the same fault; the message says what to change.
+        """
+        _ = self.policy
+        replaced.check(self)
+        self._check_flags()
+        self._check_sharp()
+        if self.job_size is None and not _dist().is_initialized():
+            raise AssertionError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+                "before initialize_model_parallel()."
+            )
+        encoder.check(self)
+        # Lazily, as upstream: the second is not looked at where the first is enough.
+        remat = (self.whole(name) > 1 for name in ("gtp_remat_size", "expert_gtp_remat_size"))
+        if any(remat) and self.whole(_INSTANCES) > 1:
+            raise AssertionError(
+                f"gtp_remat with num_distributed_optimizer_instances={shown(self.instances)} is "
+                f"not supported: set one of them to 1."
+            )
+        if self.local_world_size is not None:
+            self.positive("local_world_size")
+        self._divide(*_DENSE)
+        if self.virtual_pipeline_model_parallel_size is not None:
+            if self.pipeline_model_parallel_size <= 1:
+                raise RuntimeError(
+                    f"{_VIRTUAL}={shown(self.virtual_pipeline_model_parallel_size)} needs "
+                    f"pipeline_model_parallel_size > 1, which is "
+                    f"{self.pipeline_model_parallel_size}."
+                )
+            self.positive(_VIRTUAL)
+        _ = self.nccl_configs
+        dense, expert = self.decoder, self.expert
+        if self.pipeline_model_parallel_size > 1:
+            if not self.order.endswith("pp") and dense.dim_size("dp") != expert.dim_size("dp"):
+                raise AssertionError(
+                    f"order {shown(self.order)} does not end in pp, so the dense data-parallel "
+                    f"size {shown(dense.dim_size('dp'))} and the expert one "
+                    f"{shown(expert.dim_size('dp'))} must be equal. Put pp last, or change the "
+                    f"expert sizes.{self._order_source}"
+                )
+            strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
+            if strides[0] != strides[1] and not self.decides_ranks:
+                raise AssertionError(
+                    f"pipelines must be the same for dense and expert layers; with order "
+                    f"{shown(self.order)} their stages are {shown(strides[0])} and "
+                    f"{shown(strides[1])} ranks apart. Put pp last, or make tp x cp and expert "
+                    f"tp x ep equal.{self._order_source}"
+                )
+        if self.decides_ranks:
+            stages = [self.rank_lists(grid, "pp") for grid in ("decoder", "expert")]
+            if stages[0] != stages[1]:
+                raise AssertionError(
+                    f"pipelines must be the same for dense and expert layers; "
+                    f"{replaced.in_words(self)}, which this process has replaced, gives "
+                    f"{shown(stages[0])} and {shown(stages[1])}."
+                )
+        _ = self.timeout
+
+    def telling_others(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of the window when this one refuses, so that none waits for it."""
+        from hypergrid.groups.prepare import telling_others
+
+        return telling_others(self._window, self.life)
+
+    def _window(self) -> range:
+        try:
+            return range(self.rank_offset, self.rank_offset + self.world_size)
+        except TypeError:  # no numbers: whoever waits for this rank has another window
+            return range(self.world)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks in the job."""
+        return _dist().get_world_size() if self.job_size is None else self.job_size
+
+    @property
+    def instances(self) -> int:
+        """Instances of the distributed optimizer."""
+        return self.num_distributed_optimizer_instances
+
+    @property
+    def sharp_group(self) -> str | None:
+        """The rows that SHARP serves: "dp", "dp_replica" or None."""
+        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the window that is laid out."""
+        return self.world if self.local_world_size is None else self.local_world_size
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """Where the order and each choice of the policy come from, in words."""
+        choices = {name: outermost(name, getattr(self, name))[1] for name in CHOICES}
+        return {"order": self.order_source, **choices}
+
+    @cached_property
+    def policy(self) -> Policy:
+        """How the groups are made."""
+        _ = self.sources  # as the environment is now
+        return Policy.resolve(share=self.share, connect=self.connect, creation=self.creation)
+
+    @cached_property
+    def timeout(self) -> timedelta:
+        given = self.distributed_timeout_minutes
+        try:
+            return timedelta(minutes=given)
+        except Exception as error:
+            raise retold(
+                error,
+                f"distributed_timeout_minutes={shown(given)} is no time to wait: {error}. Give a "
+                f"number of minutes, such as 30.",
+            ) from None
+
+    @cached_property
+    def nccl_configs(self) -> nccl.Configs:
+        return nccl.read_configs(
+            self.nccl_communicator_config_path,
+            self.high_priority_stream_groups,
+            self.helpers.get("overwrite_nccl_comm_cfgs", nccl.overwrite_nccl_comm_cfgs),
+        )
+
+    @cached_property
+    def decoder(self) -> RankLayout:
+        """The grid of dense layers."""
+        return self._lay_out(*self._grid("decoder"))
+
+    @cached_property
+    def encoder(self) -> RankLayout | None:
+        """The grid of the encoder, which lies in front of the decoder's; None without one."""
+        return self._lay_out(*self._grid("encoder")) if encoder.sizes(self)[1] else None
+
+    @property
+    def _encoder_size(self) -> int:
+        return 0 if self.encoder is None else self.encoder.size
+
+    @cached_property
+    def expert(self) -> RankLayout:
+        """The grid of expert layers: the same ranks, factorised without cp."""
+        return self._lay_out(*self._grid("expert"))
+
+    def _grid(self, name: str) -> tuple[dict[str, int], str, int]:
+        """The sizes of a grid, the dim that gtp_remat comes behind, and the ranks in front."""
+        sizes = {
+            "tp": self.tensor_model_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+            "dp": self._divide(*(_EXPERT if name == "expert" else _DENSE)),
+            "ep": 1,
+            "cp": self.context_parallel_size,
+            "gtp_remat": self.gtp_remat_size,
+        }
+        if name == "expert":
+            sizes |= {"tp": self._expert_tensor_size, "ep": self.expert_model_parallel_size}
+            sizes |= {"cp": 1, "gtp_remat": self.expert_gtp_remat_size}
+        if name == "encoder":
+            sizes |= dict(zip(("tp", "pp"), encoder.sizes(self), strict=True)) | {"gtp_remat": 1}
+            return sizes, "tp", 0
+        return sizes, "ep" if name == "expert" else "tp", self._encoder_size
+
+    @property
+    def decides_ranks(self) -> bool:
+        """Whether outside code has replaced what decides which ranks are in a group."""
+        return any(name in self.helpers for name in replaced.GENERATORS)
+
+    def rank_lists(self, grid: str, token: str) -> list[list[int]]:
+        """All groups over the dims of ``token`` as lists, of "decoder", "expert" or "encoder"."""
+        if not self.decides_ranks:
+            lists: list[list[int]] = getattr(self, grid).groups(token).tolist()
+            return lists
+        if (grid, token) not in self._asked:
+            generator = self._generators[grid]
+            sizes = self._grid(grid)[0]
+            if token == "gtp_remat":
+                given = generator.get_gtp_ranks(sizes["gtp_remat"])
+            else:
+                known = HAS["gtp_remat"] or sizes["gtp_remat"] > 1
+                given = generator.get_ranks(token if known else token.replace("gtp_remat-", ""))
+            self._asked[grid, token] = [list(map(operator.index, ranks)) for ranks in given]
+        return self._asked[grid, token]
+
+    @cached_property
+    def _asked(self) -> dict[tuple[str, str], list[list[int]]]:
+        return {}
+
+    @cached_property
+    def _generators(self) -> dict[str, Any]:
+        """The rank generators, made as upstream makes them; each is asked alike on every rank."""
+        make, made = self.helpers.get("RankGenerator", RankGenerator), {}
+        for name in ("encoder", "decoder", "expert") if self.encoder else ("decoder", "expert"):
+            sizes, after, behind = self._grid(name)
+            arguments: dict[str, Any] = {key: sizes[key] for key in ("tp", "ep", "dp", "pp", "cp")}
+            arguments |= {"order": self.order, "rank_offset": self.rank_offset + behind}
+            if HAS["gtp_remat"] or sizes["gtp_remat"] > 1:
+                arguments |= {"order": inject_gtp_remat_axis(self.order, after)}
+                arguments |= {"gtp_remat": sizes["gtp_remat"]}
+            made[name] = make(**arguments)
+        return made
+
+    @cached_property
+    def layouts(self) -> dict[str, RankLayout]:
+        """Every layout that the table's rows refer to."""
+        layouts = {"decoder": self.decoder, "expert": self.expert}
+        if HAS["instances_in_expert"]:
+            parts = {
+                "dp_intra": self.expert.dim_size("dp") // self.instances,
+                "dp_inter": self.instances,
+            }
+            layouts["expert_instances"] = self.expert.split("dp", parts)
+        if self.hierarchical_context_parallel_sizes:
+            levels = enumerate(self.hierarchical_context_parallel_sizes)
+            layouts["decoder_cp_levels"] = self.decoder.split(
+                "cp", {f"cp{i}": size for i, size in levels}
+            )
+        return layouts
+
+    @cached_property
+    def planned(self) -> list[Planned]:
+        """The rows to create, in order. Refuses what upstream refuses as it makes groups."""
+        return plan_rows(self)
+
+    @cached_property
+    def plan(self) -> GroupPlan:
+        """The groups of this request as data."""
+        rows = tuple(p.group for p in self.planned)  # first: it refuses what cannot be laid out
+        return GroupPlan(self.layouts, rows)
+
+    @cached_property
+    def participants(self) -> Sequence[int]:
+        """The ranks that create groups: the window, and whom a caller's function named besides."""
+        window = self.decoder.ranks
+        if self.decides_ranks:  # of a world that may be said to be larger than it is
+            return range(self.rank_offset, min(window.stop, _real_world_size()))
+        chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
+        besides = {rank for ranks in chosen for rank in ranks if rank not in window}
+        return sorted({*window, *besides}) if besides else window
+
+    def proposal(self) -> dict[str, Any]:
+        """What the ranks compare before they create: arguments in plain values, and the plan."""
+        values = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in _NO_ARGUMENTS and not f.name.startswith("get_")
+        }
+        if self.helpers:
+            values["replaced in parallel_state"] = replaced.in_words(self)
+        chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
+        given = {f"options of {p.row.label}": p.group.options for p in self.planned}
+        return {
+            **values,
+            **{name: self._places(each) for name, each in chosen.items()},
+            **{name: options for name, options in given.items() if options is not None},
+            "megatron-core": RELEASE,
+            "plan": self.plan.fingerprint(),
+        }
+
+    def _places(self, chosen: list[Sequence[int]]) -> Any:
+        """The ranks as places in their pipelines, if in all of them the same: short for any W."""
+        (row,) = (p.row for p in self.planned if p.row.several)
+        pipelines = rank_lists.loops(self, row)
+        places = [
+            [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
+            for pipeline, ranks in zip(pipelines, chosen, strict=True)
+        ]
+        if all(each == places[0] for each in places):
+            return f"places {places[0]} of each pipeline"
+        return [list(ranks) for ranks in chosen[:16]]
+
+    def _lay_out(self, sizes: dict[str, int], after: str, behind: int = 0) -> RankLayout:
+        check_order(self.order)
+        named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
+        own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
+        try:
+            lay_out(self.order, own)  # refuses in the words of the order as it was given
+            if self.whole("rank_offset") < 0:
+                raise SizeError(
+                    f"rank_offset must be at least 0, the first rank of the window, got "
+                    f"{shown(self.rank_offset)}."
+                )
+            offset = self.rank_offset + behind
+            return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
+        except OrderError as error:
+            if self.decides_ranks:  # then for its sizes alone
+                return lay_out(_USUAL, sizes, self.rank_offset + behind)
+            raise OrderError(f"{error}{self._order_source}") from None
+
+    @property
+    def _order_source(self) -> str:
+        return "" if self.job_size is not None else f" The order comes from {self.order_source}."
+
+    def _divide(self, *names: str) -> int:
+        """The data-parallel size that sizes leave of the world; refuses one that is not whole."""
+        for name in names:
+            self.positive(name)
+        sizes = {name: self._size(name) for name in names}
+        model: int = prod(sizes.values())
+        world = self.world_size
+        asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
+        if names == _DENSE and (beside := prod(encoder.sizes(self))):
+            model += beside * self.context_parallel_size
+            asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {shown(beside)}"
+        elif names != _DENSE:
+            world -= self._encoder_size
+        if world % model:
+            raise RuntimeError(
+                f"world size {shown(world)} is not divisible by {asked} = {shown(model)}: it "
+                f"leaves a remainder of {shown(world % model)}. Change a size or the number of "
+                f"ranks."
+            )
+        return world // model
+
+    def whole(self, name: str) -> int:
+        """The number ``name``; ArgumentError if it is no whole number."""
+        value = self._size(name)
+        if not isinstance(value, int):
+            raise ArgumentError(f"{name} must be a whole number, got {shown(value)}.")
+        return value
+
+    def positive(self, name: str) -> None:
+        """Refuse the size ``name`` unless it is a whole number of at least 1."""
+        if self.whole(name) < 1:
+            raise SizeError(f"{name} must be at least 1, got {shown(self._size(name))}.")
+
+    def _size(self, name: str) -> Any:
+        if name == "expert_tensor_parallel_size":
+            return self._expert_tensor_size
+        return getattr(self, name)
+
+    @property
+    def _expert_tensor_size(self) -> int:
+        given = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if given is None else given
+
+    def _check_flags(self) -> None:
+        for name, plain in _PLAIN.items():
+            value = getattr(self, name)
+            if plain is bool and not isinstance(value, bool | None):
+                raise ArgumentError(f"{name} must be True or False, got {shown(value)}.")
+
+    def _check_sharp(self) -> None:
+        group = self.sharp_enabled_group
+        if not self.use_sharp:
+            if group is not None:
+                raise AssertionError(
+                    f"sharp_enabled_group={shown(group)} needs use_sharp=True: set that, or leave "
+                    f"the group out."
+                )
+        elif group is not None and not isinstance(group, str):
+            raise ArgumentError(f"sharp_enabled_group must be a name or None, got {shown(group)}.")
+        elif group not in (None, "dp", "dp_replica"):
+            raise AssertionError(
+                f"sharp_enabled_group={shown(group)} is not supported: use 'dp' or 'dp_replica'."
+            )
+        elif group == "dp_replica" and self.whole(_INSTANCES) <= 1:
+            raise AssertionError(
+                f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
+                f"got {shown(self.instances)}."
+            )

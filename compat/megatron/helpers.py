@@ -1,0 +1,139 @@
+"""Groups that a caller makes beside those of the state: create_group and what is built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from compat.megatron.rank_lists import hybrid_sizes
+from compat.megatron.releases import HAS
+from hypergrid.groups import creation
+from hypergrid.layout import RankLayout
+
+_made: list[ProcessGroup] | None = None  # where they are gathered, while a state is built
+
+
+def create_group(
+    ranks: list[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> ProcessGroup:
+    """A group of the caller's own, as ``torch.distributed.new_group``. *Collective* as that is.
+
+    It stays the caller's: ``destroy_model_parallel`` does not close it.
+    """
+    asked = {
+        "timeout": timeout,
+        "backend": backend,
+        "pg_options": pg_options,
+        "use_local_synchronization": use_local_synchronization,
+        "group_desc": group_desc,
+    }
+    group = dist.new_group(ranks=ranks, **creation.own(asked))
+    if ranks is not None and dist.get_rank() not in ranks:
+        return group
+    if _made is not None:
+        _made.append(group)
+    else:
+        from compat.parallel_state import current_state  # which imports this file
+
+        current_state().note_group(group)
+    return group
+
+
+@contextmanager
+def collecting() -> Iterator[list[ProcessGroup]]:
+    """Gather the groups of this rank that ``create_group`` makes inside, for who owns them."""
+    global _made
+    before, _made = _made, []
+    try:
+        yield _made
+    finally:
+        _made = before
+
+
+def _create(ranks: list[int], **arguments: Any) -> ProcessGroup:
+    from compat import parallel_state  # which imports this file, and where it may be replaced
+
+    return parallel_state.create_group(ranks, **arguments)
+
+
+def create_hierarchical_groups(
+    rank: int,
+    ranks: list[int],
+    hierarchical_group_sizes: list[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
+    """Groups of ``rank`` at each level of ``ranks`` cut into sizes, innermost first.
+
+    *Collective* over the world. ``pg_options`` is one for all levels or a list with one for each.
+    With ``ranks`` 0..7 and sizes [2, 4], rank 3 gets [2, 3] and [1, 3, 5, 7].
+    """
+    levels = [f"level{i}" for i in range(len(hierarchical_group_sizes))]
+    layout = RankLayout(tuple(levels), tuple(hierarchical_group_sizes))
+    if layout.size != len(ranks):
+        raise ValueError(
+            f"hierarchical_group_sizes={list(hierarchical_group_sizes)} multiply to "
+            f"{layout.size}, but there are {len(ranks)} ranks."
+        )
+    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
+    # A release whose levels have torch's timeout names none to whoever replaces create_group.
+    unnamed = HAS["plain_levels"] and timeout is None
+    waiting = {} if unnamed else {"timeout": timeout}
+    groups: list[ProcessGroup] = []
+    twins: list[ProcessGroup | None] = []
+    for i, level in enumerate(levels):
+        for places in layout.groups(level).tolist():
+            members = [ranks[place] for place in places]
+            common = {**waiting, "pg_options": options[i]}
+            desc = f"HIERARCHICAL_{group_desc}_L{i}"
+            group, twin = _create(members, group_desc=desc, **common), None
+            if create_gloo_process_groups:
+                desc = f"HIERARCHICAL_{group_desc}_GLOO_L{i}"
+                twin = _create(members, backend="gloo", group_desc=desc, **common)
+            if rank in members:
+                groups.append(group)
+                twins.append(twin)
+    return groups, twins
+
+
+def create_hierarchical_parallel_groups(
+    rank: int,
+    ranks: list[int],
+    group_size: int,
+    hierarchical_group_sizes: list[int],
+    pg_options: Any,
+) -> list[ProcessGroup]:
+    """Former name of ``create_hierarchical_groups``, for context parallelism alone."""
+    if group_size != len(ranks):
+        raise ValueError(f"group_size={group_size}, but there are {len(ranks)} ranks.")
+    desc = "CONTEXT_PARALLEL_GROUP"
+    return create_hierarchical_groups(
+        rank, ranks, hierarchical_group_sizes, pg_options=pg_options, group_desc=desc
+    )[0]
+
+
+def create_hybrid_dp_cp_groups(
+    rank: int, ranks: list[int], pg_options: Any
+) -> dict[int, ProcessGroup]:
+    """Groups of ``rank`` by size: runs of 2, 4, 8 ... of ``ranks``. *Collective* over the world."""
+    groups = {}
+    for size in hybrid_sizes(len(ranks)):
+        for start in range(0, len(ranks), size):
+            members = ranks[start : start + size]
+            desc = f"HYBRID_DP_CP_GROUP_{size}"
+            group = _create(members, pg_options=pg_options, group_desc=desc)
+            if rank in members:
+                groups[size] = group
+    return groups

@@ -1,0 +1,358 @@
+"""A job that is planned without running it: its sizes, by our short names or from a launch line."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from compat.megatron.arguments import Request
+from hypergrid.layout import RankLayout
+from hypergrid.messages import shown
+from hypergrid.plan import GroupPlan
+
+TP_PP_DP = "tp-cp-ep-pp-dp"  # what Megatron's --use-tp-pp-dp-mapping means
+RANKS_PER_HOST = 8
+
+_NUMBER, _TEXT, _YES, _NO, _NUMBERS = "number", "text", "yes", "no", "numbers"
+
+# Flag: (argument of initialize_model_parallel, or a fact about the job in "_...", what it takes).
+_FLAGS: dict[str, tuple[str, str]] = {
+    "tp": ("tensor_model_parallel_size", _NUMBER),
+    "tensor-model-parallel-size": ("tensor_model_parallel_size", _NUMBER),
+    "pp": ("pipeline_model_parallel_size", _NUMBER),
+    "pipeline-model-parallel-size": ("pipeline_model_parallel_size", _NUMBER),
+    "vp": ("virtual_pipeline_model_parallel_size", _NUMBER),
+    "num-virtual-stages-per-pipeline-rank": ("virtual_pipeline_model_parallel_size", _NUMBER),
+    "cp": ("context_parallel_size", _NUMBER),
+    "context-parallel-size": ("context_parallel_size", _NUMBER),
+    "hierarchical-cp": ("hierarchical_context_parallel_sizes", _NUMBERS),
+    "hierarchical-context-parallel-sizes": ("hierarchical_context_parallel_sizes", _NUMBERS),
+    "hybrid-context-parallel": ("hybrid_context_parallel", _YES),
+    "ep": ("expert_model_parallel_size", _NUMBER),
+    "expert-model-parallel-size": ("expert_model_parallel_size", _NUMBER),
+    "etp": ("expert_tensor_parallel_size", _NUMBER),
+    "expert-tensor-parallel-size": ("expert_tensor_parallel_size", _NUMBER),
+    "instances": ("num_distributed_optimizer_instances", _NUMBER),
+    "num-distributed-optimizer-instances": ("num_distributed_optimizer_instances", _NUMBER),
+    "gtp-remat-size": ("gtp_remat_size", _NUMBER),
+    "expert-gtp-remat-size": ("expert_gtp_remat_size", _NUMBER),
+    "order": ("order", _TEXT),
+    "use-tp-pp-dp-mapping": ("_tp_pp_dp", _YES),
+    "disable-gloo-process-groups": ("create_gloo_process_groups", _NO),
+    "no-gloo": ("create_gloo_process_groups", _NO),
+    "use-sharp": ("use_sharp", _YES),
+    "sharp-enabled-group": ("sharp_enabled_group", _TEXT),
+    "create-all-gather-group": ("create_all_gather_group", _YES),
+    "distributed-timeout-minutes": ("distributed_timeout_minutes", _NUMBER),
+    "tp-comm-overlap": ("_user_buffers", _YES),
+    "num-layers": ("_layers", _NUMBER),
+    "num-layers-per-virtual-pipeline-stage": ("_layers_per_stage", _NUMBER),
+    # Where the ranks are: our own words, then those of torchrun, srun, mpirun and deepspeed.
+    "world-size": ("_world", _NUMBER),
+    "gpus-per-node": ("_per_host", _NUMBER),
+    "hosts-per-rack": ("_hosts_per_rack", _NUMBER),
+    "nnodes": ("_hosts", _NUMBER),
+    "nodes": ("_hosts", _NUMBER),
+    "num-nodes": ("_hosts", _NUMBER),
+    "nproc-per-node": ("_per_host", _NUMBER),
+    "ntasks-per-node": ("_per_host", _NUMBER),
+    "num-gpus": ("_per_host", _NUMBER),
+    "ntasks": ("_world", _NUMBER),
+}
+# One-letter flags mean this only behind the launcher that has them.
+_SHORT = {
+    ("srun", "-N"): "nodes",
+    ("srun", "-n"): "ntasks",
+    ("mpirun", "-np"): "ntasks",
+    ("mpirun", "-n"): "ntasks",
+}
+_VARIABLES = {"WORLD_SIZE": "_world", "HYPERGRID_ORDER": "order"}
+
+
+class JobError(ValueError):
+    """A job that cannot be read or planned; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job asks of ``initialize_model_parallel``, and where its ranks are.
+
+    Parameters
+    ----------
+    arguments : mapping
+        As ``initialize_model_parallel`` takes them, those that were given.
+    world_size, ranks_per_host : int
+        Ranks of the job, and on each host.
+    hosts_per_rack : int, optional
+        Where that is known.
+    user_buffers : bool
+        Whether Transformer Engine's user buffers are on (``--tp-comm-overlap``).
+    assumed : tuple of str
+        What was not given and had to be taken for granted, in sentences.
+    """
+
+    arguments: Mapping[str, Any]
+    world_size: int
+    ranks_per_host: int = RANKS_PER_HOST
+    hosts_per_rack: int | None = None
+    user_buffers: bool = False
+    assumed: tuple[str, ...] = field(default=(), compare=False)
+
+    def request(self) -> Request:
+        """What ``initialize_model_parallel`` would be asked; refuses what that refuses.
+
+        Raises
+        ------
+        JobError
+            In the words of ``initialize_model_parallel``.
+        """
+        request = Request(**self.arguments, job_size=self.world_size)
+        try:
+            request.check()
+            _ = request.plan
+        except Exception as error:
+            raise JobError(str(error)) from error
+        return request
+
+    def plan(self) -> GroupPlan:
+        """The groups that the job would make."""
+        return self.request().plan
+
+    def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
+        """Its layouts under another order, or None where Megatron refuses that order."""
+        try:
+            return replace(self, arguments={**self.arguments, "order": order}).request().layouts
+        except JobError:
+            return None
+
+
+def from_line(text: str, **given: Any) -> Job:
+    """The job that a launch line starts: torchrun's or srun's flags, and Megatron's.
+
+    Parameters
+    ----------
+    text : str
+        As it stands in a script: continued lines, comments, ``NAME=value``, ``$NAME``,
+        ``${NAME:-8}``, ``$((A * B))``, ``ARGS=(...)`` and ``#SBATCH`` are understood. Flags that
+        do not bear on the layout are passed over.
+    **given
+        Settings that win over the line's, by their flags with ``_`` for ``-``: ``tp=4``.
+
+    Raises
+    ------
+    JobError
+        A value that is missing, no number, or stands in a variable that the text does not set.
+    """
+    tokens, variables = _expanded(text)
+    written = {
+        _VARIABLES[name]: (name, value)
+        for name, value in variables.items()
+        if name in _VARIABLES and value
+    }
+    said: dict[str, Any] = {}
+    launcher, i = "", 0
+    while i < len(tokens):
+        token, i = tokens[i], i + 1
+        if token in ("srun", "mpirun"):
+            launcher = token
+        elif token.endswith(".py") or token.startswith("python"):
+            launcher = ""  # what follows are the script's own flags
+        flag, has_value, value = token.partition("=")
+        name = _SHORT.get((launcher, flag)) or (
+            flag[2:].replace("_", "-") if flag.startswith("--") else ""
+        )
+        if name not in _FLAGS:
+            continue
+        key, takes = _FLAGS[name]
+        values = [value] if has_value else []
+        if takes in (_YES, _NO):
+            said[key] = takes == _YES
+            continue
+        if not has_value:
+            stop = i + (len(tokens) if takes == _NUMBERS else 1)
+            while i < min(stop, len(tokens)) and not tokens[i].startswith("--"):
+                values.append(tokens[i])
+                i += 1
+        if not values:
+            raise JobError(f"{flag} has no value in the launch line. Write a number behind it.")
+        written[key] = (flag, " ".join(values))
+    said |= _by_key(given)
+    return _job({key: _read(key, *text) for key, text in written.items() if key not in said} | said)
+
+
+def from_sizes(**given: Any) -> Job:
+    """The job with these settings, by their flags with ``_`` for ``-``: ``tp=4, world_size=64``."""
+    return _job(_by_key(given))
+
+
+def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {name: _FLAGS[name.replace("_", "-")] for name, v in given.items() if v is not None}
+    return {
+        key: not given[name] if takes == _NO else given[name]
+        for name, (key, takes) in keys.items()
+        if takes not in (_YES, _NO) or given[name]
+    }
+
+
+def _read(key: str, flag: str, text: str) -> Any:
+    """A setting's value from its text; ``flag`` is what it was written behind."""
+    takes = next(takes for known, takes in _FLAGS.values() if known == key)
+    if takes not in (_NUMBER, _NUMBERS):
+        return text
+    numbers = []
+    for word in text.split():
+        if "$" in word:
+            raise JobError(
+                f"{flag} is {word} here, and the launch line does not say what that is. Paste the "
+                f"line that sets it too, or write the number."
+            )
+        if not re.fullmatch(r"-?\d{1,18}", word):
+            raise JobError(f"{flag} must be a whole number, got {shown(word)}.")
+        numbers.append(int(word))
+    return numbers if takes == _NUMBERS else numbers[0]
+
+
+def _job(said: dict[str, Any]) -> Job:
+    arguments = {key: value for key, value in said.items() if not key.startswith("_")}
+    assumed = []
+    if said.get("_tp_pp_dp"):
+        arguments.setdefault("order", TP_PP_DP)
+    per_host, hosts, world = said.get("_per_host"), said.get("_hosts"), said.get("_world")
+    if world is None and per_host is not None:
+        world = per_host * (1 if hosts is None else hosts)
+        if hosts is None:
+            assumed.append(f"the {world} ranks of one host are the whole job")
+    if world is None:
+        least = _least(arguments)
+        raise JobError(
+            f"the number of ranks is not said. Give --world-size (a multiple of {least}, which is "
+            f"what the sizes need), or torchrun's --nnodes and --nproc-per-node."
+        )
+    if per_host is None:
+        per_host = -(-world // hosts) if hosts else min(RANKS_PER_HOST, world)
+        if not hosts:
+            assumed.append(f"{per_host} ranks on each host; --gpus-per-node says otherwise")
+    for name, value in (("world-size", world), ("gpus-per-node", per_host)):
+        if value < 1:
+            raise JobError(f"--{name} must be at least 1, got {value}.")
+    if hosts is not None and said.get("_per_host") is not None and world > per_host * hosts:
+        raise JobError(
+            f"{world} ranks do not fit on {hosts} hosts of {per_host}, which are "
+            f"{per_host * hosts}. Change one of the three numbers."
+        )
+    _add_virtual_stages(arguments, said)
+    return Job(
+        arguments,
+        world,
+        per_host,
+        said.get("_hosts_per_rack"),
+        bool(said.get("_user_buffers")),
+        tuple(assumed),
+    )
+
+
+def _least(arguments: Mapping[str, Any]) -> int:
+    names = ("tensor_model", "pipeline_model", "context")
+    return prod(arguments.get(f"{name}_parallel_size", 1) for name in names)
+
+
+def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> None:
+    """As Megatron's own arguments: stages from layers; none where there is one pipeline stage."""
+    stages = arguments.get("pipeline_model_parallel_size", 1)
+    name = "virtual_pipeline_model_parallel_size"
+    if stages == 1:
+        arguments.pop(name, None)
+        return
+    layers, each = said.get("_layers"), said.get("_layers_per_stage")
+    if each is not None and name not in arguments:
+        if layers is None or each < 1 or layers % (stages * each):
+            raise JobError(
+                f"--num-layers-per-virtual-pipeline-stage {each} needs a --num-layers that is a "
+                f"multiple of {stages} stages x {each}, got {layers}."
+            )
+        arguments[name] = layers // stages // each
+
+
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
+_USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
+_SBATCH = re.compile(r"(?m)^#SBATCH\s+(--?[a-zA-Z-]+)[= ]\s*(\d+)")
+_SLURM = {  # what SLURM tells the script of what its head asked for
+    **dict.fromkeys(("-N", "--nodes"), ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    **dict.fromkeys(("-n", "--ntasks"), ("SLURM_NTASKS", "SLURM_NPROCS")),
+}
+_SUM = re.compile(r"\$\(\((.*?)\)\)")
+
+
+def _expanded(text: str) -> tuple[list[str], dict[str, str]]:
+    """The words of a shell text, with the variables that it sets itself put in."""
+    variables: dict[str, str] = {}
+    text = text.replace("\r\n", "\n").replace("\\\n", " ")
+    for found in _SBATCH.finditer(text):
+        for name in _SLURM.get(found[1], ()):
+            variables[name] = found[2]
+    text = re.sub(r"(?m)^#SBATCH\b", "srun", text)
+    text = re.sub(
+        r"([A-Za-z_]\w*)\+?=\(", " ", text
+    )  # ARGS=( ... ): its words stand for themselves
+    try:
+        tokens = [
+            token
+            for line in text.splitlines()
+            for token in shlex.split(_SUM.sub(_quoted, line), comments=True)
+        ]
+    except ValueError as error:
+        raise JobError(f"the launch line cannot be read: {error}. Close its quotes.") from None
+    words: list[str] = []
+    for token in tokens:
+        word = _SUM.sub(lambda found: _value(found[1], variables), token)
+        word = _put_in(word, variables)
+        assigned = _ASSIGNED.fullmatch(word.rstrip(";"))
+        if assigned is not None and not word.startswith("-"):
+            variables[assigned[1]] = assigned[2]
+        # A variable may hold several words, which the shell would split as we do.
+        words += word.rstrip(");").split()
+    return words, variables
+
+
+def _quoted(found: re.Match[str]) -> str:
+    return "'" + found[0] + "'"
+
+
+def _put_in(word: str, variables: Mapping[str, str]) -> str:
+    return _USED.sub(
+        lambda found: variables.get(found[1] or found[2], found[3] or "") or found[0], word
+    )
+
+
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Mult: operator.mul,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Div: operator.floordiv,
+}
+
+
+def _value(formula: str, variables: Mapping[str, str]) -> str:
+    """``A * $B`` in numbers; as it was where that cannot be worked out."""
+
+    def of(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name):
+            return int(variables[node.id])
+        if isinstance(node, ast.BinOp):
+            return _OPERATORS[type(node.op)](of(node.left), of(node.right))
+        raise KeyError(formula)
+
+    try:
+        return str(of(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", formula), mode="eval").body))
+    except (SyntaxError, KeyError, ValueError, ZeroDivisionError):
+        return f"$(({formula}))"

@@ -1,0 +1,315 @@
+"""From the table's rows and one request to the rows of a plan: what is made, cut how, for whom."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from compat.megatron import communicators as nccl
+from compat.megatron import rank_lists, ucc
+from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
+from compat.megatron.refusals import ArgumentError, SizeError
+from compat.megatron.releases import HAS
+from compat.megatron.table import ROWS, TWINS, Row
+from hypergrid.messages import retold, shown
+from hypergrid.plan import GroupRow
+
+if TYPE_CHECKING:
+    from compat.megatron.arguments import Request
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row of the plan and where its group goes: a private global of upstream's."""
+
+    row: Row
+    slot: str
+    key: int | None  # place in the slot's list or dict, where it holds several groups
+    group: GroupRow
+    chosen: list[Sequence[int]] | None = None  # as the caller's function gave them
+
+
+def facts(request: Request) -> dict[str, bool]:
+    """What the table's ``when`` may ask for."""
+    gtp, egtp = request.gtp_remat_size > 1, request.expert_gtp_remat_size > 1
+    several = request.instances > 1
+    return {
+        **HAS,
+        "": True,
+        "dp_later": not HAS["dp_first"],
+        "gtp_axis": gtp,
+        "no_gtp_axis": not gtp,
+        "egtp_axis": egtp,
+        "no_egtp_axis": not egtp,
+        "instances": several,
+        "one_instance": not several,
+        "dense_instances": several and HAS["instances_in_dense"],
+        "expert_instances": several and HAS["instances_in_expert"],
+        "one_expert_instance": not several and HAS["instances_in_expert"],
+        "all_gather": bool(request.create_all_gather_group),
+        "hybrid": bool(request.hybrid_context_parallel),
+        "hierarchical": _is_given(request.hierarchical_context_parallel_sizes),
+    }
+
+
+def rows_of(request: Request) -> list[Row]:
+    """Rows that make groups of their own."""
+    true = facts(request)
+    return [row for row in ROWS if not row.same_as and true[row.when]]
+
+
+def aliases(request: Request) -> list[Row]:
+    """Rows that hold the same group as another one."""
+    true = facts(request)
+    return [row for row in ROWS if row.same_as and true[row.when]]
+
+
+def plan_rows(request: Request) -> list[Planned]:
+    """The rows to create, in order.
+
+    Refuses what upstream refuses while it makes groups, row by row in the same order, so that of
+    two faults the same one is told.
+    """
+    request.positive("num_distributed_optimizer_instances")
+    true, rows = facts(request), rows_of(request)
+    if HAS["dp_first"]:
+        nccl.section(rows[0].options, request.nccl_configs)
+    _check_instances(request, "data x context parallel size", _members(request))
+    nccl.section(rows[0].options, request.nccl_configs)
+    _check_window(request)
+    planned = [each for row in rows for each in _plan(request, row, true)]
+    return [replace(p, group=rank_lists.listed(request, p)) for p in planned]
+
+
+def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
+    backend, chosen = None, None
+    torchs_timeout = row.default_timeout is not None and true[row.default_timeout]
+    if row.slot in _CHECKS:
+        _CHECKS[row.slot](request)
+    if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
+        backend = request.pipeline_model_parallel_comm_backend
+    if row.slot in _CHOOSERS:
+        chosen = _chosen(request, row)
+    section = None if _is_ucc(backend) else nccl.section(row.options, request.nccl_configs)
+    _check_backend(backend)
+    base = GroupRow(
+        label=row.label,
+        layout=row.grid,
+        dims=tuple(row.dims.split("-")),
+        chunk=_members(request) // request.instances if row.chunk == "instance" else None,
+        pick="all" if chosen is not None else row.pick,
+        explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
+        backend=backend,
+        timeout=None if torchs_timeout else request.timeout.total_seconds(),
+        options=None if section is None else tuple(section.items()),
+        traffic=row.traffic,
+        separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
+    )
+    if row.fan == "sizes":
+        for size in rank_lists.hybrid_sizes(_members(request)):
+            group = replace(base, label=row.desc.format(size), chunk=size)
+            yield Planned(row, row.slot, size, group)
+    elif row.fan == "levels":
+        for i in range(len(request.hierarchical_context_parallel_sizes or ())):
+            group = replace(base, label=row.desc.format(i), dims=(f"cp{i}",))
+            yield Planned(row, row.slot, i, group)
+    else:
+        yield Planned(row, row.slot, None, base, chosen)
+    if row.gloo and _makes_gloo(request, row):
+        twin = replace(
+            base,
+            label=row.twin_label,
+            backend="gloo",
+            options=base.options if row.twin_options else None,
+            timeout=None if row.twin_default_timeout else base.timeout,
+            traffic=TWINS,
+            separate=True,
+        )
+        yield Planned(row, row.slot + "_GLOO", None, twin)
+
+
+def _members(request: Request) -> int:
+    return request.decoder.dim_size(("dp", "cp"))
+
+
+def _makes_gloo(request: Request, row: Row) -> bool:
+    expert = row.grid.startswith("expert")
+    sharded = max(request.gtp_remat_size, request.expert_gtp_remat_size if expert else 1) > 1
+    return request.create_gloo_process_groups and not sharded
+
+
+def _is_given(value: Any) -> bool:
+    try:
+        return bool(value)
+    except Exception:  # an array of several values has no truth; the row's check refuses it
+        return True
+
+
+def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
+    """What the caller's function says of each pipeline; None where there is none, or upstream's."""
+    argument, default = _CHOOSERS[row.slot]
+    choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
+    own = request.helpers.get(default.__name__, default)
+    if choose is None and (split is not None or own is not default):
+        choose = _Split(own, split) if HAS["splits"] or split is not None else own
+    if choose is None or choose is default:
+        return None
+    if not callable(choose):
+        raise ArgumentError(
+            f"{argument} must be a function from a pipeline's ranks to some of them, got "
+            f"{shown(choose)}."
+        )
+    chosen = []
+    for pipeline in rank_lists.loops(request, row):
+        given = _call(argument, choose, pipeline)
+        nccl.section(row.options, request.nccl_configs)  # upstream's order of refusals
+        chosen.append(_plain_ranks(argument, given, request.world))
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Upstream's own choice, where a pipeline is split."""
+
+    default: Callable[..., list[int]]
+    at: Any
+
+    def __call__(self, pipeline: list[int]) -> list[int]:
+        return self.default(pipeline, split_rank=self.at)
+
+
+def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]) -> Any:
+    try:
+        return choose(pipeline)
+    except Exception as error:
+        if isinstance(choose, _Split):
+            raise retold(
+                error,
+                f"pipeline_model_parallel_split_rank={shown(choose.at)} is no stage of a pipeline "
+                f"of {len(pipeline)}: {error}. Give one of 0 to {len(pipeline) - 1}.",
+            ) from None
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # the function's own error; others come of calling it at all
+        raise retold(
+            error,
+            f"the function given as {argument} does not take a pipeline's ranks: {error}. Give one "
+            f"that takes a list of ranks and returns some of them.",
+        ) from None
+
+
+def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
+    """What a caller's function returned: as it is if that is a list of ints, else made one."""
+    several: Iterator[Any] | None = None
+    with suppress(TypeError):
+        several = None if isinstance(given, str) else iter(given)
+    if several is None:
+        raise ArgumentError(
+            f"the function given as {argument} must return a list of ranks, it returned "
+            f"{shown(given)}."
+        )
+    ranks = []
+    for rank in islice(several, world + 1):  # it may have no end
+        try:
+            ranks.append(operator.index(rank))
+        except TypeError:
+            raise ArgumentError(
+                f"the function given as {argument} must return ranks, which are whole numbers; "
+                f"it returned {shown(rank)} among them."
+            ) from None
+    if len(set(ranks)) != len(ranks) or any(rank not in range(world) for rank in ranks):
+        raise ValueError(
+            f"the function given as {argument} chose {shown(ranks)}: ranks must not repeat and "
+            f"must be below the world size {world}."
+        )
+    as_given = isinstance(given, list | tuple) and all(type(rank) is int for rank in given)
+    return given if as_given else ranks
+
+
+def _check_window(request: Request) -> None:
+    if request.decoder.ranks.stop > request.world:
+        raise ValueError(
+            f"rank_offset={shown(request.rank_offset)} with local_world_size="
+            f"{shown(request.world_size)} is no "
+            f"window of the world's {request.world} ranks. Make one of them smaller."
+        )
+
+
+def _check_instances(request: Request, what: str, size: int) -> None:
+    if size % request.instances:
+        raise AssertionError(
+            f"num_distributed_optimizer_instances={shown(request.instances)} does not divide the "
+            f"{what} {shown(size)}."
+        )
+
+
+def _check_expert_instances(request: Request) -> None:
+    if HAS["instances_in_expert"]:
+        _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
+
+
+def _check_hybrid(request: Request) -> None:
+    if _members(request) % 2:
+        raise AssertionError(
+            f"hybrid_context_parallel needs an even data x context parallel size, got "
+            f"{shown(_members(request))}."
+        )
+
+
+def _check_levels(request: Request) -> None:
+    levels: Any = request.hierarchical_context_parallel_sizes
+    named = f"hierarchical_context_parallel_sizes={shown(levels)}"
+    if not isinstance(levels, list) or not all(isinstance(size, int) for size in levels):
+        raise ArgumentError(f"{named} must be a list of whole numbers, such as [2, 4].")
+    if len(levels) > _MOST_LEVELS:
+        raise ArgumentError(
+            f"{named} has {len(levels)} levels: give at most {_MOST_LEVELS}, and none of size 1."
+        )
+    if prod(levels) != request.context_parallel_size:
+        raise AssertionError(
+            f"{named} multiply to {shown(prod(levels))}, not to "
+            f"context_parallel_size={request.context_parallel_size}."
+        )
+    if min(levels) < 1:
+        raise SizeError(f"{named} must be at least 1 each.")
+
+
+def _check_ucc(request: Request) -> None:
+    if _is_ucc(request.pipeline_model_parallel_comm_backend):
+        ucc.check()
+
+
+def _is_ucc(backend: Any) -> bool:
+    return isinstance(backend, str) and backend == "ucc"
+
+
+def _check_backend(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(
+            f"pipeline_model_parallel_comm_backend must be a name or None, got {shown(backend)}."
+        )
+    if backend not in (None, "nccl", "ucc"):
+        raise AssertionError(
+            f"pipeline_model_parallel_comm_backend={shown(backend)} is not supported: use 'nccl', "
+            f"'ucc' or None."
+        )
+
+
+_MOST_LEVELS = 64  # no world has more ranks than 64 levels of two
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "_HYBRID_DP_CP_GROUPS": _check_hybrid,
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": _check_levels,
+    "_PIPELINE_MODEL_PARALLEL_GROUP": _check_ucc,
+    "_EXPERT_DATA_PARALLEL_GROUP": _check_expert_instances,
+}
+_CHOOSERS: dict[str, tuple[str, Callable[..., list[int]]]] = {
+    "_EMBEDDING_GROUP": ("get_embedding_ranks", default_embedding_ranks),
+    "_POSITION_EMBEDDING_GROUP": (
+        "get_position_embedding_ranks",
+        default_position_embedding_ranks,
+    ),
+}

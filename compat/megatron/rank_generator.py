@@ -1,0 +1,176 @@
+"""RankGenerator and the functions around it, as megatron-core has them, on ``RankLayout``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from compat.megatron.refusals import ArgumentError
+from compat.megatron.releases import HAS, as_released
+from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.messages import shown
+
+
+class OrderError(LayoutError, RuntimeError, KeyError, AssertionError):
+    """An order that leaves out a dim larger than 1 (upstream: RuntimeError), names none that
+    exists (KeyError) or names one twice (ValueError or AssertionError, by what it meets first)."""
+
+    __str__ = ValueError.__str__  # KeyError would quote the sentence
+
+
+def check_order(order: object) -> None:
+    """Refuse an order that is no text."""
+    if not isinstance(order, str):
+        raise ArgumentError(f"order must be a text such as 'tp-cp-ep-dp-pp', got {shown(order)}.")
+
+
+def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
+    """``RankLayout.from_order`` as upstream understands an order: a dim of size 1 may repeat.
+
+    Raises
+    ------
+    OrderError
+        A token that is no dim, a dim larger than 1 without a token or with two.
+    ArgumentError
+        An order that is no text.
+    """
+    check_order(order)
+    seen: set[str] = set()
+    once = []
+    for token in order.lower().split("-"):
+        if sizes.get(token) != 1 or token not in seen:
+            once.append(token)
+            seen.add(token)
+    try:
+        return RankLayout.from_order("-".join(once), sizes, offset)
+    except LayoutError as error:
+        raise OrderError(str(error)) from None
+
+
+def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
+    """``order`` with gtp_remat put behind ``after``, else behind tp, else first."""
+    tokens = order.split("-")
+    if "gtp_remat" in tokens:  # as upstream in small letters only: in capitals it gets a second
+        return order
+    anchor = next((name for name in (after, "tp") if name in tokens), None)
+    tokens.insert(0 if anchor is None else tokens.index(anchor) + 1, "gtp_remat")
+    return "-".join(tokens)
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """The groups over the dims that ``mask`` picks from sizes ``parallel_size``, fastest first.
+
+    >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [True, False, True])
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+    Raises
+    ------
+    AssertionError
+        ``world_size`` has room for more groups than the sizes make.
+    """
+    names = [str(i) for i in range(len(parallel_size))]
+    picked = [name for name, wanted in zip(names, mask, strict=True) if wanted]
+    layout = RankLayout(tuple(names), tuple(parallel_size))
+    groups: list[list[int]] = layout.groups(picked).tolist()
+    wanted = world_size // layout.dim_size(picked)
+    if wanted > len(groups):
+        raise AssertionError(
+            f"world size {world_size} is larger than {' x '.join(map(str, parallel_size))} = "
+            f"{layout.size}. Make them equal."
+        )
+    return groups[:wanted]
+
+
+class RankGenerator:
+    """Rank groups for one factorisation of the world, as megatron-core's class of this name.
+
+    Raises
+    ------
+    AssertionError
+        Both ep and cp larger than 1: they belong to different grids.
+    OrderError
+        See ``lay_out``.
+    """
+
+    def __init__(
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
+    ) -> None:
+        if ep != 1 and cp != 1:
+            raise AssertionError(
+                f"one rank generator has ep={ep} and cp={cp}: ep belongs to the expert grid and cp "
+                f"to the decoder grid. Set one of them to 1."
+            )
+        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
+        self.gtp_remat = gtp_remat
+        self.rank_offset = rank_offset
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        if HAS["gtp_remat"]:
+            self.name_to_size["gtp_remat"] = gtp_remat
+        self.world_size = prod(self.name_to_size.values())
+        self.layout = lay_out(order, self.name_to_size, max(rank_offset, 0))
+        tokens = order.lower().split("-")
+        tokens += [name for name in self.layout.dims if name not in tokens]
+        self.order = "-".join(tokens)
+        self.ordered_size = [self.name_to_size[name] for name in tokens]
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Which dims of ``order`` are in ``token``, such as ``"tp-dp"``."""
+        dims, wanted = order.split("-"), token.split("-")
+        mask = [False] * len(dims)
+        for name in wanted:
+            if name not in dims:
+                raise ValueError(f"{name!r} is not in the order {order!r}.")
+            mask[dims.index(name)] = True
+        return mask
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """All groups over the dims of ``token``, such as ``"tp-dp"``, as lists of ranks."""
+        own = generate_masked_orthogonal_rank_groups
+        module = sys.modules.get("compat.parallel_state")
+        generate = getattr(module, own.__name__, own)
+        if generate is not own:  # outside code has put its own there
+            mask = self.get_mask(self.order, token)
+            lists = generate(self.world_size, self.ordered_size, mask)
+            return [[rank + self.rank_offset for rank in ranks] for ranks in lists]
+        groups: list[list[int]] = self.layout.groups(token.split("-")).tolist()
+        return groups
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """The groups over gtp_remat; its size must be the one given."""
+        if self.gtp_remat != gtp_remat_size:
+            raise AssertionError(
+                f"gtp_remat has size {self.gtp_remat} here, {gtp_remat_size} was asked for."
+            )
+        return self.get_ranks("gtp_remat")
+
+
+@as_released
+def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
+    """First and last stage of a pipeline, and where it splits: where word embeddings live."""
+    if len(pp_ranks) == 1:
+        return [pp_ranks[0]]
+    ends = [pp_ranks[0], pp_ranks[-1]]
+    if split_rank is None or pp_ranks[split_rank] in ends:
+        return ends
+    return [ends[0], pp_ranks[split_rank], ends[1]]
+
+
+@as_released
+def default_position_embedding_ranks(
+    pp_ranks: list[int], split_rank: int | None = None
+) -> list[int]:
+    """First stage of a pipeline, and where it splits: where position embeddings live."""
+    if split_rank is None or pp_ranks[split_rank] == pp_ranks[0]:
+        return [pp_ranks[0]]
+    return [pp_ranks[0], pp_ranks[split_rank]]

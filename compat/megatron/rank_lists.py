@@ -1,0 +1,94 @@
+"""The ranks of Megatron's groups as lists, in the order in which upstream goes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from math import log2
+from typing import TYPE_CHECKING
+
+from compat.megatron import encoder
+from compat.megatron.table import Row
+from hypergrid.layout import RankLayout
+from hypergrid.plan import GroupRow
+
+if TYPE_CHECKING:
+    from compat.megatron.arguments import Request
+    from compat.megatron.planning import Planned
+
+
+def origin(row: Row) -> tuple[str, str]:
+    """The grid, and the dims of it, whose groups upstream loops over to make those of ``row``."""
+    return row.grid.partition("_")[0], row.loop or row.dims
+
+
+def loops(request: Request, row: Row) -> list[list[int]]:
+    """What upstream loops over to make the groups of ``row``."""
+    grid, token = origin(row)
+    lists = request.rank_lists(grid, token)
+    if request.encoder is not None:
+        lists = encoder.beside(request, row, request.rank_lists("encoder", token), lists)
+    if row.slot != "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
+        return lists
+    if max(request.gtp_remat_size, request.expert_gtp_remat_size) > 1:
+        return [sorted(chain.from_iterable(lists))]
+    many = instance_size(request)
+    starts = range(0, len(lists) - many + 1, many)
+    return [list(chain.from_iterable(lists[at : at + many])) for at in starts]
+
+
+def cut(request: Request, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
+    """The groups of a row that come of one list of its loop, the one of this ``number``."""
+    row = p.row
+    if p.chosen is not None:
+        return [p.chosen[number]]
+    if row.chunk == "between instances":
+        places = len(ranks) // request.instances
+        return [ranks[at::places] for at in range(places)]
+    if row.has_levels:
+        sizes = level_sizes(request, row)
+        layout = RankLayout(tuple(map(str, range(len(sizes)))), tuple(sizes))
+        places_of = layout.groups(str(level(p))).tolist()
+        return [[ranks[place] for place in places] for places in places_of]
+    size = p.key if row.fan == "sizes" else None
+    if row.chunk == "instance":
+        size = len(ranks) // request.instances
+    rule = GroupRow("", "", (), chunk=size, pick=row.pick)
+    return [list(members) for members in rule.cuts([ranks])]
+
+
+def level_sizes(request: Request, row: Row) -> list[int]:
+    """The sizes of the levels that the groups over a dim are cut into, innermost first."""
+    if row.fan == "levels":
+        return request.hierarchical_context_parallel_sizes or []
+    return [instance_size(request), request.instances]
+
+
+def level(p: Planned) -> int:
+    """Which level of those that one list is cut into, innermost first."""
+    return p.key or 0 if p.row.fan == "levels" else int(p.row.dims == "dp_inter")
+
+
+def instance_size(request: Request) -> int:
+    """Ranks over the experts' dp in one instance of the distributed optimizer."""
+    return request.expert.dim_size("dp") // request.instances
+
+
+def hybrid_sizes(members: int) -> list[int]:
+    """Sizes of hybrid groups among ``members`` ranks: powers of two, 2 to at most half of them."""
+    return [2**i for i in range(1, int(log2(members)))]
+
+
+def listed(request: Request, p: Planned) -> GroupRow:
+    """A row with its groups listed, where no one layout describes them.
+
+    Over encoder and decoder, between 0.12's optimizer instances, and where outside code replaced
+    what decides the ranks.
+    """
+    apart = p.row.chunk == "between instances" or request.encoder or request.decides_ranks
+    if p.group.explicit is not None or not apart:
+        return p.group
+    lists = enumerate(loops(request, p.row))
+    groups = [tuple(each) for i, ranks in lists for each in cut(request, p, i, ranks)]
+    return replace(p.group, explicit=tuple(groups), chunk=None, pick="all")

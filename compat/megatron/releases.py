@@ -1,0 +1,188 @@
+"""Which megatron-core release ``compat`` speaks as, and what differs between releases."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hypergrid.messages import shown
+
+Version = tuple[int, int]
+Span = tuple[Version, Version]  # the first and the last release in which something is so
+F = TypeVar("F", bound=Callable[..., object])
+
+OLDEST: Version = (0, 12)
+NEWEST: Version = (0, 19)
+_LONGEST = 1 << 16  # characters of a package_info.py, which has some hundred
+
+
+def _until(last: Version) -> Span:
+    return OLDEST, last
+
+
+def _since(first: Version) -> Span:
+    return first, NEWEST
+
+
+# Arguments that came or went: where a release has them. Elsewhere they are still taken by keyword,
+# and no signature shows them. "function.argument" where it is so in one function alone.
+ARGUMENTS: dict[str, Span] = {
+    "pipeline_model_parallel_split_rank": _until((0, 13)),
+    "encoder_tensor_model_parallel_size": _until((0, 13)),
+    "encoder_pipeline_model_parallel_size": _until((0, 13)),
+    "split_rank": _until((0, 13)),
+    "vp_stage": _since((0, 13)),
+    "high_priority_stream_groups": _since((0, 13)),
+    "partial_expert_data_parallel": _since((0, 13)),
+    **{
+        f"get_{group}_group.check_initialized": _since((0, 13))
+        for group in (
+            *("model_parallel", "pipeline_model_parallel", "embedding", "position_embedding"),
+            *("tensor_and_context_parallel", "expert_tensor_model_pipeline_parallel"),
+            "expert_data_parallel",
+        )
+    },
+    "sharp_enabled_group": _since((0, 14)),
+    "get_tensor_and_data_parallel_group.check_initialized": _since((0, 15)),
+    "get_intra_distributed_optimizer_instance_group.check_initialized": _since((0, 15)),
+    "get_inter_distributed_optimizer_instance_group.check_initialized": _since((0, 15)),
+    "hybrid_context_parallel": _since((0, 16)),
+    "create_all_gather_group": ((0, 16), (0, 17)),
+    "independent_all_gather": ((0, 16), (0, 17)),
+    "rank_offset": _since((0, 17)),
+    "local_world_size": _since((0, 17)),
+    "gtp_remat_size": _since((0, 19)),
+    "expert_gtp_remat_size": _since((0, 19)),
+    "with_gtp_remat": _since((0, 19)),
+    "with_egtp_remat": _since((0, 19)),
+}
+
+# Defaults that were others than those written in parallel_state.py, and where.
+DEFAULTS: dict[str, tuple[Span, Any]] = {
+    "ignore_virtual": (_until((0, 12)), False),
+}
+
+# What else a release does, by name.
+FACTS: dict[str, Span] = {
+    # the data-parallel group is made before the one with cp, and outside SHARP's reach
+    "dp_first": _until((0, 12)),
+    # optimizer instances: the dense groups between them (later releases take the experts') ...
+    "instances_in_dense": _until((0, 12)),
+    # ... or the expert grid is cut too, and an instance has a group of all its ranks
+    "instances_in_expert": _since((0, 13)),
+    # the levels of hierarchical context parallelism: torch's timeout, and a list before there are
+    "plain_levels": _until((0, 12)),
+    # a pipeline's default embedding ranks are asked with the stage at which it splits
+    "splits": _until((0, 13)),
+    # NCCL options that a section leaves out are set to Hopper's; priorities are not read
+    "nccl_defaults": _until((0, 12)),
+    # a rank or a size comes from torch, which takes None for the world; later from the group itself
+    "numbers_from_torch": _until((0, 12)),
+    # the virtual stage is an argument; before, it was the one set last
+    "vp_stage": _since((0, 13)),
+    # the stage asks torch for the rank first, which refuses in its own way before there is a world
+    "stage_asks_torch": _until((0, 13)),
+    # ... and later takes the stage itself from torch, which refuses what is no group of its own
+    "stage_from_torch": _since((0, 14)),
+    # functions that tell an encoder from a decoder warn that they will go
+    "encoder_deprecated": _since((0, 13)),
+    # SHARP's variable is switched here; before, use_sharp set it to 0 behind the user's own 1
+    "sharp_switched": _since((0, 14)),
+    # the expert-parallel group has torch's timeout and not the one asked for
+    "plain_ep": _until((0, 15)),
+    # two more axes for weights, also in get_all_ranks() and RankGenerator
+    "gtp_remat": _since((0, 19)),
+    # HyperCommGrid has views, and copies of its shape and names in them that groups are made from
+    "grid_views": _since((0, 19)),
+}
+
+
+def _checkout() -> str | None:
+    """The version that ``import megatron.core`` would find on the path, without importing it."""
+    for entry in sys.path:
+        file = Path(entry or ".") / "megatron" / "core" / "package_info.py"
+        if file.is_file():
+            with file.open(errors="replace") as stream:
+                text = stream.read(_LONGEST)
+            numbers = dict(re.findall(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", text, re.M))
+            if len(numbers) == 2:
+                return f"{numbers['MAJOR']}.{numbers['MINOR']}"
+    return None
+
+
+def _read_release() -> Version:
+    text = os.environ.get("HYPERGRID_MEGATRON_RELEASE") or _checkout()
+    if text is None:
+        try:
+            text = metadata.version("megatron-core")
+        except metadata.PackageNotFoundError:
+            return NEWEST
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", text)
+    if found is None:
+        raise ValueError(
+            f"HYPERGRID_MEGATRON_RELEASE={shown(text)} is no release: write it as in '0.16.1'."
+        )
+    release = (int(found[1]), int(found[2]))
+    known = min(max(release, OLDEST), NEWEST)
+    if release != known:
+        end = "newer than {}.{}, the newest" if known == NEWEST else "older than {}.{}, the oldest"
+        warnings.warn(
+            f"megatron-core {text} is {end.format(*known)} release that hypergrid knows: it speaks "
+            "as {}.{}. Compare the two releases' parallel_state, or take a hypergrid that knows "
+            "yours; HYPERGRID_MEGATRON_RELEASE={}.{} says that you did.".format(*known, *known),
+            stacklevel=2,
+        )
+    return known
+
+
+RELEASE: Version = _read_release()
+
+
+def _now(span: Span) -> bool:
+    return span[0] <= RELEASE <= span[1]
+
+
+HAS: dict[str, bool] = {fact: _now(span) for fact, span in FACTS.items()}
+
+
+def as_released(function: F) -> F:
+    """Give the arguments of ``function`` the places and defaults that they have in ``RELEASE``.
+
+    The function is written with the arguments of all releases in their common order. Those that
+    this release does not have are taken by keyword only, and its signature does not show them.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    placed = [n for n in always if _has_a_place(function.__name__, n)]
+    written = {n: p.default for n, p in parameters.items()}
+    other = {n: default for n, (span, default) in DEFAULTS.items() if n in written and _now(span)}
+    released: Any = function
+    if other or placed != list(parameters)[: len(placed)]:
+        # Written as source, as dataclasses do: a wrapper that sorts its arguments costs ten times
+        # as much.
+        keyword_only = [n for n in parameters if n not in placed]
+        missing = inspect.Parameter.empty
+        order = [n if written[n] is missing else f"{n}=defaults[{n!r}]" for n in placed]
+        order += ["*"] * bool(keyword_only) + [f"{n}=defaults[{n!r}]" for n in keyword_only]
+        passed = [n if n in always else f"{n}={n}" for n in parameters]
+        call = f"lambda {', '.join(order)}: function({', '.join(passed)})"
+        released = eval(call, {"function": function, "defaults": written | other})
+        functools.update_wrapper(released, function)
+        del released.__wrapped__  # or inspect.signature would show the other order
+    shown = [parameters[n].replace(default=(written | other)[n]) for n in placed]
+    released.__signature__ = signature.replace(parameters=shown)
+    return released  # type: ignore[no-any-return]
+
+
+def _has_a_place(function: str, argument: str) -> bool:
+    span = ARGUMENTS.get(f"{function}.{argument}", ARGUMENTS.get(argument, (OLDEST, NEWEST)))
+    return _now(span)

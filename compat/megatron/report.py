@@ -1,0 +1,67 @@
+"""What was built, in words: one line per group, seen from one rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from compat.megatron.releases import HAS
+from compat.megatron.replaced import in_words
+from hypergrid.analysis.summary import dims_in_words, long_dims
+from hypergrid.layout import RankLayout
+
+if TYPE_CHECKING:
+    from compat.state import ParallelState
+
+
+def report(state: ParallelState) -> str:
+    """How groups were made, and one line for each of this rank's: name, dims, ranks, sharing."""
+    request, pool = state.request, state.pool
+    if request is None or pool is None:
+        return "hypergrid: no groups on this rank"
+    made, live = pool.agreement, [pooled for pooled in pool.groups if pooled.shares is None]
+    lines = [
+        f"hypergrid: rank {dist.get_rank()} of {_grid(request.decoder)}; "
+        f"expert grid {_grid(request.expert)}"
+        + (f"; in front the encoder {_grid(request.encoder)}" if request.encoder else ""),
+        f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
+        + (f" ({made.why})" if made.why else "")
+        + (", connected on first use" if made.lazy else "")
+        + (", each connected at creation" if request.policy.connect == "eager" else ""),
+    ]
+    if request.policy.connect == "lazy" and not made.lazy:
+        lines[-1] += ", connected at once: not every rank's torch can wait"
+    chosen = {"order": request.order, **asdict(request.policy)}
+    lines.append(
+        "hypergrid: "
+        + ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in chosen.items())
+    )
+    if request.helpers:
+        lines.append(f"hypergrid: outside code has replaced {in_words(request)}")
+    rows = {p.group.label: p for p in request.planned}
+    for pooled in pool.groups:
+        planned = rows.get(pooled.label)
+        dims, backend = "", "default"
+        if planned is not None:
+            dims = dims_in_words(long_dims(request.plan, planned.group), planned.row.pick)
+            dims = dims if planned.chosen is None else "chosen"
+            backend = planned.group.backend or backend
+        lines.append(
+            f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
+            f"{_short(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
+        )
+    return "\n".join(lines)
+
+
+def _grid(layout: RankLayout) -> str:
+    # A dim that the reader's release has not is of size 1, unless somebody passed it all the same.
+    sizes = dict(zip(layout.dims, layout.sizes, strict=True))
+    if not HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
+        del sizes["gtp_remat"]
+    return repr(RankLayout(tuple(sizes), tuple(sizes.values()), layout.offset))
+
+
+def _short(ranks: tuple[int, ...], most: int = 8) -> str:
+    return ", ".join(map(str, ranks[:most])) + (", ..." if len(ranks) > most else "")

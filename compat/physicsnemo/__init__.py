@@ -1,0 +1,35 @@
+"""physicsnemo.distributed's tree of groups and its manager, on hypergrid's. Modulus' names too."""
+
+from __future__ import annotations
+
+from compat.physicsnemo.manager import DistributedManager
+from compat.physicsnemo.state import (
+    PhysicsNeMoUndefinedGroupError,
+    PhysicsNeMoUninitializedDistributedManagerWarning,
+)
+from hypergrid.tree import GroupNode, GroupTree
+
+ModulusUndefinedGroupError = PhysicsNeMoUndefinedGroupError
+ModulusUninitializedDistributedManagerWarning = PhysicsNeMoUninitializedDistributedManagerWarning
+
+
+class ProcessGroupNode(GroupNode):
+    """One group of the tree: ``hypergrid.tree.GroupNode`` by upstream's name."""
+
+
+class ProcessGroupConfig(GroupTree[ProcessGroupNode]):
+    """A model's tree of groups: ``hypergrid.tree.GroupTree`` by upstream's name.
+
+    As nvidia-physicsnemo 1.3, but that it is no treelib tree: there is no ``config.tree``.
+    """
+
+
+__all__ = [
+    "DistributedManager",
+    "ModulusUndefinedGroupError",
+    "ModulusUninitializedDistributedManagerWarning",
+    "PhysicsNeMoUndefinedGroupError",
+    "PhysicsNeMoUninitializedDistributedManagerWarning",
+    "ProcessGroupConfig",
+    "ProcessGroupNode",
+]

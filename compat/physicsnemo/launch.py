@@ -1,0 +1,114 @@
+"""How this process was launched, from the variables of torchrun, SLURM or OpenMPI."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from compat.megatron.refusals import ArgumentError
+
+OVERRIDES = (
+    "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
+    "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
+)
+_NEEDED = {
+    "ENV": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "SLURM": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_LAUNCH_NODE_IPADDR"),
+    "OPENMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+_PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+
+
+class Launch(NamedTuple):
+    """Where this process stands, and where rank 0 listens."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    addr: str
+    port: str
+    method: str
+
+
+def method() -> str | None:
+    """The way that the environment asks for, or the first that is there; or None.
+
+    One is there as upstream sees it: torchrun's if it is complete, the others by their rank.
+    Raises RuntimeError on a way that does not exist.
+    """
+    for variable in OVERRIDES:
+        asked = os.environ.get(variable)
+        if asked:
+            if asked not in _NEEDED:
+                raise RuntimeError(
+                    f"{variable}={asked!r} is no way to initialise: use one of "
+                    f"{', '.join(_NEEDED)}, or unset it to take the first that is there."
+                )
+            return asked
+    for name, needed in _NEEDED.items():
+        telling = needed if name == "ENV" else needed[:1]
+        if all(variable in os.environ for variable in telling):
+            return name
+    return None
+
+
+def missing() -> str:
+    """In words: what each way lacks."""
+    lacks = {
+        name: [variable for variable in needed if variable not in os.environ]
+        for name, needed in _NEEDED.items()
+    }
+    return "; ".join(f"{name} lacks {', '.join(each)}" for name, each in lacks.items() if each)
+
+
+def from_env() -> Launch:
+    """As torchrun sets it; without LOCAL_RANK, ranks take the devices in turn."""
+    rank, world_size = _whole("RANK"), _whole("WORLD_SIZE")
+    given = "LOCAL_RANK" in os.environ
+    local_rank = _whole("LOCAL_RANK") if given else default_local_rank(rank)
+    return Launch(rank, world_size, local_rank, _read("MASTER_ADDR"), _read("MASTER_PORT"), "env")
+
+
+def from_slurm(port: str) -> Launch:
+    """As srun sets it."""
+    rank, world_size, local_rank, addr = _NEEDED["SLURM"]
+    numbers = _whole(rank), _whole(world_size), _whole(local_rank)
+    return Launch(*numbers, _read(addr), port, "slurm")
+
+
+def from_open_mpi(addr: str, port: str) -> Launch:
+    """As mpirun sets it."""
+    rank, world_size, local_rank = _NEEDED["OPENMPI"]
+    return Launch(_whole(rank), _whole(world_size), _whole(local_rank), addr, port, "openmpi")
+
+
+def default_local_rank(rank: int) -> int:
+    """The devices of a host in turn; 0 where there is none."""
+    return rank % max(torch.cuda.device_count(), 1)
+
+
+def ranks_per_host() -> int | None:
+    """What the launcher says, where it does."""
+    told = (os.environ.get(variable, "") for variable in _PER_HOST)
+    return next((int(text) for text in told if text.isdecimal()), None)
+
+
+def _read(variable: str) -> str:
+    if variable not in os.environ:
+        raise ArgumentError(
+            f"{variable} is not set, which this way of initialising needs: start the script with "
+            f"the launcher that sets it, or choose another by {OVERRIDES[0]}."
+        )
+    return os.environ[variable]
+
+
+def _whole(variable: str) -> int:
+    try:
+        return int(_read(variable))
+    except ValueError as error:
+        if isinstance(error, ArgumentError):
+            raise
+        text = os.environ[variable]
+        raise ArgumentError(f"{variable}={text!r} is no whole number.") from None

@@ -1,0 +1,53 @@
+"""The swap for launchers whose command line is fixed: put this directory on PYTHONPATH.
+
+Python runs this file as it starts. ``python -m compat.launch --startup-path`` prints the directory.
+"""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+_here = os.path.dirname(os.path.abspath(__file__))
+
+
+def _end(sentence: str) -> None:
+    if sentence:
+        print(f"hypergrid: {sentence}", file=sys.stderr, flush=True)
+    os._exit(2)  # what this file raises Python prints in a line, and goes on without the swap
+
+
+def _swap() -> None:
+    try:
+        # By their place beside this file: the path may lead to others of the same name, or to none.
+        home = os.path.abspath(os.path.join(_here, "..", "..", ".."))
+        for name in ("hypergrid", "compat"):
+            spec = PathFinder.find_spec(name, [home])
+            if spec is None or spec.loader is None:
+                raise ImportError(f"there is no package {name} in {home}")
+            sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        from compat import install
+        from compat.megatron import order
+
+        install()
+    except Exception as error:
+        _end(
+            f"the start-up directory {_here} cannot put compat.parallel_state in megatron's "
+            f"place: {type(error).__name__}: {error}. Repair the installation; to run stock, take "
+            f"it off PYTHONPATH or set HYPERGRID_SWAP=0."
+        )
+    try:
+        order.check_choices()
+    except ValueError as error:
+        _end(str(error) if order.first_of_host() else "")
+
+
+if os.environ.get("HYPERGRID_SWAP", "1") != "0":
+    _swap()
+
+# Python runs one sitecustomize only, the first on the path: the next one must not go missing.
+_others = [entry for entry in sys.path if os.path.abspath(entry) != _here]
+_next = PathFinder.find_spec("sitecustomize", _others)
+if _next is not None and _next.loader is not None:
+    _next.loader.exec_module(module_from_spec(_next))

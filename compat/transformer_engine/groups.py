@@ -1,0 +1,211 @@
+"""Where the groups for Transformer Engine come from: one set of questions to a grid or a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from compat.hyper_comm_grid import AnyGrid, core_of
+from compat.megatron.suspended import is_suspended
+from hypergrid.groups.grid import BASE
+from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.messages import shown
+
+if TYPE_CHECKING:
+    from compat.state import ParallelState
+
+
+class Named:
+    """A grid whose dims have other names, for the functions of this module.
+
+    Parameters
+    ----------
+    grid : HyperCommGrid
+        A dim that it lacks has size 1.
+    tp, cp, dp, ep : str, optional
+        What they are called there; several dims joined by "-" count as one. Two dims for ``cp``
+        are its hierarchy, the faster one for a2a.
+    view : str
+        The view of expert layers; the grid itself where there is none of that name.
+
+    Examples
+    --------
+    >>> where = Named(grid, tp="model", dp="replicate-shard")   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        grid: AnyGrid,
+        *,
+        tp: str | None = None,
+        cp: str | None = None,
+        dp: str | None = None,
+        ep: str | None = None,
+        view: str = "expert",
+    ) -> None:
+        self.grid = grid = core_of(grid)
+        self.view = view if view in grid.views else BASE
+        self._names = {}
+        known = {*grid.layout.dims, *grid.views[self.view].dims}
+        for role, given in {"tp": tp, "cp": cp, "dp": dp, "ep": ep}.items():
+            self._names[role] = (given or role).split("-")
+            for dim in self._names[role] if given else ():
+                if dim not in known:
+                    raise LayoutError(f"{role}={shown(given)}: there is no dim {dim!r} in {grid}.")
+
+    @property
+    def layout(self) -> RankLayout:
+        return self.grid.layout
+
+    def dims(self, roles: str, view: str = BASE) -> list[str]:
+        names = [name for role in roles.split("-") for name in self._names[role]]
+        return [name for name in names if name in self.grid.views[view].dims]
+
+    def group(self, dims: Sequence[str], view: str = BASE) -> ProcessGroup:
+        group = self.grid.get_pg(dims, view=view)
+        if group is None:
+            raise RuntimeError(f"rank {dist.get_rank()} is outside {self.grid}: it has no groups.")
+        return group
+
+    def tp(self, expert: bool) -> ProcessGroup | None:
+        view = self.view if expert else BASE
+        dims = self.dims("tp", view)
+        return self.group(dims, view) if dims else None
+
+    @property
+    def cp_size(self) -> int:
+        return self.layout.dim_size(self.dims("cp"))
+
+    @property
+    def cp_ranks(self) -> list[int]:
+        return self.layout.group(dist.get_rank(), self.dims("cp"))
+
+    def cp(self) -> ProcessGroup | None:
+        dims = self.dims("cp")
+        return self.group(dims) if dims else None
+
+    def hierarchy(self, a2a_size: int | None) -> list[ProcessGroup]:
+        view, dims = self.split(a2a_size)
+        if view not in self.grid.views:
+            raise KeyError(
+                f"the groups of cp={self.cp_size} in parts of {a2a_size} "
+                f"have not been created: call create_groups(grid, a2a_size={a2a_size}) on every "
+                f"rank of the grid first."
+            )
+        return [self.group([dim], view) for dim in dims]
+
+    def amax(self, tp_only: bool) -> ProcessGroup | None:
+        dims = self.dims("tp-cp" if tp_only else "tp-dp-cp")
+        return self.group(dims) if dims else None
+
+    def ep(self) -> ProcessGroup | None:
+        dims = self.dims("tp-ep", self.view)
+        return self.group(dims, self.view) if dims else None
+
+    def split(self, a2a_size: int | None) -> tuple[str, list[str]]:
+        """The view and the two dims, a2a first, that cp consists of."""
+        dims, layout, size = self.dims("cp"), self.layout, self.cp_size
+        if len(dims) == 2:
+            dims.sort(key=layout.dims.index)
+            _check_a2a(a2a_size, layout.dim_size(dims[0]), f"the dim {dims[0]!r}")
+            return BASE, dims
+        if a2a_size is None or a2a_size < 1 or size % a2a_size:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            raise ValueError(
+                f"a2a_size={shown(a2a_size)} is no part of cp={size}: a2a+p2p needs the number of "
+                f"neighbours that exchange heads. Take one of {divisors}."
+            )
+        return f"a2a={a2a_size}", ["a2a", "p2p"]
+
+    def create(self, a2a_size: int | None) -> None:
+        wanted = [(self.dims(roles), BASE) for roles in ("tp", "cp", "tp-cp", "tp-dp-cp")]
+        wanted += [(self.dims(roles, self.view), self.view) for roles in ("tp", "tp-ep")]
+        if a2a_size is not None:
+            view, dims = self.split(a2a_size)
+            if view not in self.grid.views:
+                parts = {"a2a": a2a_size, "p2p": self.cp_size // a2a_size}
+                split = self.layout.split(self.dims("cp")[0], parts)
+                self.grid.register_view(view, split.sizes, split.dims)
+            wanted += [([dim], view) for dim in dims]
+        for dims, view in wanted:
+            if dims and self.grid.name(dims, view=view) not in self.grid.groups:
+                self.grid.create_pg(dims, view=view)
+
+
+class OfState:
+    """The same questions, answered by the getters of a state."""
+
+    def __init__(self, state: ParallelState) -> None:
+        self._state = state
+
+    @property
+    def layout(self) -> RankLayout:
+        if self._state.grid is None:
+            raise RuntimeError(f"there is no layout to look at: {self._state!r}.")
+        return self._state.grid.layout
+
+    def tp(self, expert: bool) -> ProcessGroup:
+        if expert:
+            return self._state.get_expert_tensor_parallel_group()
+        return self._state.get_tensor_model_parallel_group()
+
+    @property
+    def cp_size(self) -> int:
+        return self._state.get_context_parallel_world_size()
+
+    @property
+    def cp_ranks(self) -> list[int]:
+        return self._state.get_context_parallel_global_ranks()
+
+    def cp(self) -> ProcessGroup:
+        return self._state.get_context_parallel_group()
+
+    def hierarchy(self, a2a_size: int | None) -> list[ProcessGroup]:
+        groups = usable(self._state.get_hierarchical_context_parallel_groups())
+        if len(groups) != 2:
+            raise ValueError(
+                f"Transformer Engine takes two levels of context parallelism, a2a and p2p, and "
+                f"this state has {len(groups)}: initialise it with two "
+                f"hierarchical_context_parallel_sizes."
+            )
+        _check_a2a(a2a_size, groups[0].size(), "hierarchical_context_parallel_sizes[0]")
+        return groups
+
+    def amax(self, tp_only: bool) -> ProcessGroup:
+        return self._state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=tp_only
+        )
+
+    def ep(self) -> ProcessGroup:
+        return self._state.get_expert_tensor_and_model_parallel_group()
+
+
+Where: TypeAlias = "AnyGrid | ParallelState | Named"
+
+
+def groups_of(where: Where) -> Named | OfState:
+    if isinstance(where, Named):
+        return where
+    if isinstance(where, AnyGrid):
+        return Named(where)
+    if hasattr(where, "get_amax_reduction_group"):
+        return OfState(where)
+    raise TypeError(
+        f"groups come from a HyperCommGrid, a ParallelState or a Named grid, not from a "
+        f"{type(where).__name__}."
+    )
+
+
+def usable(group: Any) -> Any:
+    # Transformer Engine looks at a group's type, and passes over one that only stands in.
+    if is_suspended(group):
+        raise RuntimeError(f"{group!r}.")
+    return group
+
+
+def _check_a2a(asked: int | None, size: int, what: str) -> None:
+    if asked not in (None, size):
+        raise ValueError(f"a2a_size={shown(asked)}, and {what} is {size}. Leave it out.")

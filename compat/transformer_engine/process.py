@@ -1,0 +1,130 @@
+"""Transformer Engine in this process: how it is installed, and what it must forget. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.machinery import PathFinder
+from typing import Any, NamedTuple
+
+from hypergrid.messages import in_words
+
+_CORES = [f"transformer-engine-cu{major}" for major in range(11, 20)]
+_CACHED = ("get_distributed_world_size", "get_distributed_rank")
+
+
+class Installation(NamedTuple):
+    """Which release is installed, whether it can be imported, and why not."""
+
+    version: str | None
+    importable: bool
+    why: str
+
+
+def probe() -> Installation:
+    """Import ``transformer_engine.pytorch`` and say how that went. *Local*; never raises.
+
+    A broken installation raises ``ImportError``, ``RuntimeError``, ``OSError`` or
+    ``AssertionError``, depending on what is missing: all are caught, and what a failed import
+    leaves in ``sys.modules`` is taken out again.
+    """
+    version = _version("transformer-engine")
+    before = set(sys.modules)
+    try:
+        import_module("torch")  # first: it loads the NCCL that Transformer Engine links to
+        import_module("transformer_engine.pytorch")
+    except Exception as error:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0].startswith("transformer_engine"):
+                del sys.modules[name]
+        return Installation(version, False, in_words(error))
+    return Installation(version, True, "")
+
+
+def empty_meta_package() -> bool:
+    """Whether Transformer Engine is installed without its libraries. *Local*; imports nothing.
+
+    ``pip install transformer-engine`` alone leaves it so: its Python files are there, and
+    importing them raises ``RuntimeError``, which megatron-core does not expect.
+    """
+    if PathFinder.find_spec("transformer_engine") is None:
+        return False
+    if "NVTE_PROJECT_BUILDING" in os.environ and os.environ.get("NVTE_RELEASE_BUILD", "0") == "0":
+        return False  # Transformer Engine itself does not look then
+    from importlib import metadata  # 20 ms, which a start of Python without it is spared
+
+    try:
+        wheel = metadata.distribution("transformer-engine").read_text("WHEEL") or ""
+    except metadata.PackageNotFoundError:
+        return False
+    pure = "root-is-purelib: true" in wheel.lower()  # a build from source has its libraries
+    return pure and not any(map(_version, _CORES))
+
+
+def warn_of_an_empty_package(stacklevel: int = 2) -> None:
+    """Say what to do before ``import megatron.core`` fails over such an installation."""
+    if "transformer_engine" not in sys.modules and empty_meta_package():
+        warnings.warn(
+            f"transformer-engine {_version('transformer-engine')} is installed without its "
+            f"libraries, as `pip install transformer-engine` leaves it: `import megatron.core` "
+            f"will raise RuntimeError. {remedy()}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def remedy() -> str:
+    """What to do about an empty installation."""
+    return (
+        f"Either uninstall it (pip uninstall transformer-engine), or install all of it (pip "
+        f"install --no-build-isolation 'transformer-engine[pytorch]=="
+        f"{_version('transformer-engine')}', on a machine with CUDA), or put "
+        f"sys.modules['transformer_engine'] = None before megatron is imported."
+    )
+
+
+def release(groups: Sequence[Any], abort: bool = False) -> None:
+    """Let Transformer Engine forget ``groups``, which are about to be destroyed.
+
+    Its sizes and ranks of groups are asked anew from then on, and its expert parallelism ends if
+    it borrows the communicator of one of them: in its own way, which may wait for other ranks,
+    or with ``abort`` by being forgotten. Nothing happens, and nothing is imported, where
+    Transformer Engine is not loaded.
+    """
+    expert = sys.modules.get("transformer_engine.pytorch.ep")
+    borrowed = getattr(expert, "_EP_GROUP", None)
+    if borrowed is None or not any(group is borrowed for group in groups):
+        pass
+    elif abort:
+        vars(expert).update(_EP_GROUP=None, _BOOTSTRAPPED=False)
+    else:
+        try:
+            expert.ep_finalize()  # type: ignore[union-attr]
+        except Exception as error:  # must keep no group alive
+            warnings.warn(
+                f"Transformer Engine could not end its expert parallelism over "
+                f"{borrowed.group_name}, which is destroyed now: {in_words(error)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    forget_sizes()
+
+
+def forget_sizes() -> None:
+    """Let Transformer Engine ask again how large groups are, also the world."""
+    cached = sys.modules.get("transformer_engine.pytorch.distributed")
+    for name in _CACHED:
+        with suppress(AttributeError):
+            getattr(cached, name).cache_clear()
+
+
+def _version(name: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

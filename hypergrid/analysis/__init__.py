@@ -1,0 +1,1 @@
+"""What a plan or a dump means: counts, traffic, checks, differences. No torch."""

@@ -1,0 +1,1 @@
+"""Live process groups: nothing else creates or closes one."""

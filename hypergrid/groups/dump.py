@@ -1,0 +1,75 @@
+"""What lives in this process, as JSON: to be read beside torch's flight recorder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from hypergrid.groups.pool import live_pools
+
+SCHEMA = 1
+
+
+def dump(path: str | os.PathLike[str] | None = None) -> str:
+    """Every live process group of this rank, one entry per name. *Local*.
+
+    Parameters
+    ----------
+    path : path, optional
+        Also write the text to this file. Give each rank its own.
+
+    Returns
+    -------
+    str
+        JSON: ``{"schema": 1, "rank", "world_size", "host", "pid", "groups": [...]}``. Each group
+        has ``owner`` and ``label`` (null for a group that was not made here), ``dims``, ``ranks``
+        in the order of the group, ``backend``, ``name`` and ``description`` as torch's flight
+        recorder writes them, and ``shared_with``: the label whose communicator it is, or null.
+    """
+    alive = dist.is_initialized()
+    record = {
+        "schema": SCHEMA,
+        "rank": dist.get_rank() if alive else None,
+        "world_size": dist.get_world_size() if alive else None,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "groups": _groups() if alive else [],
+    }
+    text = json.dumps(record, indent=1)
+    if path is not None:
+        Path(path).write_text(text + "\n")
+    return text
+
+
+def _groups() -> list[dict[str, Any]]:
+    rows, ours = [], {c10d._get_default_group()}
+    for pool in live_pools():
+        for pooled in pool.groups:
+            if pooled.group in c10d._world.pg_map:
+                ours.add(pooled.group)
+                known = {"owner": pool.owner, "label": pooled.label, "dims": list(pooled.dims)}
+                rows.append({**known, **_seen(pooled.group), "shared_with": pooled.shares})
+    unknown = {"owner": None, "label": None, "dims": None}
+    default = {**unknown, **_seen(c10d._get_default_group()), "shared_with": None}
+    others = [
+        {**unknown, **_seen(group), "shared_with": None}
+        for group in c10d._world.pg_map
+        if group not in ours
+    ]
+    return [default, *rows, *others]
+
+
+def _seen(group: ProcessGroup) -> dict[str, Any]:
+    return {
+        "ranks": dist.get_process_group_ranks(group),
+        "backend": dist.get_backend(group),
+        "name": group.group_name,
+        "description": group.group_desc,
+    }

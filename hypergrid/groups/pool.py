@@ -1,0 +1,276 @@
+"""GroupPool: owns the process groups that were made together; nobody else destroys one."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from hypergrid.errors import CreationError
+from hypergrid.groups import creation
+from hypergrid.groups.commit import all_or_none
+from hypergrid.groups.creation import Ranks
+from hypergrid.groups.prepare import Agreement, agree, one_thread
+from hypergrid.messages import in_words, shown, span_of
+from hypergrid.plan import Kind
+from hypergrid.policy import Policy
+
+DEFAULT = "the default group"
+# Called with the groups of a pool that are about to be closed, and whether other ranks must not be
+# waited for: for others' code that borrows them.
+before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
+_live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class PooledGroup:
+    """A label's group: its global ranks, torch's group, its dims and whose communicator it is.
+
+    ``shares`` is None for a group made for this label; else the label that it was made for, or
+    ``DEFAULT`` where outside code made it so.
+    """
+
+    label: str
+    ranks: tuple[int, ...]
+    group: ProcessGroup
+    dims: tuple[str, ...] = ()
+    shares: str | None = None
+
+
+class GroupPool:
+    """Live groups of this process, in the order in which they were made; ``owner`` in words."""
+
+    def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
+        self.agreement = agreement
+        self.policy = policy
+        self.owner = owner
+        self.groups: list[PooledGroup] = []
+        self._owners: dict[tuple[Ranks, Kind], str] = {}
+        _live.add(self)
+
+    @contextmanager
+    def agreed(
+        self,
+        ranks: Sequence[int],
+        proposal: Mapping[str, Any],
+        timeout: timedelta | None = None,
+        life: int | None = None,
+    ) -> Iterator[None]:
+        """Make inside what the ranks agree on here: all of them or none. *Collective* over them.
+
+        Arguments as for ``hypergrid.groups.prepare.agree``. Whoever makes groups at several times
+        agrees each time: each has an epoch of its own.
+
+        Raises
+        ------
+        AgreementError
+            The ranks were asked for different groups, or one of them refused or did not come.
+        CreationError
+            A rank could not create its group; nothing is left on any.
+        """
+        with one_thread(ranks, proposal) as turn:
+            self.agreement = agree(ranks, proposal, self.policy, timeout, life)
+            before, owners = len(self.groups), dict(self._owners)
+            try:
+                with all_or_none(self.agreement.epoch, ranks, timeout or c10d.default_pg_timeout):
+                    yield
+                    turn.end()
+            except BaseException:
+                self.destroy(before, abort=True)  # the others may never close theirs
+                self._owners = owners
+                raise
+
+    def make(
+        self,
+        label: str,
+        mine: Mapping[str, Ranks],
+        everyone: Callable[[], Sequence[Ranks]],
+        *,
+        dims: tuple[str, ...] = (),
+        kind: Kind | None = None,
+        **options: Any,
+    ) -> list[ProcessGroup]:
+        """Create the groups of one label and give those of this rank, often one or none.
+
+        *Collective* over the members of each group, or over the world where the agreement says
+        that members alone cannot create. After a failure nothing of this call is left.
+
+        Parameters
+        ----------
+        label : str
+            The name; also the description, unless ``group_desc`` is given.
+        mine : mapping of name to ranks
+            The groups that this rank belongs to; their members know them by the same name.
+        everyone : function
+            Gives all groups of the label; asked only where members alone cannot create.
+        dims : tuple of str
+            What the groups are over, for who asks later.
+        kind : Kind, optional
+            What must be equal, beside the ranks, for labels to share a communicator; None for a
+            group that is never shared.
+        **options
+            As for ``torch.distributed.new_group``: backend, timeout (timedelta), pg_options,
+            group_desc.
+
+        Raises
+        ------
+        CreationError
+            Torch could not create a group; its own error is the cause.
+        """
+        options.setdefault("group_desc", label)
+        before, owners = len(self.groups), dict(self._owners)
+        timeout = options.get("timeout")
+        shorter = creation.patience(options.get("backend"), timeout)
+        if shorter is not None:
+            options["timeout"] = shorter
+        try:
+            with self.connecting():
+                if self.agreement.way_of(options.get("backend")) == "members":
+                    made = self._make_mine(label, mine, kind, options)
+                else:
+                    made = self._make_all(label, mine, everyone(), kind, options)
+                for ranks, group, shares in made:
+                    self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+                    self._connect(self.groups[-1], timeout)
+                    if shorter is not None and shares is None:
+                        c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
+        except BaseException as error:
+            self.destroy(before, abort=True)  # the others may never close theirs
+            self._owners = owners
+            if type(error) is RuntimeError or isinstance(error, dist.DistError):
+                raise self._failure(label, mine, options, error) from error
+            raise
+        return [pooled.group for pooled in self.groups[before:]]
+
+    def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
+        """Own, from here on, a group that others' code made for ``label``; no other object.
+
+        One that it has handed out before, or torch's default group, is shared.
+        """
+        if isinstance(group, ProcessGroup):
+            shares = DEFAULT if group is c10d._get_default_group() else None
+            before = (pooled.label for pooled in self.groups if pooled.group is group)
+            shares = shares or next(before, None)
+            self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+            self._connect(self.groups[-1])
+
+    def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
+        eager = self.policy.connect == "eager" and pooled.shares is None
+        eager = eager and pooled.group in c10d._world.pg_map  # and not others' wrapper of one
+        if not eager or not creation.connects_later(pooled.group):
+            return
+        backend = dist.get_backend(pooled.group)
+        try:
+            creation.connect(pooled.group, timeout or c10d._get_default_timeout(backend))
+        except RuntimeError as error:
+            mine, options = {pooled.label: pooled.ranks}, {"backend": backend}
+            raise self._failure(pooled.label, mine, options, error) from error
+
+    def connecting(self) -> AbstractContextManager[None]:
+        """Inside, gloo groups connect at once or later, as the ranks have agreed."""
+        at_once = self.policy.connect == "eager"
+        return creation.connecting(self.agreement.lazy or (False if at_once else None))
+
+    def _make_mine(
+        self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
+    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
+        for name, ranks in mine.items():
+            owner = self._owner(label, ranks, kind)
+            if owner is None:
+                group = creation.by_members(name, ranks, self.agreement.epoch, **options)
+            else:
+                group = self._shared(ranks, owner)
+            yield ranks, group, owner
+
+    def _make_all(
+        self,
+        label: str,
+        mine: Mapping[str, Ranks],
+        groups: Sequence[Ranks],
+        kind: Kind | None,
+        options: dict[str, Any],
+    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
+        # In lockstep: every rank leaves out the same groups, those of others too.
+        owners = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
+        missing = [ranks for ranks in groups if owners[tuple(ranks)] is None]
+        way = self.agreement.way_of(options.get("backend"))
+        fresh = creation.by_world(way, label, missing, self.agreement.epoch, **options)
+        for ranks in mine.values():
+            owner = owners[tuple(ranks)]
+            yield ranks, fresh.pop(0) if owner is None else self._shared(ranks, owner), owner
+
+    def _failure(
+        self, label: str, mine: Mapping[str, Ranks], options: dict[str, Any], error: BaseException
+    ) -> CreationError:
+        members = " or ".join(span_of(ranks) for ranks in mine.values()) or "other ranks"
+        return CreationError(
+            f"rank {dist.get_rank()} could not create {label} of ranks {members} with "
+            f"{options.get('backend') or dist.get_backend()}: {in_words(error)} One of them may "
+            f"have ended, or cannot be reached."
+        )
+
+    def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
+        """Whose communicator serves ``ranks``; None, and it is the label's own, if it is new."""
+        if kind is None or not self.policy.may_share(kind, ranks):
+            return None
+        owner = self._owners.setdefault((tuple(ranks), kind.among(len(ranks))), label)
+        return None if owner == label else owner
+
+    def _shared(self, ranks: Ranks, owner: str) -> ProcessGroup:
+        members = tuple(ranks)
+        (group,) = (g.group for g in self.groups if g.label == owner and g.ranks == members)
+        return group
+
+    def destroy(self, keep: int = 0, *, abort: bool = False) -> None:
+        """Close every group but the first ``keep``; those that torch has lost already too.
+
+        No rank has to call it, but NCCL waits until the other members close the group as well:
+        *Local* where they do, or with ``abort``. A group that torch cannot close, and a function
+        of ``before_closing`` that raises, are warned about and keep none of the others alive.
+
+        Parameters
+        ----------
+        keep : int
+            How many groups stay, the oldest ones.
+        abort : bool
+            Wait for no other rank: NCCL drops what is under way. Gloo closes as without it.
+        """
+        self._drop(self.groups[keep:], abort)
+
+    def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
+        """Close those of ``groups`` that are this pool's, as ``destroy``, and keep all others."""
+        asked = {id(group) for group in groups}
+        self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
+
+    def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
+        self.groups = [pooled for pooled in self.groups if pooled not in leaving]
+        known = c10d._world.pg_map
+        closing = {
+            each.group: each.label
+            for each in leaving
+            if each.shares is None and each.group in known
+        }
+        for tell in before_closing if leaving else ():
+            try:
+                tell([*closing], abort)
+            except Exception as error:
+                _warn(f"{shown(tell)} raised while groups are closed: {in_words(error)}")
+        for group, why in creation.close(closing, abort):
+            _warn(f"rank {dist.get_rank()} could not close {closing[group]}: {in_words(why)}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=5)  # at whoever closes the pool
+
+
+def live_pools() -> list[GroupPool]:
+    """Every pool of this process that has groups."""
+    return [pool for pool in _live if pool.groups]

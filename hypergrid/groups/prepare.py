@@ -1,0 +1,446 @@
+"""Ranks agree, through the store, on what they are about to create, how, and under which epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from hypergrid import __version__
+from hypergrid.errors import AgreementError
+from hypergrid.groups.commit import clear_ending
+from hypergrid.groups.creation import Abilities, abilities, split_off
+from hypergrid.groups.store import (
+    another_connection,
+    bounded,
+    forget,
+    missing,
+    noticing_a_dead_link,
+    shared_store,
+    stay_until,
+    telling_of_a_lost_store,
+)
+from hypergrid.messages import shown, some_of, span_of
+from hypergrid.policy import Policy
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Agreements of each span that no store numbered. Begun anew with each default group, as a process
+# begins that takes a dead one's place: the others count what it counts.
+_alone: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks of a window have agreed on.
+
+    Parameters
+    ----------
+    epoch : str
+        Part of every group's name; never used twice in the life of the store.
+    way : {"members", "split", "everyone"}
+        Who creates groups that torch splits off a default group that is bound to a device.
+    others : {"members", "everyone"}
+        Who creates all others.
+    why : str
+        What stands in the way of "members"; empty where nothing does.
+    lazy : bool
+        Whether gloo connects on first use.
+    """
+
+    epoch: str
+    way: str = "members"
+    others: str = "members"
+    why: str = ""
+    lazy: bool = False
+
+    def way_of(self, backend: str | None) -> str:
+        """Who creates groups of ``backend``; the same on all ranks."""
+        return self.way if self.way == self.others or split_off(backend) else self.others
+
+
+def agree(
+    ranks: Sequence[int],
+    proposal: Mapping[str, Any],
+    policy: Policy,
+    timeout: timedelta | None = None,
+    life: int | None = None,
+) -> Agreement:
+    """Compare ``proposal`` and what each process can do over ``ranks``. *Collective* over them.
+
+    Each rank writes one key and counts itself in; whoever comes last looks whether all were
+    equal and tells the others. Costs a handful of store operations per rank, none of them with
+    the proposals of others unless they differ. ``HYPERGRID_AGREEMENT=0`` on all ranks leaves it
+    out: each then believes that the others do as it does.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        The ranks that create groups together, ascending; this rank is one of them.
+    proposal : mapping
+        What this rank is about to create, as values that JSON can hold.
+    policy : Policy
+        Compared too. "auto" takes the best way that all ranks can.
+    timeout : timedelta, optional
+        How long to wait for the last rank. Default 30 minutes.
+    life : int, optional
+        For windows of which a rank is in one at a time: the how-many-eth of this process. Two
+        that overlap in the same life are refused, since one would wait for the other's ranks.
+
+    Raises
+    ------
+    AgreementError
+        On every rank, with the same text, when proposals differ, when a rank has refused its own
+        (``refuse``), when the way of creation that the policy insists on is not open to all,
+        when windows overlap, when two threads of a process create at once, or when a rank does
+        not come within ``timeout``. Also when the store is lost.
+    """
+    with one_thread(ranks, proposal) as turn:
+        try:
+            return _agree(ranks, proposal, policy, timeout, life)
+        finally:
+            turn.decided.set()
+
+
+def _agree(
+    ranks: Sequence[int],
+    proposal: Mapping[str, Any],
+    policy: Policy,
+    timeout: timedelta | None,
+    life: int | None,
+) -> Agreement:
+    can, store = abilities(policy.creation), shared_store()
+    if store is None:
+        span, count = span_of(ranks), _alone.setdefault(dist.group.WORLD, Counter())
+        count[span] += 1
+        return _accept(_choose(f"{span}/alone/{count[span]}", policy, [can]))
+    everything = {**proposal, **asdict(policy), "hypergrid": __version__}
+    timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
+    with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
+        here = _Round(store, ranks, life)
+        if not here.arrive(everything, can, policy):
+            here.wait(timeout)
+            here = _Round(store, ranks, life)
+            here.arrive(everything, can, policy)
+        return _accept(here.wait(timeout))
+
+
+def expected(policy: Policy) -> Agreement:
+    """What the ranks will agree on, as far as this one can tell. *Local*.
+
+    Raises
+    ------
+    AgreementError
+        This rank cannot create in the way that the policy insists on.
+    """
+    return _accept(_choose("", policy, [abilities(policy.creation)]))
+
+
+def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
+    """Tell the other ranks that this one has refused its arguments, so that none waits for it.
+
+    The others raise with this error's text once all have come. This rank waits ten seconds for
+    that, so that none is a call ahead of the others; it has then said so, and goes on.
+    """
+    store, first = shared_store(), _turn
+    if store is not None and dist.get_rank() in ranks:
+        if first is not None and first.thread != threading.get_ident():
+            store = another_connection(store)
+            if list(first.ranks) == list(ranks):
+                first.decided.wait()  # this refusal is for the next round
+        text = f"{type(error).__name__}: {str(error)[:2000]}"
+        here = _Round(store, ranks, life)
+        if here.arrive({"refused": text}, Abilities(), Policy()):
+            here.here.wait(["verdict"], timedelta(seconds=10))
+            here.tidy(failed=True)
+
+
+@contextmanager
+def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) -> Iterator[None]:
+    """Let ``ranks``, asked for only then, hear by ``refuse`` of what is refused inside."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # the refusal itself is what the caller must see
+            refuse(ranks(), error, life)
+        raise
+
+
+@contextmanager
+def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
+    """What is refused inside is raised when the other ranks have heard of it. *Collective*.
+
+    For calls that may be refused several times in a row, on some ranks or on all: each meets the
+    others as ``agree`` does, so that none is a call ahead. It waits a minute at most.
+    """
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized() and dist.get_rank() in ranks:
+            with suppress(Exception):  # the refusal itself is what the caller must see
+                text = f"{type(error).__name__}: {error}"
+                agree(ranks, {"refused": text}, policy, timedelta(minutes=1))
+        raise
+
+
+@dataclass
+class _Turn:
+    """The one thread of this process that creates; another that comes meanwhile is refused."""
+
+    ranks: Sequence[int]
+    proposal: Mapping[str, Any]
+    thread: int = field(default_factory=threading.get_ident)
+    decided: threading.Event = field(default_factory=threading.Event)  # its agreement is over
+    mistakable: str = ""  # why its ranks may have met those of another thread
+
+    def end(self) -> None:
+        """Refuse this thread too, if its ranks cannot be told from another's. Before it is over."""
+        if self.mistakable:
+            raise AgreementError(self.mistakable)
+
+
+_turn: _Turn | None = None
+_alternately = threading.RLock()
+
+
+@contextmanager
+def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_Turn]:
+    """Let no other thread of this process agree or create meanwhile: it is refused on all ranks.
+
+    Ranks cannot know whose groups belong together where threads take turns in another order on
+    each of them. What another thread asks for at the same time, alike in everything, could have
+    met this one's: ``end`` then refuses both.
+    """
+    global _turn
+    if not _alternately.acquire(blocking=False):
+        first, error = _turn, _two_threads(ranks)
+        if first is not None and (list(first.ranks), first.proposal) == (list(ranks), proposal):
+            first.mistakable = str(error)
+        with suppress(Exception):  # the refusal itself is what the caller must see
+            refuse(ranks, error)
+        raise error
+    outer = _turn
+    try:
+        _turn = outer or _Turn(ranks, proposal)
+        yield _turn
+    finally:
+        if outer is None and _turn is not None:
+            _turn.decided.set()
+        _turn = outer
+        _alternately.release()
+
+
+def _two_threads(ranks: Sequence[int]) -> AgreementError:
+    return AgreementError(
+        f"two threads of rank {dist.get_rank()} create groups at the same time, one of them those "
+        f"of ranks {span_of(ranks)}, and no rank can know which of them it meets. Create them in "
+        f"one thread, or one after the other, in the same order on all ranks."
+    )
+
+
+class _Round:
+    """One meeting of ``ranks`` at the store. The next one begins when its verdict is out.
+
+    A rank that comes again before that, as a fresh process in a dead one's place, replaces what
+    it said and is counted once. A refusal stands: whoever refused meets the others in the next
+    round, when they too have heard of it.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], life: int | None = None) -> None:
+        self.rank, self.ranks, self.store, self.life = dist.get_rank(), ranks, store, life
+        self.board = PrefixStore(f"hypergrid/{span_of(ranks)}", store)
+        self.number = self.board.add("round", 0)
+        self.here = PrefixStore(str(self.number), self.board)
+        self.alike = ""  # counts the ranks that said what this one did
+
+    def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> bool:
+        """Say what this rank proposes; who comes last of all also writes the verdict.
+
+        False, and nothing is said, if this rank has refused in this round.
+        """
+        own, text = f"proposal/{self.rank}", json.dumps(proposal, sort_keys=True, default=str)
+        again = self.here.add(f"came/{self.rank}", 1) > 1
+        if again:
+            before = self.here.get(own).decode()
+            if "refused" in json.loads(before):
+                return False
+            self.here.add(_alike(before), -1)
+        self.here.set(own, text)
+        self.alike = _alike(text)
+        self.here.add(self.alike, 1)
+        if can != Abilities():  # the usual ones are not worth a key
+            self.here.set(f"abilities/{self.here.add('abilities', 1)}", json.dumps(asdict(can)))
+        if again:
+            return True
+        arrived = self.here.add("arrived", 1)
+        if arrived == 1 and self.life is not None and self.overlaps(self.life):
+            return True
+        if arrived == len(self.ranks):
+            if self.here.add(self.alike, 0) == len(self.ranks) and "refused" not in proposal:
+                everybody = _all_abilities(self.here, len(self.ranks))
+                verdict = _choose(f"{span_of(self.ranks)}/{self.number}", policy, everybody)
+            else:
+                verdict = {"error": _difference(self.here, self.ranks)}
+            _close(self.board, self.number, verdict)
+        return True
+
+    def overlaps(self, life: int) -> bool:
+        """Make this window known to the others of its life; refuse it and those it overlaps."""
+        lives = PrefixStore("hypergrid/windows", self.store)
+        windows = PrefixStore(str(life), lives)
+        known = windows.add("count", 1)
+        windows.set(str(known), json.dumps([list(self.ranks), self.number]))
+        if known == 1 and life > 2:
+            past = PrefixStore(str(life - 2), lives)
+            forget(past, *(str(i + 1) for i in range(past.add("count", 0))), "count")
+        found = False
+        for i in range(1, known):
+            windows.wait([str(i)], timedelta(seconds=30))
+            ranks, number = json.loads(windows.get(str(i)))
+            both = sorted(set(ranks) & set(self.ranks))
+            if not both or ranks == list(self.ranks):
+                continue
+            found, spans = True, sorted((span_of(ranks), span_of(self.ranks)))
+            verdict = {
+                "error": f"the windows {spans[0]} and {spans[1]} overlap: "
+                f"{some_of(both, range(dist.get_world_size()))} are in both, and each would "
+                f"wait for them. Give all ranks of a window the same rank_offset and "
+                f"local_world_size."
+            }
+            board = PrefixStore(f"hypergrid/{span_of(ranks)}", self.store)
+            if board.add("round", 0) == number:  # it waits; else it has its groups
+                _close(board, number, verdict)
+            _close(self.board, self.number, verdict)
+        return found
+
+    def wait(self, timeout: timedelta) -> dict[str, Any]:
+        """The verdict; if time runs out, one that names who did not come."""
+        try:
+            self.here.wait(["verdict"], timeout)
+        except RuntimeError:
+            if self.here.add("reporting", 1) == 1:
+                absent = missing(self.here, "arrived", "came", self.ranks)
+                error = (
+                    f"{absent} did not come to create groups together within {timeout}. Look at "
+                    f"their logs, or give them more time by distributed_timeout_minutes."
+                )
+                _close(self.board, self.number, {"error": error})
+            self.here.wait(["verdict"], timedelta(seconds=30))
+        verdict: dict[str, Any] = json.loads(self.here.get("verdict"))
+        with suppress(RuntimeError):  # what has been read stands, also when the store is lost now
+            self.tidy("error" in verdict)
+        return verdict
+
+    def tidy(self, failed: bool) -> None:
+        """Take this rank's keys away, and the shared ones once all have read them."""
+        forget(self.here, f"proposal/{self.rank}", f"came/{self.rank}")
+        if failed:  # a rank that comes late must still find the verdict
+            if self.here.add(self.alike, -1) == 0:
+                forget(self.here, self.alike)
+            self.here.add("read", 1)
+            stay_until(lambda: self.here.add("read", 0) >= self.here.add("arrived", 0), self.store)
+        elif self.here.add("read", 1) == len(self.ranks):
+            forget(self.here, self.alike)
+            _clear_meeting(self.here)  # and not its ending, which others may have come to
+            for number in range(self.number - 1, -1, -1):  # nobody is left in those that failed
+                old = PrefixStore(str(number), self.board)
+                if not old.check(["verdict"]) and not old.check(["outcome"]):
+                    break
+                _clear_meeting(old)
+                clear_ending(old)
+
+
+def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
+    """Write the verdict, unless somebody has; the next round begins before it can be read."""
+    here = PrefixStore(str(number), board)
+    if here.add("closed", 1) == 1:
+        board.add("round", 1)
+        here.set("verdict", json.dumps(verdict))
+
+
+def _clear_meeting(here: Store) -> None:
+    posted = here.add("abilities", 0)
+    keys = ["arrived", "closed", "reporting", "verdict", "read", "abilities"]
+    forget(here, *keys, *(f"abilities/{i + 1}" for i in range(posted)))
+
+
+def _all_abilities(here: Store, count: int) -> list[Abilities]:
+    """Those that were posted, and the usual ones once if any rank posted nothing."""
+    posted = here.add("abilities", 0)
+    told = [Abilities(**json.loads(here.get(f"abilities/{i + 1}"))) for i in range(posted)]
+    return told if posted == count else [*told, Abilities()]
+
+
+def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[str, Any]:
+    """The best way that all can take, or why the one that was insisted on is not open."""
+    obstacle = next((can.obstacle for can in everybody if can.obstacle), None)
+    bound = next((can.bound for can in everybody if can.bound), None)
+    why = {
+        "members": obstacle or bound,
+        "split": obstacle
+        or (None if all(can.can_split for can in everybody) else "not every rank can split"),
+        "everyone": None,
+    }
+    way = policy.creation
+    if way == "auto":
+        way = next(each for each, reason in why.items() if reason is None)
+    elif why[way] is not None:
+        return {"error": f"creation={way!r} is not possible here: {why[way]}. Use 'auto'."}
+    # With a bound default group, torch lets those outside a gloo group wait for a split.
+    members_alone = obstacle is None and (policy.creation != "everyone" or bound is not None)
+    return asdict(
+        Agreement(
+            epoch=epoch,
+            way=way,
+            others="members" if members_alone else "everyone",
+            why=why["members"] or "",
+            lazy=policy.connect == "lazy" and all(can.can_connect_lazily for can in everybody),
+        )
+    )
+
+
+def _accept(verdict: dict[str, Any]) -> Agreement:
+    if "error" in verdict:
+        raise AgreementError(verdict["error"])
+    return Agreement(**verdict)
+
+
+def _difference(here: Store, ranks: Sequence[int]) -> str:
+    """In words: the lowest rank that refused, or that differs from the first one, and how."""
+    if not here.check([f"proposal/{rank}" for rank in ranks]):
+        return "the round was given up meanwhile"  # and has its verdict: this one is not read
+    first = json.loads(here.get(f"proposal/{ranks[0]}"))
+    for rank in ranks:
+        other = json.loads(here.get(f"proposal/{rank}"))
+        if "refused" in other:
+            return (
+                f"rank {rank} refused its arguments, so no rank of {span_of(ranks)} made a group: "
+                f"{other['refused']}"
+            )
+        if other != first:
+            break
+    keys = [k for k in sorted(first.keys() | other.keys()) if first.get(k) != other.get(k)]
+    fields = "; ".join(
+        f"{key} is {shown(other.get(key))} on rank {rank} and {shown(first.get(key))} on rank "
+        f"{ranks[0]}"
+        for key in keys
+        if key != "plan" or keys == ["plan"]  # a digest says less than whatever it follows from
+    )
+    return (
+        f"ranks {span_of(ranks)} were asked for different groups: "
+        f"{fields or 'one of them changed its mind meanwhile'}. "
+        f"Start all of them with the same arguments. No group was made."
+    )
+
+
+def _alike(text: str) -> str:
+    return "alike/" + hashlib.sha256(text.encode()).hexdigest()

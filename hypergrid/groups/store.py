@@ -1,0 +1,200 @@
+"""The store that ranks share, and what is said, in time, when it cannot be reached any more."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from hypergrid.errors import AgreementError, CreationError
+from hypergrid.messages import few, in_words
+
+_SOCKETS = "/proc/self/fd"
+
+
+def shared_store() -> Store | None:
+    """The default group's store, where it is one that ranks really share; else None."""
+    switched_off = os.environ.get("HYPERGRID_AGREEMENT", "1") == "0"
+    if switched_off or not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
+        return None
+    return c10d._get_default_store()
+
+
+def forget(store: Store, *keys: str) -> None:
+    """Take keys away, where the store can: one of torchelastic's, in etcd, cannot."""
+    with suppress(RuntimeError):
+        for key in keys:
+            store.delete_key(key)
+
+
+def missing(store: Store, counted: str, key: str, ranks: Sequence[int]) -> str:
+    """In words, which of ``ranks`` have no ``key`` of their own, when ``counted`` counts those.
+
+    Looks up whole spans at once, and only until ten are found: a few times as many keys as there
+    are ranks.
+    """
+    absent = _absent(store, key, ranks, 11)
+    count = len(absent) if len(absent) < 11 else len(ranks) - store.add(counted, 0)
+    return f"{count} of {len(ranks)} ranks ({few(absent)})"
+
+
+def _absent(store: Store, key: str, ranks: Sequence[int], most: int) -> list[int]:
+    if most == 0 or store.check([f"{key}/{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    first = _absent(store, key, ranks[:half], most)
+    return first + _absent(store, key, ranks[half:], most - len(first))
+
+
+def another_connection(store: Store) -> Store:
+    """The same store for a second thread: a client that waits for a key lets no other call in."""
+    own: Any = store
+    try:
+        another: Store = own.clone()
+    except (AttributeError, RuntimeError):  # of an older torch; of somebody's own in Python
+        return store
+    return another
+
+
+def stay_until(told: Callable[[], bool], store: Store) -> None:
+    """Where this process serves ``store``, wait for others to be ``told``, five seconds at most.
+
+    A rank that has failed ends, as a rule, and takes the store with it.
+    """
+    if _serves(store):
+        end = time.monotonic() + 5
+        with suppress(RuntimeError):
+            while not told() and time.monotonic() < end:
+                time.sleep(0.01)
+
+
+def bounded(timeout: timedelta) -> timedelta:
+    """A time that a store can wait for: to torch's, none at all means without end."""
+    return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))
+
+
+@contextmanager
+def telling_of_a_lost_store() -> Iterator[None]:
+    """Turn what torch raises inside when the store is gone into an AgreementError."""
+    try:
+        yield
+    except (AgreementError, CreationError):
+        raise
+    except RuntimeError as error:
+        raise AgreementError(
+            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
+            f"The process or the host that serves it has ended, or the network to it is cut. "
+            f"This rank has made no group."
+        ) from error
+
+
+@contextmanager
+def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
+    """While inside, let calls of a ``TCPStore`` fail within ``timeout`` when its host is gone.
+
+    Torch's client waits for an answer without a limit: a cut link or a host that lost power ends
+    such a call only when TCP gives up, which Linux does after some 15 minutes. A store that is
+    merely slow is waited for as before. Only where the system has these options (Linux); for
+    other stores it does nothing.
+    """
+    seconds = timeout.total_seconds()
+    wanted = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", None)): max(1, int(seconds / 4)),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPINTVL", None)): max(1, int(seconds / 8)),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)): int(seconds * 500),
+    }
+    before = []
+    for connection in _connections(store):
+        for (level, option), value in wanted.items():
+            if option is not None:
+                with suppress(OSError):  # a value that this system does not take
+                    before.append((connection, level, option, connection.getsockopt(level, option)))
+                    connection.setsockopt(level, option, value)
+    try:
+        yield
+    finally:
+        for connection, level, option, value in reversed(before):  # one may be here twice
+            with suppress(OSError):
+                connection.setsockopt(level, option, value)
+        for connection in {entry[0] for entry in before}:
+            connection.close()
+
+
+def _connections(store: Store) -> list[socket.socket]:
+    """Duplicates of this process's sockets whose other end is the store."""
+    served = _innermost(store)
+    if not hasattr(served, "port"):
+        return []
+    addresses = _addresses(served.host)
+
+    def leads_there(connection: socket.socket) -> bool:
+        host, port = connection.getpeername()[:2]
+        return port == served.port and _plain(host) in addresses
+
+    return _sockets(leads_there)
+
+
+def _serves(store: Store) -> bool:
+    served = _innermost(store)
+    if not hasattr(served, "port"):
+        return False
+    if not os.path.isdir(_SOCKETS):
+        return dist.get_rank() == 0  # as torch has it, unless a launcher serves the store
+
+    def listens(connection: socket.socket) -> bool:
+        listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(listening) and connection.getsockname()[1] == served.port
+
+    listeners = _sockets(listens)
+    for connection in listeners:
+        connection.close()
+    return bool(listeners)
+
+
+def _innermost(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+@functools.cache
+def _addresses(host: str) -> set[str]:
+    with suppress(OSError):  # no such name any more
+        return {_plain(str(entry[4][0])) for entry in socket.getaddrinfo(host, None)}
+    return set()
+
+
+def _plain(address: str) -> str:
+    return address.removeprefix("::ffff:")  # IPv4 in IPv6
+
+
+def _sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:
+    """Duplicates of those of this process's internet sockets that are ``wanted``."""
+    found: list[socket.socket] = []
+    # Python sets every socket object to non-blocking where the process has a default timeout, and
+    # with it the original, whose state it shares; but not one that is said to be so already.
+    kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
+    for name in os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else ():
+        with suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            connection = socket.socket(type=kind, fileno=os.dup(int(name)))
+            with suppress(OSError):  # not connected
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and wanted(connection):
+                    found.append(connection)
+                    continue
+            connection.close()
+    return found
