@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron.arguments import Request
+from compat.megatron import replaced
 from compat.megatron.build import environment_restored_on_failure
 from compat.megatron.communicators import get_nccl_options as get_nccl_options
 from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
@@ -31,6 +30,7 @@ from compat.megatron.helpers import (
 )
 from compat.megatron.helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
 from compat.megatron.order import asked
+from compat.megatron.planning import Request
 from compat.megatron.rank_generator import RankGenerator as RankGenerator
 from compat.megatron.rank_generator import default_embedding_ranks as default_embedding_ranks
 from compat.megatron.rank_generator import (
@@ -41,45 +41,17 @@ from compat.megatron.rank_generator import (
 )
 from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.releases import as_released
-from compat.megatron.replaced import HELPERS, MEMBERS_ONLY, NEW_GROUP
-from compat.megatron.report import report
-from compat.state import SLOTS, ParallelState
+from compat.report import report
+from compat.state import SLOTS, ParallelState, current, make_current, speak_through
 from compat.swap import warn_of_a_second_state
-from hypergrid.groups import creation
 
-_current = ParallelState()  # what every function here speaks to
+_current = current()  # what every function here speaks to; kept up to date by compat.state
 _lives = itertools.count(1)
 
 
 def current_state() -> ParallelState:
     """The state that this module's functions speak to; one without groups before there are any."""
     return _current
-
-
-def _make_current(state: ParallelState) -> None:
-    global _current
-    before, _current = _current, state
-    patched = not before.asks_itself
-    before.ask_via(before)
-    state.ask_via(sys.modules[__name__] if patched else state)
-
-
-@contextmanager
-def _activated(state: ParallelState) -> Iterator[None]:
-    before = _current
-    _make_current(state)
-    try:
-        yield
-    except BaseException:
-        _make_current(before)
-        raise
-    inside = _current
-    _make_current(before)
-    if inside is not state:
-        raise RuntimeError(
-            f"{inside!r} was made current while {state!r} was active and is so still: activations "
-            f"must nest. Threads that use two states at a time ask the objects themselves."
-        )
 
 
 @as_released
@@ -179,7 +151,7 @@ def initialize_model_parallel(
     """
     arguments = dict(locals())
     arguments["order"], source = asked(order)
-    helpers = _replaced_helpers()
+    helpers = replaced.found()
     request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
     before = _current
     with request.telling_others():
@@ -193,7 +165,7 @@ def initialize_model_parallel(
     state.take_overrides(before)
     with environment_restored_on_failure():
         try:
-            _make_current(state)  # functions that outside code has replaced may ask for it
+            make_current(state)  # functions that outside code has replaced may ask for it
             state.initialize(request)
             warn_of_a_second_state()
             wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
@@ -202,19 +174,9 @@ def initialize_model_parallel(
             if before.grid is not None:  # outside code has emptied its globals
                 before.grid.destroy()
         except BaseException:
-            _make_current(before)
+            make_current(before)
             state.destroy(abort=True)
             raise
-
-
-def _replaced_helpers() -> dict[str, Callable[..., Any]]:
-    """The functions that initialisation calls and that outside code has replaced, by name."""
-    found = {name: globals()[name] for name in _HELPERS}
-    if creation.is_replaced(dist.new_group) and not hasattr(dist.new_group, MEMBERS_ONLY):
-        found[NEW_GROUP] = dist.new_group
-    return {
-        name: function for name, function in found.items() if function is not _HELPERS.get(name)
-    }
 
 
 @as_released
@@ -818,5 +780,6 @@ class _Face(ModuleType):
 
 
 _GETTERS = {name: globals()[name] for name in dir(Getters) if not name.startswith("_")}
-_HELPERS = {name: globals()[name] for name in HELPERS if name in globals()}
+replaced.watch(globals())
+speak_through(globals())
 sys.modules[__name__].__class__ = _Face

@@ -15,15 +15,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat.megatron import communicators as nccl
+from compat.megatron import communicators, replaced
 from compat.megatron import helpers as group_helpers
-from compat.megatron import replaced
-from compat.megatron.arguments import Request
 from compat.megatron.build import Built, build, environment_restored_on_failure
+from compat.megatron.communicators import Configs
 from compat.megatron.getters import NUMBERS, Getters
 from compat.megatron.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
 from compat.megatron.order import asked
-from compat.megatron.planning import aliases
+from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import HAS
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
 from compat.megatron.table import ROWS
@@ -90,7 +89,7 @@ class ParallelState(Getters):
 
     def _forget(self) -> None:
         self.request: Request | None = None
-        self._extra: list[tuple[bool, timedelta | None, nccl.Configs]] = []  # all-gather groups
+        self._extra: list[tuple[bool, timedelta | None, Configs]] = []  # all-gather groups
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
         # Of the groups while they are suspended, by label and ranks.
         self._names: dict[tuple[str, tuple[int, ...]], str] | None = None
@@ -118,9 +117,7 @@ class ParallelState(Getters):
         ------
         As ``compat.parallel_state.initialize_model_parallel``.
         """
-        from compat import parallel_state  # which imports this file
-
-        helpers = parallel_state._replaced_helpers()
+        helpers = replaced.found()
         helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
         arguments["order"], source = asked(arguments.get("order", Request.order))
         request = Request(**arguments, helpers=helpers, order_source=source)
@@ -231,10 +228,20 @@ class ParallelState(Getters):
         RuntimeError
             At the end, if an activation by another thread has not ended before this one.
         """
-        from compat import parallel_state  # which imports this file
-
-        with parallel_state._activated(self):
+        before = _current
+        make_current(self)
+        try:
             yield self
+        except BaseException:
+            make_current(before)
+            raise
+        inside = _current
+        make_current(before)
+        if inside is not self:
+            raise RuntimeError(
+                f"{inside!r} was made current while {self!r} was active and is so still: "
+                f"activations must nest. Threads that use two states at a time ask the objects."
+            )
 
     def suspend(self) -> None:
         """Close every communicator until ``resume``; NCCL waits until all members do.
@@ -479,7 +486,7 @@ class ParallelState(Getters):
         self,
         for_expert_parallelism: bool = False,
         timeout: timedelta | None = None,
-        nccl_comm_cfgs: nccl.Configs | None = None,
+        nccl_comm_cfgs: Configs | None = None,
     ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """A second communicator over data x context parallel ranks, and over expert data ones.
 
@@ -499,17 +506,18 @@ class ParallelState(Getters):
         return made[0], made[1] if len(made) > 1 else None
 
     def _make_all_gather_groups(
-        self, for_expert_parallelism: bool, timeout: timedelta | None, configs: nccl.Configs
+        self,
+        for_expert_parallelism: bool,
+        timeout: timedelta | None,
+        configs: Configs,
     ) -> list[ProcessGroup]:
         assert self.request is not None and self.pool is not None
         layouts, made = self.request.layouts, []
         wanted = [("decoder", "dp-cp", "dp_cp", "DATA_PARALLEL_GROUP_WITH_CP_AG")]
         if for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1:
             wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
-        from compat import parallel_state  # which imports this file
-
-        helpers = parallel_state._replaced_helpers()
-        options = helpers.get("get_nccl_options", nccl.get_nccl_options)
+        helpers = replaced.found()
+        options = helpers.get("get_nccl_options", communicators.get_nccl_options)
         for grid, dims, section, label in wanted:
             known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]
             name = f"{label}#{known.count(label) + 1}"
@@ -537,6 +545,35 @@ class ParallelState(Getters):
             self.note_group(group)
             made.append(group)
         return made
+
+
+_current = ParallelState()  # what compat.parallel_state speaks to
+_module: dict[str, Any] = {}  # its names: its functions read a global of their own, the fastest
+
+
+def current() -> ParallelState:
+    """The state that ``compat.parallel_state`` speaks to; without groups before there are any."""
+    return _current
+
+
+def make_current(state: ParallelState) -> None:
+    """Let ``compat.parallel_state`` speak to ``state``, also where its getters are patched."""
+    global _current
+    before, _current = _current, state
+    via = before._via
+    before.ask_via(before)
+    state.ask_via(state if via is before else via)
+    _module["_current"] = state
+
+
+def speak_through(module: dict[str, Any]) -> None:
+    """Keep ``_current`` up to date among the names of a module."""
+    global _module
+    _module = module
+    _module["_current"] = _current
+
+
+group_helpers.tell.append(lambda group: _current.note_group(group))
 
 
 class LazyBuffer:

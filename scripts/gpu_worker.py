@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from compat import transformer_engine as te  # noqa: E402
-from compat.megatron.arguments import Request  # noqa: E402
+from compat.megatron.planning import Request  # noqa: E402
 from compat.state import ParallelState  # noqa: E402
 
 PATIENCE = timedelta(seconds=90)  # of one collective; the caller bounds the whole

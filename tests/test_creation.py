@@ -293,7 +293,7 @@ def _an_older_torch(rank):
     can = creation.Abilities(can_connect_lazily=rank != 2)
     with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT, connect="lazy")
-    from compat.megatron.report import report
+    from compat.report import report
 
     return ps.current_state().pool.agreement.lazy, report(ps.current_state())
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from compat import parallel_state as ps
 from compat.megatron import communicators as nccl
-from compat.megatron.arguments import Request
+from compat.megatron.planning import Request
 from compat.megatron.rank_generator import lay_out
 from compat.megatron.releases import RELEASE
 from hypergrid.layout import LayoutError, RankLayout

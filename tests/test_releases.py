@@ -13,8 +13,9 @@ import torch.distributed as dist
 from forked import run_ranks
 
 from compat import parallel_state as ps
-from compat.megatron import releases
-from compat.megatron.report import report
+from compat import state
+from compat.megatron import releases, replaced
+from compat.report import report
 from tests.parity.surface import parameters, public_functions
 from tests.stock import RELEASES, have_stock
 
@@ -28,6 +29,10 @@ def speaking(request, monkeypatch):
         pytest.skip(f"run scripts/fetch_megatron {request.param}")
     version = tuple(map(int, request.param.split(".")[:2]))
     monkeypatch.setattr(releases, "RELEASE", version)
+    # What the module tells of itself when it is loaded.
+    monkeypatch.setattr(state, "_module", {})
+    monkeypatch.setattr(replaced, "_namespace", {})
+    monkeypatch.setattr(replaced, "_own", {})
     spec = importlib.util.spec_from_file_location("speaking", ps.__file__)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "speaking", module)

@@ -13,7 +13,7 @@ from forked import run_ranks
 import hypergrid
 from compat import members_only
 from compat import parallel_state as ps
-from compat.megatron.report import report
+from compat.report import report
 from compat.state import ParallelState
 from hypergrid.errors import AgreementError
 

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.megatron.getters import Getters
-from compat.state import ParallelState
+from compat.state import ParallelState, make_current
 
 GETTERS = [
     name
@@ -120,7 +120,7 @@ def test_activations_that_do_not_nest_are_told(two):
         first.__exit__(None, None, None)
     with pytest.raises(RuntimeError, match="activations must nest"):
         second.__exit__(None, None, None)
-    ps._make_current(ParallelState())
+    make_current(ParallelState())
 
 
 def test_in_no_thread_does_a_state_answer_with_anothers_group(two):

@@ -333,7 +333,7 @@ CHOOSES = """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from compat import parallel_state
-    from compat.megatron.report import report
+    from compat.report import report
     from compat.state import ParallelState
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     chosen = {"order": "tp-cp-ep-pp-dp", "share": "singletons", "creation": "members"}

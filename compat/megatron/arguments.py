@@ -1,22 +1,20 @@
-"""The arguments of one initialisation: refused here when they make no sense, turned into a plan."""
+"""The arguments of one initialisation: checked in upstream's order, and the layouts they make."""
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Any
 
-from compat.megatron import communicators as nccl
-from compat.megatron import encoder, rank_lists, replaced
+from compat.megatron import communicators, encoder, replaced
 from compat.megatron.order import ARGUMENT
-from compat.megatron.planning import Planned, plan_rows
 from compat.megatron.rank_generator import (
     OrderError,
     RankGenerator,
@@ -25,10 +23,9 @@ from compat.megatron.rank_generator import (
     lay_out,
 )
 from compat.megatron.refusals import ArgumentError, SizeError
-from compat.megatron.releases import HAS, RELEASE
+from compat.megatron.releases import HAS
 from hypergrid.layout import RankLayout
 from hypergrid.messages import retold, shown
-from hypergrid.plan import GroupPlan
 from hypergrid.policy import CHOICES, Policy, outermost
 
 # The sizes that divide the world in each grid; dp is what is left of it.
@@ -55,13 +52,13 @@ def _dist() -> Any:
     return torch.distributed
 
 
-def _real_world_size() -> int:
+def real_world_size() -> int:
     """The size of the default group, also where ``get_world_size`` was replaced to say more."""
     size: int = _dist().distributed_c10d._get_default_group().size()
     return size
 
 
-_NO_ARGUMENTS = ("life", "job_size", "helpers", "order_source")
+NO_ARGUMENTS = ("life", "job_size", "helpers", "order_source")
 _USUAL = "tp-gtp_remat-cp-ep-dp-pp"
 RankChooser = Callable[[list[int]], list[int]]
 
@@ -73,7 +70,7 @@ def _levels(given: Any) -> Any:
 
 
 def _names(given: Any) -> Any:
-    return given if isinstance(given, str) else list(islice(given, nccl.MOST_NAMES + 1))
+    return given if isinstance(given, str) else list(islice(given, communicators.MOST_NAMES + 1))
 
 
 # How a value is made plain: whole numbers and lists of them may come from numpy or torch.
@@ -92,7 +89,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Request:
+class Arguments:
     """What ``initialize_model_parallel`` was asked for. Field by field as its arguments."""
 
     tensor_model_parallel_size: int = 1
@@ -149,8 +146,7 @@ class Request:
         AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError
             As upstream does for the same fault; the message says what to change.
         """
-        _ = self.policy
-        replaced.check(self)
+        replaced.check(self.helpers, self.policy.share, self.policy.creation)
         self._check_flags()
         self._check_sharp()
         if self.job_size is None and not _dist().is_initialized():
@@ -158,7 +154,7 @@ class Request:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
             )
-        encoder.check(self)
+        encoder.check(self._encoder_sizes, self.tensor_model_parallel_size)
         # Lazily, as upstream: the second is not looked at where the first is enough.
         remat = (self.whole(name) > 1 for name in ("gtp_remat_size", "expert_gtp_remat_size"))
         if any(remat) and self.whole(_INSTANCES) > 1:
@@ -200,7 +196,7 @@ class Request:
             if stages[0] != stages[1]:
                 raise AssertionError(
                     f"pipelines must be the same for dense and expert layers; "
-                    f"{replaced.in_words(self)}, which this process has replaced, gives "
+                    f"{replaced.in_words(self.helpers)}, which this process has replaced, gives "
                     f"{shown(stages[0])} and {shown(stages[1])}."
                 )
         _ = self.timeout
@@ -262,11 +258,11 @@ class Request:
             ) from None
 
     @cached_property
-    def nccl_configs(self) -> nccl.Configs:
-        return nccl.read_configs(
+    def nccl_configs(self) -> communicators.Configs:
+        return communicators.read_configs(
             self.nccl_communicator_config_path,
             self.high_priority_stream_groups,
-            self.helpers.get("overwrite_nccl_comm_cfgs", nccl.overwrite_nccl_comm_cfgs),
+            self.helpers.get("overwrite_nccl_comm_cfgs", communicators.overwrite_nccl_comm_cfgs),
         )
 
     @cached_property
@@ -277,7 +273,14 @@ class Request:
     @cached_property
     def encoder(self) -> RankLayout | None:
         """The grid of the encoder, which lies in front of the decoder's; None without one."""
-        return self._lay_out(*self._grid("encoder")) if encoder.sizes(self)[1] else None
+        return self._lay_out(*self._grid("encoder")) if self._encoder_sizes[1] else None
+
+    @property
+    def _encoder_sizes(self) -> tuple[int, int]:
+        none = self.encoder_pipeline_model_parallel_size is None
+        stages = 0 if none else self.whole(encoder.STAGES)
+        most = self.whole("tensor_model_parallel_size")
+        return encoder.sizes(self.whole(encoder.TENSOR), stages, most)
 
     @property
     def _encoder_size(self) -> int:
@@ -302,7 +305,7 @@ class Request:
             sizes |= {"tp": self._expert_tensor_size, "ep": self.expert_model_parallel_size}
             sizes |= {"cp": 1, "gtp_remat": self.expert_gtp_remat_size}
         if name == "encoder":
-            sizes |= dict(zip(("tp", "pp"), encoder.sizes(self), strict=True)) | {"gtp_remat": 1}
+            sizes |= dict(zip(("tp", "pp"), self._encoder_sizes, strict=True)) | {"gtp_remat": 1}
             return sizes, "tp", 0
         return sizes, "ep" if name == "expert" else "tp", self._encoder_size
 
@@ -362,58 +365,6 @@ class Request:
             )
         return layouts
 
-    @cached_property
-    def planned(self) -> list[Planned]:
-        """The rows to create, in order. Refuses what upstream refuses as it makes groups."""
-        return plan_rows(self)
-
-    @cached_property
-    def plan(self) -> GroupPlan:
-        """The groups of this request as data."""
-        rows = tuple(p.group for p in self.planned)  # first: it refuses what cannot be laid out
-        return GroupPlan(self.layouts, rows)
-
-    @cached_property
-    def participants(self) -> Sequence[int]:
-        """The ranks that create groups: the window, and whom a caller's function named besides."""
-        window = self.decoder.ranks
-        if self.decides_ranks:  # of a world that may be said to be larger than it is
-            return range(self.rank_offset, min(window.stop, _real_world_size()))
-        chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
-        besides = {rank for ranks in chosen for rank in ranks if rank not in window}
-        return sorted({*window, *besides}) if besides else window
-
-    def proposal(self) -> dict[str, Any]:
-        """What the ranks compare before they create: arguments in plain values, and the plan."""
-        values = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in _NO_ARGUMENTS and not f.name.startswith("get_")
-        }
-        if self.helpers:
-            values["replaced in parallel_state"] = replaced.in_words(self)
-        chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
-        given = {f"options of {p.row.label}": p.group.options for p in self.planned}
-        return {
-            **values,
-            **{name: self._places(each) for name, each in chosen.items()},
-            **{name: options for name, options in given.items() if options is not None},
-            "megatron-core": RELEASE,
-            "plan": self.plan.fingerprint(),
-        }
-
-    def _places(self, chosen: list[Sequence[int]]) -> Any:
-        """The ranks as places in their pipelines, if in all of them the same: short for any W."""
-        (row,) = (p.row for p in self.planned if p.row.several)
-        pipelines = rank_lists.loops(self, row)
-        places = [
-            [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
-            for pipeline, ranks in zip(pipelines, chosen, strict=True)
-        ]
-        if all(each == places[0] for each in places):
-            return f"places {places[0]} of each pipeline"
-        return [list(ranks) for ranks in chosen[:16]]
-
     def _lay_out(self, sizes: dict[str, int], after: str, behind: int = 0) -> RankLayout:
         check_order(self.order)
         named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
@@ -444,7 +395,7 @@ class Request:
         model: int = prod(sizes.values())
         world = self.world_size
         asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
-        if names == _DENSE and (beside := prod(encoder.sizes(self))):
+        if names == _DENSE and (beside := prod(self._encoder_sizes)):
             model += beside * self.context_parallel_size
             asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {shown(beside)}"
         elif names != _DENSE:

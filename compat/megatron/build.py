@@ -8,27 +8,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron import communicators as nccl
+from compat.megatron import calls, communicators, replaced
 from compat.megatron import helpers as group_helpers
-from compat.megatron import replaced, ucc
-from compat.megatron.planning import Planned, aliases
+from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import HAS
-from compat.megatron.table import ROWS
+from compat.megatron.table import ROWS, Planned
 from hypergrid.groups import creation
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
-
-if TYPE_CHECKING:
-    from compat.megatron.arguments import Request
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
 _COLLNET = "NCCL_COLLNET_ENABLE"
@@ -64,18 +60,18 @@ def build(request: Request) -> Built:
     rank, built = dist.get_rank(), Built()
     # Plan and options first: what they refuse must be refused before a group exists.
     with request.telling_others():
-        plan, alone = request.plan, not replaced.creates(request)
+        plan, alone = request.plan, not replaced.creates(request.helpers)
         options = [alone and _options(p, request, rank) for p in request.planned]
     if HAS["sharp_switched"]:
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
-        ucc.prepare()
+        communicators.prepare_ucc()
     grid = built.grid = HyperCommGrid.over(request.decoder, _views(request))
     if rank not in request.participants:
         return built
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
     if request.helpers:
-        owner += f", with {replaced.in_words(request)} replaced"
+        owner += f", with {replaced.in_words(request.helpers)} replaced"
     pool = grid.begin(Agreement(""), policy, owner)
     try:
         with pool.agreed(request.participants, request.proposal(), request.timeout, request.life):
@@ -141,20 +137,20 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
 
 
 def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
-    epoch, calls = pool.agreement.epoch, itertools.count()
-    rank, alone = dist.get_rank(), replaced.by_members(request)
+    epoch, numbers = pool.agreement.epoch, itertools.count()
+    rank, alone = dist.get_rank(), replaced.by_members(request.helpers)
     helpers = {**vars(group_helpers), **request.helpers}
 
     def numbered(label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
         # Alone, only the members count this call.
-        name = label if alone else f"call {next(calls)} of helpers"
+        name = label if alone else f"call {next(numbers)} of helpers"
         return creation.named_from(name, ranks if alone else (), epoch)
 
     def around(rows: Sequence[Planned]) -> AbstractContextManager[None]:
         return _sharp(rows, request, built)
 
     with pool.connecting(), group_helpers.collecting() as made:
-        through = replaced.Calls(request, helpers, rank, numbered, around)
+        through = calls.Calls(request, helpers, rank, numbered, around)
         for p, ranks, group in through.groups():
             pool.adopt(p.group.label, ranks, group, p.group.dims)
             _place(built, p, group, ranks if p.chosen else list(ranks))
@@ -196,9 +192,9 @@ def _options(p: Planned, request: Request, rank: int) -> Any:
     if "get_nccl_options" not in request.helpers:
         if p.group.options is None:
             return None
-        return nccl.get_nccl_options(p.row.options, request.nccl_configs)
-    takes = replaced.takes_options(p) and request.plan.mine(p.group, rank)
-    return replaced.options(request, p.row.options) if takes else None
+        return communicators.get_nccl_options(p.row.options, request.nccl_configs)
+    takes = calls.takes_options(p) and request.plan.mine(p.group, rank)
+    return calls.options(request, p.row.options) if takes else None
 
 
 def _seconds(timeout: float | None) -> timedelta | None:
@@ -235,7 +231,7 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
 @contextmanager
 def environment_restored_on_failure() -> Iterator[None]:
     """Put back, after an error, the variables that ``build`` sets."""
-    before = {name: os.environ.get(name) for name in (_COLLNET, *ucc.ENVIRONMENT)}
+    before = {name: os.environ.get(name) for name in (_COLLNET, *communicators.UCC_ENVIRONMENT)}
     try:
         yield
     except BaseException:

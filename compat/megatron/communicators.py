@@ -1,4 +1,6 @@
-"""NCCL communicator options: from the YAML file and the list of high-priority groups."""
+"""What communicators are told: NCCL's options, from the YAML file and the list of high-priority
+groups, and UCC's environment.
+"""
 
 from __future__ import annotations
 
@@ -218,3 +220,30 @@ def _load(yaml: Any, text: str) -> Any:
         return loader.get_single_data()
     finally:
         loader.dispose()
+
+
+# Variable: the value it needs, and whether the user's own wins.
+UCC_ENVIRONMENT = {
+    "TORCH_UCC_BLOCKING_WAIT": ("none", True),
+    "UCC_EC_CUDA_STREAM_TASK_MODE": ("driver", True),
+    "UCX_TLS": ("ib,cuda_copy", True),
+    "NSYS_UCP_COMM_PARAMS": ("1", False),
+    "UCX_RNDV_THRESH": ("0", False),
+    "UCX_NET_DEVICES": ("all", False),
+    "UCC_CL_BASIC_TLS": ("^sharp,nccl", False),
+}
+
+
+def check_ucc() -> None:
+    """Refuse the one setting under which UCC cannot overlap: AssertionError, as upstream."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise AssertionError(
+            "the UCC backend needs CUDA_DEVICE_MAX_CONNECTIONS larger than 1, it is 1: with one "
+            "connection its communication cannot overlap. Unset it or raise it."
+        )
+
+
+def prepare_ucc() -> None:
+    """Set the environment that UCC needs."""
+    for name, (value, users_wins) in UCC_ENVIRONMENT.items():
+        os.environ[name] = os.environ.get(name, value) if users_wins else value

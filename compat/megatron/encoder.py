@@ -1,17 +1,17 @@
-"""The encoder of megatron-core 0.12 and 0.13: ranks of its own, in front of the decoder's."""
+"""The encoder of megatron-core 0.12 and 0.13: ranks of its own, in front of the decoder's.
+
+Its sizes, its pipelines, and what those releases ask of a stage.
+"""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compat.megatron.refusals import SizeError
 from compat.megatron.releases import HAS
+from compat.megatron.table import Row
 from hypergrid.messages import shown
-
-if TYPE_CHECKING:
-    from compat.megatron.arguments import Request
-    from compat.megatron.table import Row
 
 TENSOR = "encoder_tensor_model_parallel_size"
 STAGES = "encoder_pipeline_model_parallel_size"
@@ -28,42 +28,37 @@ def warn_of_its_end(what: str, stacklevel: int = 2) -> None:
         )
 
 
-def sizes(request: Request) -> tuple[int, int]:
+def sizes(tensor: int, stages: int, decoder_tensor: int) -> tuple[int, int]:
     """The encoder's tensor-parallel size and its stages; without stages there is no encoder."""
-    stages = 0 if getattr(request, STAGES) is None else request.whole(STAGES)
-    tensor = request.whole(TENSOR)
     for name, size in ((TENSOR, tensor), (STAGES, stages)):
         if size < 0:
             raise SizeError(
                 f"{name} must be at least 0, which means no encoder, got {shown(size)}."
             )
-    if tensor == 0 and stages > 0:
-        tensor = request.whole("tensor_model_parallel_size")
-    return tensor, stages
+    return decoder_tensor if tensor == 0 and stages > 0 else tensor, stages
 
 
-def check(request: Request) -> None:
+def check(asked: tuple[int, int], decoder_tensor: int) -> None:
     """Refuse more tensor parallelism than the decoder has: AssertionError, as upstream."""
-    asked, most = sizes(request), request.whole("tensor_model_parallel_size")
-    tensor = asked[0]
     if any(asked):
         warn_of_its_end(f"{TENSOR} and {STAGES} are")
-    if tensor > max(most, 0):
+    if asked[0] > max(decoder_tensor, 0):
         raise AssertionError(
-            f"{TENSOR}={shown(tensor)} is more than tensor_model_parallel_size={shown(most)}: each "
-            f"rank of the encoder feeds one or more of the decoder. Make it smaller."
+            f"{TENSOR}={shown(asked[0])} is more than tensor_model_parallel_size="
+            f"{shown(decoder_tensor)}: each rank of the encoder feeds one or more of the decoder. "
+            f"Make it smaller."
         )
 
 
 def beside(
-    request: Request, row: Row, encoder: list[list[int]], decoder: list[list[int]]
+    row: Row, encoder: list[list[int]], decoder: list[list[int]], instances: int
 ) -> list[list[int]]:
     """The lists of both: joined where a group goes through the encoder, else one after another."""
     if row.loop == "dp":
         sizes = [len(lists[0]) for lists in (encoder, decoder)]
         if sizes[0] != sizes[1]:
             raise RuntimeError(
-                f"num_distributed_optimizer_instances={request.instances} with an encoder needs "
+                f"num_distributed_optimizer_instances={instances} with an encoder needs "
                 f"equal data parallel sizes of encoder and experts, they are {sizes[0]} and "
                 f"{sizes[1]}. Change the expert sizes, or have one instance."
             )
@@ -76,3 +71,61 @@ def beside(
     share, more = divmod(len(decoder), len(encoder))
     feeds = [pipe for i, pipe in enumerate(encoder) for _ in range(share + (i < more))]
     return [first + second for first, second in zip(feeds, decoder, strict=True)]
+
+
+def _deprecated(name: str) -> None:
+    warn_of_its_end(f"{name} is", stacklevel=4)
+
+
+class EncoderGetters:
+    """Answers from the rank at which the pipeline was split, or the stage that ends the encoder.
+
+    All stages are inside both where nothing was split.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:  # the slots of the state
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def get_pipeline_model_parallel_split_rank(self) -> int | None:
+        return self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+
+    def get_pipeline_model_parallel_decoder_start(self) -> int | None:
+        _deprecated("get_pipeline_model_parallel_decoder_start")
+        return self._PIPELINE_MODEL_PARALLEL_DECODER_START
+
+    def is_pipeline_stage_before_split(self, rank: int | None = None) -> bool:
+        _deprecated("is_pipeline_stage_before_split")
+        stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+        return stage is None or split is None or stage < split
+
+    def is_pipeline_stage_after_split(self, rank: int | None = None) -> bool:
+        _deprecated("is_pipeline_stage_after_split")
+        stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+        return stage is None or split is None or stage >= split
+
+    def is_pipeline_stage_at_split(self) -> bool:
+        _deprecated("is_pipeline_stage_at_split")
+        stage = self._via.get_pipeline_model_parallel_rank()
+        before = self._via.is_pipeline_stage_before_split(stage)
+        return before and self._via.is_pipeline_stage_after_split(stage + 1)
+
+    def is_inside_encoder(self, rank: int | None = None) -> bool:
+        _deprecated("is_inside_encoder")
+        stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
+        # Without an encoder of its own the first stage holds it beside the decoder's begin.
+        return stage is None or (stage == 0 if start is None else stage < start)
+
+    def is_inside_decoder(self, rank: int | None = None) -> bool:
+        _deprecated("is_inside_decoder")
+        stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
+        return stage is None or start is None or stage >= start
+
+    def _stage(self, rank: int | None) -> int | None:
+        """The stage that is asked about; None where the pipeline has one stage alone."""
+        if self._via.get_pipeline_model_parallel_world_size() == 1:
+            return None
+        stage: int = self._via.get_pipeline_model_parallel_rank() if rank is None else rank
+        return stage

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from compat.megatron import group_getters
-from compat.megatron.encoder_getters import EncoderGetters
+from compat.megatron.encoder import EncoderGetters
 from compat.megatron.group_getters import GroupGetters
 from compat.megatron.releases import HAS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,10 +12,12 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron.rank_lists import hybrid_sizes
 from compat.megatron.releases import HAS
+from compat.megatron.replaced import now
 from hypergrid.groups import creation
 from hypergrid.layout import RankLayout
 
 _made: list[ProcessGroup] | None = None  # where they are gathered, while a state is built
+tell: list[Callable[[ProcessGroup], None]] = []  # called with each group that is made otherwise
 
 
 def create_group(
@@ -43,9 +45,8 @@ def create_group(
     if _made is not None:
         _made.append(group)
     else:
-        from compat.parallel_state import current_state  # which imports this file
-
-        current_state().note_group(group)
+        for each in tell:
+            each(group)
     return group
 
 
@@ -58,12 +59,6 @@ def collecting() -> Iterator[list[ProcessGroup]]:
         yield _made
     finally:
         _made = before
-
-
-def _create(ranks: list[int], **arguments: Any) -> ProcessGroup:
-    from compat import parallel_state  # which imports this file, and where it may be replaced
-
-    return parallel_state.create_group(ranks, **arguments)
 
 
 def create_hierarchical_groups(
@@ -98,10 +93,10 @@ def create_hierarchical_groups(
             members = [ranks[place] for place in places]
             common = {**waiting, "pg_options": options[i]}
             desc = f"HIERARCHICAL_{group_desc}_L{i}"
-            group, twin = _create(members, group_desc=desc, **common), None
+            group, twin = now(create_group)(members, group_desc=desc, **common), None
             if create_gloo_process_groups:
                 desc = f"HIERARCHICAL_{group_desc}_GLOO_L{i}"
-                twin = _create(members, backend="gloo", group_desc=desc, **common)
+                twin = now(create_group)(members, backend="gloo", group_desc=desc, **common)
             if rank in members:
                 groups.append(group)
                 twins.append(twin)
@@ -133,7 +128,7 @@ def create_hybrid_dp_cp_groups(
         for start in range(0, len(ranks), size):
             members = ranks[start : start + size]
             desc = f"HYBRID_DP_CP_GROUP_{size}"
-            group = _create(members, pg_options=pg_options, group_desc=desc)
+            group = now(create_group)(members, pg_options=pg_options, group_desc=desc)
             if rank in members:
                 groups[size] = group
     return groups

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from compat.megatron.arguments import Request
+from compat.megatron.planning import Request
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan

@@ -5,36 +5,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from compat.megatron import communicators as nccl
-from compat.megatron import rank_lists, ucc
+from compat.megatron import communicators, rank_lists, replaced
+from compat.megatron.arguments import NO_ARGUMENTS, Arguments, real_world_size
 from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from compat.megatron.refusals import ArgumentError, SizeError
-from compat.megatron.releases import HAS
-from compat.megatron.table import ROWS, TWINS, Row
+from compat.megatron.releases import HAS, RELEASE
+from compat.megatron.table import ROWS, TWINS, Planned, Row
 from hypergrid.messages import retold, shown
-from hypergrid.plan import GroupRow
-
-if TYPE_CHECKING:
-    from compat.megatron.arguments import Request
+from hypergrid.plan import GroupPlan, GroupRow
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A row of the plan and where its group goes: a private global of upstream's."""
-
-    row: Row
-    slot: str
-    key: int | None  # place in the slot's list or dict, where it holds several groups
-    group: GroupRow
-    chosen: list[Sequence[int]] | None = None  # as the caller's function gave them
-
-
-def facts(request: Request) -> dict[str, bool]:
+def facts(request: Arguments) -> dict[str, bool]:
     """What the table's ``when`` may ask for."""
     gtp, egtp = request.gtp_remat_size > 1, request.expert_gtp_remat_size > 1
     several = request.instances > 1
@@ -57,19 +44,19 @@ def facts(request: Request) -> dict[str, bool]:
     }
 
 
-def rows_of(request: Request) -> list[Row]:
+def rows_of(request: Arguments) -> list[Row]:
     """Rows that make groups of their own."""
     true = facts(request)
     return [row for row in ROWS if not row.same_as and true[row.when]]
 
 
-def aliases(request: Request) -> list[Row]:
+def aliases(request: Arguments) -> list[Row]:
     """Rows that hold the same group as another one."""
     true = facts(request)
     return [row for row in ROWS if row.same_as and true[row.when]]
 
 
-def plan_rows(request: Request) -> list[Planned]:
+def plan_rows(request: Arguments) -> list[Planned]:
     """The rows to create, in order.
 
     Refuses what upstream refuses while it makes groups, row by row in the same order, so that of
@@ -78,15 +65,15 @@ def plan_rows(request: Request) -> list[Planned]:
     request.positive("num_distributed_optimizer_instances")
     true, rows = facts(request), rows_of(request)
     if HAS["dp_first"]:
-        nccl.section(rows[0].options, request.nccl_configs)
+        communicators.section(rows[0].options, request.nccl_configs)
     _check_instances(request, "data x context parallel size", _members(request))
-    nccl.section(rows[0].options, request.nccl_configs)
+    communicators.section(rows[0].options, request.nccl_configs)
     _check_window(request)
     planned = [each for row in rows for each in _plan(request, row, true)]
     return [replace(p, group=rank_lists.listed(request, p)) for p in planned]
 
 
-def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
+def _plan(request: Arguments, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
     backend, chosen = None, None
     torchs_timeout = row.default_timeout is not None and true[row.default_timeout]
     if row.slot in _CHECKS:
@@ -95,7 +82,7 @@ def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned
         backend = request.pipeline_model_parallel_comm_backend
     if row.slot in _CHOOSERS:
         chosen = _chosen(request, row)
-    section = None if _is_ucc(backend) else nccl.section(row.options, request.nccl_configs)
+    section = None if _is_ucc(backend) else communicators.section(row.options, request.nccl_configs)
     _check_backend(backend)
     base = GroupRow(
         label=row.label,
@@ -133,11 +120,11 @@ def _plan(request: Request, row: Row, true: dict[str, bool]) -> Iterator[Planned
         yield Planned(row, row.slot + "_GLOO", None, twin)
 
 
-def _members(request: Request) -> int:
+def _members(request: Arguments) -> int:
     return request.decoder.dim_size(("dp", "cp"))
 
 
-def _makes_gloo(request: Request, row: Row) -> bool:
+def _makes_gloo(request: Arguments, row: Row) -> bool:
     expert = row.grid.startswith("expert")
     sharded = max(request.gtp_remat_size, request.expert_gtp_remat_size if expert else 1) > 1
     return request.create_gloo_process_groups and not sharded
@@ -150,7 +137,7 @@ def _is_given(value: Any) -> bool:
         return True
 
 
-def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
+def _chosen(request: Arguments, row: Row) -> list[Sequence[int]] | None:
     """What the caller's function says of each pipeline; None where there is none, or upstream's."""
     argument, default = _CHOOSERS[row.slot]
     choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
@@ -167,7 +154,7 @@ def _chosen(request: Request, row: Row) -> list[Sequence[int]] | None:
     chosen = []
     for pipeline in rank_lists.loops(request, row):
         given = _call(argument, choose, pipeline)
-        nccl.section(row.options, request.nccl_configs)  # upstream's order of refusals
+        communicators.section(row.options, request.nccl_configs)  # upstream's order of refusals
         chosen.append(_plain_ranks(argument, given, request.world))
     return chosen
 
@@ -230,7 +217,7 @@ def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
     return given if as_given else ranks
 
 
-def _check_window(request: Request) -> None:
+def _check_window(request: Arguments) -> None:
     if request.decoder.ranks.stop > request.world:
         raise ValueError(
             f"rank_offset={shown(request.rank_offset)} with local_world_size="
@@ -239,7 +226,7 @@ def _check_window(request: Request) -> None:
         )
 
 
-def _check_instances(request: Request, what: str, size: int) -> None:
+def _check_instances(request: Arguments, what: str, size: int) -> None:
     if size % request.instances:
         raise AssertionError(
             f"num_distributed_optimizer_instances={shown(request.instances)} does not divide the "
@@ -247,12 +234,12 @@ def _check_instances(request: Request, what: str, size: int) -> None:
         )
 
 
-def _check_expert_instances(request: Request) -> None:
+def _check_expert_instances(request: Arguments) -> None:
     if HAS["instances_in_expert"]:
         _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
 
 
-def _check_hybrid(request: Request) -> None:
+def _check_hybrid(request: Arguments) -> None:
     if _members(request) % 2:
         raise AssertionError(
             f"hybrid_context_parallel needs an even data x context parallel size, got "
@@ -260,7 +247,7 @@ def _check_hybrid(request: Request) -> None:
         )
 
 
-def _check_levels(request: Request) -> None:
+def _check_levels(request: Arguments) -> None:
     levels: Any = request.hierarchical_context_parallel_sizes
     named = f"hierarchical_context_parallel_sizes={shown(levels)}"
     if not isinstance(levels, list) or not all(isinstance(size, int) for size in levels):
@@ -278,9 +265,9 @@ def _check_levels(request: Request) -> None:
         raise SizeError(f"{named} must be at least 1 each.")
 
 
-def _check_ucc(request: Request) -> None:
+def _check_ucc(request: Arguments) -> None:
     if _is_ucc(request.pipeline_model_parallel_comm_backend):
-        ucc.check()
+        communicators.check_ucc()
 
 
 def _is_ucc(backend: Any) -> bool:
@@ -313,3 +300,60 @@ _CHOOSERS: dict[str, tuple[str, Callable[..., list[int]]]] = {
         default_position_embedding_ranks,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Request(Arguments):
+    """Arguments and the groups that they ask for."""
+
+    @cached_property
+    def planned(self) -> list[Planned]:
+        """The rows to create, in order. Refuses what upstream refuses as it makes groups."""
+        return plan_rows(self)
+
+    @cached_property
+    def plan(self) -> GroupPlan:
+        """The groups of this request as data."""
+        rows = tuple(p.group for p in self.planned)  # first: it refuses what cannot be laid out
+        return GroupPlan(self.layouts, rows)
+
+    @cached_property
+    def participants(self) -> Sequence[int]:
+        """The ranks that create groups: the window, and whom a caller's function named besides."""
+        window = self.decoder.ranks
+        if self.decides_ranks:  # of a world that may be said to be larger than it is
+            return range(self.rank_offset, min(window.stop, real_world_size()))
+        chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
+        besides = {rank for ranks in chosen for rank in ranks if rank not in window}
+        return sorted({*window, *besides}) if besides else window
+
+    def proposal(self) -> dict[str, Any]:
+        """What the ranks compare before they create: arguments in plain values, and the plan."""
+        values = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in NO_ARGUMENTS and not f.name.startswith("get_")
+        }
+        if self.helpers:
+            values["replaced in parallel_state"] = replaced.in_words(self.helpers)
+        chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
+        given = {f"options of {p.row.label}": p.group.options for p in self.planned}
+        return {
+            **values,
+            **{name: self._places(each) for name, each in chosen.items()},
+            **{name: options for name, options in given.items() if options is not None},
+            "megatron-core": RELEASE,
+            "plan": self.plan.fingerprint(),
+        }
+
+    def _places(self, chosen: list[Sequence[int]]) -> Any:
+        """The ranks as places in their pipelines, if in all of them the same: short for any W."""
+        (row,) = (p.row for p in self.planned if p.row.several)
+        pipelines = rank_lists.loops(self, row)
+        places = [
+            [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
+            for pipeline, ranks in zip(pipelines, chosen, strict=True)
+        ]
+        if all(each == places[0] for each in places):
+            return f"places {places[0]} of each pipeline"
+        return [list(ranks) for ranks in chosen[:16]]

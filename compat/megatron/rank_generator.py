@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 
 from compat.megatron.refusals import ArgumentError
 from compat.megatron.releases import HAS, as_released
+from compat.megatron.replaced import now
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 
@@ -136,10 +136,8 @@ class RankGenerator:
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """All groups over the dims of ``token``, such as ``"tp-dp"``, as lists of ranks."""
-        own = generate_masked_orthogonal_rank_groups
-        module = sys.modules.get("compat.parallel_state")
-        generate = getattr(module, own.__name__, own)
-        if generate is not own:  # outside code has put its own there
+        generate = now(generate_masked_orthogonal_rank_groups)
+        if generate is not generate_masked_orthogonal_rank_groups:  # outside code's own
             mask = self.get_mask(self.order, token)
             lists = generate(self.world_size, self.ordered_size, mask)
             return [[rank + self.rank_offset for rank in ranks] for ranks in lists]

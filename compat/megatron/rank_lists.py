@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from math import log2
-from typing import TYPE_CHECKING
 
 from compat.megatron import encoder
-from compat.megatron.table import Row
+from compat.megatron.arguments import Arguments
+from compat.megatron.table import Planned, Row
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupRow
-
-if TYPE_CHECKING:
-    from compat.megatron.arguments import Request
-    from compat.megatron.planning import Planned
 
 
 def origin(row: Row) -> tuple[str, str]:
@@ -23,12 +19,12 @@ def origin(row: Row) -> tuple[str, str]:
     return row.grid.partition("_")[0], row.loop or row.dims
 
 
-def loops(request: Request, row: Row) -> list[list[int]]:
+def loops(request: Arguments, row: Row) -> list[list[int]]:
     """What upstream loops over to make the groups of ``row``."""
     grid, token = origin(row)
     lists = request.rank_lists(grid, token)
     if request.encoder is not None:
-        lists = encoder.beside(request, row, request.rank_lists("encoder", token), lists)
+        lists = encoder.beside(row, request.rank_lists("encoder", token), lists, request.instances)
     if row.slot != "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
         return lists
     if max(request.gtp_remat_size, request.expert_gtp_remat_size) > 1:
@@ -38,7 +34,7 @@ def loops(request: Request, row: Row) -> list[list[int]]:
     return [list(chain.from_iterable(lists[at : at + many])) for at in starts]
 
 
-def cut(request: Request, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
+def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
     """The groups of a row that come of one list of its loop, the one of this ``number``."""
     row = p.row
     if p.chosen is not None:
@@ -58,7 +54,7 @@ def cut(request: Request, p: Planned, number: int, ranks: list[int]) -> list[Seq
     return [list(members) for members in rule.cuts([ranks])]
 
 
-def level_sizes(request: Request, row: Row) -> list[int]:
+def level_sizes(request: Arguments, row: Row) -> list[int]:
     """The sizes of the levels that the groups over a dim are cut into, innermost first."""
     if row.fan == "levels":
         return request.hierarchical_context_parallel_sizes or []
@@ -70,7 +66,7 @@ def level(p: Planned) -> int:
     return p.key or 0 if p.row.fan == "levels" else int(p.row.dims == "dp_inter")
 
 
-def instance_size(request: Request) -> int:
+def instance_size(request: Arguments) -> int:
     """Ranks over the experts' dp in one instance of the distributed optimizer."""
     return request.expert.dim_size("dp") // request.instances
 
@@ -80,7 +76,7 @@ def hybrid_sizes(members: int) -> list[int]:
     return [2**i for i in range(1, int(log2(members)))]
 
 
-def listed(request: Request, p: Planned) -> GroupRow:
+def listed(request: Arguments, p: Planned) -> GroupRow:
     """A row with its groups listed, where no one layout describes them.
 
     Over encoder and decoder, between 0.12's optimizer instances, and where outside code replaced

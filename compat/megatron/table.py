@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from hypergrid.plan import GroupRow
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,17 @@ class Row:
     @property
     def twin_label(self) -> str:
         return self.twin_desc or self.label + "_GLOO"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row of the plan and where its group goes: a private global of upstream's."""
+
+    row: Row
+    slot: str
+    key: int | None  # place in the slot's list or dict, where it holds several groups
+    group: GroupRow
+    chosen: list[Sequence[int]] | None = None  # as the caller's function gave them
 
 
 # What a group carries, and why it must not wait for the rest: a communicator runs one operation at

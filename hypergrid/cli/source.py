@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from compat.megatron.arguments import Request
 from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
+from compat.megatron.planning import Request
 from hypergrid.analysis.traffic import ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.plan import GroupPlan

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from compat.megatron.releases import HAS
 from compat.megatron.replaced import in_words
+from compat.state import ParallelState
 from hypergrid.analysis.summary import dims_in_words, long_dims
 from hypergrid.layout import RankLayout
-
-if TYPE_CHECKING:
-    from compat.state import ParallelState
 
 
 def report(state: ParallelState) -> str:
@@ -39,7 +36,7 @@ def report(state: ParallelState) -> str:
         + ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in chosen.items())
     )
     if request.helpers:
-        lines.append(f"hypergrid: outside code has replaced {in_words(request)}")
+        lines.append(f"hypergrid: outside code has replaced {in_words(request.helpers)}")
     rows = {p.group.label: p for p in request.planned}
     for pooled in pool.groups:
         planned = rows.get(pooled.label)

@@ -1,0 +1,146 @@
+"""The groups of a request, created through replaced helpers as stock's loops call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from compat.megatron import communicators, rank_lists
+from compat.megatron.planning import Request, rows_of
+from compat.megatron.releases import HAS
+from compat.megatron.replaced import HYBRID, LEVELS, by_members
+from compat.megatron.table import Planned, Row
+
+# The group that a helper made of these ranks, for a row of the plan.
+Made = tuple[Planned, Sequence[int], Any]
+
+
+def options(request: Request, section: str) -> Any:
+    """The communicator options of a section, from the helper in use."""
+    give: Callable[..., Any] = request.helpers.get(
+        "get_nccl_options", communicators.get_nccl_options
+    )
+    return give(section, request.nccl_configs)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Creates the groups of a request through ``helpers``, as upstream calls them.
+
+    ``numbered`` surrounds each call, so that its groups get names of their own, and ``around``
+    the calls that belong together.
+    """
+
+    request: Request
+    helpers: Mapping[str, Callable[..., Any]]
+    rank: int
+    numbered: Callable[[str, Sequence[int]], AbstractContextManager[None]]
+    around: Callable[[Sequence[Planned]], AbstractContextManager[None]]
+
+    def groups(self) -> Iterator[Made]:
+        """Every group that this rank is in, in upstream's order.
+
+        *Collective* over all ranks that initialise; over the members of each group where that
+        was declared.
+        """
+        for _, of_one_loop in groupby(rows_of(self.request), key=_loop):
+            rows = list(of_one_loop)
+            with self._all(rows) if rows[0].sharp == "dp" else nullcontext():
+                for number, ranks in enumerate(rank_lists.loops(self.request, rows[0])):
+                    for p, members, group in self._of_one(rows, number, ranks):
+                        if self.rank in members:
+                            yield p, members, group
+
+    def _planned(self, rows: Iterable[Row]) -> list[Planned]:
+        return [p for row in rows for p in self.request.planned if p.row is row]
+
+    def _all(self, rows: Iterable[Row]) -> AbstractContextManager[None]:
+        return self.around(self._planned(rows))
+
+    def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
+        """What upstream makes of one list of ranks of a loop."""
+        alone = by_members(self.request.helpers)
+        leveled = [row for row in rows if (row.fan or row.has_levels) and not alone]
+        single = [row for row in rows if row not in leveled and not row.chunk]
+        for p in sorted(self._planned(single), key=_is_twin):
+            yield from (self._create(p, each) for each in self._cut(p, number, ranks))
+        for row in rows:
+            if row.chunk:
+                both = self._planned([row])  # and its twin
+                for each in self._cut(both[0], number, ranks):
+                    yield from (self._create(p, each) for p in both)
+        if leveled:
+            with self._all(leveled):
+                with self.numbered(f"{leveled[0].label}#", ranks):
+                    made = self._call(leveled, ranks)
+                for p, group in made:
+                    groups = self._cut(p, number, ranks)
+                    yield p, next(each for each in groups if self.rank in each), group
+
+    def _cut(self, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
+        return rank_lists.cut(self.request, p, number, ranks)
+
+    def _create(self, p: Planned, members: Sequence[int]) -> Made:
+        if by_members(self.request.helpers) and self.rank not in members:
+            return p, members, None
+        with self.numbered(p.group.label, members):
+            group = self.helpers["create_group"](members, **_arguments(self.request, p))
+        return p, members, group
+
+    def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[Planned, Any]]:
+        """Call the helper that makes the groups of several sizes or levels at once."""
+        request, row, planned = self.request, rows[0], self._planned(rows)
+        if row.fan == "sizes":
+            made = self.helpers[HYBRID](self.rank, ranks, options(request, row.options))
+            return [(p, made[p.key]) for p in planned if p.key in made]
+        sizes, twins = rank_lists.level_sizes(request, row), []
+        if HAS["plain_levels"]:
+            size, given = request.context_parallel_size, options(request, row.options)
+            levels = self.helpers[LEVELS[1]](self.rank, ranks, size, sizes, given)
+        else:
+            several = [options(request, each.options) for each in rows]
+            both = row.gloo and request.create_gloo_process_groups
+            desc = "EXPERT_DATA_PARALLEL_GROUP" if row.gloo else "CONTEXT_PARALLEL_GROUP"
+            levels, twins = self.helpers[LEVELS[0]](
+                *(self.rank, ranks, sizes),
+                create_gloo_process_groups=both,
+                pg_options=several if row.gloo else several[0],
+                timeout=request.timeout,
+                group_desc=desc,
+            )
+        if self.rank not in ranks:
+            return []
+        return [(p, (twins if _is_twin(p) else levels)[rank_lists.level(p)]) for p in planned]
+
+
+def _loop(row: Row) -> tuple[str, str, bool]:
+    """Rows with an equal one are made in the same loop of upstream's."""
+    return (*rank_lists.origin(row), row.fan == "sizes")
+
+
+def _arguments(request: Request, p: Planned) -> dict[str, Any]:
+    """What upstream gives ``create_group`` beside the ranks: no more arguments, and no fewer."""
+    given: dict[str, Any] = {"group_desc": p.group.label}
+    if p.group.timeout is not None:
+        given["timeout"] = request.timeout
+    if _is_twin(p):
+        given["backend"] = "gloo"
+    elif p.row.several:  # the pipeline's
+        given["backend"] = p.group.backend
+    if takes_options(p):
+        given["pg_options"] = options(request, p.row.options)
+    elif not _is_twin(p):
+        given["pg_options"] = None
+    return given
+
+
+def takes_options(p: Planned) -> bool:
+    """Whether upstream asks for communicator options for this group."""
+    return p.row.twin_options if _is_twin(p) else p.group.backend != "ucc"
+
+
+def _is_twin(p: Planned) -> bool:
+    return p.slot != p.row.slot
