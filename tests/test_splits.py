@@ -1,6 +1,7 @@
 """Groups that are split off the default one: by torch's real gloo split, on real ranks."""
 
 import os
+import time
 from datetime import timedelta
 from unittest import mock
 
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from forked import join, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
+from compat import members_only
 from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
 from hypergrid import EnvironmentTable, HyperCommGrid, creation
-from hypergrid.pool import before_closing
+from hypergrid.pool import before_closing, live_pools
 
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -161,6 +163,53 @@ def _outside(rank, variables):
 def test_ranks_outside_a_grid_take_part_where_every_rank_must(variables):
     results = run_ranks(4, _outside, variables, backend="", timeout=20)
     assert results == [False, True, True, False]
+
+
+def _window_refused(rank, cause):
+    join(rank, 4)
+    window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
+    default, store = c10d._get_default_group(), c10d._get_default_store()
+    asked, start = [], time.monotonic()
+    with (
+        mock.patch.dict(c10d._world.pg_map),
+        mock.patch.dict(os.environ, cause if isinstance(cause, dict) else {}),
+        mock.patch.object(dist, "new_group", members_only(lambda *args, **_: asked.append(args))),
+        mock.patch.object(dist, "get_backend", lambda *_: "mpi" if cause == "MPI" else "gloo"),
+    ):
+        if cause == "a bound NCCL":
+            c10d._world.pg_map[default] = ("cpu:gloo,cuda:nccl", store)
+            default.bound_device_id = torch.device("cuda", 0)
+        with pytest.raises(RuntimeError) as caught:
+            ParallelState.create(**window, distributed_timeout_minutes=0.5)
+    assert time.monotonic() - start < 5 and not asked
+    assert list(c10d._world.pg_map) == [default] and live_pools() == []
+    default.bound_device_id = None
+    dist.barrier()
+    left = [key for key in store.list_keys() if "hypergrid/" in key and not key.endswith("/round")]
+    dist.barrier()
+    state = ParallelState.create(**window, tensor_model_parallel_size=2)
+    _use(state.pool.groups)
+    return str(caught.value), left
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        ("a bound NCCL", "bound to cuda:0 by init_process_group(device_id=...)"),
+        ("MPI", "MPI creates every group with all ranks"),
+        ({"TORCH_DIST_INIT_BARRIER": "1"}, "TORCH_DIST_INIT_BARRIER=1 makes torch wait"),
+        ({"HYPERGRID_CREATION": "split"}, "creation was set so"),
+        ({"HYPERGRID_CREATION": "everyone"}, "creation was set so"),
+    ],
+    ids=str,
+)
+def test_a_window_whose_groups_need_every_rank_is_refused_by_all_its_ranks_before_any_is_made(
+    cause, why
+):
+    for text, left in run_ranks(4, _window_refused, cause, backend="", timeout=30):
+        assert "a window of 2 of 4 ranks needs groups that their members create alone" in text
+        assert why in text and "Change that, or lay out the whole world." in text
+        assert left == []
 
 
 def _refused_inside(rank):
