@@ -248,7 +248,10 @@ def test_all_members_close_groups_in_one_order_which_is_that_of_a_bare_destroy()
 def _closing(rank, abort):
     ps.initialize_model_parallel(**LAYOUT)
 
+    told = []
+
     def broken(groups, abort):
+        told.append(abort)
         raise RuntimeError("the hook's own")
 
     before_closing.add(broken)
@@ -258,6 +261,7 @@ def _closing(rank, abort):
                 ps.destroy_model_parallel(abort=abort)
     finally:
         before_closing.discard(broken)
+    assert told == [abort] * (rank == 2)
     left = len(c10d._world.pg_map)
     dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
     ps.destroy_model_parallel(abort=abort)
@@ -275,11 +279,23 @@ def _every_class(rank):
     state = ParallelState.create(tensor_model_parallel_size=2)
     grid, theirs = HyperCommGrid([2, 2], ["tp", "dp"]), MegatronGrid([2, 2], ["tp", "dp"])
     grid.create_pg("tp"), theirs.create_pg("tp")
-    state.pool.destroy(3, abort=True)
-    assert len(state.pool.groups) == 3
-    for each in (state, grid, theirs):
-        each.destroy(abort=True)
-        each.destroy(abort=True)
+    calls = []
+    with (  # gloo takes NCCL's place, whose ordinary end waits for others
+        mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits")),
+        mock.patch.object(c10d, "ProcessGroupNCCL", c10d.ProcessGroupGloo, create=True),
+        mock.patch.object(
+            c10d.ProcessGroupGloo, "_group_start", lambda _: calls.append("start"), create=True
+        ),
+        mock.patch.object(
+            c10d.ProcessGroupGloo, "_group_end", lambda _: calls.append("end"), create=True
+        ),
+    ):
+        state.pool.destroy(3, abort=True)
+        assert len(state.pool.groups) == 3
+        for each in (state, grid, theirs):
+            each.destroy(abort=True)
+            each.destroy(abort=True)
+    assert calls == ["start", "end"] * 4
     return len(c10d._world.pg_map)
 
 
