@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hypergrid
-from hypergrid import GroupPlan
+from hypergrid import GroupPlan, GroupRow, RankLayout
 from hypergrid.cli import machine
 from hypergrid.cli.app import app
 
@@ -25,6 +25,7 @@ LINE = (
     "torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 "
     "--context-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
 )
+WIDER = {name: {"dims": ["dp"], "sizes": [n]} for name, n in (("decoder", 4), ("expert", 6))}
 
 
 def run(command, status=0, **environment):
@@ -70,24 +71,33 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
         ({"schema": 99}, "a plan of schema 99 cannot be read"),
         ({"layouts": {}}, "a plan needs a layout"),
         ({"rows": 5}, "is no plan that can be read"),
+        ({"layouts": WIDER, "rows": []}, "layout 'expert' has rank 5, and the first layout"),
         ({"layout": "attic"}, "is over the layout 'attic', and the plan has decoder, expert"),
         ({"dims": ["xp"]}, "invalid dim 'xp'"),
         ({"chunk": 0}, "a row cannot have chunk=0"),
         ({"pick": "some"}, "a row cannot have pick='some'"),
         ({"explicit": "ab"}, "a row cannot have explicit='ab'"),
+        ({"explicit": [[0, 7], [7, 8]]}, "a group of 'DATA_PARALLEL_GROUP_WITH_CP' has rank 8,"),
+        ({"explicit": [[-1, 2]]}, "which the plan is for, ends at rank 7"),
         ({"label": 5}, "a row cannot have label=5"),
         ({"options": {"a": 1}}, "a row cannot have options={'a': 1}"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("command", ["plan", "check", "show"])
+@pytest.mark.parametrize("command", ["plan --plan", "check --plan", "show --plan", "diff"])
 def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(tmp_path, command, change, said):
     data = json.loads(run("plan --world-size 8 --json"))
-    (key,) = change
-    data |= change if key in data else {"rows": [{**data["rows"][0], **change}]}
+    data |= change if change.keys() <= data.keys() else {"rows": [{**data["rows"][0], **change}]}
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    told = run(f"{command} --plan {tmp_path / 'plan.json'}", 2)
+    told = run(f"{command} {tmp_path / 'plan.json'}" + " '--world-size 8'" * (command == "diff"), 2)
     assert told.startswith("hypergrid: ") and told.count("\n") == 1 and said in told
+
+
+def test_a_saved_plan_may_have_an_encoders_ranks_in_front(tmp_path):
+    layouts = {"decoder": RankLayout(("dp",), (6,), 2)}
+    plan = GroupPlan(layouts, (GroupRow("MODEL", "decoder", ("dp",), explicit=((0, 1, 2),)),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert rows(run(f"plan --plan {tmp_path / 'plan.json'}"))["MODEL"] == ["dp", "3", "1", "1"]
 
 
 def test_a_flag_beside_a_launch_line_wins():

@@ -219,11 +219,13 @@ def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
     assert "NCCL_COLLNET_ENABLE" not in os.environ
 
 
-def _lazily(rank, connect):
+def _lazily(rank, connect, environment=None):
     before = len(os.listdir("/proc/self/fd"))
+    if environment is not None:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = environment
     ps.initialize_model_parallel(**LAYOUT, connect=connect)
     opened = len(os.listdir("/proc/self/fd")) - before
-    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == environment
     dist.barrier()
     _check_all_reduce(rank)
     return opened, ps.current_state().pool.agreement.lazy
@@ -232,7 +234,8 @@ def _lazily(rank, connect):
 def test_lazy_groups_connect_when_they_are_used():
     torchs, eager, lazy = (run_ranks(8, _lazily, how) for how in ("torch", "eager", "lazy"))
     assert {r[1] for r in torchs + eager} == {False} and {r[1] for r in lazy} == {True}
-    for at_once in (torchs, eager):
+    anyway = run_ranks(8, _lazily, "eager", "1")  # torch's own choice is another
+    for at_once in (torchs, eager, anyway):
         assert max(opened for opened, _ in lazy) < min(opened for opened, _ in at_once)
 
 
@@ -247,6 +250,9 @@ def _brought_to_life(rank):
     opened.append(descriptors())
     dist.all_reduce(torch.ones(1), group=group)
     opened.append(descriptors())
+    broken = mock.patch.object(dist, "barrier", side_effect=RuntimeError("no way there"))
+    with broken, pytest.raises(RuntimeError, match="no way there"):
+        creation.connect(group, timedelta(seconds=20))
     if rank < 3:
         with pytest.raises(RuntimeError, match="did not connect within 0:00:01"):
             creation.connect(group, timedelta(seconds=1))  # rank 3 does not come
@@ -272,7 +278,10 @@ def _eager(rank, how, broken):
     os.environ.update(HYPERGRID_CONNECT=how, BROKEN=str(int(broken)))
     dist.Backend.register_backend("late", _late, devices=["cpu"])
     grid = HyperCommGrid([1, 2, 2], ["ep", "tp", "dp"], backend="late")
-    with mock.patch.object(creation, "connect", wraps=creation.connect) as connect:
+    with (
+        mock.patch.object(creation, "connect", wraps=creation.connect) as connect,
+        mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits")),
+    ):
         for dims in ("ep", "tp"):
             grid.create_pg(dims, timeout=timedelta(seconds=3))
     return [call.args[0].size() for call in connect.call_args_list]

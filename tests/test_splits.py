@@ -1,6 +1,7 @@
 """Groups that are split off the default one: by torch's real gloo split, on real ranks."""
 
 import os
+import time
 from datetime import timedelta
 from unittest import mock
 
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from forked import join, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
+from compat import members_only
 from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
 from hypergrid import EnvironmentTable, HyperCommGrid
 from hypergrid.groups import creation
-from hypergrid.groups.pool import before_closing
+from hypergrid.groups.pool import before_closing, live_pools
 
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -164,6 +166,53 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(variables):
     assert results == [False, True, True, False]
 
 
+def _window_refused(rank, cause):
+    join(rank, 4)
+    window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
+    default, store = c10d._get_default_group(), c10d._get_default_store()
+    asked, start = [], time.monotonic()
+    with (
+        mock.patch.dict(c10d._world.pg_map),
+        mock.patch.dict(os.environ, cause if isinstance(cause, dict) else {}),
+        mock.patch.object(dist, "new_group", members_only(lambda *args, **_: asked.append(args))),
+        mock.patch.object(dist, "get_backend", lambda *_: "mpi" if cause == "MPI" else "gloo"),
+    ):
+        if cause == "a bound NCCL":
+            c10d._world.pg_map[default] = ("cpu:gloo,cuda:nccl", store)
+            default.bound_device_id = torch.device("cuda", 0)
+        with pytest.raises(RuntimeError) as caught:
+            ParallelState.create(**window, distributed_timeout_minutes=0.5)
+    assert time.monotonic() - start < 5 and not asked
+    assert list(c10d._world.pg_map) == [default] and live_pools() == []
+    default.bound_device_id = None
+    dist.barrier()
+    left = [key for key in store.list_keys() if "hypergrid/" in key and not key.endswith("/round")]
+    dist.barrier()
+    state = ParallelState.create(**window, tensor_model_parallel_size=2)
+    _use(state.pool.groups)
+    return str(caught.value), left
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        ("a bound NCCL", "bound to cuda:0 by init_process_group(device_id=...)"),
+        ("MPI", "MPI creates every group with all ranks"),
+        ({"TORCH_DIST_INIT_BARRIER": "1"}, "TORCH_DIST_INIT_BARRIER=1 makes torch wait"),
+        ({"HYPERGRID_CREATION": "split"}, "creation was set so"),
+        ({"HYPERGRID_CREATION": "everyone"}, "creation was set so"),
+    ],
+    ids=str,
+)
+def test_a_window_whose_groups_need_every_rank_is_refused_by_all_its_ranks_before_any_is_made(
+    cause, why
+):
+    for text, left in run_ranks(4, _window_refused, cause, backend="", timeout=30):
+        assert "a window of 2 of 4 ranks needs groups that their members create alone" in text
+        assert why in text and "Change that, or lay out the whole world." in text
+        assert left == []
+
+
 def _refused_inside(rank):
     join(rank, 4)
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
@@ -200,7 +249,10 @@ def test_all_members_close_groups_in_one_order_which_is_that_of_a_bare_destroy()
 def _closing(rank, abort):
     ps.initialize_model_parallel(**LAYOUT)
 
+    told = []
+
     def broken(groups, abort):
+        told.append(abort)
         raise RuntimeError("the hook's own")
 
     before_closing.add(broken)
@@ -210,6 +262,7 @@ def _closing(rank, abort):
                 ps.destroy_model_parallel(abort=abort)
     finally:
         before_closing.discard(broken)
+    assert told == [abort] * (rank == 2)
     left = len(c10d._world.pg_map)
     dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
     ps.destroy_model_parallel(abort=abort)
@@ -227,11 +280,23 @@ def _every_class(rank):
     state = ParallelState.create(tensor_model_parallel_size=2)
     grid, theirs = HyperCommGrid([2, 2], ["tp", "dp"]), MegatronGrid([2, 2], ["tp", "dp"])
     grid.create_pg("tp"), theirs.create_pg("tp")
-    state.pool.destroy(3, abort=True)
-    assert len(state.pool.groups) == 3
-    for each in (state, grid, theirs):
-        each.destroy(abort=True)
-        each.destroy(abort=True)
+    calls = []
+    with (  # gloo takes NCCL's place, whose ordinary end waits for others
+        mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits")),
+        mock.patch.object(c10d, "ProcessGroupNCCL", c10d.ProcessGroupGloo, create=True),
+        mock.patch.object(
+            c10d.ProcessGroupGloo, "_group_start", lambda _: calls.append("start"), create=True
+        ),
+        mock.patch.object(
+            c10d.ProcessGroupGloo, "_group_end", lambda _: calls.append("end"), create=True
+        ),
+    ):
+        state.pool.destroy(3, abort=True)
+        assert len(state.pool.groups) == 3
+        for each in (state, grid, theirs):
+            each.destroy(abort=True)
+            each.destroy(abort=True)
+    assert calls == ["start", "end"] * 4
     return len(c10d._world.pg_map)
 
 

@@ -275,3 +275,68 @@ def _replaced(rank):
 def test_without_agreement_a_fresh_process_counts_as_those_that_stayed():
     (name,) = set(run_ranks(2, _replaced, backend=""))
     assert name.isdigit()
+
+
+def _two_threads_without_agreement(rank):
+    os.environ["HYPERGRID_AGREEMENT"] = "0"
+    original, begun, refused = dist.new_group, threading.Event(), threading.Event()
+
+    @members_only
+    def new_group(*args, **kwargs):
+        begun.set()
+        assert rank == 3 or refused.wait(20)
+        return original(*args, **kwargs)
+
+    def create(size):
+        sizes = {"tensor_model_parallel_size": size}
+        return ParallelState.create(**sizes, distributed_timeout_minutes=5 / 60)
+
+    def second():
+        begun.wait(20)
+        if rank == 3:  # where the threads do not overlap, nothing tells it of the others'
+            first.join()
+        with pytest.raises((AgreementError, CreationError)) as caught:
+            create(4)
+        told.append(f"{caught.type.__name__}: {caught.value}")
+        refused.set()
+
+    made, told, start = [], [], time.monotonic()
+    with mock.patch.object(dist, "new_group", new_group):
+        first = threading.Thread(target=lambda: made.append(create(2)))
+        threads = [first, threading.Thread(target=second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    dist.barrier()
+    made.append(create(4))
+    sums = []
+    for state in made:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=state.get_tensor_model_parallel_group())
+        sums.append(total.item())
+    return told, sums, time.monotonic() - start
+
+
+def test_without_agreement_a_second_thread_is_refused_on_its_rank_alone_and_all_go_on():
+    results = run_ranks(4, _two_threads_without_agreement, timeout=60)
+    for rank, ((told,), sums, seconds) in enumerate(results):
+        assert sums == [2, 4] and seconds < 20
+        if rank < 3:
+            assert told.startswith(f"AgreementError: two threads of rank {rank} create groups")
+            assert "Create them in one thread, or one after the other" in told
+        else:  # no other rank could be told
+            assert told.startswith("CreationError: rank 3 could not create")
+
+
+def _one_rank_refuses_without_agreement(rank):
+    os.environ["HYPERGRID_AGREEMENT"] = "0"
+    with pytest.raises(RuntimeError):
+        ps.initialize_model_parallel(3 if rank == 1 else 2, distributed_timeout_minutes=5 / 60)
+    dist.barrier()
+    ps.initialize_model_parallel(2, distributed_timeout_minutes=5 / 60)
+    dist.all_reduce(torch.ones(1), group=ps.get_tensor_model_parallel_group())
+
+
+def test_without_agreement_all_can_try_again_after_one_rank_refused_its_arguments():
+    run_ranks(4, _one_rank_refuses_without_agreement)

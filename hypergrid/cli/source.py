@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line, from_s
 from compat.megatron.planning import Request
 from hypergrid.analysis.traffic import ranked
 from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
 from hypergrid.topology import Topology
 
@@ -88,10 +89,26 @@ def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = str(error).removesuffix(".")
         raise JobError(f"{path} is no plan that can be read: {why}.") from None
+    known = range(plan.window.stop)  # an encoder's ranks are in front of the window
+    for what, ranks in _ranks_named(plan):
+        outside = next((rank for rank in ranks if rank not in known), None)
+        if outside is not None:
+            raise JobError(
+                f"{path} is no plan that can be read: {what} has rank {outside}, and the first "
+                f"layout, which the plan is for, ends at rank {known[-1]}."
+            )
     given = ranks_per_host or data.get("ranks_per_host")
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
     return Subject(plan, per_host, assumed=assumed)
+
+
+def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
+    for name, layout in plan.layouts.items():
+        yield f"the layout {shown(name)}", layout.ranks[-1:]
+    for row in plan.rows:
+        for group in row.explicit or ():
+            yield f"a group of {shown(row.label)}", group
 
 
 def read_json(path: Path) -> dict[str, Any]:

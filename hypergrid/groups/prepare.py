@@ -120,9 +120,7 @@ def _agree(
 ) -> Agreement:
     can, store = abilities(policy.creation), shared_store()
     if store is None:
-        span, count = span_of(ranks), _alone.setdefault(dist.group.WORLD, Counter())
-        count[span] += 1
-        return _accept(_choose(f"{span}/alone/{count[span]}", policy, [can]))
+        return _accept(_choose(f"{span_of(ranks)}/alone/{_counted(ranks)}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
     timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
@@ -132,6 +130,12 @@ def _agree(
             here = _Round(store, ranks, life)
             here.arrive(everything, can, policy)
         return _accept(here.wait(timeout))
+
+
+def _counted(ranks: Sequence[int]) -> int:
+    count = _alone.setdefault(dist.group.WORLD, Counter())
+    count[span_of(ranks)] += 1
+    return count[span_of(ranks)]
 
 
 def expected(policy: Policy) -> Agreement:
@@ -151,8 +155,12 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
     The others raise with this error's text once all have come. This rank waits ten seconds for
     that, so that none is a call ahead of the others; it has then said so, and goes on.
     """
+    if not dist.is_initialized() or dist.get_rank() not in ranks:
+        return
     store, first = shared_store(), _turn
-    if store is not None and dist.get_rank() in ranks:
+    if store is None:
+        _counted(ranks)  # as the others do, who cannot be told and try what was refused here
+    else:
         if first is not None and first.thread != threading.get_ident():
             store = another_connection(store)
             if list(first.ranks) == list(ranks):
