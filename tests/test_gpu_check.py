@@ -2,16 +2,17 @@
 
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import forked
-import gpu_worker
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,13 +35,19 @@ def gpu_check():
     return module
 
 
+CREATION = [
+    f"creation, {default} default group{eager}"
+    for eager in ("", ", connect=eager")
+    for default in ("unbound", "bound")
+]
+
+
 def test_without_a_gpu_each_check_says_that_it_was_skipped_and_why():
     done = _run()
     assert done.returncode == 0, done.stderr
-    verdicts = [line for line in done.stdout.splitlines() if "skipped: no CUDA device" in line]
-    assert [line.split()[0].rstrip(":") for line in verdicts] == [
-        *["creation"] * 3, "memory", "options", "training", "training", "te",
-    ]  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if line.startswith("skipped ")]
+    checks = [*CREATION, "memory", "options", "training: dense", "training: experts", "te"]
+    assert found == [f"skipped    {check:46} no CUDA device" for check in checks]
     assert "--rehearse" in done.stdout
 
 
@@ -48,18 +55,57 @@ def test_the_rehearsal_runs_the_checks_over_gloo_and_says_that_it_is_one():
     done = _run("--rehearse", "--only", "creation", "memory", "options", "te")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("REHEARSAL over gloo on the CPU (ranks: 2)")
-    lines = [line for line in done.stdout.splitlines() if line.endswith("rehearsed")]
-    ours = ["creation: members", "creation: everyone", "memory: share=none", "memory: share=all"]
-    for check in [*ours, "options"]:
-        assert any(line.startswith(check) for line in lines), check
-    assert "  creation: split: gloo cannot split" in done.stdout
-    assert " ok" not in done.stdout
+    for check in [*CREATION, "memory: share=none", "memory: share=all", "options"]:
+        assert f"rehearsed  {check:46} " in done.stdout
+    assert done.stdout.count(" by split;") == 2
+    assert not any(line.startswith("ok") for line in done.stdout.splitlines())
 
 
 def test_a_rank_that_hangs_is_a_row_and_not_the_end():
-    done = _run("--rehearse", "--only", "memory", "options", "--timeout", "0.5")
+    done = _run("--rehearse", "--only", "memory", "options", "--timeout", "0.01")
     assert done.returncode == 1
-    assert done.stdout.count("FAILED: rank 0: no end within") == 2
+    for check in ("memory", "options"):
+        assert f"FAILED     {check:46} rank 0: no end within 0.01 s" in done.stdout
+
+
+def _fails_beside_one_that_waits(device):
+    print("before")
+    if os.environ["RANK"] == "1":
+        raise ValueError("what went wrong")
+    time.sleep(60)
+
+
+def test_a_rank_that_fails_ends_the_others_and_its_last_lines_are_told(gpu_check):
+    gpu_check.CHECKS["bad"] = _fails_beside_one_that_waits
+    with pytest.raises(multiprocessing.ProcessError) as failure:
+        gpu_check.launch("bad", kind="cpu", world=2, timeout=30)
+    line, tail = failure.value.args
+    assert line == "rank 1: ValueError: what went wrong"
+    assert tail.startswith("before\nTraceback") and tail.endswith("what went wrong")
+    assert not multiprocessing.active_children()
+
+
+def _ways(rank, gpu_check, wrong):
+    """Rank 0's faults where every group is one too many, or has another name on each rank."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    os.chdir(os.path.dirname(os.environ["STORE_FILE"]))
+    close = gpu_check.ps.destroy_model_parallel
+    gather = gpu_check.gathered
+    if wrong == "left":
+        gpu_check.ps.destroy_model_parallel = lambda abort: None if abort else close()
+    elif wrong == "names":
+        gpu_check.gathered = lambda mine: gather(
+            {key: f"{name}{rank}" for key, name in mine.items()}
+        )
+    (row,) = gpu_check.creation(torch.device("cpu"), "label", "bound", "torch")
+    return row.faults
+
+
+@pytest.mark.parametrize("wrong", ["left", "names", ""])
+def test_creation_tells_of_groups_that_are_left_and_of_names_that_differ(gpu_check, wrong):
+    faults = forked.run_ranks(2, _ways, gpu_check, wrong, backend="")[0]
+    words = {"left": "20 groups are left", "names": " and ", "": ""}[wrong]
+    assert bool(faults) == bool(wrong) and all(words in fault for fault in faults)
 
 
 def test_interrupted_it_leaves_no_rank_behind():
@@ -91,27 +137,27 @@ def _trained(*losses, digest="d"):
 )
 def test_trainings_differ_only_as_far_as_stock_differs_from_itself(gpu_check, ours, again, verdict):
     runs = {"stock": [_trained(2.0, 1.0), again], "hypergrid": [ours]}
-    row = gpu_check.trained("training", lambda side: runs[side].pop(0))
+    row = gpu_check.trained("training", lambda side: [runs[side].pop(0)])
     assert (bool(row.faults), bool(row.skipped)) == verdict
 
 
-def test_options_are_read_from_the_live_group_and_a_wrong_one_is_named():
+def test_options_are_read_from_the_live_group_and_a_wrong_one_is_named(gpu_check):
     def options(**config):
-        numbers = dict.fromkeys(gpu_worker.NUMBERS, -1) | config
+        numbers = dict.fromkeys(gpu_check.NUMBERS, -1) | config
         return SimpleNamespace(config=SimpleNamespace(**numbers), is_high_priority_stream=True)
 
     live = mock.Mock()
     live._get_backend.return_value.options = options(max_ctas=4)
     with mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(Options=options), create=True):
-        found = gpu_worker.reached(live, torch.device("cuda", 0))
-    assert found == gpu_worker.EXPECTED["DATA_PARALLEL_GROUP_WITH_CP"]
-    right = gpu_worker.EXPECTED | {"OTHER": {}}
-    assert gpu_worker.misread(right) == []
-    (fault,) = gpu_worker.misread(right | {"OTHER": found})
-    assert fault == "OTHER has max_ctas=4, is_high_priority_stream, asked for none"
+        found = gpu_check.reached(live, torch.device("cuda", 0))
+    assert found == gpu_check.EXPECTED["DATA_PARALLEL_GROUP_WITH_CP"]
+    right = gpu_check.EXPECTED | {"OTHER": {}}
+    assert gpu_check.misread(right) == []
+    (fault,) = gpu_check.misread(right | {"OTHER": found})
+    assert fault == "OTHER has {'max_ctas': 4, 'is_high_priority_stream': True}, asked for {}"
 
 
-def _products(rank, wrong):
+def _products(rank, gpu_check, wrong):
     """Two ranks' shards of plain products; ``wrong`` leaves the sum over ranks out."""
     world = dist.group.WORLD
 
@@ -146,12 +192,12 @@ def _products(rank, wrong):
     torch.manual_seed(rank)
     shards = Column(64, 64, bias=False), Row(64, 64, bias=False)
     layer = torch.nn.LayerNorm(128, dtype=torch.bfloat16)
-    return gpu_worker.products(*shards, layer, world, torch.device("cpu"))[1]
+    return gpu_check.products(*shards, layer, world, torch.device("cpu"))[1]
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_products_of_shards_are_those_of_the_whole_or_a_fault(wrong):
-    for faults in forked.run_ranks(2, _products, wrong):
+def test_products_of_shards_are_those_of_the_whole_or_a_fault(gpu_check, wrong):
+    for faults in forked.run_ranks(2, _products, gpu_check, wrong):
         assert [fault.rsplit(" ", 1)[0] for fault in faults] == (
             ["the products are off by"] if wrong else []
         )
