@@ -1,6 +1,7 @@
 """Ranks agree before they create: nobody waits in vain, and all say the same."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -11,7 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from hypergrid import AgreementError
-from hypergrid.groups.prepare import Abilities, Policy, _Round
+from hypergrid.groups.prepare import Abilities, Policy, _Memory, _Round
+from hypergrid.groups.rendezvous import clear_before
 
 
 def _check(rank):
@@ -55,67 +57,101 @@ def _one_is_missing(rank):
 def test_who_did_not_come_is_named_and_all_can_try_again():
     results = run_ranks(8, _one_is_missing)
     assert len(set(results)) == 2
-    assert "1 of 8 ranks (5) did not come" in results[0] and "0:00:05." in results[0]
+    assert (
+        "1 of 8 ranks (5) did not reach group creation" in results[0] and "0:00:05." in results[0]
+    )
 
 
-def _round(store, rank, ranks=range(3)):
-    with mock.patch("torch.distributed.get_rank", return_value=rank):
-        return _Round(store, ranks)
+class _Rank:
+    """A rank of its own process: it remembers its own rounds."""
+
+    def __init__(self, store, rank, ranks=range(3)):
+        self.store, self.rank, self.ranks, self.memory = store, rank, ranks, _Memory()
+
+    def arrive(self, proposal=None, can=None):
+        with mock.patch("torch.distributed.get_rank", return_value=self.rank):
+            self.round = _Round(self.store, self.ranks, self.memory)
+        self.round.arrive(proposal or {"tp": 2}, can or Abilities(), Policy())
+        return self
+
+    def outcome(self, seconds=1):
+        return self.round.outcome(timedelta(seconds=seconds))
+
+
+def _agree(ranks):
+    """Each in a thread, since ranks that differ wait for each other."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [*pool.map(lambda rank: rank.outcome(), ranks)]
 
 
 def test_a_fresh_process_in_a_dead_ones_place_is_counted_once():
     store = dist.HashStore()
-    rounds = [_round(store, rank) for rank in (0, 1, 1, 2)]
-    for each in rounds:
-        each.arrive({"tp": 2}, Abilities(), Policy())
-    assert {each.wait(timedelta(seconds=1))["epoch"] for each in (rounds[0], *rounds[2:])} == {
-        "0..2/0"
-    }
-    assert _round(store, 0).number == 1
+    dead = _Rank(store, 1).arrive()
+    others = [_Rank(store, 0).arrive(), _Rank(store, 1).arrive()]
+    assert not store.check(["hypergrid/0..2/0/prepare/outcome"])
+    others.append(_Rank(store, 2).arrive())
+    assert {each.outcome()["epoch"] for each in others} == {"0..2/0"}
+    assert dead.rank == 1
+    for each in others:  # and the round after it is open to a fresh process too
+        each.memory = _Memory()
+        each.arrive()
+    assert {each.outcome()["epoch"] for each in others} == {"0..2/1"}
 
 
 def test_what_a_dead_process_said_is_forgotten():
     store = dist.HashStore()
-    _round(store, 1).arrive({"tp": 4}, Abilities(), Policy())
-    rounds = [_round(store, rank) for rank in range(3)]
-    for each in rounds:
-        each.arrive({"tp": 2}, Abilities(), Policy())
-    assert all("error" not in each.wait(timedelta(seconds=1)) for each in rounds)
+    _Rank(store, 1).arrive({"tp": 4})
+    ranks = [_Rank(store, rank).arrive() for rank in range(3)]
+    assert all("error" not in each.outcome() for each in ranks)
 
 
-def test_a_refusal_stands_until_all_have_heard_of_it():
+def test_a_process_in_the_place_of_the_last_that_arrived_finds_its_round_decided():
     store = dist.HashStore()
-    assert _round(store, 1, range(2)).arrive({"refused": "no"}, Abilities(), Policy())
-    again, other = _round(store, 1, range(2)), _round(store, 0, range(2))
-    assert not again.arrive({"tp": 2}, Abilities(), Policy())
-    assert other.arrive({"tp": 2}, Abilities(), Policy())
-    assert "rank 1 refused" in other.wait(timedelta(seconds=1))["error"]
-    assert again.wait(timedelta(seconds=1)) == other.wait(timedelta(seconds=1))
-    assert _round(store, 1, range(2)).arrive({"tp": 2}, Abilities(), Policy())
+    ranks = [_Rank(store, rank).arrive() for rank in range(3)]
+    assert {each.outcome()["epoch"] for each in ranks} == {"0..2/0"}
+    fresh = _Rank(store, 2).arrive()
+    assert fresh.round.epoch == "0..2/1"
 
 
-def _meet(store, meeting):
-    rounds = [_round(store, rank) for rank in range(3)]
-    for each in rounds:
-        each.arrive({"tp": 2}, Abilities("slow"), Policy())
-    for each in rounds:
-        assert each.wait(timedelta(seconds=1))["epoch"] == f"0..2/{meeting}"
-
-
-def test_once_all_have_read_the_verdict_nothing_is_left_but_the_number_of_the_round():
+def test_ranks_that_differ_hear_of_one_of_each_kind():
     store = dist.HashStore()
-    for meeting in range(3):
-        _meet(store, meeting)
-        assert store.num_keys() == 1
+    ranks = [_Rank(store, rank).arrive({"tp": 4 if rank == 2 else 2}) for rank in range(3)]
+    (text,) = {outcome["error"] for outcome in _agree(ranks)}
+    assert "tp is 4 on rank 2 and 2 on rank" in text
 
 
-def test_a_rank_that_comes_to_a_round_that_was_given_up_learns_why():
+def test_what_one_rank_cannot_do_is_done_by_none():
     store = dist.HashStore()
-    early, late = _round(store, 0, range(2)), _round(store, 1, range(2))
-    early.arrive({}, Abilities(), Policy())
-    given_up = early.wait(timedelta(milliseconds=100))
-    late.arrive({}, Abilities(), Policy())
-    assert late.wait(timedelta(seconds=1)) == given_up and "1 of 2 ranks" in given_up["error"]
+    slow = Abilities("slow")
+    ranks = [_Rank(store, rank).arrive(can=slow if rank == 1 else None) for rank in range(3)]
+    assert {outcome["way"] for outcome in _agree(ranks)} == {"everyone"}
+
+
+def _meet(ranks, meeting):
+    for each in ranks:
+        each.arrive()
+    for each in ranks:
+        assert each.outcome()["epoch"] == f"0..2/{meeting}"
+
+
+def test_of_all_rounds_only_the_keys_of_the_last_one_are_left():
+    store, counts = dist.HashStore(), []
+    ranks = [_Rank(store, rank) for rank in range(3)]
+    for meeting in range(4):
+        _meet(ranks, meeting)
+        clear_before(store, f"0..2/{meeting}")
+        counts.append(store.num_keys())
+    assert counts[0] == counts[-1] <= 4 + len(ranks)
+
+
+def test_ranks_that_are_missing_are_named_and_a_late_one_is_in_the_next_round():
+    store = dist.HashStore()
+    early, late = _Rank(store, 0, range(2)).arrive(), _Rank(store, 1, range(2))
+    given_up = early.outcome(0.1)
+    assert "1 of 2 ranks (1" in given_up["error"]
+    late.arrive()
+    assert late.round.number == 1
+    assert early.arrive().outcome() == late.outcome()
 
 
 class _Plain(dist.Store):
@@ -141,7 +177,12 @@ class _Plain(dist.Store):
         self.kept.wait(keys, timeout)
 
 
-def test_a_store_that_cannot_delete_is_as_good():
+def test_a_store_that_can_do_only_what_torch_asks_for_is_as_good():
     store = _Plain()
+    ranks = [_Rank(store, rank) for rank in range(3)]
     for meeting in range(3):
-        _meet(store, meeting)
+        _meet(ranks, meeting)
+    for rank in ranks:
+        rank.arrive({"tp": rank.rank})
+    (text,) = {outcome["error"] for outcome in _agree(ranks)}
+    assert "tp is" in text

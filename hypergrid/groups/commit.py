@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hypergrid.errors import CreationError
+from hypergrid.groups.rendezvous import Phase, clear_before
 from hypergrid.groups.store import (
     bounded,
-    forget,
-    missing,
     noticing_a_dead_link,
     shared_store,
-    stay_until,
     telling_of_a_lost_store,
 )
 from hypergrid.messages import in_words
@@ -41,7 +37,12 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
     if store is None:
         yield
         return
-    here, timeout = PrefixStore(f"hypergrid/{epoch}", store), bounded(timeout)
+    timeout, rank = bounded(timeout), dist.get_rank()
+    phase = Phase(PrefixStore(f"hypergrid/{epoch}/commit", store), ranks, rank)
+
+    def absent(missing: str) -> str:
+        return f"{missing} did not finish creating groups within {timeout}. Look at their logs."
+
     with noticing_a_dead_link(store, timeout):
         try:
             yield
@@ -49,55 +50,23 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
             first = None
             with suppress(Exception):  # the failure itself is what the caller must see
                 own = str(error) if isinstance(error, CreationError) else in_words(error)
-                first = _settle(here, {"error": own})["error"]
-                _leave(here, ranks, failed=True)
+                phase.arrive()
+                phase.publish(own, early=True)
+                first = phase.outcome(timeout, absent)
+                phase.leave_after_a_failure(store, all_come=True)
             if isinstance(error, CreationError) and first not in (None, own):
                 raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
             raise
         with telling_of_a_lost_store():
-            outcome = _meet_at_the_end(here, ranks, timeout)
-        with suppress(RuntimeError):  # what has been read stands, also when the store is lost now
-            _leave(here, ranks, "error" in outcome)
-        if "error" in outcome:
+            if phase.arrive() == len(ranks):
+                clear_before(store, epoch)
+                phase.publish("")
+            # A rank that is stuck in torch finds out after the timeout, and knows better why.
+            failure = phase.outcome(timeout + timedelta(seconds=5), absent)
+        if failure:
+            with suppress(RuntimeError):  # what has been read stands, also if the store is lost
+                phase.leave_after_a_failure(store, all_come=True)
             raise CreationError(
-                f"rank {dist.get_rank()} gave its groups back, another rank could not make its "
-                f"own: {outcome['error']}"
+                f"rank {rank} rolled its groups back, another rank could not create its own: "
+                f"{failure}"
             )
-
-
-def _meet_at_the_end(here: Store, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
-    here.set(f"done/{dist.get_rank()}", "")
-    if here.add("done", 1) == len(ranks):
-        return _settle(here, {})
-    try:
-        # Whoever is stuck in torch finds out after the timeout, and knows better what at.
-        here.wait(["outcome"], timeout + timedelta(seconds=5))
-    except RuntimeError:
-        if here.add("reporting", 1) == 1:
-            text = f"{missing(here, 'done', 'done', ranks)} did not finish creating groups within"
-            return _settle(here, {"error": f"{text} {timeout}. Look at their logs."})
-        here.wait(["outcome"], timedelta(seconds=30))
-    outcome: dict[str, Any] = json.loads(here.get("outcome"))
-    return outcome
-
-
-def _settle(here: Store, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Write how it ended, unless somebody has; gives what stands."""
-    if here.add("settled", 1) == 1:
-        here.set("outcome", json.dumps(outcome))
-        return outcome
-    here.wait(["outcome"], timedelta(seconds=30))
-    standing: dict[str, Any] = json.loads(here.get("outcome"))
-    return standing
-
-
-def _leave(here: Store, ranks: Sequence[int], failed: bool) -> None:
-    forget(here, f"done/{dist.get_rank()}")
-    if here.add("left", 1) == len(ranks):
-        clear_ending(here)
-    elif failed:
-        stay_until(lambda: not here.check(["outcome"]), here)
-
-
-def clear_ending(here: Store) -> None:
-    forget(here, "done", "settled", "reporting", "left", "outcome")  # the last of all leave last

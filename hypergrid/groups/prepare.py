@@ -18,16 +18,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
 from hypergrid.errors import AgreementError
-from hypergrid.groups.commit import clear_ending
 from hypergrid.groups.creation import Abilities, abilities, split_off
+from hypergrid.groups.rendezvous import Phase
 from hypergrid.groups.store import (
     another_connection,
     bounded,
+    first_value,
     forget,
-    missing,
     noticing_a_dead_link,
     shared_store,
-    stay_until,
     telling_of_a_lost_store,
 )
 from hypergrid.messages import shown, some_of, span_of
@@ -124,12 +123,13 @@ def _agree(
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
     timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
-        here = _Round(store, ranks, life)
-        if not here.arrive(everything, can, policy):
-            here.wait(timeout)
-            here = _Round(store, ranks, life)
-            here.arrive(everything, can, policy)
-        return _accept(here.wait(timeout))
+        memory = _memory.setdefault(dist.group.WORLD, _Memory())
+        refused = memory.refused.get(span_of(ranks))
+        if refused is not None:  # and the other ranks have not heard of it yet
+            refused.outcome(timeout)
+        here = _Round(store, ranks, memory, life)
+        here.arrive(everything, can, policy)
+        return _accept(here.outcome(timeout))
 
 
 def _counted(ranks: Sequence[int]) -> int:
@@ -166,10 +166,14 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
             if list(first.ranks) == list(ranks):
                 first.decided.wait()  # this refusal is for the next round
         text = f"{type(error).__name__}: {str(error)[:2000]}"
-        here = _Round(store, ranks, life)
-        if here.arrive({"refused": text}, Abilities(), Policy()):
-            here.here.wait(["verdict"], timedelta(seconds=10))
-            here.tidy(failed=True)
+        memory = _memory.setdefault(dist.group.WORLD, _Memory())
+        here = memory.refused.get(span_of(ranks))
+        if here is None:
+            here = memory.refused[span_of(ranks)] = _Round(store, ranks, memory, life)
+            here.arrive({"refused": text}, Abilities(), Policy())
+            here.tell()  # now: this rank may be gone when the others compare
+        here.phase.store.wait(["outcome"], timedelta(seconds=10))
+        here.outcome(timedelta(seconds=10))
 
 
 @contextmanager
@@ -255,51 +259,84 @@ def _two_threads(ranks: Sequence[int]) -> AgreementError:
     )
 
 
-class _Round:
-    """One meeting of ``ranks`` at the store. The next one begins when its verdict is out.
+@dataclass
+class _Memory:
+    """What this process knows of its rounds under one default group, by window."""
 
-    A rank that comes again before that, as a fresh process in a dead one's place, replaces what
-    it said and is counted once. A refusal stands: whoever refused meets the others in the next
-    round, when they too have heard of it.
+    rounds: dict[str, int] = field(default_factory=dict)  # the next one
+    refused: dict[str, _Round] = field(default_factory=dict)  # that the others do not know yet
+    is_registered: bool = False
+
+
+_memory: WeakKeyDictionary[object, _Memory] = WeakKeyDictionary()
+
+
+class _Round:
+    """One rendezvous of ``ranks``; the next one begins when its outcome is out.
+
+    A fresh process in a dead one's place is counted once: each keeps, in one key per rank, where
+    it arrived with what.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], life: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        memory: _Memory,
+        life: int | None = None,
+    ) -> None:
         self.rank, self.ranks, self.store, self.life = dist.get_rank(), ranks, store, life
-        self.board = PrefixStore(f"hypergrid/{span_of(ranks)}", store)
-        self.number = self.board.add("round", 0)
-        self.here = PrefixStore(str(self.number), self.board)
-        self.alike = ""  # counts the ranks that said what this one did
+        self.span = span_of(ranks)
+        self.board = PrefixStore(f"hypergrid/{self.span}", store)
+        self.memory, self.number = memory, memory.rounds.get(self.span, 0)
+        self.told = False
 
-    def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> bool:
-        """Say what this rank proposes; who comes last of all also writes the verdict.
+    @property
+    def epoch(self) -> str:
+        return f"{self.span}/{self.number}"
 
-        False, and nothing is said, if this rank has refused in this round.
-        """
-        own, text = f"proposal/{self.rank}", json.dumps(proposal, sort_keys=True, default=str)
-        again = self.here.add(f"came/{self.rank}", 1) > 1
-        if again:
-            before = self.here.get(own).decode()
-            if "refused" in json.loads(before):
-                return False
-            self.here.add(_alike(before), -1)
-        self.here.set(own, text)
-        self.alike = _alike(text)
-        self.here.add(self.alike, 1)
-        if can != Abilities():  # the usual ones are not worth a key
-            self.here.set(f"abilities/{self.here.add('abilities', 1)}", json.dumps(asdict(can)))
-        if again:
-            return True
-        arrived = self.here.add("arrived", 1)
-        if arrived == 1 and self.life is not None and self.overlaps(self.life):
-            return True
-        if arrived == len(self.ranks):
-            if self.here.add(self.alike, 0) == len(self.ranks) and "refused" not in proposal:
-                everybody = _all_abilities(self.here, len(self.ranks))
-                verdict = _choose(f"{span_of(self.ranks)}/{self.number}", policy, everybody)
+    def _phase(self, number: int) -> Phase:
+        here = PrefixStore(f"{number}/prepare", self.board)
+        return Phase(here, self.ranks, self.rank, lambda: self.board.add("round", 1))
+
+    def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> None:
+        """Say what this rank proposes; the last of all publishes the outcome."""
+        text = json.dumps([proposal, asdict(can)], sort_keys=True, default=str)
+        self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        self.entry = [self.rank, *json.loads(text)]
+        self.policy = policy
+        before = self._before()
+        count = len(self.ranks) + 1
+        while count > len(self.ranks):
+            self.phase = self._phase(self.number)
+            self.store.set(self._place, f"{self.span} {self.number} {self.digest}")
+            instead_of = before[1] if before is not None and before[0] == self.number else None
+            count = self.phase.arrive(self.digest, instead_of)
+            if count > len(self.ranks):  # closed meanwhile
+                self.number = max(self.number + 1, self.board.add("round", 0))
+        if count == 1 and self.life is not None and self.overlaps(self.life):
+            return
+        if count == len(self.ranks):
+            if self.phase.all_equal(self.digest) and "refused" not in proposal:
+                self.phase.publish(json.dumps(_choose(self.epoch, policy, [can])))
             else:
-                verdict = {"error": _difference(self.here, self.ranks)}
-            _close(self.board, self.number, verdict)
-        return True
+                self.phase.ask()
+
+    @property
+    def _place(self) -> str:
+        return f"hypergrid/at/{self.rank}"
+
+    def _before(self) -> tuple[int, int] | None:
+        """The round and the digest with which a dead process arrived here as this rank."""
+        if self.memory.is_registered:
+            return None
+        self.memory.is_registered = True
+        found = first_value(self.store, self._place, "here")
+        if found == "here":
+            return None
+        self.number = self.board.add("round", 0)
+        span, number, digest = [*found.split(" "), "", ""][:3]
+        return (int(number), int(digest)) if span == self.span and digest else None
 
     def overlaps(self, life: int) -> bool:
         """Make this window known to the others of its life; refuse it and those it overlaps."""
@@ -317,75 +354,54 @@ class _Round:
             both = sorted(set(ranks) & set(self.ranks))
             if not both or ranks == list(self.ranks):
                 continue
-            found, spans = True, sorted((span_of(ranks), span_of(self.ranks)))
-            verdict = {
+            found, spans = True, sorted((span_of(ranks), self.span))
+            outcome = {
                 "error": f"the windows {spans[0]} and {spans[1]} overlap: "
                 f"{some_of(both, range(dist.get_world_size()))} are in both, and each would "
                 f"wait for them. Give all ranks of a window the same rank_offset and "
                 f"local_world_size."
             }
-            board = PrefixStore(f"hypergrid/{span_of(ranks)}", self.store)
-            if board.add("round", 0) == number:  # it waits; else it has its groups
-                _close(board, number, verdict)
-            _close(self.board, self.number, verdict)
+            other = _Round(self.store, ranks, self.memory)
+            if other.board.add("round", 0) == number:  # it waits; else it has its groups
+                other._phase(number).publish(json.dumps(outcome), early=True)
+            self.phase.publish(json.dumps(outcome), early=True)
         return found
 
-    def wait(self, timeout: timedelta) -> dict[str, Any]:
-        """The verdict; if time runs out, one that names who did not come."""
-        try:
-            self.here.wait(["verdict"], timeout)
-        except RuntimeError:
-            if self.here.add("reporting", 1) == 1:
-                absent = missing(self.here, "arrived", "came", self.ranks)
-                error = (
-                    f"{absent} did not come to create groups together within {timeout}. Look at "
+    def tell(self) -> None:
+        """Say in full what this rank proposes, once."""
+        if not self.told:
+            self.told = True
+            self.phase.tell(self.digest, self.entry)
+
+    def outcome(self, timeout: timedelta) -> dict[str, Any]:
+        """What was decided; after ``timeout``, which ranks are missing."""
+
+        def absent(missing: str) -> str:
+            return json.dumps(
+                {
+                    "error": f"{missing} did not reach group creation within {timeout}. Look at "
                     f"their logs, or give them more time by distributed_timeout_minutes."
-                )
-                _close(self.board, self.number, {"error": error})
-            self.here.wait(["verdict"], timedelta(seconds=30))
-        verdict: dict[str, Any] = json.loads(self.here.get("verdict"))
-        with suppress(RuntimeError):  # what has been read stands, also when the store is lost now
-            self.tidy("error" in verdict)
-        return verdict
+                }
+            )
 
-    def tidy(self, failed: bool) -> None:
-        """Take this rank's keys away, and the shared ones once all have read them."""
-        forget(self.here, f"proposal/{self.rank}", f"came/{self.rank}")
-        if failed:  # a rank that comes late must still find the verdict
-            if self.here.add(self.alike, -1) == 0:
-                forget(self.here, self.alike)
-            self.here.add("read", 1)
-            stay_until(lambda: self.here.add("read", 0) >= self.here.add("arrived", 0), self.store)
-        elif self.here.add("read", 1) == len(self.ranks):
-            forget(self.here, self.alike)
-            _clear_meeting(self.here)  # and not its ending, which others may have come to
-            for number in range(self.number - 1, -1, -1):  # nobody is left in those that failed
-                old = PrefixStore(str(number), self.board)
-                if not old.check(["verdict"]) and not old.check(["outcome"]):
-                    break
-                _clear_meeting(old)
-                clear_ending(old)
+        def compared() -> str:
+            self.tell()
+            return self.phase.compare(self._decide)
 
+        outcome: dict[str, Any] = json.loads(self.phase.outcome(timeout, absent, compared))
+        self.memory.rounds[self.span] = self.number + 1
+        self.memory.refused.pop(self.span, None)
+        if "error" in outcome:
+            with suppress(RuntimeError):  # what has been read stands, also if the store is lost
+                self.phase.leave_after_a_failure(self.store)
+        return outcome
 
-def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
-    """Write the verdict, unless somebody has; the next round begins before it can be read."""
-    here = PrefixStore(str(number), board)
-    if here.add("closed", 1) == 1:
-        board.add("round", 1)
-        here.set("verdict", json.dumps(verdict))
-
-
-def _clear_meeting(here: Store) -> None:
-    posted = here.add("abilities", 0)
-    keys = ["arrived", "closed", "reporting", "verdict", "read", "abilities"]
-    forget(here, *keys, *(f"abilities/{i + 1}" for i in range(posted)))
-
-
-def _all_abilities(here: Store, count: int) -> list[Abilities]:
-    """Those that were posted, and the usual ones once if any rank posted nothing."""
-    posted = here.add("abilities", 0)
-    told = [Abilities(**json.loads(here.get(f"abilities/{i + 1}"))) for i in range(posted)]
-    return told if posted == count else [*told, Abilities()]
+    def _decide(self, entries: list[tuple[int, Any]]) -> str:
+        said = [(proposal, rank, many) for many, (rank, proposal, _) in entries]
+        if "refused" in said[0][0] or any(each[0] != said[0][0] for each in said):
+            return json.dumps({"error": _difference(said, self.span)})
+        everybody = [Abilities(**can) for _, (*_, can) in entries]
+        return json.dumps(_choose(self.epoch, self.policy, everybody))
 
 
 def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[str, Any]:
@@ -422,33 +438,28 @@ def _accept(verdict: dict[str, Any]) -> Agreement:
     return Agreement(**verdict)
 
 
-def _difference(here: Store, ranks: Sequence[int]) -> str:
-    """In words: the lowest rank that refused, or that differs from the first one, and how."""
-    if not here.check([f"proposal/{rank}" for rank in ranks]):
-        return "the round was given up meanwhile"  # and has its verdict: this one is not read
-    first = json.loads(here.get(f"proposal/{ranks[0]}"))
-    for rank in ranks:
-        other = json.loads(here.get(f"proposal/{rank}"))
-        if "refused" in other:
+def _difference(said: list[tuple[dict[str, Any], int, int]], span: str) -> str:
+    """In words: a rank that refused, or how the rarest proposal differs from the first rank's.
+
+    Each comes with a rank that made it, and how many did.
+    """
+    for proposal, rank, _ in said:
+        if "refused" in proposal:
             return (
-                f"rank {rank} refused its arguments, so no rank of {span_of(ranks)} made a group: "
-                f"{other['refused']}"
+                f"rank {rank} refused its arguments, so no rank of {span} made a group: "
+                f"{proposal['refused']}"
             )
-        if other != first:
-            break
+    first, base, _ = min(said, key=lambda each: each[1])
+    others = [each for each in said if each[0] != first]
+    other, rank, many = min(others, key=lambda each: (each[2], each[1]))
+    where = f"rank {rank}" + f" (and {many - 1} others)" * (many > 1)
     keys = [k for k in sorted(first.keys() | other.keys()) if first.get(k) != other.get(k)]
     fields = "; ".join(
-        f"{key} is {shown(other.get(key))} on rank {rank} and {shown(first.get(key))} on rank "
-        f"{ranks[0]}"
+        f"{key} is {shown(other.get(key))} on {where} and {shown(first.get(key))} on rank {base}"
         for key in keys
         if key != "plan" or keys == ["plan"]  # a digest says less than whatever it follows from
     )
     return (
-        f"ranks {span_of(ranks)} were asked for different groups: "
-        f"{fields or 'one of them changed its mind meanwhile'}. "
+        f"ranks {span} were asked for different groups: {fields}. "
         f"Start all of them with the same arguments. No group was made."
     )
-
-
-def _alike(text: str) -> str:
-    return "alike/" + hashlib.sha256(text.encode()).hexdigest()

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import AgreementError, CreationError
-from hypergrid.messages import few, in_words
+from hypergrid.messages import in_words
 
 _SOCKETS = "/proc/self/fd"
 
@@ -37,25 +37,42 @@ def forget(store: Store, *keys: str) -> None:
             store.delete_key(key)
 
 
-def missing(store: Store, counted: str, key: str, ranks: Sequence[int]) -> str:
-    """In words, which of ``ranks`` have no ``key`` of their own, when ``counted`` counts those.
-
-    Looks up whole spans at once, and only until ten are found: a few times as many keys as there
-    are ranks.
-    """
-    absent = _absent(store, key, ranks, 11)
-    count = len(absent) if len(absent) < 11 else len(ranks) - store.add(counted, 0)
-    return f"{count} of {len(ranks)} ranks ({few(absent)})"
+def peek(store: Store, key: str) -> str:
+    """The value of a key that exists, in one round trip where the store can; ``get`` costs two."""
+    try:
+        value: bytes = store.compare_set(key, "?", "?")
+    except (AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+        value = store.get(key)
+    return value.decode()
 
 
-def _absent(store: Store, key: str, ranks: Sequence[int], most: int) -> list[int]:
-    if most == 0 or store.check([f"{key}/{rank}" for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return list(ranks)
-    half = len(ranks) // 2
-    first = _absent(store, key, ranks[:half], most)
-    return first + _absent(store, key, ranks[half:], most - len(first))
+def first_value(store: Store, key: str, value: str) -> str:
+    """The value of ``key``, which is ``value`` from now on if it had none."""
+    try:
+        found: bytes = store.compare_set(key, "", value)
+    except (AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+        if not store.check([key]):
+            store.set(key, value)
+        found = store.get(key)
+    return found.decode()
+
+
+def append(store: Store, key: str, line: str) -> None:
+    """Add a line to the text of a key, which any number of ranks do at the same time."""
+    own: Any = store
+    if own.has_extended_api():
+        own.append(key, line + "\n")
+    else:
+        store.set(f"{key}/{store.add(f'{key}/lines', 1)}", line)
+
+
+def lines(store: Store, key: str) -> list[str]:
+    """What was appended by now."""
+    own: Any = store
+    if own.has_extended_api():
+        return peek(store, key).splitlines() if store.check([key]) else []
+    numbers = range(1, store.add(f"{key}/lines", 0) + 1)
+    return [store.get(f"{key}/{number}").decode() for number in numbers]
 
 
 def another_connection(store: Store) -> Store:
