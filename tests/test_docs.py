@@ -131,9 +131,30 @@ def test_the_reference_is_complete(site):
     assert core | functions <= named, sorted((core | functions) - named)
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_pages_outside_the_site_resolve(page):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    assert not [t for t in targets if "://" not in t and not (ROOT / t).exists()]
+
+
+FILES_OF_TESTS = {file.name: file for file in (ROOT / "tests").rglob("test_*.py")}
 NAMED = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / "promises.md").read_text())
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED)
 def test_each_promise_names_a_test_that_exists(file, name):
-    assert f"def {name}(" in (ROOT / "tests" / file).read_text()
+    assert f"def {name}(" in FILES_OF_TESTS[file].read_text()
+
+
+def test_the_map_names_what_exists_and_every_package():
+    blocks = FOUND[ROOT / "CONTRIBUTING.md"]
+    (tree,) = (block for block in blocks if block.said.get("output", "").startswith("the map"))
+    path, named = [], set()
+    for line in tree.text.splitlines():
+        path[(len(line) - len(line.lstrip())) // 2 :] = [line.split()[0]]
+        named.add(ROOT / "".join(path))
+    packages = {
+        file.parent for top in ("hypergrid", "compat") for file in (ROOT / top).rglob("*.py")
+    }
+    assert not [path for path in named if not path.exists()]
+    assert not packages - named
