@@ -6,8 +6,8 @@ A comment before a block says what the block alone cannot:
     <!-- run: torchrun=4 -->    the same, but they have only the environment that torchrun gives
     <!-- run: fake=120 -->      in one process of a fake world, as its rank 0
     <!-- run: alone -->         in one process without a world, which is how each page starts
-    <!-- given: CODE -->        Python that runs before the block: what its reader brings along
-    <!-- output: OF WHAT -->    the block is no code: what it shows, and why it is not run
+    <!-- given: CODE -->        Python that runs before the block: what its reader already has
+    <!-- output: OF WHAT -->    the block is not code: what it shows, and why it is not run
 
 Each `run` starts afresh; until the next one the blocks share their names, in the order of the
 page. `file=NAME` beside a world tells under which name the page has its reader save the block.
@@ -49,7 +49,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All blocks of a page, in order; a ValueError where a comment belongs to none."""
+    """All blocks of a page, in order; a ValueError where a comment has no block."""
     text, name = page.read_text(), str(page.relative_to(ROOT))
     found: list[Block] = []
     said: dict[str, str] = {}

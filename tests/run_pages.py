@@ -1,4 +1,4 @@
-"""Runs the Python blocks of pages, each chain in processes of its own; what went wrong, as JSON.
+"""Run the Python blocks of pages, each chain in its own processes; print their errors as JSON.
 
     python tests/run_pages.py < CHAINS    # [{"world": "ranks=8", "steps": [[where, given, code]]}]
 
@@ -31,7 +31,7 @@ Steps = list[tuple[str, str, str]]
 
 
 def run(steps: Steps) -> list[str]:
-    """Run the blocks in one namespace; for each the error that it met, or nothing."""
+    """Run the blocks in one namespace; for each its error, or an empty text."""
     space: dict[str, Any] = {"__name__": "__main__"}
     told: list[str] = []
     for where, given, code in steps:
@@ -87,10 +87,10 @@ def _on_rank(_: int, steps: Steps) -> list[str]:
 
 def _on_ranks(world: str, steps: Steps) -> list[str]:
     """The first error of each block, with its rank."""
-    for _, given, code in steps:  # what they import, here and not again on every rank
+    for _, given, code in steps:  # import it once here, not on every rank
         for node in (*ast.parse(given).body, *ast.parse(code).body):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                with contextlib.suppress(ImportError):  # the block itself will say so
+                with contextlib.suppress(ImportError):  # the block itself raises it
                     exec(compile(ast.Module([node], []), "imports", "exec"), {})
     kind, _, size = world.partition("=")
     backend = "gloo" if kind == "ranks" else ""
@@ -108,7 +108,7 @@ def chain(world: str, steps: Steps) -> list[str]:
     """Run a chain, in a process of its own, in the world that its page asks for."""
     kind = world.partition("=")[0]
     if kind not in WORLDS:
-        return [f"{world!r} is no world: use one of {', '.join(WORLDS)}"] * len(steps)
+        return [f"invalid world: {world!r}; allowed: {', '.join(WORLDS)}"] * len(steps)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -123,11 +123,11 @@ def chain(world: str, steps: Steps) -> list[str]:
     with os.fdopen(reading) as answer:
         said = answer.read()
     os.waitpid(child, 0)
-    return json.loads(said) if said else ["the process ended without a word"] * len(steps)
+    return json.loads(said) if said else ["the process ended without a result"] * len(steps)
 
 
 def main() -> None:
-    """Answer on the standard output, which the blocks then do not have."""
+    """Print the errors on the standard output; the output of the blocks goes to standard error."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     json.dump([chain(each["world"], each["steps"]) for each in json.load(sys.stdin)], answer)
