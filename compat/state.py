@@ -25,7 +25,7 @@ from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import HAS
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
-from compat.megatron.table import ROWS
+from compat.megatron.table import ALIASES, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
 from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
@@ -33,11 +33,8 @@ from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.plan import GroupPlan
 
 before_closing.add(te_process.release)
-GROUP_SLOTS = tuple(
-    dict.fromkeys(
-        name for row in ROWS for name in (row.slot, row.gloo and row.slot + "_GLOO") if name
-    )
-)
+_HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
+GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
 _DP_SIZE = "_MPU_DATA_PARALLEL_WORLD_SIZE"
 OVERRIDE_SLOTS = tuple(
@@ -360,8 +357,8 @@ class ParallelState(Getters):
     def is_in_use(self) -> bool:
         """Whether it has groups, or its window is elsewhere; not if all were written to None."""
         # Of an alias only some releases know that it is there: its group's own global counts.
-        rows = aliases(self.request) if self.request is not None else []
-        second = {row.slot + suffix for row in rows for suffix in ("", "_GLOO")}
+        known = aliases(self.request) if self.request is not None else []
+        second = {slot for alias in known for slot in slots(alias)}
         if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
             return True
         return self.request is not None and self.pool is None

@@ -18,7 +18,7 @@ from compat.megatron import calls, communicators, replaced
 from compat.megatron import helpers as group_helpers
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import HAS
-from compat.megatron.table import ROWS, Planned
+from compat.megatron.table import ROWS, Planned, slots
 from hypergrid.groups import creation
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
@@ -45,9 +45,9 @@ class Built:
 
 
 def _before_there_are_groups() -> dict[str, Any]:
-    slots: dict[str, Any] = {"_HYBRID_DP_CP_GROUPS": {}}
+    slots: dict[str, Any] = {row.slot: {} for row in ROWS if row.holds == "sizes"}
     if HAS["plain_levels"]:
-        slots["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = []
+        slots |= {row.slot: [] for row in ROWS if row.holds == "levels"}
     return slots
 
 
@@ -82,11 +82,12 @@ def build(request: Request) -> Built:
                         _make(built, pool, plan, p, pg_options)
             else:
                 _call_helpers(built, pool, request)
-            for row in aliases(request):
-                for suffix in ("", "_GLOO") if row.gloo else ("",):
-                    built.slots[row.slot + suffix] = built.slots.get(row.same_as + suffix)
-                if row.same_as in built.numbers:
-                    built.numbers[row.slot] = built.numbers[row.same_as]
+            for alias in aliases(request):
+                for slot in slots(alias):
+                    suffix = slot.removeprefix(alias.slot)
+                    built.slots[slot] = built.slots.get(alias.same_as + suffix)
+                if alias.same_as in built.numbers:
+                    built.numbers[alias.slot] = built.numbers[alias.same_as]
     except BaseException:
         grid.destroy(abort=True)
         raise
@@ -129,7 +130,7 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
         chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
         _place(built, p, group, chosen or list(ranks))
-        if p.slot in built.slots and not p.row.fan and len(set(ranks)) == len(ranks):
+        if p.key is None and p.slot in built.slots and len(set(ranks)) == len(ranks):
             place = sorted(ranks).index(rank), len(ranks)
             built.numbers[p.slot] = (built.slots[p.slot], *place)
         if row.chunk is None and row.pick == "all" and row.explicit is None:
@@ -172,19 +173,19 @@ def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
 
 def _place(built: Built, p: Planned, group: Any, known: Any) -> None:
     built.groups.append(group)
-    if p.row.fan == "sizes":
+    if p.row.holds == "sizes":
         built.slots[p.slot][p.key] = group
-    elif p.row.fan == "levels":
+    elif p.row.holds == "levels":
         built.slots.setdefault(p.slot, []).append(group)
     else:
         before, ranks = built.slots.get(p.slot), p.row.ranks
-        if before is not None and p.row.several:
+        if before is not None and p.row.holds == "several":
             several = isinstance(before, list)
             group = [*before, group] if several else [before, group]
             earlier = built.slots[ranks]
             known = [*earlier, known] if several else [earlier, known]
         built.slots[p.slot] = group
-        if ranks and p.slot == p.row.slot:
+        if ranks and not p.is_twin:
             built.slots[ranks] = known
 
 

@@ -63,9 +63,9 @@ class Calls:
     def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
         """What upstream makes of one list of ranks of a loop."""
         alone = by_members(self.request.helpers)
-        leveled = [row for row in rows if (row.fan or row.has_levels) and not alone]
+        leveled = [row for row in rows if _is_cut_by_helper(row) and not alone]
         single = [row for row in rows if row not in leveled and not row.chunk]
-        for p in sorted(self._planned(single), key=_is_twin):
+        for p in sorted(self._planned(single), key=lambda p: p.is_twin):
             yield from (self._create(p, each) for each in self._cut(p, number, ranks))
         for row in rows:
             if row.chunk:
@@ -93,7 +93,7 @@ class Calls:
     def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[Planned, Any]]:
         """Call the helper that makes the groups of several sizes or levels at once."""
         request, row, planned = self.request, rows[0], self._planned(rows)
-        if row.fan == "sizes":
+        if row.holds == "sizes":
             made = self.helpers[HYBRID](self.rank, ranks, options(request, row.options))
             return [(p, made[p.key]) for p in planned if p.key in made]
         sizes, twins = rank_lists.level_sizes(request, row), []
@@ -103,22 +103,26 @@ class Calls:
         else:
             several = [options(request, each.options) for each in rows]
             both = row.gloo and request.create_gloo_process_groups
-            desc = "EXPERT_DATA_PARALLEL_GROUP" if row.gloo else "CONTEXT_PARALLEL_GROUP"
             levels, twins = self.helpers[LEVELS[0]](
                 *(self.rank, ranks, sizes),
                 create_gloo_process_groups=both,
-                pg_options=several if row.gloo else several[0],
+                pg_options=several if len(several) > 1 else several[0],
                 timeout=request.timeout,
-                group_desc=desc,
+                group_desc=row.levels,
             )
         if self.rank not in ranks:
             return []
-        return [(p, (twins if _is_twin(p) else levels)[rank_lists.level(p)]) for p in planned]
+        return [(p, (twins if p.is_twin else levels)[rank_lists.level(p)]) for p in planned]
 
 
 def _loop(row: Row) -> tuple[str, str, bool]:
     """Rows with an equal one are made in the same loop of upstream's."""
-    return (*rank_lists.origin(row), row.fan == "sizes")
+    return (*rank_lists.origin(row), row.holds == "sizes")
+
+
+def _is_cut_by_helper(row: Row) -> bool:
+    """Whether upstream has a helper that makes all levels, or all sizes, of one list."""
+    return bool(row.levels) or row.holds == "sizes"
 
 
 def _arguments(request: Request, p: Planned) -> dict[str, Any]:
@@ -126,21 +130,17 @@ def _arguments(request: Request, p: Planned) -> dict[str, Any]:
     given: dict[str, Any] = {"group_desc": p.group.label}
     if p.group.timeout is not None:
         given["timeout"] = request.timeout
-    if _is_twin(p):
+    if p.is_twin:
         given["backend"] = "gloo"
-    elif p.row.several:  # the pipeline's
+    elif p.row.backend:
         given["backend"] = p.group.backend
     if takes_options(p):
         given["pg_options"] = options(request, p.row.options)
-    elif not _is_twin(p):
+    elif not p.is_twin:
         given["pg_options"] = None
     return given
 
 
 def takes_options(p: Planned) -> bool:
     """Whether upstream asks for communicator options for this group."""
-    return p.row.twin_options if _is_twin(p) else p.group.backend != "ucc"
-
-
-def _is_twin(p: Planned) -> bool:
-    return p.slot != p.row.slot
+    return p.row.twin_options if p.is_twin else p.group.backend != "ucc"

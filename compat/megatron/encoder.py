@@ -62,15 +62,13 @@ def beside(
                 f"equal data parallel sizes of encoder and experts, they are {sizes[0]} and "
                 f"{sizes[1]}. Change the expert sizes, or have one instance."
             )
-    if row.slot == "_MODEL_PARALLEL_GROUP":
-        return [first + second for first, second in zip(encoder, decoder, strict=True)]
-    if row.dims != "pp":
+    if row.encoder == "apart":
         return encoder + decoder
-    # Neighbours share an encoder's pipeline; where they do not come out even, the first ones
-    # have one more.
-    share, more = divmod(len(decoder), len(encoder))
-    feeds = [pipe for i, pipe in enumerate(encoder) for _ in range(share + (i < more))]
-    return [first + second for first, second in zip(feeds, decoder, strict=True)]
+    if row.encoder == "shared":
+        # By consecutive pipelines of the decoder; of a remainder the first ones get one more each.
+        share, more = divmod(len(decoder), len(encoder))
+        encoder = [pipe for i, pipe in enumerate(encoder) for _ in range(share + (i < more))]
+    return [first + second for first, second in zip(encoder, decoder, strict=True)]
 
 
 def _deprecated(name: str) -> None:
