@@ -19,11 +19,16 @@ from compat.megatron import communicators, replaced
 from compat.megatron import helpers as group_helpers
 from compat.megatron.build import Built, build, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import NUMBERS, Getters
-from compat.megatron.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
+from compat.megatron.getters import (
+    DATA_PARALLEL,
+    EXPERT_DATA_PARALLEL,
+    NUMBERS,
+    Getters,
+    Setters,
+    missing,
+)
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
-from compat.megatron.releases import HAS
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
 from compat.megatron.table import ALIASES, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
@@ -36,11 +41,9 @@ before_closing.add(te_process.release)
 _HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
 GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
-_DP_SIZE = "_MPU_DATA_PARALLEL_WORLD_SIZE"
-OVERRIDE_SLOTS = tuple(
-    dict.fromkeys(
-        (*(n.override for n in NUMBERS.values() if n.override), "_MPU_DATA_PARALLEL_RANK", _DP_SIZE)
-    )
+OVERRIDE_SLOTS = (
+    *(number.override for number in NUMBERS if number.override),
+    *("_MPU_DATA_PARALLEL_RANK", "_MPU_DATA_PARALLEL_WORLD_SIZE"),
 )
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
@@ -56,7 +59,7 @@ SLOTS = frozenset((*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS))
 _SOURCES = frozenset((*OVERRIDE_SLOTS, *GROUP_SLOTS))
 
 
-class ParallelState(Getters):
+class ParallelState(Getters, Setters):
     """What one ``initialize_model_parallel`` built.
 
     Its attributes are named as upstream's private globals (``_TENSOR_MODEL_PARALLEL_GROUP`` ...)
@@ -67,7 +70,7 @@ class ParallelState(Getters):
     # Slots, not a dictionary: a getter is called millions of times.
     __slots__ = (
         *sorted(SLOTS),
-        *NUMBERS,
+        *(number.attribute for number in NUMBERS),
         "_dp_groups",
         *("_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
         *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
@@ -331,10 +334,10 @@ class ParallelState(Getters):
         somebody else put into a slot only the group can tell, each time.
         """
         put = functools.partial(object.__setattr__, self)
-        for name, (override, slot, kind) in NUMBERS.items():
-            number = None if override is None else getattr(self, override)
-            put(name, self._known(slot, kind) if number is None else number)
-        for kind, override in (("rank", "_MPU_DATA_PARALLEL_RANK"), ("size", _DP_SIZE)):
+        for each in NUMBERS:
+            number = None if each.override is None else getattr(self, each.override)
+            put(each.attribute, self._known(each.group, each.kind) if number is None else number)
+        for kind, override in zip(("rank", "size"), OVERRIDE_SLOTS[-2:], strict=True):
             number = getattr(self, override)
             fixed = dict.fromkeys(DATA_PARALLEL, number)
             known = {key: self._known(self._dp_slot(*key), kind) for key in DATA_PARALLEL}
@@ -342,7 +345,8 @@ class ParallelState(Getters):
             experts = {key: self._edp_slot(*key) for key in EXPERT_DATA_PARALLEL}
             put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in experts.items()})
         put("_dp_groups", {key: getattr(self, self._dp_slot(*key)) for key in DATA_PARALLEL})
-        stage, stages = self._pp_rank, self._pp_size
+        stage = self._pipeline_model_parallel_rank
+        stages = self._pipeline_model_parallel_world_size
         known_stage = self._via is self and stage is not None and stages is not None
         put("_is_first", stage == 0 if known_stage else None)
         put("_is_last", stage == stages - 1 if known_stage else None)
@@ -373,56 +377,9 @@ class ParallelState(Getters):
         self._via = other
         self._renumber()
 
-    def set_tensor_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_tensor_model_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_TENSOR_MODEL_PARALLEL_RANK = rank
-
-    def set_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_pipeline_model_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
-
-    def set_virtual_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_virtual_pipeline_model_parallel_rank(self, rank: int | None) -> None:
-        if HAS["vp_stage"]:
-            warnings.warn(
-                "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
-                "is_pipeline_first_stage() and its like.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
-
-    def set_pipeline_model_parallel_split_rank(self, rank: int | None) -> None:
-        self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = rank
-
-    def get_moe_layer_wise_logging_tracker(self) -> dict[str, Any]:
-        """Megatron 0.12's losses of experts by name, for who logs them."""
-        return self._MOE_LAYER_WISE_LOGGING_TRACKER
-
-    def set_data_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_DATA_PARALLEL_RANK = rank
-
-    def set_expert_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_expert_model_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_EXPERT_MODEL_PARALLEL_RANK = rank
-
-    def set_expert_tensor_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
-
-    def set_expert_tensor_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
-
     def get_global_memory_buffer(self) -> Any:
         """Megatron's ``GlobalMemoryBuffer``, made when it is first asked for."""
-        buffer = self._group("_GLOBAL_MEMORY_BUFFER")
+        buffer = self._held("_GLOBAL_MEMORY_BUFFER")
         if isinstance(buffer, LazyBuffer):
             buffer = self._GLOBAL_MEMORY_BUFFER = buffer.make()
         return buffer
@@ -449,7 +406,7 @@ class ParallelState(Getters):
 
     def get_global_symmetric_memory_buffer(self) -> Any:
         """Megatron 0.16's buffer for inference; only where it was set up."""
-        return self._group("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
+        return self._held("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
 
     def destroy_global_symmetric_memory_buffer(self) -> None:
         """Forget the symmetric memory buffer."""

@@ -1,39 +1,139 @@
-"""The ranks and sizes of one parallel state, and the predicates built on them."""
+"""Every getter and setter of the module as a method of the state; most are a line of a table."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from compat.megatron import group_getters
 from compat.megatron.encoder import EncoderGetters
-from compat.megatron.group_getters import GroupGetters
 from compat.megatron.releases import HAS
 
+T = TypeVar("T", covariant=True)
 
-class Number(NamedTuple):
-    """A rank or a size: the global that overrides it, the group it is of, which of the two."""
+# The data-parallel groups, by (with cp, with gtp_remat, partial) ...
+DATA_PARALLEL: dict[tuple[bool, ...], str] = {
+    (False, False, False): "_DATA_PARALLEL_GROUP",
+    (False, True, False): "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    (True, False, False): "_DATA_PARALLEL_GROUP_WITH_CP",
+    (True, True, False): "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    (True, False, True): "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    (True, True, True): "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+}
+# ... and the expert ones, by (with gtp_remat, partial).
+EXPERT_DATA_PARALLEL: dict[tuple[bool, ...], str] = {
+    (False, False): "_EXPERT_DATA_PARALLEL_GROUP",
+    (True, False): "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    (False, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    (True, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+}
 
-    override: str | None
-    group: str
-    kind: str  # "rank" or "size", the group's own methods
 
-    @property
-    def getter(self) -> str:
-        """The function that gives the group."""
-        return "get" + self.group.lower()
+def missing(slot: str) -> AssertionError:
+    """The error for a group that does not exist."""
+    name = slot.strip("_").replace("_", " ").lower()
+    return AssertionError(
+        f"{name} is not initialized: no model parallel state with such a group is current. Call "
+        f"initialize_model_parallel() first, with the sizes that make this group."
+    )
 
 
-def _pair(name: str, group: str, override: str | None = None) -> dict[str, Number]:
-    rank = size = None
-    if override is not None:
-        rank, size = f"_MPU_{override}_RANK", f"_MPU_{override}_WORLD_SIZE"
-    return {
-        f"{name}_rank": Number(rank, group, "rank"),
-        f"{name}_size": Number(size, group, "size"),
-    }
+class _Method(Generic[T]):
+    """A method that follows from its name and a private global, the name's own unless given.
+
+    ``get_context_parallel_group`` is about ``_CONTEXT_PARALLEL_GROUP``. Written as source, as
+    dataclasses do: it is called millions of times.
+    """
+
+    source = ""
+
+    def __init__(self, slot: str = "") -> None:
+        self.slot = slot
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        what = name.partition("_")[2]
+        value = "rank" if name.endswith("_rank") else "world_size"
+        slot = self.slot or f"_{what}".upper()
+        scope = {"missing": missing, "this": self}
+        exec(self.source.format(name=name, slot=slot, what=what, value=value), scope)
+        method: Any = scope[name]
+        method.__module__, method.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+        setattr(owner, name, method)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, state: Any, owner: type | None = None) -> Callable[..., T]: ...
+
+
+class _Held(_Method[T]):
+    """A group, or the ranks of one: AssertionError where there is none."""
+
+    source = """
+def {name}(self, check_initialized=True):
+    if (value := self.{slot}) is None and check_initialized:
+        raise missing("{slot}")
+    return value
+"""
+
+
+class _First(_Method[int]):
+    """The first of the ranks of a group."""
+
+    source = """
+def {name}(self):
+    return self._held("{slot}")[0]
+"""
+
+
+class _Read(_Method[T]):
+    """The global as it is."""
+
+    source = """
+def {name}(self):
+    return self.{slot}
+"""
+
+
+class _Written(_Method[None]):
+    """Sets the global."""
+
+    source = """
+def {name}(self, {value}):
+    self.{slot} = {value}
+"""
+
+
+class Number(_Method[int]):
+    """A rank or a size: an attribute of the state, or None there where only the group can tell.
+
+    ``ask`` finds it then. A setter can write ``override``, a private global.
+    """
+
+    source = """
+def {name}(self):
+    number = self._{what}
+    return number if number is not None else this.ask(self, this)
+"""
+
+    def __init__(self, ask: Callable[[Any, Number], int], *, settable: bool = False) -> None:
+        super().__init__()
+        self.ask, self.settable = ask, settable
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        super().__set_name__(owner, name)
+        what = name.removeprefix("get_")
+        self.attribute = f"_{what}"
+        self.kind = "rank" if what.endswith("_rank") else "size"  # the group's own methods
+        self.getter = f"get_{what.removesuffix('_rank').removesuffix('_world_size')}_group"
+        self.group = self.getter.removeprefix("get").upper()
+        self.override = f"_MPU_{what.upper()}" if self.settable else None
+        NUMBERS.append(self)
+
+
+NUMBERS: list[Number] = []
 
 
 def _number(group: Any, kind: str, from_torch: bool = False) -> int:
@@ -45,27 +145,82 @@ def _number(group: Any, kind: str, from_torch: bool = False) -> int:
     return getattr(group, kind)()  # type: ignore[no-any-return]
 
 
-# Each of these is an attribute of the state: the number, or None where only the group can tell.
-NUMBERS: dict[str, Number] = {
-    **_pair("_tp", "_TENSOR_MODEL_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL"),
-    **_pair("_pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL"),
-    **_pair("_cp", "_CONTEXT_PARALLEL_GROUP"),
-    **_pair("_tp_cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    **_pair("_gtp", "_GTP_WEIGHT_REMAT_GROUP"),
-    **_pair("_egtp", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"),
-    **_pair("_ep", "_EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL"),
-    **_pair("_etp", "_EXPERT_TENSOR_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL"),
-    **_pair("_etp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
-}
+# The groups come from the getters, and not from their globals: outside code may have replaced
+# a getter in the module, and then its answer counts.
+
+
+def _of_group(state: Any, number: Number) -> int:
+    return _number(getattr(state._via, number.getter)(), number.kind)
+
+
+def _or_zero(state: Any, number: Number) -> int:
+    """0 before torch.distributed is initialised."""
+    return _of_group(state, number) if dist.is_initialized() else 0
+
+
+def _or_zero_without(state: Any, number: Number) -> int:
+    """0 also where there is no such group."""
+    if not dist.is_initialized():
+        return 0
+    group = getattr(state._via, number.getter)(check_initialized=False)
+    return 0 if group is None else _number(group, number.kind)
+
+
+def _of_expert_tensor(state: Any, number: Number) -> Any:
+    """What was set for tensor parallelism where there is no such group."""
+    if getattr(state, number.group) is not None:
+        return _or_zero(state, number)
+    if number.kind == "rank":
+        return state._MPU_TENSOR_MODEL_PARALLEL_RANK
+    return state._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+
+
+def _of_stage(state: Any, number: Number) -> int:
+    if HAS["stage_asks_torch"]:
+        dist.get_rank()
+    return _number(getattr(state._via, number.getter)(), "rank", HAS["stage_from_torch"])
 
 
 def _remat(asked: bool) -> dict[str, bool]:
-    """The argument of a group getter, for releases that have it and whoever names it."""
+    """The argument of a group getter: for releases that have it, and for callers that pass it."""
     return {"with_gtp_remat": asked} if HAS["gtp_remat"] or not asked else {}
 
 
-class Getters(GroupGetters, EncoderGetters):
-    """Every getter of the module, as a method.
+def _partial(asked: bool) -> dict[str, bool]:
+    """The argument of the expert-data-parallel getter, for releases that have it."""
+    return {"partial_expert_data_parallel": asked} if HAS["instances_in_expert"] else {}
+
+
+class Setters:
+    """The setters: what the getters answer from then on."""
+
+    __slots__ = ()
+
+    set_tensor_model_parallel_rank = _Written("_MPU_TENSOR_MODEL_PARALLEL_RANK")
+    set_tensor_model_parallel_world_size = _Written("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
+    set_pipeline_model_parallel_rank = _Written("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
+    set_pipeline_model_parallel_world_size = _Written("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+    set_pipeline_model_parallel_split_rank = _Written("_PIPELINE_MODEL_PARALLEL_SPLIT_RANK")
+    set_virtual_pipeline_model_parallel_world_size = _Written()
+    set_data_parallel_rank = _Written("_MPU_DATA_PARALLEL_RANK")
+    set_expert_model_parallel_rank = _Written("_MPU_EXPERT_MODEL_PARALLEL_RANK")
+    set_expert_model_parallel_world_size = _Written("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
+    set_expert_tensor_parallel_rank = _Written("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+    set_expert_tensor_parallel_world_size = _Written("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+
+    def set_virtual_pipeline_model_parallel_rank(self: Any, rank: int | None) -> None:
+        if HAS["vp_stage"]:
+            warnings.warn(
+                "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
+                "is_pipeline_first_stage() and its like.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+
+class Getters(EncoderGetters):
+    """Every getter of the module, as a method that answers from the slots of the state.
 
     All are *local*: no communication. A method that is built from other getters asks them through
     ``_via``: the state itself, or the module while somebody has patched a getter there.
@@ -73,62 +228,103 @@ class Getters(GroupGetters, EncoderGetters):
 
     __slots__ = ()
 
-    # The groups come from the getters, and not from their globals: outside code may have replaced
-    # a getter in the module, and then its answer counts.
+    get_model_parallel_group = _Held[ProcessGroup]()
+    get_tensor_model_parallel_group = _Held[ProcessGroup]()
+    get_gtp_weight_remat_group = _Held[ProcessGroup]()
+    get_pipeline_model_parallel_group = _Held[ProcessGroup]()
+    get_context_parallel_group = _Held[ProcessGroup]()
+    get_hierarchical_context_parallel_groups = _Held[list[ProcessGroup]]()
+    get_embedding_group = _Held[ProcessGroup]()
+    get_position_embedding_group = _Held[ProcessGroup]()
+    get_tensor_and_context_parallel_group = _Held[ProcessGroup]()
+    get_expert_gtp_weight_remat_group = _Held[ProcessGroup]()
+    get_expert_model_parallel_group = _Held[ProcessGroup]()
+    get_expert_tensor_parallel_group = _Held[ProcessGroup]()
+    get_expert_tensor_and_model_parallel_group = _Held[ProcessGroup]()
+    get_intra_distributed_optimizer_instance_group = _Held[ProcessGroup]()
+    get_inter_distributed_optimizer_instance_group = _Held[ProcessGroup](
+        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
+    )
+    get_inter_partial_data_parallel_group = _Held[ProcessGroup](
+        "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
+    )
 
-    def _ask(self, name: str, *, zero: bool = True) -> Any:
-        number = NUMBERS[name]
-        if number.override is not None and getattr(self, number.override) is not None:
-            return getattr(self, number.override)
-        return self._ask_group(number.getter, number.kind, zero=zero)
+    get_gtp_weight_remat_global_ranks = _Held[list[int]]()
+    get_expert_gtp_weight_remat_global_ranks = _Held[list[int]]()
+    get_context_parallel_global_ranks = _Held[list[int]]()
+    get_tensor_model_parallel_src_rank = _First("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+    get_model_parallel_src_rank = _First("_MODEL_PARALLEL_GLOBAL_RANKS")
+    get_expert_model_parallel_src_rank = _First("_EXPERT_MODEL_PARALLEL_RANKS")
 
-    def _ask_group(self, getter: str, kind: str, *, zero: bool = True, **arguments: bool) -> int:
-        if zero and not dist.is_initialized():
-            return 0
-        return _number(getattr(self._via, getter)(**arguments), kind)
+    get_tensor_model_parallel_rank = Number(_of_group, settable=True)
+    get_tensor_model_parallel_world_size = Number(_of_group, settable=True)
+    get_pipeline_model_parallel_rank = Number(_of_stage, settable=True)
+    get_pipeline_model_parallel_world_size = Number(_of_group, settable=True)
+    get_context_parallel_rank = Number(_or_zero)
+    get_context_parallel_world_size = Number(_or_zero)
+    get_tensor_and_context_parallel_rank = Number(_or_zero)
+    get_tensor_and_context_parallel_world_size = Number(_or_zero)
+    get_gtp_weight_remat_rank = Number(_or_zero_without)
+    get_gtp_weight_remat_world_size = Number(_or_zero_without)
+    get_expert_gtp_weight_remat_rank = Number(_or_zero_without)
+    get_expert_gtp_weight_remat_world_size = Number(_or_zero_without)
+    get_expert_model_parallel_rank = Number(_or_zero, settable=True)
+    get_expert_model_parallel_world_size = Number(_or_zero, settable=True)
+    get_expert_tensor_parallel_rank = Number(_of_expert_tensor, settable=True)
+    get_expert_tensor_parallel_world_size = Number(_of_expert_tensor, settable=True)
+    get_expert_tensor_and_model_parallel_rank = Number(_or_zero)
+    get_expert_tensor_and_model_parallel_world_size = Number(_or_zero)
 
-    def _ask_or_zero(self, name: str) -> int:
-        if not dist.is_initialized():
-            return 0
-        group = getattr(self._via, NUMBERS[name].getter)(check_initialized=False)
-        return 0 if group is None else _number(group, NUMBERS[name].kind)
+    get_virtual_pipeline_model_parallel_rank = _Read["int | None"]()
+    get_virtual_pipeline_model_parallel_world_size = _Read["int | None"]()
+    get_moe_layer_wise_logging_tracker = _Read[dict[str, Any]]()
 
-    def _ask_data_parallel(self, kind: str, with_cp: bool, with_gtp: bool, partial: bool) -> int:
-        override = self._MPU_DATA_PARALLEL_RANK
-        if kind == "size":
-            override = self._MPU_DATA_PARALLEL_WORLD_SIZE
-        if override is not None:
-            return override
-        arguments = {"with_context_parallel": with_cp, "partial_data_parallel": partial}
-        return self._ask_group("get_data_parallel_group", kind, **_remat(with_gtp), **arguments)
+    def _held(self, slot: str, check_initialized: bool = True) -> Any:
+        value = getattr(self, slot)
+        if value is None and check_initialized:
+            raise missing(slot)
+        return value
 
-    def _ask_expert_data_parallel(self, kind: str, with_gtp: bool, partial: bool) -> int:
-        arguments = group_getters.partial(partial)
-        getter = "get_expert_data_parallel_group"
-        return self._ask_group(getter, kind, **_remat(with_gtp), **arguments)
+    # data parallelism. Releases without gtp_remat have one global where later ones have two, and
+    # code for them writes that one: only a state with the axis has the other there.
 
-    # ranks and sizes
+    def _dp_slot(self, with_cp: bool, with_gtp: bool, partial: bool) -> str:
+        if partial and not with_cp:
+            raise AssertionError(
+                "a partial data-parallel group includes context parallelism: pass "
+                "with_context_parallel=True with partial_data_parallel=True."
+            )
+        known = HAS["gtp_remat"] or self._has_axis("gtp_remat_size")
+        return DATA_PARALLEL[bool(with_cp), bool(with_gtp) and known, bool(partial)]
 
-    def get_tensor_model_parallel_world_size(self) -> int:
-        number = self._tp_size
-        return number if number is not None else self._ask("_tp_size", zero=False)
+    def _edp_slot(self, with_gtp: bool, partial: bool) -> str:
+        known = HAS["gtp_remat"] or self._has_axis("expert_gtp_remat_size")
+        return EXPERT_DATA_PARALLEL[bool(with_gtp) and known, bool(partial)]
 
-    def get_tensor_model_parallel_rank(self) -> int:
-        number = self._tp_rank
-        return number if number is not None else self._ask("_tp_rank", zero=False)
+    def _has_axis(self, size: str) -> bool:
+        return self.request is not None and getattr(self.request, size) > 1
 
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        number = self._pp_size
-        return number if number is not None else self._ask("_pp_size", zero=False)
+    def get_data_parallel_group(
+        self,
+        with_context_parallel: bool = False,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+        independent_all_gather: bool = False,
+    ) -> ProcessGroup:
+        if independent_all_gather and with_context_parallel and not partial_data_parallel:
+            return self._held("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+        key = (with_context_parallel, with_gtp_remat, partial_data_parallel)
+        group = self._dp_groups.get(key)
+        return group if group is not None else self._held(self._dp_slot(*key))
 
-    def get_pipeline_model_parallel_rank(self) -> int:
-        number = self._pp_rank
-        if number is None:
-            if HAS["stage_asks_torch"]:
-                dist.get_rank()
-            group = self._via.get_pipeline_model_parallel_group()
-            return _number(group, "rank", HAS["stage_from_torch"])
-        return number
+    def get_data_parallel_group_gloo(
+        self, with_context_parallel: bool = False, partial_data_parallel: bool = False
+    ) -> ProcessGroup:
+        slot = self._dp_slot(with_context_parallel, False, partial_data_parallel)
+        return self._held(slot + "_GLOO")
+
+    def has_separate_all_gather_group(self) -> bool:
+        return self._DATA_PARALLEL_GROUP_WITH_CP_AG is not None
 
     def get_data_parallel_world_size(
         self,
@@ -150,83 +346,126 @@ class Getters(GroupGetters, EncoderGetters):
         number = self._dp_ranks.get(key)
         return number if number is not None else self._ask_data_parallel("rank", *key)
 
-    def get_context_parallel_world_size(self) -> int:
-        number = self._cp_size
-        return number if number is not None else self._ask("_cp_size")
+    def _ask_data_parallel(self, kind: str, with_cp: bool, with_gtp: bool, partial: bool) -> int:
+        override = self._MPU_DATA_PARALLEL_RANK
+        if kind == "size":
+            override = self._MPU_DATA_PARALLEL_WORLD_SIZE
+        if override is not None:
+            return override
+        if not dist.is_initialized():
+            return 0
+        group = self._via.get_data_parallel_group(
+            with_context_parallel=with_cp, partial_data_parallel=partial, **_remat(with_gtp)
+        )
+        return _number(group, kind)
 
-    def get_context_parallel_rank(self) -> int:
-        number = self._cp_rank
-        return number if number is not None else self._ask("_cp_rank")
+    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
+        slot = "_DATA_PARALLEL_GLOBAL_RANKS"
+        return self._held(slot + "_WITH_CP" if with_context_parallel else slot)[0]
 
-    def get_tensor_and_context_parallel_world_size(self) -> int:
-        number = self._tp_cp_size
-        return number if number is not None else self._ask("_tp_cp_size")
+    def get_expert_data_parallel_group(
+        self,
+        check_initialized: bool = True,
+        with_gtp_remat: bool = True,
+        partial_expert_data_parallel: bool = False,
+    ) -> ProcessGroup:
+        slot = self._edp_slot(with_gtp_remat, partial_expert_data_parallel)
+        return self._held(slot, check_initialized)
 
-    def get_tensor_and_context_parallel_rank(self) -> int:
-        number = self._tp_cp_rank
-        return number if number is not None else self._ask("_tp_cp_rank")
+    def get_expert_data_parallel_group_gloo(
+        self, partial_expert_data_parallel: bool = False
+    ) -> ProcessGroup:
+        return self._held(self._edp_slot(False, partial_expert_data_parallel) + "_GLOO")
 
-    def get_gtp_weight_remat_world_size(self) -> int:
-        number = self._gtp_size
-        return number if number is not None else self._ask_or_zero("_gtp_size")
-
-    def get_gtp_weight_remat_rank(self) -> int:
-        number = self._gtp_rank
-        return number if number is not None else self._ask_or_zero("_gtp_rank")
-
-    def get_expert_gtp_weight_remat_world_size(self) -> int:
-        number = self._egtp_size
-        return number if number is not None else self._ask_or_zero("_egtp_size")
-
-    def get_expert_gtp_weight_remat_rank(self) -> int:
-        number = self._egtp_rank
-        return number if number is not None else self._ask_or_zero("_egtp_rank")
-
-    def get_expert_model_parallel_world_size(self) -> int:
-        number = self._ep_size
-        return number if number is not None else self._ask("_ep_size")
-
-    def get_expert_model_parallel_rank(self) -> int:
-        number = self._ep_rank
-        return number if number is not None else self._ask("_ep_rank")
-
-    def get_expert_tensor_parallel_world_size(self) -> int | None:
-        number = self._etp_size
-        if number is None and self._EXPERT_TENSOR_PARALLEL_GROUP is None:
-            return self._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-        return number if number is not None else self._ask("_etp_size")
-
-    def get_expert_tensor_parallel_rank(self) -> int | None:
-        number = self._etp_rank
-        if number is None and self._EXPERT_TENSOR_PARALLEL_GROUP is None:
-            return self._MPU_TENSOR_MODEL_PARALLEL_RANK
-        return number if number is not None else self._ask("_etp_rank")
-
-    def get_expert_tensor_and_model_parallel_world_size(self) -> int:
-        number = self._etp_ep_size
-        return number if number is not None else self._ask("_etp_ep_size")
-
-    def get_expert_tensor_and_model_parallel_rank(self) -> int:
-        number = self._etp_ep_rank
-        return number if number is not None else self._ask("_etp_ep_rank")
+    def get_data_modulo_expert_parallel_group(
+        self, partial_expert_data_parallel: bool = False
+    ) -> ProcessGroup:
+        warnings.warn(
+            "get_data_modulo_expert_parallel_group is deprecated: use "
+            "get_expert_data_parallel_group.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return self._via.get_expert_data_parallel_group(**_partial(partial_expert_data_parallel))
 
     def get_expert_data_parallel_world_size(
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
         key = (with_gtp_remat, partial_expert_data_parallel)
         number = self._edp_sizes.get(key)
-        if number is not None:
-            return number
-        return self._ask_expert_data_parallel("size", *key)
+        return number if number is not None else self._ask_expert_data_parallel("size", *key)
 
     def get_expert_data_parallel_rank(
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
         key = (with_gtp_remat, partial_expert_data_parallel)
         number = self._edp_ranks.get(key)
-        if number is not None:
-            return number
-        return self._ask_expert_data_parallel("rank", *key)
+        return number if number is not None else self._ask_expert_data_parallel("rank", *key)
+
+    def _ask_expert_data_parallel(self, kind: str, with_gtp: bool, partial: bool) -> int:
+        if not dist.is_initialized():
+            return 0
+        arguments = {**_remat(with_gtp), **_partial(partial)}
+        return _number(self._via.get_expert_data_parallel_group(**arguments), kind)
+
+    # groups that an argument chooses
+
+    def get_hybrid_data_context_parallel_groups(
+        self, check_initialized: bool = True, group_size: int | None = None
+    ) -> ProcessGroup:
+        if self._via.get_data_parallel_world_size(with_context_parallel=True) == group_size:
+            return self._held("_DATA_PARALLEL_GROUP_WITH_CP", check_initialized)
+        groups = self._held("_HYBRID_DP_CP_GROUPS", check_initialized)
+        if group_size not in groups:
+            raise KeyError(
+                f"there is no hybrid data x context parallel group of size {group_size!r}; sizes "
+                f"that exist: {sorted(groups) or 'none'}. Initialise with "
+                f"hybrid_context_parallel=True."
+            )
+        return groups[group_size]
+
+    def get_amax_reduction_group(
+        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
+    ) -> ProcessGroup:
+        if tp_only_amax_red:
+            with_cp, without = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"
+        else:
+            with_cp = "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
+            without = "_TENSOR_AND_DATA_PARALLEL_GROUP"
+        return self._held(with_cp if with_context_parallel else without)
+
+    def get_tensor_and_data_parallel_group(
+        self, check_initialized: bool = True, with_context_parallel: bool = False
+    ) -> ProcessGroup:
+        slot = "_TENSOR_AND_DATA_PARALLEL_GROUP"
+        return self._held(slot + "_WITH_CP" if with_context_parallel else slot, check_initialized)
+
+    def get_expert_tensor_model_pipeline_parallel_group(
+        self, check_initialized: bool = True, with_egtp_remat: bool = False
+    ) -> ProcessGroup:
+        slot = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+        return self._held(slot + "_WITH_EGTP" if with_egtp_remat else slot, check_initialized)
+
+    # ranks of the pipeline
+
+    def get_pipeline_model_parallel_first_rank(self) -> int:
+        ranks = self._held("_PIPELINE_GLOBAL_RANKS")
+        return ranks[0][0] if isinstance(ranks[0], list) else ranks[0]
+
+    def get_pipeline_model_parallel_last_rank(self) -> int | list[int]:
+        ranks = self._held("_PIPELINE_GLOBAL_RANKS")
+        return _at(ranks, self._via.get_pipeline_model_parallel_world_size() - 1)
+
+    def get_pipeline_model_parallel_next_rank(self) -> int | list[int]:
+        return self._pipeline_neighbour(+1)
+
+    def get_pipeline_model_parallel_prev_rank(self) -> int | list[int]:
+        return self._pipeline_neighbour(-1)
+
+    def _pipeline_neighbour(self, step: int) -> int | list[int]:
+        ranks = self._held("_PIPELINE_GLOBAL_RANKS")
+        stage = self._via.get_pipeline_model_parallel_rank()
+        return _at(ranks, (stage + step) % self._via.get_pipeline_model_parallel_world_size())
 
     def get_all_ranks(self) -> str:
         ranks = [
@@ -240,7 +479,7 @@ class Getters(GroupGetters, EncoderGetters):
             ranks.insert(1, self._via.get_gtp_weight_remat_rank())
         return "_".join(str(rank or 0) for rank in ranks)
 
-    # predicates and virtual pipelines
+    # predicates
 
     def is_initialized(self) -> bool:
         return self._DATA_PARALLEL_GROUP is not None
@@ -310,8 +549,7 @@ class Getters(GroupGetters, EncoderGetters):
         ranks, rank = self._POSITION_EMBEDDING_GLOBAL_RANKS, dist.get_rank()
         return ranks is not None and rank in ranks
 
-    def get_virtual_pipeline_model_parallel_rank(self) -> int | None:
-        return self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
 
-    def get_virtual_pipeline_model_parallel_world_size(self) -> int | None:
-        return self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+def _at(ranks: Any, stage: int) -> Any:
+    """The rank at ``stage``; one for each pipeline where there are several."""
+    return [each[stage] for each in ranks] if isinstance(ranks[0], list) else ranks[stage]
