@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +14,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat.megatron import communicators, replaced
 from compat.megatron import helpers as group_helpers
-from compat.megatron.build import Built, build, environment_restored_on_failure
+from compat.megatron import replaced
+from compat.megatron.buffers import Buffers, release_megatrons
+from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import (
-    DATA_PARALLEL,
-    EXPERT_DATA_PARALLEL,
-    NUMBERS,
-    Getters,
-    Setters,
-    missing,
-)
+from compat.megatron.getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, NUMBERS, Getters, Setters
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
-from compat.megatron.table import ALIASES, ROWS, Alias, Row, slots
+from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
-from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.plan import GroupPlan
@@ -41,10 +33,8 @@ before_closing.add(te_process.release)
 _HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
 GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
-OVERRIDE_SLOTS = (
-    *(number.override for number in NUMBERS if number.override),
-    *("_MPU_DATA_PARALLEL_RANK", "_MPU_DATA_PARALLEL_WORLD_SIZE"),
-)
+_DP_OVERRIDES = {"rank": "_MPU_DATA_PARALLEL_RANK", "size": "_MPU_DATA_PARALLEL_WORLD_SIZE"}
+OVERRIDE_SLOTS = (*(n.override for n in NUMBERS if n.override), *_DP_OVERRIDES.values())
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
@@ -59,7 +49,7 @@ SLOTS = frozenset((*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS))
 _SOURCES = frozenset((*OVERRIDE_SLOTS, *GROUP_SLOTS))
 
 
-class ParallelState(Getters, Setters):
+class ParallelState(Getters, Setters, Buffers):
     """What one ``initialize_model_parallel`` built.
 
     Its attributes are named as upstream's private globals (``_TENSOR_MODEL_PARALLEL_GROUP`` ...)
@@ -71,9 +61,19 @@ class ParallelState(Getters, Setters):
     __slots__ = (
         *sorted(SLOTS),
         *(number.attribute for number in NUMBERS),
-        "_dp_groups",
-        *("_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
-        *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
+        *("_dp_groups", "_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes"),
+        *(
+            "_is_first",
+            "_is_last",
+            "_numbered",
+            "_grid",
+            "_via",
+            "_extra",
+            "_timeouts",
+            "_names",
+            "request",
+            "__weakref__",
+        ),
     )
 
     if TYPE_CHECKING:
@@ -81,15 +81,14 @@ class ParallelState(Getters, Setters):
         _PIPELINE_MODEL_PARALLEL_SPLIT_RANK: int | None
         _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: int | None
         _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: int | None
-        _GLOBAL_MEMORY_BUFFER: Any
-        _GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
         self.request: Request | None = None
-        self._extra: list[tuple[bool, timedelta | None, Configs]] = []  # all-gather groups
+        # What create_all_gather_groups was asked for, for resume.
+        self._extra: list[tuple[Sequence[Row], timedelta | None, Configs]] = []
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
         # Of the groups while they are suspended, by label and ranks.
         self._names: dict[tuple[str, tuple[int, ...]], str] | None = None
@@ -210,7 +209,7 @@ class ParallelState(Getters, Setters):
             Wait for no other rank, whatever state the communicators are in: NCCL drops what is
             under way. Gloo closes as without it.
         """
-        _release_megatron_buffers(abort)
+        release_megatrons(abort)
         if self._grid is not None:
             self._grid.destroy(abort=abort)
         self._forget()
@@ -306,7 +305,7 @@ class ParallelState(Getters, Setters):
                 listed = built.groups or ([None] if own else [])
                 self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
-                    self._make_all_gather_groups(*arguments)
+                    self._make_extra(*arguments)
                 if built.grid is not None and kept[0] is not None:
                     built.grid.renew(kept[0])
                 renewed = list(self.pool.groups) if self.pool else []
@@ -337,7 +336,7 @@ class ParallelState(Getters, Setters):
         for each in NUMBERS:
             number = None if each.override is None else getattr(self, each.override)
             put(each.attribute, self._known(each.group, each.kind) if number is None else number)
-        for kind, override in zip(("rank", "size"), OVERRIDE_SLOTS[-2:], strict=True):
+        for kind, override in _DP_OVERRIDES.items():
             number = getattr(self, override)
             fixed = dict.fromkeys(DATA_PARALLEL, number)
             known = {key: self._known(self._dp_slot(*key), kind) for key in DATA_PARALLEL}
@@ -376,41 +375,6 @@ class ParallelState(Getters, Setters):
         """Let getters that are built from other getters ask those of ``other``."""
         self._via = other
         self._renumber()
-
-    def get_global_memory_buffer(self) -> Any:
-        """Megatron's ``GlobalMemoryBuffer``, made when it is first asked for."""
-        buffer = self._held("_GLOBAL_MEMORY_BUFFER")
-        if isinstance(buffer, LazyBuffer):
-            buffer = self._GLOBAL_MEMORY_BUFFER = buffer.make()
-        return buffer
-
-    def _set_global_memory_buffer(self) -> None:
-        if self._GLOBAL_MEMORY_BUFFER is not None:
-            raise AssertionError("the global memory buffer is already initialized.")
-        buffer = LazyBuffer()
-        loaded = "megatron.core.utils" in sys.modules
-        self._GLOBAL_MEMORY_BUFFER = buffer.make() if loaded else buffer
-
-    def destroy_global_memory_buffer(self) -> None:
-        """Forget the memory buffer."""
-        self._GLOBAL_MEMORY_BUFFER = None
-
-    def _set_global_symmetric_memory_buffer(self) -> None:
-        if self._GLOBAL_SYMMETRIC_MEMORY_BUFFER is not None:
-            raise AssertionError("the global symmetric memory buffer is already initialized.")
-        from megatron.core.utils import GlobalSymmetricMemoryBuffer
-
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = GlobalSymmetricMemoryBuffer(
-            size_in_mb=256, process_group=self.get_tensor_model_parallel_group()
-        )
-
-    def get_global_symmetric_memory_buffer(self) -> Any:
-        """Megatron 0.16's buffer for inference; only where it was set up."""
-        return self._held("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-
-    def destroy_global_symmetric_memory_buffer(self) -> None:
-        """Forget the symmetric memory buffer."""
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
 
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
         """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``.
@@ -454,51 +418,18 @@ class ParallelState(Getters, Setters):
             )
         if self.pool is None:
             return None, None
-        arguments = (for_expert_parallelism, timeout, nccl_comm_cfgs or {})
-        made = self._make_all_gather_groups(*arguments)
+        wanted = for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1
+        arguments = (EXTRA_ALL_GATHER[: 1 + wanted], timeout, nccl_comm_cfgs or {})
+        made = self._make_extra(*arguments)
         self._extra.append(arguments)
-        return made[0], made[1] if len(made) > 1 else None
+        return made[0], made[1] if wanted else None
 
-    def _make_all_gather_groups(
-        self,
-        for_expert_parallelism: bool,
-        timeout: timedelta | None,
-        configs: Configs,
-    ) -> list[ProcessGroup]:
+    def _make_extra(
+        self, rows: Sequence[Row], timeout: timedelta | None, configs: Configs
+    ) -> list[ProcessGroup | None]:
         assert self.request is not None and self.pool is not None
-        layouts, made = self.request.layouts, []
-        wanted = [("decoder", "dp-cp", "dp_cp", "DATA_PARALLEL_GROUP_WITH_CP_AG")]
-        if for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1:
-            wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
-        helpers = replaced.found()
-        options = helpers.get("get_nccl_options", communicators.get_nccl_options)
-        for grid, dims, section, label in wanted:
-            known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]
-            name = f"{label}#{known.count(label) + 1}"
-            lists = functools.partial(self.request.rank_lists, grid, dims)
-            if any(creator in helpers for creator in replaced.CREATORS):
-                create = helpers.get("create_group", group_helpers.create_group)
-                epoch = self.pool.agreement.epoch
-                for number, ranks in enumerate(lists()):
-                    with creation.named_from(f"{name}, {number}", (), epoch):
-                        asked = {"timeout": timeout, "pg_options": options(section, configs)}
-                        group = create(ranks, group_desc=label, **asked)
-                    if dist.get_rank() in ranks:
-                        self.pool.adopt(name, ranks, group, tuple(dims.split("-")))
-                        made.append(group)
-                continue
-            (group,) = self.pool.make(
-                name,
-                {name: tuple(layouts[grid].group(dist.get_rank(), dims))},
-                lists,
-                dims=tuple(dims.split("-")),
-                timeout=timeout,
-                pg_options=options(section, configs),
-                group_desc=label,
-            )
-            self.note_group(group)
-            made.append(group)
-        return made
+        known = self.request, self.pool, self.note_group
+        return [build_extra(row, *known, timeout, configs) for row in rows]
 
 
 _current = ParallelState()  # what compat.parallel_state speaks to
@@ -528,26 +459,3 @@ def speak_through(module: dict[str, Any]) -> None:
 
 
 group_helpers.tell.append(lambda group: _current.note_group(group))
-
-
-class LazyBuffer:
-    """Stands where the memory buffer will be, so that initialising imports no megatron."""
-
-    def make(self) -> Any:
-        try:
-            from megatron.core.utils import GlobalMemoryBuffer
-        except ImportError as error:
-            raise missing("_GLOBAL_MEMORY_BUFFER") from error
-        return GlobalMemoryBuffer()
-
-
-def _release_megatron_buffers(abort: bool) -> None:
-    # Upstream's own teardown does this; what was never loaded has nothing to give back.
-    fused = sys.modules.get("megatron.core.transformer.moe.fused_a2a")
-    symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
-    for owner, name in (
-        (None if abort else fused, "nccl_ep_finalize"),  # may wait for other ranks
-        (getattr(symmetric, "SymmetricMemoryManager", None), "destroy"),
-    ):
-        with suppress(Exception):  # what cannot be released must not keep groups alive
-            getattr(owner, name, lambda: None)()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,8 +18,7 @@ from compat.megatron import calls, communicators, replaced
 from compat.megatron import helpers as group_helpers
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import HAS
-from compat.megatron.table import ROWS, Planned, slots
-from hypergrid.groups import creation
+from compat.megatron.table import ROWS, Planned, Row, slots
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement
@@ -138,20 +137,10 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
 
 
 def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
-    epoch, numbers = pool.agreement.epoch, itertools.count()
-    rank, alone = dist.get_rank(), replaced.by_members(request.helpers)
-    helpers = {**vars(group_helpers), **request.helpers}
-
-    def numbered(label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        # Alone, only the members count this call.
-        name = label if alone else f"call {next(numbers)} of helpers"
-        return creation.named_from(name, ranks if alone else (), epoch)
-
-    def around(rows: Sequence[Planned]) -> AbstractContextManager[None]:
-        return _sharp(rows, request, built)
-
+    around = functools.partial(_sharp, request=request, built=built)
+    what, epoch = "helpers", pool.agreement.epoch
     with pool.connecting(), group_helpers.collecting() as made:
-        through = calls.Calls(request, helpers, rank, numbered, around)
+        through = calls.Calls(request, request.helpers, dist.get_rank(), what, epoch, around)
         for p, ranks, group in through.groups():
             pool.adopt(p.group.label, ranks, group, p.group.dims)
             _place(built, p, group, ranks if p.chosen else list(ranks))
@@ -159,6 +148,42 @@ def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
             if all(group is not pooled.group for pooled in pool.groups):
                 pool.adopt(group.group_desc, dist.get_process_group_ranks(group), group)
     built.groups = [None, *made] if made else []  # upstream's own create_group keeps the list
+
+
+def build_extra(
+    row: Row,
+    request: Request,
+    pool: GroupPool,
+    note: Callable[[ProcessGroup], None],
+    timeout: timedelta | None,
+    configs: communicators.Configs,
+) -> ProcessGroup | None:
+    """One more group for ``row``, in the order and window of ``request``. *Collective* over it.
+
+    ``note`` is told of the group, unless replaced helpers make it: upstream's own tells then.
+    """
+    rank, helpers = dist.get_rank(), replaced.found()
+    options = helpers.get("get_nccl_options", communicators.get_nccl_options)
+    known = [pooled.label.rpartition("#")[0] for pooled in pool.groups]
+    name, dims = f"{row.label}#{known.count(row.label) + 1}", tuple(row.dims.split("-"))
+    lists, made = functools.partial(request.rank_lists, row.grid, row.dims), None
+
+    def arguments() -> dict[str, Any]:
+        pg_options = options(row.options, configs)
+        return {"timeout": timeout, "pg_options": pg_options, "group_desc": row.label}
+
+    if not replaced.creates(helpers):
+        mine = {name: tuple(request.layouts[row.grid].group(rank, row.dims))}
+        (made,) = pool.make(name, mine, lists, dims=dims, **arguments())
+        note(made)
+        return made
+    through = calls.Calls(request, helpers, rank, name, pool.agreement.epoch)
+    for ranks in lists():
+        group = through.create(name, ranks, arguments)
+        if rank in ranks:
+            pool.adopt(name, ranks, group, dims)
+            made = group
+    return made
 
 
 def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:

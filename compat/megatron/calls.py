@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, groupby
 from typing import Any
 
-from compat.megatron import communicators, rank_lists
+from compat.megatron import communicators, helpers, rank_lists
 from compat.megatron.planning import Request, rows_of
 from compat.megatron.releases import HAS
 from compat.megatron.replaced import HYBRID, LEVELS, by_members
 from compat.megatron.table import Planned, Row
+from hypergrid.groups import creation
 
 # The group that a helper made of these ranks, for a row of the plan.
 Made = tuple[Planned, Sequence[int], Any]
@@ -28,17 +30,40 @@ def options(request: Request, section: str) -> Any:
 
 @dataclass(frozen=True)
 class Calls:
-    """Creates the groups of a request through ``helpers``, as upstream calls them.
+    """Creates groups through the helpers of parallel_state, as upstream calls them.
 
-    ``numbered`` surrounds each call, so that its groups get names of their own, and ``around``
-    the calls that belong together.
+    Names of groups begin with ``what``; ``around`` surrounds the calls that belong together.
     """
 
     request: Request
-    helpers: Mapping[str, Callable[..., Any]]
+    replaced: Mapping[str, Callable[..., Any]]  # the helpers that outside code has replaced
     rank: int
-    numbered: Callable[[str, Sequence[int]], AbstractContextManager[None]]
-    around: Callable[[Sequence[Planned]], AbstractContextManager[None]]
+    what: str
+    epoch: str
+    around: Callable[[Sequence[Planned]], AbstractContextManager[None]] = lambda rows: nullcontext()
+    numbers: Iterator[int] = field(default_factory=count)
+
+    @property
+    def alone(self) -> bool:
+        """Whether only the members of a group make its call."""
+        return by_members(self.replaced)
+
+    def create(
+        self, label: str, members: Sequence[int], arguments: Callable[[], dict[str, Any]]
+    ) -> Any:
+        """Call ``create_group``, with ``arguments`` made for each call, as upstream does."""
+        if self.alone and self.rank not in members:
+            return None
+        with self._named(label, members):
+            return self._helper("create_group")(members, **arguments())
+
+    def _helper(self, name: str) -> Callable[..., Any]:
+        return self.replaced.get(name) or getattr(helpers, name)  # type: ignore[no-any-return]
+
+    def _named(self, label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        if self.alone:  # the others do not count this call
+            return creation.named_from(label, ranks, self.epoch)
+        return creation.named_from(f"{self.what}, {next(self.numbers)}", (), self.epoch)
 
     def groups(self) -> Iterator[Made]:
         """Every group that this rank is in, in upstream's order.
@@ -62,8 +87,7 @@ class Calls:
 
     def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
         """What upstream makes of one list of ranks of a loop."""
-        alone = by_members(self.request.helpers)
-        leveled = [row for row in rows if _is_cut_by_helper(row) and not alone]
+        leveled = [row for row in rows if _is_cut_by_helper(row) and not self.alone]
         single = [row for row in rows if row not in leveled and not row.chunk]
         for p in sorted(self._planned(single), key=lambda p: p.is_twin):
             yield from (self._create(p, each) for each in self._cut(p, number, ranks))
@@ -74,7 +98,7 @@ class Calls:
                     yield from (self._create(p, each) for p in both)
         if leveled:
             with self._all(leveled):
-                with self.numbered(f"{leveled[0].label}#", ranks):
+                with self._named(f"{leveled[0].label}#", ranks):
                     made = self._call(leveled, ranks)
                 for p, group in made:
                     groups = self._cut(p, number, ranks)
@@ -84,26 +108,23 @@ class Calls:
         return rank_lists.cut(self.request, p, number, ranks)
 
     def _create(self, p: Planned, members: Sequence[int]) -> Made:
-        if by_members(self.request.helpers) and self.rank not in members:
-            return p, members, None
-        with self.numbered(p.group.label, members):
-            group = self.helpers["create_group"](members, **_arguments(self.request, p))
-        return p, members, group
+        arguments = partial(_arguments, self.request, p)
+        return p, members, self.create(p.group.label, members, arguments)
 
     def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[Planned, Any]]:
         """Call the helper that makes the groups of several sizes or levels at once."""
         request, row, planned = self.request, rows[0], self._planned(rows)
         if row.holds == "sizes":
-            made = self.helpers[HYBRID](self.rank, ranks, options(request, row.options))
+            made = self._helper(HYBRID)(self.rank, ranks, options(request, row.options))
             return [(p, made[p.key]) for p in planned if p.key in made]
         sizes, twins = rank_lists.level_sizes(request, row), []
         if HAS["plain_levels"]:
             size, given = request.context_parallel_size, options(request, row.options)
-            levels = self.helpers[LEVELS[1]](self.rank, ranks, size, sizes, given)
+            levels = self._helper(LEVELS[1])(self.rank, ranks, size, sizes, given)
         else:
             several = [options(request, each.options) for each in rows]
             both = row.gloo and request.create_gloo_process_groups
-            levels, twins = self.helpers[LEVELS[0]](
+            levels, twins = self._helper(LEVELS[0])(
                 *(self.rank, ranks, sizes),
                 create_gloo_process_groups=both,
                 pg_options=several if len(several) > 1 else several[0],
