@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from compat.megatron import replaced
 from compat.megatron.buffers import Buffers, release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, NUMBERS, Getters, Setters
+from compat.megatron.getters import CACHED, OVERRIDE_SLOTS, Getters, Setters
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
@@ -33,8 +32,6 @@ before_closing.add(te_process.release)
 _HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
 GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
-_DP_OVERRIDES = {"rank": "_MPU_DATA_PARALLEL_RANK", "size": "_MPU_DATA_PARALLEL_WORLD_SIZE"}
-OVERRIDE_SLOTS = (*(n.override for n in NUMBERS if n.override), *_DP_OVERRIDES.values())
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
@@ -60,20 +57,8 @@ class ParallelState(Getters, Setters, Buffers):
     # Slots, not a dictionary: a getter is called millions of times.
     __slots__ = (
         *sorted(SLOTS),
-        *(number.attribute for number in NUMBERS),
-        *("_dp_groups", "_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes"),
-        *(
-            "_is_first",
-            "_is_last",
-            "_numbered",
-            "_grid",
-            "_via",
-            "_extra",
-            "_timeouts",
-            "_names",
-            "request",
-            "__weakref__",
-        ),
+        *CACHED,
+        *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
     )
 
     if TYPE_CHECKING:
@@ -326,36 +311,6 @@ class ParallelState(Getters, Setters, Buffers):
         known = {(each.label, each.ranks): each.group for each in renewed}
         return {name: known[key] for key, name in names.items() if key in known}
 
-    def _renumber(self) -> None:
-        """Work out every rank and size that can be known without asking a group each time.
-
-        Known are overrides, and the numbers of groups that this state made. Of a group that
-        somebody else put into a slot only the group can tell, each time.
-        """
-        put = functools.partial(object.__setattr__, self)
-        for each in NUMBERS:
-            number = None if each.override is None else getattr(self, each.override)
-            put(each.attribute, self._known(each.group, each.kind) if number is None else number)
-        for kind, override in _DP_OVERRIDES.items():
-            number = getattr(self, override)
-            fixed = dict.fromkeys(DATA_PARALLEL, number)
-            known = {key: self._known(self._dp_slot(*key), kind) for key in DATA_PARALLEL}
-            put(f"_dp_{kind}s", known if number is None else fixed)
-            experts = {key: self._edp_slot(*key) for key in EXPERT_DATA_PARALLEL}
-            put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in experts.items()})
-        put("_dp_groups", {key: getattr(self, self._dp_slot(*key)) for key in DATA_PARALLEL})
-        stage = self._pipeline_model_parallel_rank
-        stages = self._pipeline_model_parallel_world_size
-        known_stage = self._via is self and stage is not None and stages is not None
-        put("_is_first", stage == 0 if known_stage else None)
-        put("_is_last", stage == stages - 1 if known_stage else None)
-
-    def _known(self, slot: str, kind: str) -> int | None:
-        group, rank, size = self._numbered.get(slot, (None, None, None))
-        if group is None or group is not getattr(self, slot) or not self.asks_itself:
-            return None
-        return rank if kind == "rank" else size
-
     @property
     def is_in_use(self) -> bool:
         """Whether it has groups, or its window is elsewhere; not if all were written to None."""
@@ -365,11 +320,6 @@ class ParallelState(Getters, Setters, Buffers):
         if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
             return True
         return self.request is not None and self.pool is None
-
-    @property
-    def asks_itself(self) -> bool:
-        """Whether no getter of the module is patched at present."""
-        return self._via is self
 
     def ask_via(self, other: Any) -> None:
         """Let getters that are built from other getters ask those of ``other``."""

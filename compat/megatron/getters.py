@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.megatron.encoder import EncoderGetters
+from compat.megatron.methods import (
+    NUMBERS,
+    First,
+    Held,
+    Number,
+    Read,
+    Written,
+    missing,
+    number_of,
+    of_expert_tensor,
+    of_group,
+    of_stage,
+    or_zero,
+    or_zero_without,
+)
 from compat.megatron.releases import HAS
-
-T = TypeVar("T", covariant=True)
 
 # The data-parallel groups, by (with cp, with gtp_remat, partial) ...
 DATA_PARALLEL: dict[tuple[bool, ...], str] = {
@@ -32,155 +45,6 @@ EXPERT_DATA_PARALLEL: dict[tuple[bool, ...], str] = {
 }
 
 
-def missing(slot: str) -> AssertionError:
-    """The error for a group that does not exist."""
-    name = slot.strip("_").replace("_", " ").lower()
-    return AssertionError(
-        f"{name} is not initialized: no model parallel state with such a group is current. Call "
-        f"initialize_model_parallel() first, with the sizes that make this group."
-    )
-
-
-class _Method(Generic[T]):
-    """A method that follows from its name and a private global, the name's own unless given.
-
-    ``get_context_parallel_group`` is about ``_CONTEXT_PARALLEL_GROUP``. Written as source, as
-    dataclasses do: it is called millions of times.
-    """
-
-    source = ""
-
-    def __init__(self, slot: str = "") -> None:
-        self.slot = slot
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        what = name.partition("_")[2]
-        value = "rank" if name.endswith("_rank") else "world_size"
-        slot = self.slot or f"_{what}".upper()
-        scope = {"missing": missing, "this": self}
-        exec(self.source.format(name=name, slot=slot, what=what, value=value), scope)
-        method: Any = scope[name]
-        method.__module__, method.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
-        setattr(owner, name, method)
-
-    if TYPE_CHECKING:
-
-        def __get__(self, state: Any, owner: type | None = None) -> Callable[..., T]: ...
-
-
-class _Held(_Method[T]):
-    """A group, or the ranks of one: AssertionError where there is none."""
-
-    source = """
-def {name}(self, check_initialized=True):
-    if (value := self.{slot}) is None and check_initialized:
-        raise missing("{slot}")
-    return value
-"""
-
-
-class _First(_Method[int]):
-    """The first of the ranks of a group."""
-
-    source = """
-def {name}(self):
-    return self._held("{slot}")[0]
-"""
-
-
-class _Read(_Method[T]):
-    """The global as it is."""
-
-    source = """
-def {name}(self):
-    return self.{slot}
-"""
-
-
-class _Written(_Method[None]):
-    """Sets the global."""
-
-    source = """
-def {name}(self, {value}):
-    self.{slot} = {value}
-"""
-
-
-class Number(_Method[int]):
-    """A rank or a size: an attribute of the state, or None there where only the group can tell.
-
-    ``ask`` finds it then. A setter can write ``override``, a private global.
-    """
-
-    source = """
-def {name}(self):
-    number = self._{what}
-    return number if number is not None else this.ask(self, this)
-"""
-
-    def __init__(self, ask: Callable[[Any, Number], int], *, settable: bool = False) -> None:
-        super().__init__()
-        self.ask, self.settable = ask, settable
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        super().__set_name__(owner, name)
-        what = name.removeprefix("get_")
-        self.attribute = f"_{what}"
-        self.kind = "rank" if what.endswith("_rank") else "size"  # the group's own methods
-        self.getter = f"get_{what.removesuffix('_rank').removesuffix('_world_size')}_group"
-        self.group = self.getter.removeprefix("get").upper()
-        self.override = f"_MPU_{what.upper()}" if self.settable else None
-        NUMBERS.append(self)
-
-
-NUMBERS: list[Number] = []
-
-
-def _number(group: Any, kind: str, from_torch: bool = False) -> int:
-    # An encoder's rank is in several pipelines, at the same stage of each.
-    group = group[0] if isinstance(group, list) else group
-    if from_torch or HAS["numbers_from_torch"]:
-        number: int = dist.get_rank(group) if kind == "rank" else dist.get_world_size(group)
-        return number
-    return getattr(group, kind)()  # type: ignore[no-any-return]
-
-
-# The groups come from the getters, and not from their globals: outside code may have replaced
-# a getter in the module, and then its answer counts.
-
-
-def _of_group(state: Any, number: Number) -> int:
-    return _number(getattr(state._via, number.getter)(), number.kind)
-
-
-def _or_zero(state: Any, number: Number) -> int:
-    """0 before torch.distributed is initialised."""
-    return _of_group(state, number) if dist.is_initialized() else 0
-
-
-def _or_zero_without(state: Any, number: Number) -> int:
-    """0 also where there is no such group."""
-    if not dist.is_initialized():
-        return 0
-    group = getattr(state._via, number.getter)(check_initialized=False)
-    return 0 if group is None else _number(group, number.kind)
-
-
-def _of_expert_tensor(state: Any, number: Number) -> Any:
-    """What was set for tensor parallelism where there is no such group."""
-    if getattr(state, number.group) is not None:
-        return _or_zero(state, number)
-    if number.kind == "rank":
-        return state._MPU_TENSOR_MODEL_PARALLEL_RANK
-    return state._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-
-
-def _of_stage(state: Any, number: Number) -> int:
-    if HAS["stage_asks_torch"]:
-        dist.get_rank()
-    return _number(getattr(state._via, number.getter)(), "rank", HAS["stage_from_torch"])
-
-
 def _remat(asked: bool) -> dict[str, bool]:
     """The argument of a group getter: for releases that have it, and for callers that pass it."""
     return {"with_gtp_remat": asked} if HAS["gtp_remat"] or not asked else {}
@@ -196,17 +60,17 @@ class Setters:
 
     __slots__ = ()
 
-    set_tensor_model_parallel_rank = _Written("_MPU_TENSOR_MODEL_PARALLEL_RANK")
-    set_tensor_model_parallel_world_size = _Written("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
-    set_pipeline_model_parallel_rank = _Written("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
-    set_pipeline_model_parallel_world_size = _Written("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-    set_pipeline_model_parallel_split_rank = _Written("_PIPELINE_MODEL_PARALLEL_SPLIT_RANK")
-    set_virtual_pipeline_model_parallel_world_size = _Written()
-    set_data_parallel_rank = _Written("_MPU_DATA_PARALLEL_RANK")
-    set_expert_model_parallel_rank = _Written("_MPU_EXPERT_MODEL_PARALLEL_RANK")
-    set_expert_model_parallel_world_size = _Written("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
-    set_expert_tensor_parallel_rank = _Written("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
-    set_expert_tensor_parallel_world_size = _Written("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+    set_tensor_model_parallel_rank = Written("_MPU_TENSOR_MODEL_PARALLEL_RANK")
+    set_tensor_model_parallel_world_size = Written("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
+    set_pipeline_model_parallel_rank = Written("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
+    set_pipeline_model_parallel_world_size = Written("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+    set_pipeline_model_parallel_split_rank = Written("_PIPELINE_MODEL_PARALLEL_SPLIT_RANK")
+    set_virtual_pipeline_model_parallel_world_size = Written()
+    set_data_parallel_rank = Written("_MPU_DATA_PARALLEL_RANK")
+    set_expert_model_parallel_rank = Written("_MPU_EXPERT_MODEL_PARALLEL_RANK")
+    set_expert_model_parallel_world_size = Written("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
+    set_expert_tensor_parallel_rank = Written("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+    set_expert_tensor_parallel_world_size = Written("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
 
     def set_virtual_pipeline_model_parallel_rank(self: Any, rank: int | None) -> None:
         if HAS["vp_stage"]:
@@ -228,56 +92,56 @@ class Getters(EncoderGetters):
 
     __slots__ = ()
 
-    get_model_parallel_group = _Held[ProcessGroup]()
-    get_tensor_model_parallel_group = _Held[ProcessGroup]()
-    get_gtp_weight_remat_group = _Held[ProcessGroup]()
-    get_pipeline_model_parallel_group = _Held[ProcessGroup]()
-    get_context_parallel_group = _Held[ProcessGroup]()
-    get_hierarchical_context_parallel_groups = _Held[list[ProcessGroup]]()
-    get_embedding_group = _Held[ProcessGroup]()
-    get_position_embedding_group = _Held[ProcessGroup]()
-    get_tensor_and_context_parallel_group = _Held[ProcessGroup]()
-    get_expert_gtp_weight_remat_group = _Held[ProcessGroup]()
-    get_expert_model_parallel_group = _Held[ProcessGroup]()
-    get_expert_tensor_parallel_group = _Held[ProcessGroup]()
-    get_expert_tensor_and_model_parallel_group = _Held[ProcessGroup]()
-    get_intra_distributed_optimizer_instance_group = _Held[ProcessGroup]()
-    get_inter_distributed_optimizer_instance_group = _Held[ProcessGroup](
+    get_model_parallel_group = Held[ProcessGroup]()
+    get_tensor_model_parallel_group = Held[ProcessGroup]()
+    get_gtp_weight_remat_group = Held[ProcessGroup]()
+    get_pipeline_model_parallel_group = Held[ProcessGroup]()
+    get_context_parallel_group = Held[ProcessGroup]()
+    get_hierarchical_context_parallel_groups = Held[list[ProcessGroup]]()
+    get_embedding_group = Held[ProcessGroup]()
+    get_position_embedding_group = Held[ProcessGroup]()
+    get_tensor_and_context_parallel_group = Held[ProcessGroup]()
+    get_expert_gtp_weight_remat_group = Held[ProcessGroup]()
+    get_expert_model_parallel_group = Held[ProcessGroup]()
+    get_expert_tensor_parallel_group = Held[ProcessGroup]()
+    get_expert_tensor_and_model_parallel_group = Held[ProcessGroup]()
+    get_intra_distributed_optimizer_instance_group = Held[ProcessGroup]()
+    get_inter_distributed_optimizer_instance_group = Held[ProcessGroup](
         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
     )
-    get_inter_partial_data_parallel_group = _Held[ProcessGroup](
+    get_inter_partial_data_parallel_group = Held[ProcessGroup](
         "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
     )
 
-    get_gtp_weight_remat_global_ranks = _Held[list[int]]()
-    get_expert_gtp_weight_remat_global_ranks = _Held[list[int]]()
-    get_context_parallel_global_ranks = _Held[list[int]]()
-    get_tensor_model_parallel_src_rank = _First("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-    get_model_parallel_src_rank = _First("_MODEL_PARALLEL_GLOBAL_RANKS")
-    get_expert_model_parallel_src_rank = _First("_EXPERT_MODEL_PARALLEL_RANKS")
+    get_gtp_weight_remat_global_ranks = Held[list[int]]()
+    get_expert_gtp_weight_remat_global_ranks = Held[list[int]]()
+    get_context_parallel_global_ranks = Held[list[int]]()
+    get_tensor_model_parallel_src_rank = First("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+    get_model_parallel_src_rank = First("_MODEL_PARALLEL_GLOBAL_RANKS")
+    get_expert_model_parallel_src_rank = First("_EXPERT_MODEL_PARALLEL_RANKS")
 
-    get_tensor_model_parallel_rank = Number(_of_group, settable=True)
-    get_tensor_model_parallel_world_size = Number(_of_group, settable=True)
-    get_pipeline_model_parallel_rank = Number(_of_stage, settable=True)
-    get_pipeline_model_parallel_world_size = Number(_of_group, settable=True)
-    get_context_parallel_rank = Number(_or_zero)
-    get_context_parallel_world_size = Number(_or_zero)
-    get_tensor_and_context_parallel_rank = Number(_or_zero)
-    get_tensor_and_context_parallel_world_size = Number(_or_zero)
-    get_gtp_weight_remat_rank = Number(_or_zero_without)
-    get_gtp_weight_remat_world_size = Number(_or_zero_without)
-    get_expert_gtp_weight_remat_rank = Number(_or_zero_without)
-    get_expert_gtp_weight_remat_world_size = Number(_or_zero_without)
-    get_expert_model_parallel_rank = Number(_or_zero, settable=True)
-    get_expert_model_parallel_world_size = Number(_or_zero, settable=True)
-    get_expert_tensor_parallel_rank = Number(_of_expert_tensor, settable=True)
-    get_expert_tensor_parallel_world_size = Number(_of_expert_tensor, settable=True)
-    get_expert_tensor_and_model_parallel_rank = Number(_or_zero)
-    get_expert_tensor_and_model_parallel_world_size = Number(_or_zero)
+    get_tensor_model_parallel_rank = Number(of_group, settable=True)
+    get_tensor_model_parallel_world_size = Number(of_group, settable=True)
+    get_pipeline_model_parallel_rank = Number(of_stage, settable=True)
+    get_pipeline_model_parallel_world_size = Number(of_group, settable=True)
+    get_context_parallel_rank = Number(or_zero)
+    get_context_parallel_world_size = Number(or_zero)
+    get_tensor_and_context_parallel_rank = Number(or_zero)
+    get_tensor_and_context_parallel_world_size = Number(or_zero)
+    get_gtp_weight_remat_rank = Number(or_zero_without)
+    get_gtp_weight_remat_world_size = Number(or_zero_without)
+    get_expert_gtp_weight_remat_rank = Number(or_zero_without)
+    get_expert_gtp_weight_remat_world_size = Number(or_zero_without)
+    get_expert_model_parallel_rank = Number(or_zero, settable=True)
+    get_expert_model_parallel_world_size = Number(or_zero, settable=True)
+    get_expert_tensor_parallel_rank = Number(of_expert_tensor, settable=True)
+    get_expert_tensor_parallel_world_size = Number(of_expert_tensor, settable=True)
+    get_expert_tensor_and_model_parallel_rank = Number(or_zero)
+    get_expert_tensor_and_model_parallel_world_size = Number(or_zero)
 
-    get_virtual_pipeline_model_parallel_rank = _Read["int | None"]()
-    get_virtual_pipeline_model_parallel_world_size = _Read["int | None"]()
-    get_moe_layer_wise_logging_tracker = _Read[dict[str, Any]]()
+    get_virtual_pipeline_model_parallel_rank = Read["int | None"]()
+    get_virtual_pipeline_model_parallel_world_size = Read["int | None"]()
+    get_moe_layer_wise_logging_tracker = Read[dict[str, Any]]()
 
     def _held(self, slot: str, check_initialized: bool = True) -> Any:
         value = getattr(self, slot)
@@ -357,7 +221,7 @@ class Getters(EncoderGetters):
         group = self._via.get_data_parallel_group(
             with_context_parallel=with_cp, partial_data_parallel=partial, **_remat(with_gtp)
         )
-        return _number(group, kind)
+        return number_of(group, kind)
 
     def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
         slot = "_DATA_PARALLEL_GLOBAL_RANKS"
@@ -406,7 +270,7 @@ class Getters(EncoderGetters):
         if not dist.is_initialized():
             return 0
         arguments = {**_remat(with_gtp), **_partial(partial)}
-        return _number(self._via.get_expert_data_parallel_group(**arguments), kind)
+        return number_of(self._via.get_expert_data_parallel_group(**arguments), kind)
 
     # groups that an argument chooses
 
@@ -548,6 +412,48 @@ class Getters(EncoderGetters):
     def is_rank_in_position_embedding_group(self) -> bool:
         ranks, rank = self._POSITION_EMBEDDING_GLOBAL_RANKS, dist.get_rank()
         return ranks is not None and rank in ranks
+
+    # what is known without asking a group
+
+    def _renumber(self) -> None:
+        """Work out every rank and size that can be known without asking a group each time.
+
+        Known are overrides, and the numbers of groups that this state made. Of a group that
+        somebody else put into a slot only the group can tell, each time.
+        """
+        put = functools.partial(object.__setattr__, self)
+        for each in NUMBERS:
+            number = None if each.override is None else getattr(self, each.override)
+            put(each.attribute, self._known(each.group, each.kind) if number is None else number)
+        for kind, override in _DP_OVERRIDES.items():
+            number = getattr(self, override)
+            fixed = dict.fromkeys(DATA_PARALLEL, number)
+            known = {key: self._known(self._dp_slot(*key), kind) for key in DATA_PARALLEL}
+            put(f"_dp_{kind}s", known if number is None else fixed)
+            experts = {key: self._edp_slot(*key) for key in EXPERT_DATA_PARALLEL}
+            put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in experts.items()})
+        put("_dp_groups", {key: getattr(self, self._dp_slot(*key)) for key in DATA_PARALLEL})
+        stage = self._pipeline_model_parallel_rank
+        stages = self._pipeline_model_parallel_world_size
+        known_stage = self._via is self and stage is not None and stages is not None
+        put("_is_first", stage == 0 if known_stage else None)
+        put("_is_last", stage == stages - 1 if known_stage else None)
+
+    def _known(self, slot: str, kind: str) -> int | None:
+        group, rank, size = self._numbered.get(slot, (None, None, None))
+        if group is None or group is not getattr(self, slot) or self._via is not self:
+            return None
+        return rank if kind == "rank" else size
+
+
+_DP_OVERRIDES = {"rank": "_MPU_DATA_PARALLEL_RANK", "size": "_MPU_DATA_PARALLEL_WORLD_SIZE"}
+# Private globals that setters write, and that answer then instead of a group.
+OVERRIDE_SLOTS = (*(n.override for n in NUMBERS if n.override), *_DP_OVERRIDES.values())
+# Attributes of the state: what is known without asking a group. ``_renumber`` writes them.
+CACHED = (
+    *(number.attribute for number in NUMBERS),
+    *("_dp_groups", "_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
+)
 
 
 def _at(ranks: Any, stage: int) -> Any:
