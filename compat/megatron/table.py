@@ -101,7 +101,7 @@ class Row:
     # Groups of an encoder's ranks: "apart" from the decoder's, each "joined" to one of the
     # decoder's, or each "shared" by several pipelines.
     encoder: Literal["apart", "joined", "shared"] = "apart"
-    separate: bool = False  # never shares a communicator: it is there to run beside others
+    separate: bool = False  # never shares a communicator: its operations overlap all others
     sharp: str = ""  # made while NCCL_COLLNET_ENABLE=1, if use_sharp picks this name
     sharp_barrier: bool = False  # ... and connected before SHARP is switched off again
 
@@ -150,36 +150,37 @@ class Planned:
         return self.slot != self.row.slot
 
 
-# What a group carries, and why it must not wait for the rest: a communicator runs one operation at
-# a time, and rows of one kind are never in flight together, or follow each other anyway. Read in
-# megatron-core 0.16.1 and 0.19.2; where an option decides, the kinds are those of the overlap.
+# What a group carries. A communicator runs one operation at a time, so groups whose operations
+# overlap must not share one; operations of one kind never overlap. As in megatron-core 0.16.1 and
+# 0.19.2 with all options that overlap communication.
 TWINS = "checkpoint"
 TRAFFIC = {
-    "gradients": "buckets are reduced behind the backward pass, parameters gathered ahead of the "
-    "forward pass; DDP waits for neither",
-    "parameters": "gathered while gradients are reduced: what the second group is there for",
-    "expert gradients": "buckets of expert layers, reduced in the same backward pass in between",
+    "gradients": "buckets are reduced during the backward pass, parameters are gathered before "
+    "the forward pass; DDP overlaps both with computation",
+    "parameters": "gathered while gradients are reduced: the second group exists for this",
+    "expert gradients": "buckets of expert layers, reduced in the same backward pass",
     "gradients between instances": "a bucket is reduced between the instances of the optimizer "
-    "while the next one is reduced within each, on a stream of its own",
-    "weights": "sharded weights are gathered ahead of the layers that need them",
-    "expert weights": "sharded weights of expert layers, gathered ahead of them too",
-    "context": "the attention's ring or all-to-all, on streams of its own, beside its computation",
-    "tensor": "activations, beside weight gradients, and those of shared experts beside the tokens "
-    "of the others",
+    "while the next one is reduced within each, on its own stream",
+    "weights": "sharded weights, gathered before the layers that need them",
+    "expert weights": "sharded weights of expert layers, gathered before the layers that need them",
+    "context": "the attention's ring or all-to-all, on its own streams, overlapped with its "
+    "computation",
+    "tensor": "activations, at the same time as weight gradients; those of shared experts, at the "
+    "same time as the tokens of the other experts",
     "pipeline": "activations and their gradients between stages, sent and received while a stage "
     "computes",
-    "embeddings": "gradients of tied weights, once a step when all other gradients are there",
-    "optimizer": "norms and overflow flags, once a step in the optimizer, one after the other",
-    "statistics": "sums of router and FP8 statistics, token counts and losses, each small and "
-    "waited for where it is asked for, in the midst of everything else",
-    "expert tokens": "all-to-all of one microbatch while another one computes; the all-gather "
-    "over expert tp follows it",
-    "expert dispatch": "how many tokens go where, asked while another microbatch's tokens are on "
-    "the way; with other dispatchers the tokens themselves",
-    TWINS: "gloo on the host: optimizer states are gathered and scattered beside the training",
+    "embeddings": "gradients of tied weights, once per step, after all other gradients",
+    "optimizer": "norms and overflow flags, once per step in the optimizer, one after the other",
+    "statistics": "sums of router and FP8 statistics, token counts and losses: small, waited for "
+    "at once, at any time in a step",
+    "expert tokens": "all-to-all of one microbatch while another one computes, then the "
+    "all-gather over expert tp",
+    "expert dispatch": "number of tokens for each rank, exchanged while the tokens of another "
+    "microbatch are sent; with other dispatchers the tokens themselves",
+    TWINS: "gloo on the host: optimizer states are gathered and scattered during the training",
 }
 
-# The order is the order of creation: SHARP serves the communicators that come first.
+# In the order of creation: SHARP serves the communicators that are created first.
 # fmt: off
 ROWS: tuple[Row, ...] = (
     # slot, dims
