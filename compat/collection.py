@@ -51,7 +51,7 @@ def from_state(state: ParallelState, required: Iterable[str] | None = None) -> A
 
 
 def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str = "expert") -> Any:
-    """The collection of the groups that ``grid`` has. *Local*: makes none.
+    """The collection of the groups that ``grid`` has. *Local*: creates none.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
     required : iterable of str, optional
         Names of fields that must be filled; by default those whose groups ``grid`` has created.
     view : str
-        The view of expert layers; the grid itself where there is none of that name.
+        The view of expert layers; if ``grid`` has none of that name, the grid itself.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
         if row is None:
             if required is not None:
                 raise ValueError(
-                    f"the group of {name!r} does not follow from dims: set it on the collection "
+                    f"the group of {name!r} is not one over dims: set it on the collection "
                     f"yourself."
                 )
             continue
@@ -102,7 +102,7 @@ def _fields(required: Iterable[str] | None) -> tuple[Any, list[str]]:
     for name in names:
         if name not in known:
             raise ValueError(
-                f"{name!r} is no field of this megatron-core's ProcessGroupCollection. Its "
-                f"fields are {known}."
+                f"invalid field {name!r} of this megatron-core's ProcessGroupCollection; allowed: "
+                f"{known}."
             )
     return ProcessGroupCollection, names

@@ -94,8 +94,8 @@ class ParallelState(Getters, Setters, Buffers):
     def create(cls, **arguments: Any) -> ParallelState:
         """Build the groups for the arguments of ``initialize_model_parallel``.
 
-        *Collective* over the window of ranks that the arguments lay out. If anything fails, the
-        groups made so far are given back and the environment is as before.
+        *Collective* over the window of ranks. After an error no group is left, and the
+        environment is as before.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class ParallelState(Getters, Setters, Buffers):
 
     @property
     def pool(self) -> GroupPool | None:
-        """The groups of this state, and how they were made; None on a rank outside the window."""
+        """The groups of this state, and how they were created; None outside the window."""
         return None if self._grid is None else self._grid.pool
 
     @property
@@ -166,19 +166,19 @@ class ParallelState(Getters, Setters, Buffers):
         layout = self.request.decoder
         here = layout.coordinate(rank) if rank in layout else "outside the window"
         if self.request.encoder is not None and rank in self.request.encoder:
-            here = f"{self.request.encoder.coordinate(rank)} of the encoder in front"
-        resting = "" if self._names is None else ", suspended"
-        return f"ParallelState(rank {rank} at {here} of {layout!r}{resting})"
+            here = f"{self.request.encoder.coordinate(rank)} of the encoder"
+        suspended = "" if self._names is None else ", suspended"
+        return f"ParallelState(rank {rank} at {here} of {layout!r}{suspended})"
 
     def take_overrides(self, before: ParallelState) -> None:
-        """Keep what ``set_*`` was told before there were groups, as upstream does."""
+        """Keep the values of ``set_*`` from before initialisation, as upstream does."""
         for slot in (*OVERRIDE_SLOTS, "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"):
             object.__setattr__(self, slot, getattr(before, slot))
         self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
         self._renumber()
 
     def note_group(self, group: ProcessGroup) -> None:
-        """Let ``update_pg_timeout`` reach a group that the caller made and owns."""
+        """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
         if self._global_process_group_list is None:
             self._global_process_group_list = [None]
         self._global_process_group_list.append(group)
@@ -201,11 +201,11 @@ class ParallelState(Getters, Setters, Buffers):
 
     @contextmanager
     def activate(self) -> Iterator[ParallelState]:
-        """Let the functions of ``compat.parallel_state`` speak to this state inside. *Local*.
+        """Make this the state that ``compat.parallel_state`` answers from, inside. *Local*.
 
-        For the whole process, so that autograd's threads see it too; nests, and what was current
-        is so again afterwards, also after an error. Threads that need different states at the
-        same time ask the objects.
+        For the whole process, so that autograd's threads see it too. Activations nest: afterwards
+        the previous state is current again, also after an error. Threads that need different
+        states at the same time call the methods of the states.
 
         Raises
         ------
@@ -223,16 +223,16 @@ class ParallelState(Getters, Setters, Buffers):
         make_current(before)
         if inside is not self:
             raise RuntimeError(
-                f"{inside!r} was made current while {self!r} was active and is so still: "
-                f"activations must nest. Threads that use two states at a time ask the objects."
+                f"{inside!r} was activated after {self!r} and has not ended before it: "
+                f"activations must nest. For two states at the same time, call their methods."
             )
 
     def suspend(self) -> None:
         """Close every communicator until ``resume``; NCCL waits until all members do.
 
-        Ranks, sizes and the plan can still be asked. Getters of groups give placeholders, which
-        refuse to be used and say why. References to the old groups that others keep (a model, an
-        optimizer, a ``DeviceMesh``) keep gloo's descriptors open: let go of them first.
+        Ranks, sizes and the plan stay available. Getters of groups return placeholders, which
+        raise on use. References to the old groups elsewhere (a model, an optimizer, a
+        ``DeviceMesh``) keep gloo's file descriptors open: delete them first.
 
         Raises
         ------
@@ -242,27 +242,27 @@ class ParallelState(Getters, Setters, Buffers):
         if self.pool is None or self._grid is None or self._names is not None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         pooled = list(self.pool.groups)
-        stand_ins: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
+        placeholders: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
         self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
         was = {slot: getattr(self, slot) for slot in self._numbered}
         for slot in GROUP_SLOTS:
-            object.__setattr__(self, slot, exchanged(getattr(self, slot), stand_ins))
+            object.__setattr__(self, slot, exchanged(getattr(self, slot), placeholders))
         groups = self._global_process_group_list or []
-        self._global_process_group_list = [g for g in groups if g not in stand_ins]
+        self._global_process_group_list = [g for g in groups if g not in placeholders]
         self._numbered = {
             slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
             for slot, (group, rank, size) in self._numbered.items()
         }
-        del pooled, stand_ins, groups, was
+        del pooled, placeholders, groups, was
         self._grid.destroy()
         self._renumber()
 
     def resume(self) -> dict[str, ProcessGroup]:
-        """Make the groups again as they were planned. *Collective* as the first initialisation.
+        """Create the groups again as planned. *Collective* as the first initialisation.
 
-        Torch cannot revive a group: these are new ones, with the same ranks, options and
-        timeouts, also those set by ``update_pg_timeout``, and second all-gather groups are
-        made again too. Whoever holds an old one must fetch or be given the new one.
+        Torch cannot reopen a group: these are new ones, with the same ranks, options and
+        timeouts, also those of ``update_pg_timeout`` and ``create_all_gather_groups``. Replace
+        the old ones wherever they are kept.
 
         Returns
         -------
@@ -285,7 +285,7 @@ class ParallelState(Getters, Setters, Buffers):
             self._take(built)
             try:
                 for slot, value in before.items():
-                    if not is_suspended(value):  # somebody else's group
+                    if not is_suspended(value):  # from outside code
                         object.__setattr__(self, slot, value)
                 listed = built.groups or ([None] if own else [])
                 self._global_process_group_list = [*listed, *own] or None
@@ -313,8 +313,8 @@ class ParallelState(Getters, Setters, Buffers):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether it has groups, or its window is elsewhere; not if all were written to None."""
-        # Of an alias only some releases know that it is there: its group's own global counts.
+        """Whether it has groups or this rank is outside its window; not if all were set to None."""
+        # Aliases do not count: some releases lack them. The global that they are the same as does.
         known = aliases(self.request) if self.request is not None else []
         second = {slot for alias in known for slot in slots(alias)}
         if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
@@ -329,7 +329,7 @@ class ParallelState(Getters, Setters, Buffers):
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
         """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``.
 
-        Where ``pg`` serves several names, a warning says whose timeout changes with it.
+        A warning names the groups that share the communicator of ``pg``: theirs changes too.
         """
         pool = self.pool.groups if self.pool else []
         served = [pooled.label for pooled in pool if pg is not None and pooled.group is pg]
@@ -356,10 +356,10 @@ class ParallelState(Getters, Setters, Buffers):
         timeout: timedelta | None = None,
         nccl_comm_cfgs: Configs | None = None,
     ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """A second communicator over data x context parallel ranks, and over expert data ones.
+        """Second groups of data x context parallel ranks, and of expert-data-parallel ranks.
 
-        In the order and window that this state was built with. The second is None unless
-        ``for_expert_parallelism`` and there is expert parallelism. *Collective* over the window.
+        In the order and window of this state. The second is None without
+        ``for_expert_parallelism`` or expert parallelism. *Collective* over the window.
         """
         if self.request is None:
             raise RuntimeError(
@@ -382,17 +382,17 @@ class ParallelState(Getters, Setters, Buffers):
         return [build_extra(row, *known, timeout, configs) for row in rows]
 
 
-_current = ParallelState()  # what compat.parallel_state speaks to
-_module: dict[str, Any] = {}  # its names: its functions read a global of their own, the fastest
+_current = ParallelState()  # what compat.parallel_state answers from
+_module: dict[str, Any] = {}  # its names: for its functions a global of theirs is the fastest
 
 
 def current() -> ParallelState:
-    """The state that ``compat.parallel_state`` speaks to; without groups before there are any."""
+    """The state that ``compat.parallel_state`` answers from; at first one without groups."""
     return _current
 
 
 def make_current(state: ParallelState) -> None:
-    """Let ``compat.parallel_state`` speak to ``state``, also where its getters are patched."""
+    """Let ``compat.parallel_state`` answer from ``state``, also if its getters are patched."""
     global _current
     before, _current = _current, state
     via = before._via

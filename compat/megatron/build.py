@@ -1,4 +1,4 @@
-"""Creates the groups of a request on this rank, and says which private global holds which."""
+"""Creates the groups of a request on this rank, and the values of upstream's private globals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLLNET = "NCCL_COLLNET_ENABLE"
 
 @dataclass
 class Built:
-    """The outcome: values of upstream's private globals, and the grid that owns the groups.
+    """The result: values of upstream's private globals, and the grid that owns the groups.
 
     ``numbers`` has, for a global that holds one group, that group, this rank's place in it and
     its size.
@@ -57,7 +57,7 @@ def build(request: Request) -> Built:
     After a failure no group is left.
     """
     rank, built = dist.get_rank(), Built()
-    # Plan and options first: what they refuse must be refused before a group exists.
+    # Plan and options first: their errors must be raised before a group exists.
     with request.telling_others():
         plan, alone = request.plan, not replaced.creates(request.helpers)
         options = [alone and _options(p, request, rank) for p in request.planned]
@@ -97,14 +97,14 @@ def _check_window(request: Request, agreement: Agreement) -> None:
     world, window = dist.get_world_size(), len(request.participants)
     if agreement.way != "members" and window < world:
         raise RuntimeError(
-            f"a window of {window} of {world} ranks needs groups that their members create alone, "
-            f"and here every rank must take part: {agreement.why or 'creation was set so'}. Change "
-            f"that, or lay out the whole world."
+            f"a window of {window} of {world} ranks is only possible where the members of a group "
+            f"create it alone; here every rank must take part: "
+            f"{agreement.why or 'creation was set so'}. Change that, or use the whole world."
         )
 
 
 def _views(request: Request) -> dict[str, tuple[RankLayout, tuple[str, ...]]]:
-    """The other layouts as views of the decoder's grid; with it they share what is the same."""
+    """The other layouts as views of the decoder's grid; same pipelines share their groups."""
     views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
     for name, layout in request.layouts.items():
         if name != DECODER:
@@ -160,7 +160,7 @@ def build_extra(
 ) -> ProcessGroup | None:
     """One more group for ``row``, in the order and window of ``request``. *Collective* over it.
 
-    ``note`` is told of the group, unless replaced helpers make it: upstream's own tells then.
+    Calls ``note`` with the group, unless replaced helpers create it: ``create_group`` does then.
     """
     rank, helpers = dist.get_rank(), replaced.found()
     options = helpers.get("get_nccl_options", communicators.get_nccl_options)
@@ -187,7 +187,7 @@ def build_extra(
 
 
 def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
-    """Let the grid answer with ``group``; a remat axis that was not asked for need not be named."""
+    """Let the grid answer with ``group``, also for its dims without a gtp_remat of size 1."""
     assert built.grid is not None
     view = None if row.layout == DECODER else row.layout
     layout = built.grid.views[view or BASE]
@@ -229,12 +229,12 @@ def _seconds(timeout: float | None) -> timedelta | None:
 
 @contextmanager
 def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[None]:
-    """Switch SHARP on around the rows that it serves, and off behind the last of them.
+    """Switch SHARP on while the rows that it serves are created, and off after the last of them.
 
-    Releases that leave switching it on to the user only write the 0.
+    With older releases the user switches it on, and only the 0 is written here.
 
-    NCCL connects on first use and takes SHARP for whatever connects while it is on: the group
-    that is to have it meets once before it is switched off.
+    NCCL connects on first use, and uses SHARP if it is on at that time: so there is a barrier on
+    the group before it is switched off.
     """
     served = [q for q in request.planned if q.row.sharp == request.sharp_group]
     if request.sharp_group is None or not any(p in served for p in rows):
@@ -246,7 +246,7 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
     if served[-1] in rows:
         sharp = request.sharp_group
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
-        if slot in built.slots:  # not on a rank outside the window that a function named
+        if slot in built.slots:  # not on a rank outside the window that a function chose
             dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
             torch.cuda.synchronize()
         os.environ[_COLLNET] = "0"
@@ -256,7 +256,7 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
 
 @contextmanager
 def environment_restored_on_failure() -> Iterator[None]:
-    """Put back, after an error, the variables that ``build`` sets."""
+    """Restore, after an error, the variables that ``build`` sets."""
     before = {name: os.environ.get(name) for name in (_COLLNET, *communicators.UCC_ENVIRONMENT)}
     try:
         yield

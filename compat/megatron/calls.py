@@ -1,4 +1,4 @@
-"""The groups of a request, created through replaced helpers as stock's loops call them."""
+"""Creates the groups of a request through replaced helpers, called as in upstream's loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compat.megatron.replaced import HYBRID, LEVELS, by_members
 from compat.megatron.table import Planned, Row
 from hypergrid.groups import creation
 
-# The group that a helper made of these ranks, for a row of the plan.
+# A row of the plan, the ranks of one of its groups, and the group that a helper created.
 Made = tuple[Planned, Sequence[int], Any]
 
 
@@ -68,8 +68,8 @@ class Calls:
     def groups(self) -> Iterator[Made]:
         """Every group that this rank is in, in upstream's order.
 
-        *Collective* over all ranks that initialise; over the members of each group where that
-        was declared.
+        *Collective* over all ranks that initialise; over the members of each group where the
+        helpers were declared with ``compat.members_only``.
         """
         for _, of_one_loop in groupby(rows_of(self.request), key=_loop):
             rows = list(of_one_loop)
@@ -86,7 +86,7 @@ class Calls:
         return self.around(self._planned(rows))
 
     def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
-        """What upstream makes of one list of ranks of a loop."""
+        """The groups that upstream creates from one list of ranks of a loop."""
         leveled = [row for row in rows if _is_cut_by_helper(row) and not self.alone]
         single = [row for row in rows if row not in leveled and not row.chunk]
         for p in sorted(self._planned(single), key=lambda p: p.is_twin):
@@ -112,7 +112,7 @@ class Calls:
         return p, members, self.create(p.group.label, members, arguments)
 
     def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[Planned, Any]]:
-        """Call the helper that makes the groups of several sizes or levels at once."""
+        """Call the helper that creates the groups of all sizes or levels at once."""
         request, row, planned = self.request, rows[0], self._planned(rows)
         if row.holds == "sizes":
             made = self._helper(HYBRID)(self.rank, ranks, options(request, row.options))
@@ -137,17 +137,17 @@ class Calls:
 
 
 def _loop(row: Row) -> tuple[str, str, bool]:
-    """Rows with an equal one are made in the same loop of upstream's."""
+    """A key that is equal for the rows of one loop of upstream."""
     return (*rank_lists.origin(row), row.holds == "sizes")
 
 
 def _is_cut_by_helper(row: Row) -> bool:
-    """Whether upstream has a helper that makes all levels, or all sizes, of one list."""
+    """Whether one of upstream's helpers creates all levels, or all sizes, from one list."""
     return bool(row.levels) or row.holds == "sizes"
 
 
 def _arguments(request: Request, p: Planned) -> dict[str, Any]:
-    """What upstream gives ``create_group`` beside the ranks: no more arguments, and no fewer."""
+    """Exactly the arguments that upstream passes to ``create_group`` besides the ranks."""
     given: dict[str, Any] = {"group_desc": p.group.label}
     if p.group.timeout is not None:
         given["timeout"] = request.timeout

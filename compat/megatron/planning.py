@@ -1,4 +1,4 @@
-"""From the table's rows and one request to the rows of a plan: what is made, cut how, for whom."""
+"""From the table's rows and one request to the rows of a plan, with the checks of each row."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def aliases(request: Arguments) -> list[Alias]:
 def plan_rows(request: Arguments) -> list[Planned]:
     """The rows to create, in order.
 
-    Refuses what upstream refuses while it makes groups, row by row in the same order, so that of
-    two faults the same one is told.
+    Refuses what upstream refuses while it creates groups, row by row in the same order, so that
+    of two errors the same one is raised.
     """
     request.positive("num_distributed_optimizer_instances")
     rows = rows_of(request)
@@ -103,7 +103,7 @@ def _makes_gloo(request: Arguments, row: Row) -> bool:
 def _chosen(
     request: Arguments, row: Row, argument: str, default: Callable[..., list[int]]
 ) -> list[Sequence[int]] | None:
-    """What the caller's function says of each pipeline; None where there is none, or upstream's."""
+    """What the caller's function chooses of each pipeline; None without one of the caller's."""
     choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
     own = request.helpers.get(default.__name__, default)
     if choose is None and (split is not None or own is not default):
@@ -265,7 +265,7 @@ class Request(Arguments):
 
     @cached_property
     def planned(self) -> list[Planned]:
-        """The rows to create, in order. Refuses what upstream refuses as it makes groups."""
+        """The rows to create, in order. Refuses what upstream refuses while it creates groups."""
         return plan_rows(self)
 
     @cached_property
@@ -276,9 +276,9 @@ class Request(Arguments):
 
     @cached_property
     def participants(self) -> Sequence[int]:
-        """The ranks that create groups: the window, and whom a caller's function named besides."""
+        """The ranks that create groups: the window, and others that a caller's function chose."""
         window = self.decoder.ranks
-        if self.decides_ranks:  # of a world that may be said to be larger than it is
+        if self.decides_ranks:  # get_world_size() may be replaced, and say more
             return range(self.rank_offset, min(window.stop, real_world_size()))
         chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
         besides = {rank for ranks in chosen for rank in ranks if rank not in window}

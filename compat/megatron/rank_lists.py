@@ -1,4 +1,4 @@
-"""The ranks of Megatron's groups as lists, in the order in which upstream goes over them."""
+"""The ranks of Megatron's groups as lists, in the order of upstream's loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypergrid.plan import GroupRow
 
 
 def origin(row: Row) -> tuple[str, str]:
-    """The grid, and the dims of it, whose groups upstream loops over to make those of ``row``."""
+    """The grid, and the dims whose groups upstream loops over to make those of ``row``."""
     return row.grid.partition("_")[0], row.loop or row.dims
 
 
@@ -35,7 +35,7 @@ def loops(request: Arguments, row: Row) -> list[list[int]]:
 
 
 def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
-    """The groups of a row that come of one list of its loop, the one of this ``number``."""
+    """The groups of a row that are cut from ``ranks``, list ``number`` of its loop."""
     row = p.row
     if p.chosen is not None:
         return [p.chosen[number]]
@@ -62,7 +62,7 @@ def level_sizes(request: Arguments, row: Row) -> list[int]:
 
 
 def level(p: Planned) -> int:
-    """Which level of those that one list is cut into, innermost first."""
+    """The level that the group belongs to, innermost first."""
     return p.row.level if p.key is None else p.key
 
 
