@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from compat.megatron.getters import missing
+from compat.megatron.methods import missing
 
 
 class LazyBuffer:
