@@ -309,7 +309,10 @@ def _an_older_torch(rank):
 
 def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported():
     for lazy, text in run_ranks(4, _an_older_torch):
-        assert not lazy and "connected at once: not every rank's torch can wait" in text
+        assert (
+            not lazy
+            and "connected at once: not every rank's torch can connect on first use" in text
+        )
 
 
 def test_choices_come_from_the_environment_then_arguments(monkeypatch):
