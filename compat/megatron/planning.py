@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import islice
 from math import prod
 from typing import Any
 
 from compat.megatron import communicators, rank_lists, replaced
 from compat.megatron.arguments import NO_ARGUMENTS, Arguments, real_world_size
 from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
-from compat.megatron.refusals import ArgumentError, SizeError
 from compat.megatron.releases import HAS, RELEASE
 from compat.megatron.table import ROWS, TWINS, Planned, Row
-from hypergrid.messages import retold, shown
+from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan, GroupRow
 
 
@@ -40,7 +37,7 @@ def facts(request: Arguments) -> dict[str, bool]:
         "one_expert_instance": not several and HAS["instances_in_expert"],
         "all_gather": bool(request.create_all_gather_group),
         "hybrid": bool(request.hybrid_context_parallel),
-        "hierarchical": _is_given(request.hierarchical_context_parallel_sizes),
+        "hierarchical": bool(request.hierarchical_context_parallel_sizes),
     }
 
 
@@ -82,7 +79,7 @@ def _plan(request: Arguments, row: Row, true: dict[str, bool]) -> Iterator[Plann
         backend = request.pipeline_model_parallel_comm_backend
     if row.slot in _CHOOSERS:
         chosen = _chosen(request, row)
-    section = None if _is_ucc(backend) else communicators.section(row.options, request.nccl_configs)
+    section = None if backend == "ucc" else communicators.section(row.options, request.nccl_configs)
     _check_backend(backend)
     base = GroupRow(
         label=row.label,
@@ -130,13 +127,6 @@ def _makes_gloo(request: Arguments, row: Row) -> bool:
     return request.create_gloo_process_groups and not sharded
 
 
-def _is_given(value: Any) -> bool:
-    try:
-        return bool(value)
-    except Exception:  # an array of several values has no truth; the row's check refuses it
-        return True
-
-
 def _chosen(request: Arguments, row: Row) -> list[Sequence[int]] | None:
     """What the caller's function says of each pipeline; None where there is none, or upstream's."""
     argument, default = _CHOOSERS[row.slot]
@@ -147,7 +137,7 @@ def _chosen(request: Arguments, row: Row) -> list[Sequence[int]] | None:
     if choose is None or choose is default:
         return None
     if not callable(choose):
-        raise ArgumentError(
+        raise TypeError(
             f"{argument} must be a function from a pipeline's ranks to some of them, got "
             f"{shown(choose)}."
         )
@@ -173,56 +163,47 @@ class _Split:
 def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]) -> Any:
     try:
         return choose(pipeline)
-    except Exception as error:
-        if isinstance(choose, _Split):
-            raise retold(
-                error,
-                f"pipeline_model_parallel_split_rank={shown(choose.at)} is no stage of a pipeline "
-                f"of {len(pipeline)}: {error}. Give one of 0 to {len(pipeline) - 1}.",
-            ) from None
+    except IndexError:
+        if not isinstance(choose, _Split):
+            raise
+        raise ValueError(
+            f"invalid pipeline_model_parallel_split_rank={shown(choose.at)} for a pipeline of "
+            f"{len(pipeline)} stages; allowed: 0 to {len(pipeline) - 1}."
+        ) from None
+    except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # the function's own error; others come of calling it at all
-        raise retold(
-            error,
+            raise  # an error inside the function; without a frame of its own, the call failed
+        raise TypeError(
             f"the function given as {argument} does not take a pipeline's ranks: {error}. Give one "
-            f"that takes a list of ranks and returns some of them.",
+            f"that takes a list of ranks and returns some of them."
         ) from None
 
 
 def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
     """What a caller's function returned: as it is if that is a list of ints, else made one."""
-    several: Iterator[Any] | None = None
-    with suppress(TypeError):
-        several = None if isinstance(given, str) else iter(given)
-    if several is None:
-        raise ArgumentError(
-            f"the function given as {argument} must return a list of ranks, it returned "
-            f"{shown(given)}."
-        )
-    ranks = []
-    for rank in islice(several, world + 1):  # it may have no end
+    if isinstance(given, list | tuple) and all(type(rank) is int for rank in given):
+        ranks = given
+    else:
         try:
-            ranks.append(operator.index(rank))
+            ranks = [operator.index(rank) for rank in given]
         except TypeError:
-            raise ArgumentError(
-                f"the function given as {argument} must return ranks, which are whole numbers; "
-                f"it returned {shown(rank)} among them."
+            raise TypeError(
+                f"the function given as {argument} must return a list of ranks, got {shown(given)}."
             ) from None
     if len(set(ranks)) != len(ranks) or any(rank not in range(world) for rank in ranks):
         raise ValueError(
             f"the function given as {argument} chose {shown(ranks)}: ranks must not repeat and "
             f"must be below the world size {world}."
         )
-    as_given = isinstance(given, list | tuple) and all(type(rank) is int for rank in given)
-    return given if as_given else ranks
+    return ranks
 
 
 def _check_window(request: Arguments) -> None:
     if request.decoder.ranks.stop > request.world:
         raise ValueError(
-            f"rank_offset={shown(request.rank_offset)} with local_world_size="
-            f"{shown(request.world_size)} is no "
-            f"window of the world's {request.world} ranks. Make one of them smaller."
+            f"rank_offset={shown(request.rank_offset)} + local_world_size="
+            f"{shown(request.world_size)} is larger than the world size {request.world}. Make one "
+            f"of them smaller."
         )
 
 
@@ -248,37 +229,23 @@ def _check_hybrid(request: Arguments) -> None:
 
 
 def _check_levels(request: Arguments) -> None:
-    levels: Any = request.hierarchical_context_parallel_sizes
+    levels = request.hierarchical_context_parallel_sizes or []
     named = f"hierarchical_context_parallel_sizes={shown(levels)}"
-    if not isinstance(levels, list) or not all(isinstance(size, int) for size in levels):
-        raise ArgumentError(f"{named} must be a list of whole numbers, such as [2, 4].")
-    if len(levels) > _MOST_LEVELS:
-        raise ArgumentError(
-            f"{named} has {len(levels)} levels: give at most {_MOST_LEVELS}, and none of size 1."
-        )
     if prod(levels) != request.context_parallel_size:
         raise AssertionError(
             f"{named} multiply to {shown(prod(levels))}, not to "
             f"context_parallel_size={request.context_parallel_size}."
         )
     if min(levels) < 1:
-        raise SizeError(f"{named} must be at least 1 each.")
+        raise ValueError(f"{named} must be at least 1 each.")
 
 
 def _check_ucc(request: Arguments) -> None:
-    if _is_ucc(request.pipeline_model_parallel_comm_backend):
+    if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.check_ucc()
 
 
-def _is_ucc(backend: Any) -> bool:
-    return isinstance(backend, str) and backend == "ucc"
-
-
-def _check_backend(backend: Any) -> None:
-    if backend is not None and not isinstance(backend, str):
-        raise ArgumentError(
-            f"pipeline_model_parallel_comm_backend must be a name or None, got {shown(backend)}."
-        )
+def _check_backend(backend: str | None) -> None:
     if backend not in (None, "nccl", "ucc"):
         raise AssertionError(
             f"pipeline_model_parallel_comm_backend={shown(backend)} is not supported: use 'nccl', "
@@ -286,7 +253,6 @@ def _check_backend(backend: Any) -> None:
         )
 
 
-_MOST_LEVELS = 64  # no world has more ranks than 64 levels of two
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "_HYBRID_DP_CP_GROUPS": _check_hybrid,
     "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": _check_levels,

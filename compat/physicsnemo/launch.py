@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from compat.megatron.refusals import ArgumentError
-
 OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
@@ -43,8 +41,8 @@ def method() -> str | None:
         if asked:
             if asked not in _NEEDED:
                 raise RuntimeError(
-                    f"{variable}={asked!r} is no way to initialise: use one of "
-                    f"{', '.join(_NEEDED)}, or unset it to take the first that is there."
+                    f"invalid {variable}={asked!r}; allowed: {', '.join(_NEEDED)}, or unset it to "
+                    f"use the first that is available."
                 )
             return asked
     for name, needed in _NEEDED.items():
@@ -97,7 +95,7 @@ def ranks_per_host() -> int | None:
 
 def _read(variable: str) -> str:
     if variable not in os.environ:
-        raise ArgumentError(
+        raise ValueError(
             f"{variable} is not set, which this way of initialising needs: start the script with "
             f"the launcher that sets it, or choose another by {OVERRIDES[0]}."
         )
@@ -105,10 +103,8 @@ def _read(variable: str) -> str:
 
 
 def _whole(variable: str) -> int:
+    text = _read(variable)
     try:
-        return int(_read(variable))
-    except ValueError as error:
-        if isinstance(error, ArgumentError):
-            raise
-        text = os.environ[variable]
-        raise ArgumentError(f"{variable}={text!r} is no whole number.") from None
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} is not a whole number.") from None
