@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -23,46 +22,43 @@ _NUMBER, _TEXT, _YES, _NO, _NUMBERS = "number", "text", "yes", "no", "numbers"
 
 # Flag: (argument of initialize_model_parallel, or a fact about the job in "_...", what it takes).
 _FLAGS: dict[str, tuple[str, str]] = {
+    **{
+        name.replace("_", "-"): (name, takes)
+        for takes, names in {
+            _NUMBER: (
+                *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+                *("context_parallel_size", "expert_model_parallel_size"),
+                *("expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"),
+                *("num_distributed_optimizer_instances", "distributed_timeout_minutes"),
+            ),
+            _NUMBERS: ("hierarchical_context_parallel_sizes",),
+            _TEXT: ("order", "sharp_enabled_group"),
+            _YES: ("hybrid_context_parallel", "use_sharp", "create_all_gather_group"),
+        }.items()
+        for name in names
+    },
     "tp": ("tensor_model_parallel_size", _NUMBER),
-    "tensor-model-parallel-size": ("tensor_model_parallel_size", _NUMBER),
     "pp": ("pipeline_model_parallel_size", _NUMBER),
-    "pipeline-model-parallel-size": ("pipeline_model_parallel_size", _NUMBER),
     "vp": ("virtual_pipeline_model_parallel_size", _NUMBER),
     "num-virtual-stages-per-pipeline-rank": ("virtual_pipeline_model_parallel_size", _NUMBER),
     "cp": ("context_parallel_size", _NUMBER),
-    "context-parallel-size": ("context_parallel_size", _NUMBER),
     "hierarchical-cp": ("hierarchical_context_parallel_sizes", _NUMBERS),
-    "hierarchical-context-parallel-sizes": ("hierarchical_context_parallel_sizes", _NUMBERS),
-    "hybrid-context-parallel": ("hybrid_context_parallel", _YES),
     "ep": ("expert_model_parallel_size", _NUMBER),
-    "expert-model-parallel-size": ("expert_model_parallel_size", _NUMBER),
     "etp": ("expert_tensor_parallel_size", _NUMBER),
-    "expert-tensor-parallel-size": ("expert_tensor_parallel_size", _NUMBER),
     "instances": ("num_distributed_optimizer_instances", _NUMBER),
-    "num-distributed-optimizer-instances": ("num_distributed_optimizer_instances", _NUMBER),
-    "gtp-remat-size": ("gtp_remat_size", _NUMBER),
-    "expert-gtp-remat-size": ("expert_gtp_remat_size", _NUMBER),
-    "order": ("order", _TEXT),
     "use-tp-pp-dp-mapping": ("_tp_pp_dp", _YES),
     "disable-gloo-process-groups": ("create_gloo_process_groups", _NO),
     "no-gloo": ("create_gloo_process_groups", _NO),
-    "use-sharp": ("use_sharp", _YES),
-    "sharp-enabled-group": ("sharp_enabled_group", _TEXT),
-    "create-all-gather-group": ("create_all_gather_group", _YES),
-    "distributed-timeout-minutes": ("distributed_timeout_minutes", _NUMBER),
     "tp-comm-overlap": ("_user_buffers", _YES),
     "num-layers": ("_layers", _NUMBER),
     "num-layers-per-virtual-pipeline-stage": ("_layers_per_stage", _NUMBER),
-    # Where the ranks are: our own words, then those of torchrun, srun, mpirun and deepspeed.
+    # Where the ranks are: our own flags, then those of torchrun, srun, mpirun and deepspeed.
     "world-size": ("_world", _NUMBER),
-    "gpus-per-node": ("_per_host", _NUMBER),
     "hosts-per-rack": ("_hosts_per_rack", _NUMBER),
-    "nnodes": ("_hosts", _NUMBER),
-    "nodes": ("_hosts", _NUMBER),
-    "num-nodes": ("_hosts", _NUMBER),
-    "nproc-per-node": ("_per_host", _NUMBER),
-    "ntasks-per-node": ("_per_host", _NUMBER),
-    "num-gpus": ("_per_host", _NUMBER),
+    **dict.fromkeys(("nnodes", "nodes", "num-nodes"), ("_hosts", _NUMBER)),
+    **dict.fromkeys(
+        ("gpus-per-node", "nproc-per-node", "ntasks-per-node", "num-gpus"), ("_per_host", _NUMBER)
+    ),
     "ntasks": ("_world", _NUMBER),
 }
 # One-letter flags mean this only behind the launcher that has them.
@@ -299,21 +295,21 @@ def _expanded(text: str) -> tuple[list[str], dict[str, str]]:
         for name in _SLURM.get(found[1], ()):
             variables[name] = found[2]
     text = re.sub(r"(?m)^#SBATCH\b", "srun", text)
-    text = re.sub(
-        r"([A-Za-z_]\w*)\+?=\(", " ", text
-    )  # ARGS=( ... ): its words stand for themselves
+    text = re.sub(r"[A-Za-z_]\w*\+?=\(", " ", text)  # of ARGS=( ... ) the words are read
     try:
         tokens = [
             token
             for line in text.splitlines()
-            for token in shlex.split(_SUM.sub(_quoted, line), comments=True)
+            for token in shlex.split(_SUM.sub(r"'\g<0>'", line), comments=True)
         ]
     except ValueError as error:
         raise JobError(f"the launch line cannot be read: {error}. Close its quotes.") from None
     words: list[str] = []
     for token in tokens:
         word = _SUM.sub(lambda found: _value(found[1], variables), token)
-        word = _put_in(word, variables)
+        word = _USED.sub(
+            lambda found: variables.get(found[1] or found[2]) or found[3] or found[0], word
+        )
         assigned = _ASSIGNED.fullmatch(word.rstrip(";"))
         if assigned is not None and not word.startswith("-"):
             variables[assigned[1]] = assigned[2]
@@ -322,37 +318,12 @@ def _expanded(text: str) -> tuple[list[str], dict[str, str]]:
     return words, variables
 
 
-def _quoted(found: re.Match[str]) -> str:
-    return "'" + found[0] + "'"
-
-
-def _put_in(word: str, variables: Mapping[str, str]) -> str:
-    return _USED.sub(
-        lambda found: variables.get(found[1] or found[2], found[3] or "") or found[0], word
-    )
-
-
-_OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Mult: operator.mul,
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Div: operator.floordiv,
-}
-
-
 def _value(formula: str, variables: Mapping[str, str]) -> str:
     """``A * $B`` in numbers; as it was where that cannot be worked out."""
-
-    def of(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.Name):
-            return int(variables[node.id])
-        if isinstance(node, ast.BinOp):
-            return _OPERATORS[type(node.op)](of(node.left), of(node.right))
-        raise KeyError(formula)
-
-    try:
-        return str(of(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", formula), mode="eval").body))
-    except (SyntaxError, KeyError, ValueError, ZeroDivisionError):
-        return f"$(({formula}))"
+    numbers = re.sub(
+        r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), formula
+    )
+    if re.fullmatch(r"[\d\s()+*/-]{1,99}", numbers) and "**" not in numbers:
+        with suppress(SyntaxError, TypeError, ZeroDivisionError):
+            return str(eval(numbers.replace("/", "//").strip()))
+    return f"$(({formula}))"

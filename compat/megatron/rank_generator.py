@@ -7,7 +7,7 @@ from math import prod
 
 from compat.megatron.releases import HAS, as_released
 from compat.megatron.replaced import now
-from hypergrid.layout import RankLayout
+from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 
 
@@ -26,19 +26,18 @@ def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout
     if not isinstance(order, str):
         raise TypeError(f"order must be a text such as 'tp-cp-ep-dp-pp', got {shown(order)}.")
     tokens = order.lower().split("-")
-    for name, size in sizes.items():
-        if name not in tokens and size != 1:
-            raise RuntimeError(
-                f"order {shown(order)} leaves out {name!r}, whose size is {shown(size)}. Add it to "
-                f"the order or make its size 1. Known: {', '.join(sizes)}."
-            )
     seen: set[str] = set()
     once = []
     for token in tokens:
         if sizes.get(token) != 1 or token not in seen:
             once.append(token)
             seen.add(token)
-    return RankLayout.from_order("-".join(once), sizes, offset)
+    try:
+        return RankLayout.from_order("-".join(once), sizes, offset)
+    except LayoutError as error:
+        if any(size != 1 and name not in seen for name, size in sizes.items()):
+            raise RuntimeError(str(error)) from None
+        raise
 
 
 def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
