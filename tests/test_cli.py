@@ -223,7 +223,7 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("plan", "the number of ranks is not said"),
+        ("plan", "the number of ranks is missing"),
         ("plan --world-size 8 --tp 3", "not divisible by tensor_model_parallel_size=3"),
         ("plan --world-size 8 --rank 8", "there is no rank 8: they go from 0 to 7"),
         ("plan --world-size 8 --order tp-xp", "'xp', which has no size"),

@@ -674,7 +674,7 @@ def test_modulus_name_for_the_override_is_read_too():
 @pytest.mark.parametrize(
     ("launcher", "override", "says"),
     [
-        ("slurm, half", "", "SLURM_NPROCS is not set, which this way of initialising needs"),
+        ("slurm, half", "", "SLURM_NPROCS is not set, which this method of initialisation needs"),
         ("nobody", "ENV", "RANK is not set"),
         ("not a number", "", "RANK='x' is not a whole number"),
         ("nobody", "PIGEON", "='PIGEON'; allowed: ENV, SLURM, OPENMPI"),

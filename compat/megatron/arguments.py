@@ -36,6 +36,14 @@ _EXPERT = (
 
 _INSTANCES = "num_distributed_optimizer_instances"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+_NUMBERS = (
+    *(*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL, encoder.TENSOR, encoder.STAGES),
+    *("pipeline_model_parallel_split_rank", "rank_offset", "local_world_size"),
+)
+_FLAGS = (
+    *("use_sharp", "hybrid_context_parallel"),
+    *("create_gloo_process_groups", "create_all_gather_group"),
+)
 
 
 def _dist() -> Any:
@@ -80,20 +88,8 @@ def _minutes(given: Any) -> float:
 # What an argument must be, in words, and how it is made of plain Python values: numbers and lists
 # may come from numpy or torch, paths from pathlib.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(
-        (
-            *(*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL, encoder.TENSOR, encoder.STAGES),
-            *("pipeline_model_parallel_split_rank", "rank_offset", "local_world_size"),
-        ),
-        (operator.index, "a whole number"),
-    ),
-    **dict.fromkeys(
-        (
-            *("use_sharp", "hybrid_context_parallel"),
-            *("create_gloo_process_groups", "create_all_gather_group"),
-        ),
-        (bool, "True or False"),
-    ),
+    **dict.fromkeys(_NUMBERS, (operator.index, "a whole number")),
+    **dict.fromkeys(_FLAGS, (bool, "True or False")),
     "order": (_text, "a text such as 'tp-cp-ep-dp-pp'"),
     "pipeline_model_parallel_comm_backend": (_text, "'nccl', 'ucc' or None"),
     "sharp_enabled_group": (_text, "'dp', 'dp_replica' or None"),
@@ -172,8 +168,8 @@ class Arguments:
         encoder.check(self._encoder_sizes, self.tensor_model_parallel_size)
         if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and self.instances > 1:
             raise AssertionError(
-                f"gtp_remat with num_distributed_optimizer_instances={shown(self.instances)} is "
-                f"not supported: set one of them to 1."
+                f"gtp_remat with num_distributed_optimizer_instances={self.instances} is not "
+                f"supported: set one of them to 1."
             )
         if self.local_world_size is not None:
             self.positive("local_world_size")
@@ -181,9 +177,8 @@ class Arguments:
         if self.virtual_pipeline_model_parallel_size is not None:
             if self.pipeline_model_parallel_size <= 1:
                 raise RuntimeError(
-                    f"{_VIRTUAL}={shown(self.virtual_pipeline_model_parallel_size)} needs "
-                    f"pipeline_model_parallel_size > 1, which is "
-                    f"{self.pipeline_model_parallel_size}."
+                    f"{_VIRTUAL}={self.virtual_pipeline_model_parallel_size} needs "
+                    f"pipeline_model_parallel_size > 1, got {self.pipeline_model_parallel_size}."
                 )
             self.positive(_VIRTUAL)
         _ = self.nccl_configs
@@ -191,18 +186,17 @@ class Arguments:
         if self.pipeline_model_parallel_size > 1:
             if not self.order.endswith("pp") and dense.dim_size("dp") != expert.dim_size("dp"):
                 raise AssertionError(
-                    f"order {shown(self.order)} does not end in pp, so the dense data-parallel "
-                    f"size {shown(dense.dim_size('dp'))} and the expert one "
-                    f"{shown(expert.dim_size('dp'))} must be equal. Put pp last, or change the "
-                    f"expert sizes.{self._order_source}"
+                    f"order {shown(self.order)} does not end in pp, so the data-parallel sizes, "
+                    f"dense {dense.dim_size('dp')} and expert {expert.dim_size('dp')}, must be "
+                    f"equal. Put pp last, or change the expert sizes.{self._order_source}"
                 )
             strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
             if strides[0] != strides[1] and not self.decides_ranks:
                 raise AssertionError(
                     f"pipelines must be the same for dense and expert layers; with order "
-                    f"{shown(self.order)} their stages are {shown(strides[0])} and "
-                    f"{shown(strides[1])} ranks apart. Put pp last, or make tp x cp and expert "
-                    f"tp x ep equal.{self._order_source}"
+                    f"{shown(self.order)} their stages are {strides[0]} and {strides[1]} ranks "
+                    f"apart. Put pp last, or make tp x cp and expert tp x ep equal."
+                    f"{self._order_source}"
                 )
         if self.decides_ranks:
             stages = [self.rank_lists(grid, "pp") for grid in ("decoder", "expert")]
@@ -381,7 +375,7 @@ class Arguments:
         try:
             lay_out(self.order, own)  # first: its message shows the order as it was given
             if self.rank_offset < 0:
-                raise ValueError(f"rank_offset must be at least 0, got {shown(self.rank_offset)}.")
+                raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
             offset = self.rank_offset + behind
             return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
         except (LayoutError, RuntimeError) as error:
@@ -401,24 +395,23 @@ class Arguments:
         sizes = {name: self._size(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
-        asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
+        asked = " x ".join(f"{n}={size}" for n, size in sizes.items() if size > 1)
         if names == _DENSE and (beside := prod(self._encoder_sizes)):
             model += beside * self.context_parallel_size
-            asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {shown(beside)}"
+            asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {beside}"
         elif names != _DENSE:
             world -= self._encoder_size
         if world % model:
             raise RuntimeError(
-                f"world size {shown(world)} is not divisible by {asked} = {shown(model)}: it "
-                f"leaves a remainder of {shown(world % model)}. Change a size or the number of "
-                f"ranks."
+                f"world size {world} is not divisible by {asked} = {model}: it leaves a remainder "
+                f"of {world % model}. Change a size or the number of ranks."
             )
         return world // model
 
     def positive(self, name: str) -> None:
         """Refuse the size ``name`` if it is below 1."""
         if self._size(name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {shown(self._size(name))}.")
+            raise ValueError(f"{name} must be at least 1, got {self._size(name)}.")
 
     def _size(self, name: str) -> Any:
         if name == "expert_tensor_parallel_size":
@@ -455,5 +448,5 @@ class Arguments:
         elif group == "dp_replica" and self.instances <= 1:
             raise AssertionError(
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
-                f"got {shown(self.instances)}."
+                f"got {self.instances}."
             )

@@ -167,7 +167,7 @@ def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]
         if not isinstance(choose, _Split):
             raise
         raise ValueError(
-            f"invalid pipeline_model_parallel_split_rank={shown(choose.at)} for a pipeline of "
+            f"invalid pipeline_model_parallel_split_rank={choose.at} for a pipeline of "
             f"{len(pipeline)} stages; allowed: 0 to {len(pipeline) - 1}."
         ) from None
     except TypeError as error:
@@ -201,17 +201,16 @@ def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
 def _check_window(request: Arguments) -> None:
     if request.decoder.ranks.stop > request.world:
         raise ValueError(
-            f"rank_offset={shown(request.rank_offset)} + local_world_size="
-            f"{shown(request.world_size)} is larger than the world size {request.world}. Make one "
-            f"of them smaller."
+            f"rank_offset={request.rank_offset} + local_world_size={request.world_size} is larger "
+            f"than the world size {request.world}. Make one of them smaller."
         )
 
 
 def _check_instances(request: Arguments, what: str, size: int) -> None:
     if size % request.instances:
         raise AssertionError(
-            f"num_distributed_optimizer_instances={shown(request.instances)} does not divide the "
-            f"{what} {shown(size)}."
+            f"num_distributed_optimizer_instances={request.instances} does not divide the "
+            f"{what} {size}."
         )
 
 
@@ -224,7 +223,7 @@ def _check_hybrid(request: Arguments) -> None:
     if _members(request) % 2:
         raise AssertionError(
             f"hybrid_context_parallel needs an even data x context parallel size, got "
-            f"{shown(_members(request))}."
+            f"{_members(request)}."
         )
 
 
@@ -233,7 +232,7 @@ def _check_levels(request: Arguments) -> None:
     named = f"hierarchical_context_parallel_sizes={shown(levels)}"
     if prod(levels) != request.context_parallel_size:
         raise AssertionError(
-            f"{named} multiply to {shown(prod(levels))}, not to "
+            f"{named} multiply to {prod(levels)}, not to "
             f"context_parallel_size={request.context_parallel_size}."
         )
     if min(levels) < 1:

@@ -147,7 +147,7 @@ class RankGenerator:
 
 @as_released
 def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
-    """First and last stage of a pipeline, and where it splits: where word embeddings live."""
+    """The ranks with word embeddings: first and last stage of a pipeline, and where it splits."""
     if len(pp_ranks) == 1:
         return [pp_ranks[0]]
     ends = [pp_ranks[0], pp_ranks[-1]]
@@ -160,7 +160,7 @@ def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) 
 def default_position_embedding_ranks(
     pp_ranks: list[int], split_rank: int | None = None
 ) -> list[int]:
-    """First stage of a pipeline, and where it splits: where position embeddings live."""
+    """The ranks with position embeddings: first stage of a pipeline, and where it splits."""
     if split_rank is None or pp_ranks[split_rank] == pp_ranks[0]:
         return [pp_ranks[0]]
     return [pp_ranks[0], pp_ranks[split_rank]]
