@@ -229,7 +229,7 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
         ("plan --world-size 8 --order tp-xp", "'xp', which has no size"),
         (
             "check --world-size 16 --tp 2 --ep 4 --pp 2 --order tp-pp-ep-dp",
-            "does not end in pp, so the dense data-parallel size 4 and the expert one 1 must be "
+            "does not end in pp, so the data-parallel sizes, dense 4 and expert 1, must be "
             "equal. Put pp last, or change the expert sizes. order=tp-cp-ep-dp-pp can be laid out.",
         ),
         ("plan --plan nowhere.json", "No such file"),

@@ -387,8 +387,8 @@ def test_the_judge_notices_one_that_refuses_what_stock_takes():
 
 @needs_stock
 def test_the_judge_notices_another_type_than_that_of_a_refusal_on_purpose():
-    refuse = _raising(ValueError("order 'dp' leaves out tp."))
-    given = call({"order": "dp"}, tensor_model_parallel_size=2)
+    refuse = _raising(ValueError("order 'tp-dp' leaves out pp."))
+    given = call({"order": "tp-dp"}, pipeline_model_parallel_size=2)
     found = complaints(given, _broken(initialize_model_parallel=refuse))
     assert any("stock raises RuntimeError" in each for each in found), found
 
