@@ -146,8 +146,8 @@ def initialize_model_parallel(
         The sizes do not divide the world; the order leaves out a dim that is larger than 1.
     AssertionError
         Already initialised; torch.distributed is not; sizes that contradict each other.
-    ValueError, KeyError
-        A size below 1; a window outside the world; an unknown dim in the order.
+    TypeError, ValueError
+        A wrong type; a size below 1; a window outside the world; an unknown dim in the order.
     """
     arguments = dict(locals())
     arguments["order"], source = asked(order)

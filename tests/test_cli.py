@@ -233,13 +233,13 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("plan", "the number of ranks is not said"),
+        ("plan", "the number of ranks is missing"),
         ("plan --world-size 8 --tp 3", "not divisible by tensor_model_parallel_size=3"),
         ("plan --world-size 8 --rank 8", "there is no rank 8: they go from 0 to 7"),
         ("plan --world-size 8 --order tp-xp", "'xp', which has no size"),
         (
             "check --world-size 16 --tp 2 --ep 4 --pp 2 --order tp-pp-ep-dp",
-            "does not end in pp, so the dense data-parallel size 4 and the expert one 1 must be "
+            "does not end in pp, so the data-parallel sizes, dense 4 and expert 1, must be "
             "equal. Put pp last, or change the expert sizes. order=tp-cp-ep-dp-pp can be laid out.",
         ),
         ("plan --plan nowhere.json", "No such file"),

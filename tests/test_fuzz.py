@@ -1,4 +1,4 @@
-"""Arguments that nobody should pass: told in a sentence, of stock's type, at once, without a trace.
+"""Wrong arguments: refused in a sentence that names the argument, at once, nothing left behind.
 
 What is promised holds for one release in this process, that of the installed megatron-core, and
 for the others in processes of their own. ``scripts/fuzz`` runs far more of the same.
@@ -7,7 +7,6 @@ for the others in processes of their own. ``scripts/fuzz`` runs far more of the 
 import json
 import math
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -29,10 +27,10 @@ from compat.megatron.planning import Request
 from compat.megatron.rank_generator import lay_out
 from compat.megatron.releases import RELEASE
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import retold, shown
+from hypergrid.messages import shown
 from tests.fuzzing import judging, wild
 from tests.fuzzing.judging import NAMED, judge, words_missing
-from tests.fuzzing.wild import MARKER, ArgumentSet, Made, draw
+from tests.fuzzing.wild import CODE, MARKER, ArgumentSet, Made, draw
 from tests.parity.surface import DEFAULT_ORDER, parameters
 from tests.stock import MAIN, RELEASES, have_stock
 
@@ -75,19 +73,19 @@ def test_all_of_this_holds_for_other_releases(release):
 def test_random_argument_sets_give_no_complaint(release):
     if os.environ.get("PYTEST_FUZZ_ALONE") or not have_stock(release):
         pytest.skip(f"megatron-core {release} is not here, or has its turn elsewhere")
-    command = ["scripts/fuzz", "--release", release, "-n", "300", "--seed", "1", "--jobs", "1"]
+    command = ["scripts/fuzz", "--release", release, "-n", "300"]
     done = as_release(release, *command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[1].split()[:2] == [release, "300"], done.stdout
+    assert done.stdout.startswith(f"{release} 300 sets, "), done.stdout
 
 
 def call(wild, world=4, rank=0, **kwargs):
     config = {"world_size": world, "window": world, "kwargs": kwargs, "environment": {}}
-    return ArgumentSet(HERE, config | {"positional": 0, "ranks": [rank]}, rank, wild)
+    return ArgumentSet(HERE, config | {"kind": "sound", "positional": 0}, rank, wild)
 
 
-def complaints(given):
-    return judge(given, ps).complaints
+def complaints(given, candidate=ps):
+    return judge(given, candidate)[1]
 
 
 @needs_stock
@@ -116,7 +114,7 @@ def test_any_value_of_any_argument_is_taken_or_refused_as_stock_does(name, value
 
 @needs_stock
 @quick
-@given(order=st.text() | st.lists(st.sampled_from([*wild._PIECES]), max_size=12).map("".join))
+@given(order=st.text() | st.lists(st.sampled_from([*wild.PIECES]), max_size=12).map("".join))
 def test_any_text_as_an_order_is_taken_or_refused_as_stock_does(order):
     assert not complaints(call({"order": order}, tensor_model_parallel_size=2))
 
@@ -158,32 +156,42 @@ REFUSED = {
         "whole number, got 'two'",
     ),
     "a size of None": ({"pipeline_model_parallel_size": None}, TypeError, "whole number, got None"),
-    "half a size": ({"context_parallel_size": 1.5}, RuntimeError, "whole number, got 1.5"),
-    "a size of nothing": ({"tensor_model_parallel_size": 0}, ZeroDivisionError, "at least 1"),
-    "a huge size": ({"tensor_model_parallel_size": 10**5000}, RuntimeError, "not divisible"),
+    "half a size": ({"context_parallel_size": 1.5}, TypeError, "whole number, got 1.5"),
+    "a size of nothing": ({"tensor_model_parallel_size": 0}, ValueError, "at least 1"),
+    "a huge size": ({"tensor_model_parallel_size": 10**30}, RuntimeError, "not divisible"),
+    "a size that leaves a remainder": (
+        {"tensor_model_parallel_size": 3},
+        RuntimeError,
+        "leaves a remainder of 1",
+    ),
     "virtual stages in words": (
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": "two"},
         TypeError,
         "virtual_pipeline_model_parallel_size must be a whole number",
     ),
-    "no order": ({"order": None}, AttributeError, "order must be a text"),
+    "no order": ({"order": None}, TypeError, "order must be a text"),
     "an order in bytes": ({"order": b"tp-dp"}, TypeError, "order must be a text"),
-    "an order of format marks": ({"order": "{0.__class__}-%s"}, KeyError, "'{0.__class__}'"),
-    "an order with another hyphen": ({"order": "tp\u2010cp"}, KeyError, "Known: "),
+    "an order of format marks": ({"order": "dp-{0.__class__}"}, ValueError, "'{0.__class__}'"),
+    "an order with another hyphen": ({"order": "tp\u2010cp"}, RuntimeError, "Known: "),
+    "an order without a size": (
+        {"order": "cp-dp-pp", "tensor_model_parallel_size": 2},
+        RuntimeError,
+        "leaves out 'tp', whose size is 2",
+    ),
     "sizes of levels in words": (
         {"hierarchical_context_parallel_sizes": "22"},
         TypeError,
         "must be a list of whole numbers",
     ),
     "time in words": ({"distributed_timeout_minutes": "30"}, TypeError, "number of minutes"),
-    "time without end": ({"distributed_timeout_minutes": math.inf}, OverflowError, "minutes"),
+    "time without end": ({"distributed_timeout_minutes": math.inf}, ValueError, "minutes"),
     "no time": ({"distributed_timeout_minutes": math.nan}, ValueError, "minutes"),
     "a number as names": ({"high_priority_stream_groups": 5}, TypeError, "list of names"),
     "no function": ({"get_embedding_ranks": [0]}, TypeError, "must be a function"),
     "a function that returns nothing": (
         {"get_embedding_ranks": lambda ranks: None},
         TypeError,
-        "get_embedding_ranks must return a list of ranks, it returned None",
+        "get_embedding_ranks must return a list of ranks, got None",
     ),
     "a function of nothing": (
         {"get_position_embedding_ranks": lambda: [0]},
@@ -191,17 +199,12 @@ REFUSED = {
         "get_position_embedding_ranks does not take a pipeline's ranks",
     ),
     "foreign ranks": ({"get_embedding_ranks": lambda r: [99]}, ValueError, "below the world size"),
-    "ranks without end": (
-        {"get_embedding_ranks": lambda ranks: wild.endless(0)},
-        ValueError,
-        "get_embedding_ranks chose",
-    ),
     "a missing file": (
         {"nccl_communicator_config_path": "absent.yaml"},
-        FileNotFoundError,
+        OSError,
         "'absent.yaml' cannot be read: No such file",
     ),
-    "a folder": ({"nccl_communicator_config_path": "/"}, IsADirectoryError, "Is a directory"),
+    "a folder": ({"nccl_communicator_config_path": "/"}, OSError, "not a regular file"),
     "a zero byte": ({"nccl_communicator_config_path": "a\0b"}, ValueError, "cannot be read"),
     "a number as a path": ({"nccl_communicator_config_path": 0}, TypeError, "path of a YAML file"),
     "a choice that is none": ({"share": ["all"]}, ValueError, "use one of none, singletons, all"),
@@ -209,38 +212,33 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments, kind, words", REFUSED.values(), ids=REFUSED)
-def test_a_refusal_is_of_stocks_type_and_says_what_to_change(fake_world, arguments, kind, words):
+def test_a_refusal_names_the_argument_and_says_what_to_change(fake_world, arguments, kind, words):
     fake_world(4)
     assert words in _told({"create_gloo_process_groups": False, **arguments}, kind)
 
 
 FILES = {
-    "a list": ("- dp", TypeError, "must map names of groups to options, it holds ['dp']"),
-    "nothing": ("", TypeError, "it holds None"),
-    "no YAML": ("dp: [1", Exception, "line 1: expected ',' or ']'"),
-    "no text": (b"\xff\xff", UnicodeDecodeError, "cannot be read: "),
-    "a section of no options": ("dp:", AttributeError, "section 'dp' must map options to values"),
-    "a text for a number": ("dp: {max_ctas: many}", TypeError, "max_ctas of 'dp'"),
-    "a number for a name": ("dp: {net_name: 5}", TypeError, "net_name of 'dp'"),
-    "another network": ("dp: {net_name: eth}", RuntimeError, "use 'IB' or 'Socket'"),
-    "code": (f"dp: !!python/object/apply:os.system ['touch {MARKER}']", Exception, "constructor"),
-    "a long file": ("#" + " " * (1 << 20), ValueError, "longer than 1048576 characters"),
-    "a long value": ("dp: 1" + ":59" * 300_000, ValueError, "longer than 4096 characters"),
-    "many values": ("dp: 1\n" * 170_000 + "]", ValueError, "more than 20000 values"),
-    "a bomb of aliases": (wild._bomb(40, "[{}]"), ValueError, "more than 20000 values"),
-    "a bomb of merged keys": (wild._bomb(12, "{{<<: [{}]}}"), ValueError, "more than 20000"),
-    "a list in itself": ("dp: &x [*x]", ValueError, "a value holds itself"),
-    "a deep nest": ("[" * (1 << 20), RecursionError, "cannot be read"),
+    "a list": ("- dp", "must map names of groups to options, got ['dp']"),
+    "nothing": ("", "got None"),
+    "no YAML": ("dp: [1", "line 1: expected ',' or ']'"),
+    "no text": (b"\xff\xff", "cannot be read: "),
+    "a section of no options": ("dp:", "section 'dp' must map options to values"),
+    "a text for a number": ("dp: {max_ctas: many}", "max_ctas of 'dp'"),
+    "a number for a name": ("dp: {net_name: 5}", "net_name of 'dp'"),
+    "code": (CODE, "constructor"),
+    "a long file": ("#" + " " * (1 << 20), "longer than 65536 characters"),
+    "a bomb of aliases": (wild.bomb(12), "more than 40 aliases"),
+    "a deep nest": ("[" * 60_000, "cannot be read"),
 }
 
 
-@pytest.mark.parametrize("content, kind, words", FILES.values(), ids=FILES)
-def test_a_bad_configuration_file_is_refused_at_once(fake_world, tmp_path, content, kind, words):
+@pytest.mark.parametrize("content, words", FILES.values(), ids=FILES)
+def test_a_bad_configuration_file_is_refused_at_once(fake_world, tmp_path, content, words):
     fake_world(4)
     path = tmp_path / "options.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     started = time.monotonic()
-    assert words in _told({"nccl_communicator_config_path": str(path)}, kind)
+    assert words in _told({"nccl_communicator_config_path": str(path)}, ValueError)
     assert time.monotonic() - started < 10
     assert not MARKER.exists()
 
@@ -250,13 +248,13 @@ def test_a_pipe_as_a_configuration_file_is_refused_and_not_waited_for(fake_world
     os.mkfifo(tmp_path / "pipe")
     with judging.limited(5):
         text = _told({"nccl_communicator_config_path": tmp_path / "pipe"}, OSError)
-    assert "no regular file" in text
+    assert "not a regular file" in text
 
 
 def test_only_known_options_reach_the_plan(fake_world, tmp_path):
     fake_world(4)
     path = tmp_path / "options.yaml"
-    path.write_text("x: &x [1, 2]\ndp: {max_ctas: 8, unknown: *x, 1: 2, net_name: IB}\n")
+    path.write_text("x: &x {max_ctas: 8}\ndp: {<<: *x, unknown: *x, 1: 2, net_name: IB}\n")
     request = Request(nccl_communicator_config_path=path)
     (row,) = (row for row in request.plan.rows if row.label == "DATA_PARALLEL_GROUP")
     assert dict(row.options) == {"max_ctas": 8, "net_name": "IB"}
@@ -321,37 +319,9 @@ def test_a_long_order_is_taken_or_refused_at_once_and_never_repeated_in_full(ord
     assert time.monotonic() - started < 2
 
 
-@pytest.mark.parametrize("value", ["x" * 10**6, [10**5000], wild.Unspeakable(), {1: [[[[[1]]]]]}])
+@pytest.mark.parametrize("value", ["x" * 10**6, [10**5000], {1: [[[[[1]]]]]}])
 def test_a_message_shows_any_value_in_few_words(value):
     assert 0 < len(shown(value)) < 200
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError(2, "No such file"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-        yaml.scanner.ScannerError("while scanning", None, "a tab", None),
-        OverflowError("too large"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_an_error_retold_is_caught_as_the_first_in_another_process_too(error):
-    told = pickle.loads(pickle.dumps(retold(error, "Do it otherwise.")))
-    assert isinstance(told, type(error)) and str(told) == "Do it otherwise."
-
-
-class _Named(ValueError):
-    """As some libraries have them: made from arguments by keyword."""
-
-    def __init__(self, *, field: str) -> None:
-        super().__init__(f"{field} is odd")
-        self.field = field
-
-
-def test_an_error_that_is_made_by_keyword_is_retold_too():
-    told = pickle.loads(pickle.dumps(retold(_Named(field="tp"), "Do it otherwise.")))
-    assert isinstance(told, _Named) and str(told) == "Do it otherwise." and told.field == "tp"
 
 
 def _broken(**functions):
@@ -389,10 +359,6 @@ def _littering(**arguments):
 BROKEN = {
     "hangs": (_waiting, "hang"),
     "raises a bare word": (_raising(KeyError("zz")), "no sentence"),
-    "raises another type": (
-        _raising(LookupError("order 'zz' is wrong, change it.")),
-        "stock raises",
-    ),
     "uses another's words": (_raising(KeyError("order 'zz' is wrong.")), "not our own words"),
     "names nothing": (_raising(KeyError("Something went very wrong here.")), "names no argument"),
     "floods the log": (_raising(KeyError("order " + "z" * 2000 + " is not.")), "a message of"),
@@ -406,7 +372,7 @@ BROKEN = {
 def test_the_judge_notices_one_that(initialize, complaint):
     broken = _broken(initialize_model_parallel=initialize)
     with mock.patch.object(judging, "_PATIENCE", 0.5):
-        found = judge(call({"order": "zz"}), broken).complaints
+        found = complaints(call({"order": "zz"}), broken)
     assert any(complaint in each for each in found), found
 
 
@@ -415,8 +381,16 @@ def test_the_judge_notices_one_that_refuses_what_stock_takes():
     def refuse(**arguments):
         raise ValueError("order is not to our taste.")
 
-    found = judge(call({"order": "pp-dp-ep-cp-tp"}), _broken(initialize_model_parallel=refuse))
-    assert any("stock accepts" in each for each in found.complaints)
+    found = complaints(call({"order": "pp-dp-ep-cp-tp"}), _broken(initialize_model_parallel=refuse))
+    assert any("stock accepts" in each for each in found)
+
+
+@needs_stock
+def test_the_judge_notices_another_type_than_that_of_a_refusal_on_purpose():
+    refuse = _raising(ValueError("order 'tp-dp' leaves out pp."))
+    given = call({"order": "tp-dp"}, pipeline_model_parallel_size=2)
+    found = complaints(given, _broken(initialize_model_parallel=refuse))
+    assert any("stock raises RuntimeError" in each for each in found), found
 
 
 @needs_stock

@@ -82,15 +82,15 @@ def test_sizes_and_a_line_that_mean_the_same_are_the_same_job():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--tp 4", "the number of ranks is not said"),
+        ("--tp 4", "the number of ranks is missing"),
         ("torchrun --nproc-per-node gpu x.py", "--nproc-per-node must be a whole number"),
-        ("--world-size 8 --tp $TP", "does not say what that is"),
+        ("--world-size 8 --tp $TP", "which the launch line does not set"),
         ("--world-size 8 --tp", "--tp has no value"),
         ("--world-size 8 --tp --pp 2", "--tp has no value"),
         ("--world-size 8 --name 'x", "Close its quotes"),
         ("--world-size 0", "--world-size must be at least 1"),
         ("--world-size 8 --pp 2 --num-layers-per-virtual-pipeline-stage 3", "--num-layers"),
-        ("--world-size $((9**99)) --tp 2", "does not say what that is"),
+        ("--world-size $((9**99)) --tp 2", "which the launch line does not set"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_the_flag(line, said):
@@ -113,7 +113,7 @@ def test_an_order_that_megatron_refuses_has_no_layouts():
 
 def test_what_was_taken_for_granted_is_said():
     assert from_sizes(world_size=64).assumed == (
-        "8 ranks on each host; --gpus-per-node says otherwise",
+        "8 ranks on each host; --gpus-per-node changes it",
     )
     assert isinstance(from_sizes(world_size=64, gpus_per_node=4), Job)
     assert from_sizes(world_size=64, gpus_per_node=4).assumed == ()

@@ -658,7 +658,8 @@ def test_every_launcher_is_read_as_upstream_reads_it(launcher, override):
     theirs = _initialised(stock.DistributedManager, environment)
     ours = _initialised(DistributedManager, environment)
     if isinstance(theirs, Exception):
-        assert isinstance(ours, type(theirs)), ours
+        kind = RuntimeError if isinstance(theirs, RuntimeError) else ValueError
+        assert isinstance(ours, kind), ours
         assert not DistributedManager.is_initialized()
     else:
         assert ours == theirs
@@ -673,16 +674,16 @@ def test_modulus_name_for_the_override_is_read_too():
 @pytest.mark.parametrize(
     ("launcher", "override", "says"),
     [
-        ("slurm, half", "", "SLURM_NPROCS is not set, which this way of initialising needs"),
+        ("slurm, half", "", "SLURM_NPROCS is not set, which this method of initialisation needs"),
         ("nobody", "ENV", "RANK is not set"),
-        ("not a number", "", "RANK='x' is no whole number"),
-        ("nobody", "PIGEON", "='PIGEON' is no way to initialise: use one of ENV, SLURM, OPENMPI"),
+        ("not a number", "", "RANK='x' is not a whole number"),
+        ("nobody", "PIGEON", "='PIGEON'; allowed: ENV, SLURM, OPENMPI"),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused_in_a_sentence(launcher, override, says):
     environment = {**LAUNCHES[launcher], "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD": override}
     error = _initialised(DistributedManager, environment)
-    assert isinstance(error, RuntimeError) and says in str(error)
+    assert isinstance(error, RuntimeError | ValueError) and says in str(error)
 
 
 def test_a_default_group_of_other_numbers_is_refused(fake_world):

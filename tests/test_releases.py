@@ -188,8 +188,8 @@ def test_real_ranks_of_encoder_and_decoder_pass_collectives_on_every_group():
     [
         ({"encoder_tensor_model_parallel_size": 3}, "is more than tensor_model_parallel_size=2"),
         ({"encoder_pipeline_model_parallel_size": 2}, "2 and its encoder of .* = 4 = 6: it leaves"),
-        ({"encoder_pipeline_model_parallel_size": -1}, "at least 0, which means no encoder"),
-        ({"pipeline_model_parallel_split_rank": 4}, "split_rank=4 is no stage of a pipeline of 1"),
+        ({"encoder_pipeline_model_parallel_size": -1}, "at least 0 \\(no encoder\\)"),
+        ({"pipeline_model_parallel_split_rank": 4}, "split_rank=4 for a pipeline of 1"),
     ],
 )
 def test_an_encoder_that_cannot_be_is_refused(fake_world, arguments, says):

@@ -151,7 +151,7 @@ def test_no_swap_runs_stock(tmp_path, shows_the_order):
 
 def test_an_order_without_ep_is_refused_where_there_is_ep(tmp_path, shows_the_order):
     out = launch("--order", "tp-cp-dp-pp", shows_the_order, "2", cwd=tmp_path, fails=True)
-    assert "OrderError: order 'tp-cp-dp-pp' leaves out 'ep', whose size is 2" in out
+    assert "RuntimeError: order 'tp-cp-dp-pp' leaves out 'ep', whose size is 2" in out
 
 
 def test_environment_variables_do_the_same(tmp_path, shows_the_order):

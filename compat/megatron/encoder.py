@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from compat.megatron.refusals import SizeError
 from compat.megatron.releases import HAS
 from compat.megatron.table import Row
 from hypergrid.messages import shown
@@ -32,9 +31,7 @@ def sizes(tensor: int, stages: int, decoder_tensor: int) -> tuple[int, int]:
     """The encoder's tensor-parallel size and its stages; without stages there is no encoder."""
     for name, size in ((TENSOR, tensor), (STAGES, stages)):
         if size < 0:
-            raise SizeError(
-                f"{name} must be at least 0, which means no encoder, got {shown(size)}."
-            )
+            raise ValueError(f"{name} must be at least 0 (no encoder), got {shown(size)}.")
     return decoder_tensor if tensor == 0 and stages > 0 else tensor, stages
 
 

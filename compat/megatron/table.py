@@ -33,13 +33,6 @@ def _released(name: str) -> Fact:
     return Fact(lambda request: HAS[name])
 
 
-def _has_levels(request: Any) -> bool:
-    try:
-        return bool(request.hierarchical_context_parallel_sizes)
-    except Exception:  # an array of several values has no truth; the row's check refuses it
-        return True
-
-
 ALWAYS = Fact(lambda request: True)
 NEVER = ~ALWAYS
 DP_FIRST = _released("dp_first")
@@ -50,7 +43,7 @@ INSTANCES = Fact(lambda request: request.instances > 1)
 IN_DENSE, IN_EXPERT = _released("instances_in_dense"), _released("instances_in_expert")
 ALL_GATHER = Fact(lambda request: request.create_all_gather_group)
 HYBRID = Fact(lambda request: request.hybrid_context_parallel)
-HIERARCHICAL = Fact(_has_levels)
+HIERARCHICAL = Fact(lambda request: request.hierarchical_context_parallel_sizes)
 
 
 class Check(Enum):

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from compat.megatron.refusals import ArgumentError
-
 OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
@@ -22,7 +20,7 @@ _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER
 
 
 class Launch(NamedTuple):
-    """Where this process stands, and where rank 0 listens."""
+    """Rank, sizes and devices of this process, and the address of rank 0."""
 
     rank: int
     world_size: int
@@ -33,18 +31,18 @@ class Launch(NamedTuple):
 
 
 def method() -> str | None:
-    """The way that the environment asks for, or the first that is there; or None.
+    """The method that the environment asks for, or the first available one, or None.
 
-    One is there as upstream sees it: torchrun's if it is complete, the others by their rank.
-    Raises RuntimeError on a way that does not exist.
+    As upstream: torchrun's is available if it is complete, the others if their rank is set.
+    Raises RuntimeError for an unknown method.
     """
     for variable in OVERRIDES:
         asked = os.environ.get(variable)
         if asked:
             if asked not in _NEEDED:
                 raise RuntimeError(
-                    f"{variable}={asked!r} is no way to initialise: use one of "
-                    f"{', '.join(_NEEDED)}, or unset it to take the first that is there."
+                    f"invalid {variable}={asked!r}; allowed: {', '.join(_NEEDED)}, or unset it to "
+                    f"use the first that is available."
                 )
             return asked
     for name, needed in _NEEDED.items():
@@ -55,7 +53,7 @@ def method() -> str | None:
 
 
 def missing() -> str:
-    """In words: what each way lacks."""
+    """A text: the variables that each method lacks."""
     lacks = {
         name: [variable for variable in needed if variable not in os.environ]
         for name, needed in _NEEDED.items()
@@ -64,7 +62,7 @@ def missing() -> str:
 
 
 def from_env() -> Launch:
-    """As torchrun sets it; without LOCAL_RANK, ranks take the devices in turn."""
+    """As torchrun sets it; without LOCAL_RANK, devices are assigned round robin."""
     rank, world_size = _whole("RANK"), _whole("WORLD_SIZE")
     given = "LOCAL_RANK" in os.environ
     local_rank = _whole("LOCAL_RANK") if given else default_local_rank(rank)
@@ -85,30 +83,28 @@ def from_open_mpi(addr: str, port: str) -> Launch:
 
 
 def default_local_rank(rank: int) -> int:
-    """The devices of a host in turn; 0 where there is none."""
+    """The device by round robin; 0 without devices."""
     return rank % max(torch.cuda.device_count(), 1)
 
 
 def ranks_per_host() -> int | None:
-    """What the launcher says, where it does."""
+    """Ranks per host, if the launcher sets it."""
     told = (os.environ.get(variable, "") for variable in _PER_HOST)
     return next((int(text) for text in told if text.isdecimal()), None)
 
 
 def _read(variable: str) -> str:
     if variable not in os.environ:
-        raise ArgumentError(
-            f"{variable} is not set, which this way of initialising needs: start the script with "
-            f"the launcher that sets it, or choose another by {OVERRIDES[0]}."
+        raise ValueError(
+            f"{variable} is not set, which this method of initialisation needs: start the script "
+            f"with the launcher that sets it, or choose another one by {OVERRIDES[0]}."
         )
     return os.environ[variable]
 
 
 def _whole(variable: str) -> int:
+    text = _read(variable)
     try:
-        return int(_read(variable))
-    except ValueError as error:
-        if isinstance(error, ArgumentError):
-            raise
-        text = os.environ[variable]
-        raise ArgumentError(f"{variable}={text!r} is no whole number.") from None
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} is not a whole number.") from None

@@ -50,16 +50,14 @@ def _laid_out_as_asked(make: Callable[..., Any], where: str) -> Callable[..., An
 def _in_order(
     order: str, source: str, where: str, shape: Sequence[int], dim_names: Sequence[str]
 ) -> tuple[list[int], list[str]]:
-    from compat.megatron.rank_generator import (  # here: it asks for megatron's release
-        OrderError,
-        lay_out,
-    )
+    from compat.megatron.rank_generator import lay_out  # here: it asks for megatron's release
+    from hypergrid.layout import LayoutError
 
     try:
         given = dict(zip(dim_names, shape, strict=True))
         layout = lay_out(order, {**dict.fromkeys(DIMS, 1), **given})
-    except OrderError as error:
-        raise OrderError(
+    except (LayoutError, RuntimeError) as error:
+        raise type(error)(
             f"{error} The order comes from {source}, which also lays out the grids of {where}."
         ) from None
     names = [name for name in layout.dims if name in given]
