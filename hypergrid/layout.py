@@ -159,9 +159,10 @@ class RankLayout:
         return "-".join(self.dims)
 
     @property
-    def long(self) -> tuple[str, ...]:
-        """The dims that are larger than 1, fastest first."""
-        return tuple(d for d, s in zip(self.dims, self.sizes, strict=True) if s > 1)
+    def trimmed(self) -> RankLayout:
+        """The same layout without the dims of size 1."""
+        long = {d: s for d, s in zip(self.dims, self.sizes, strict=True) if s > 1}
+        return RankLayout(tuple(long), tuple(long.values()), self.offset)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks

@@ -6,14 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.messages import shown, span_of
 from hypergrid.topology import Hosts, Topology
-
-if TYPE_CHECKING:
-    from hypergrid.groups.grid import HyperCommGrid
 
 OPEN = -1  # the size of a leaf that takes what is left
 
@@ -286,6 +283,9 @@ class GroupTree(Generic[Node]):
 class Placement:
     """A tree laid out over ranks: each of its groups is a combination of dims.
 
+    ``grid = HyperCommGrid.over(placement.layout)`` is the grid of these dims, and
+    ``grid.create_pg(placement.dims(name))`` creates the groups of a node.
+
     Parameters
     ----------
     layout : RankLayout
@@ -337,12 +337,6 @@ class Placement:
     def group(self, of: Dims, rank: int) -> list[int]:
         """The ranks in the group of ``rank``, ascending."""
         return self.layout.group(rank, self.dims(of))
-
-    def grid(self, backend: str | None = None) -> HyperCommGrid:
-        """The grid of these dims: ``grid.create_pg(placement.dims(name))``. It has no groups."""
-        from hypergrid.groups.grid import HyperCommGrid
-
-        return HyperCommGrid.over(self.layout, backend=backend)
 
 
 def _check_size(name: str, size: object, least: int = OPEN) -> int:

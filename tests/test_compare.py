@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat.megatron.job import from_sizes
-from hypergrid.analysis.diff import against_dump, difference
+from compat.megatron.traffic import shards_of
+from hypergrid.analysis.diff import against_dump
+from hypergrid.analysis.diff import difference as difference_of
 from hypergrid.analysis.summary import communicators, names, summaries
 from hypergrid.policy import Policy
 from hypergrid.topology import Topology
@@ -25,6 +27,10 @@ SIZES = st.fixed_dictionaries(
 
 def plan(world=64, **sizes):
     return from_sizes(world_size=world, **sizes).plan()
+
+
+def difference(before, after):
+    return difference_of(before, after, shards_of(before, after))
 
 
 def test_a_plan_is_not_different_from_itself():

@@ -7,7 +7,7 @@ from forked import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypergrid import GroupNode, GroupTree, LayoutError
+from hypergrid import GroupNode, GroupTree, HyperCommGrid, LayoutError
 from hypergrid.tree import TreeError
 
 
@@ -268,16 +268,17 @@ def test_unknown_groups_are_refused_with_the_known_ones():
         world(spatial=2, channel=3, data=4).place().dims(["model", "tp"])
 
 
-def test_a_tree_has_the_grid_of_its_dims():
+def test_the_grid_over_a_placed_tree_has_its_dims():
     with mock.patch.dict("os.environ", WORLD_SIZE="24"):
-        grid = world(spatial=2, channel=3, data=-1).place(24).grid("gloo")
+        placed = world(spatial=2, channel=3, data=-1).place(24)
+        grid = HyperCommGrid.over(placed.layout, backend="gloo")
     assert (grid.dim_names, grid.shape) == (["spatial", "channel", "data"], [2, 3, 4])
     assert grid.topology(hosts=6).inside(["spatial", "channel"]) and grid.backend == "gloo"
 
 
 def _on_real_ranks(rank):
     placed = world(spatial=2, channel=2, data=-1).place(8, hosts=4)
-    grid = placed.grid()
+    grid = HyperCommGrid.over(placed.layout)
     made = {}
     for name in ("world", "model", "channel"):
         made[name] = grid.create_pg(placed.dims(name)).size()

@@ -11,9 +11,6 @@ import numpy as np
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 
-# What a rank keeps of the weights depends on these dims of each layout.
-_SHARDS = {"decoder": ("tp", "pp"), "expert": ("tp", "ep", "pp")}
-
 
 @dataclass(frozen=True)
 class Moved:
@@ -66,13 +63,23 @@ class Difference:
         return self.ranks[0] == self.ranks[1] and not changed
 
 
-def difference(before: GroupPlan, after: GroupPlan) -> Difference:
-    """What changes from one plan to the other. Costs O(ranks) for each name."""
+def difference(
+    before: GroupPlan,
+    after: GroupPlan,
+    shards: Mapping[str, tuple[str, ...]] | None = None,
+) -> Difference:
+    """What changes from one plan to the other. Costs O(ranks) for each name.
+
+    ``shards`` names the layouts to compare, each with the dims whose coordinates say which part
+    of the weights a rank has. By default all layouts that both have, and no weights.
+    """
+    if shards is None:
+        shards = dict.fromkeys((name for name in before.layouts if name in after.layouts), ())
     common = range(
         max(before.window.start, after.window.start), min(before.window.stop, after.window.stop)
     )
     moved, resharded = [], []
-    for name in _layouts(before, after):
+    for name, dims in shards.items():
         one, other = before.layouts[name], after.layouts[name]
         for dim in dict.fromkeys((*one.dims, *other.dims)):
             pair = _coordinates(one, dim, common), _coordinates(other, dim, common)
@@ -80,7 +87,6 @@ def difference(before: GroupPlan, after: GroupPlan) -> Difference:
             ranks = int((pair[0] != pair[1]).sum())
             if ranks or sizes[0] != sizes[1]:
                 moved.append(Moved(name, dim, sizes, ranks))
-        dims = _SHARDS.get(name, ())
         cut = [tuple(_size(each, dim) for dim in dims) for each in (one, other)]
         parts = [np.stack([_coordinates(x, d, common) for d in dims]) for x in (one, other) if dims]
         if dims and (cut[0] != cut[1] or (parts[0] != parts[1]).any()):
@@ -125,21 +131,6 @@ def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
                 f"{_short(planned[label])}."
             )
     return said
-
-
-def _layouts(*plans: GroupPlan) -> list[str]:
-    """What is in all plans; of Megatron's the two grids, and experts' only where it is another."""
-    there = [name for name in plans[0].layouts if all(name in each.layouts for each in plans)]
-    if "decoder" not in there:
-        return there
-    same = all(_long(p.layouts["decoder"]) == _long(p.layouts.get("expert")) for p in plans)
-    return [name for name in _SHARDS if name in there and not (same and name == "expert")]
-
-
-def _long(layout: RankLayout | None) -> list[tuple[str, int]]:
-    if layout is None:
-        return []
-    return [(d, s) for d, s in zip(layout.dims, layout.sizes, strict=True) if s > 1]
 
 
 def _short(groups: Sequence[Sequence[int]]) -> str:

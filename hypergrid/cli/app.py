@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
+from compat.megatron.checks import rules
 from compat.megatron.job import JobError
+from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
 from hypergrid.analysis.summary import dims_in_words, names
-from hypergrid.analysis.traffic import VOLUMES, ranked
+from hypergrid.analysis.traffic import ranked
 from hypergrid.cli.prints import (
     SCHEMA,
     as_data,
@@ -120,14 +123,15 @@ def show(
     if html is not None:
         from hypergrid.show.page import page
 
-        html.write_text(page(subject.plan, subject.ranks_per_host), "utf-8")
+        offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
+        html.write_text(page(subject.plan, subject.ranks_per_host, offered=offered), "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(f"wrote {', '.join(written)}")
         return
     from hypergrid.show.terminal import table
 
-    long = layout.long or layout.dims[:1]
+    long = layout.trimmed.dims or layout.dims[:1]
     chosen = by or ("tp" if "tp" in long else long[0])
     out = console()
     # All of it first: what is refused is refused before anything is printed.
@@ -156,7 +160,9 @@ def check(
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
     weights = _volumes(volumes)
-    orders = ranked(subject.order, subject.layouts_in, subject.hosts, weights)
+    orders = ranked(
+        subject.order, subject.layouts_in, subject.hosts, partial(flows_of, volumes=weights)
+    )
     asked = next(each for each in orders if each.order == subject.order)
     better = [
         (each, subject.layouts_in(each.order) or {})
@@ -164,11 +170,11 @@ def check(
         if each.total <= asked.total and each is not asked
     ]
     found = findings(
+        rules(subject.job is not None and subject.job.user_buffers),
         subject.layouts,
         subject.hosts,
         better,
         racks_of=subject.racks if subject.hosts_per_rack else None,
-        user_buffers=subject.job is not None and subject.job.user_buffers,
     )
     status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
@@ -212,7 +218,8 @@ def diff(
         raise typer.Exit(1 if said else 0)
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
-    found = difference(one.plan, read(after[0]).plan)
+    other = read(after[0])
+    found = difference(one.plan, other.plan, shards_of(one.plan, other.plan))
     if as_json:
         print_json({"schema": SCHEMA, **asdict(found)})
     else:
@@ -280,6 +287,9 @@ def _volumes(text: str | None) -> Mapping[str, float]:
         given = {name: float(value) for name, value in (p.split("=") for p in text.split(","))}
     except ValueError:
         raise JobError(f"--volumes {text} is not like tp=8,ep=8,cp=3,dp=0.4,pp=0.25.") from None
+    unknown = sorted(set(given) - set(VOLUMES))
+    if unknown:
+        raise JobError(f"volumes are for {', '.join(VOLUMES)}; not {', '.join(unknown)}.")
     return {**VOLUMES, **given}
 
 

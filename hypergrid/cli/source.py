@@ -14,6 +14,7 @@ import typer
 
 from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
 from compat.megatron.planning import Request
+from compat.megatron.traffic import SHARDS, flows_of
 from hypergrid.analysis.traffic import ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.plan import GroupPlan
@@ -51,7 +52,7 @@ class Subject:
         """The layouts under another order; None where it is not allowed."""
         if self.job is not None:
             return self.job.layouts(order)
-        both = {n: each for n, each in self.layouts.items() if n in ("decoder", "expert")}
+        both = {n: each for n, each in self.layouts.items() if n in SHARDS}
         try:
             turned = {name: _turned(layout, order) for name, layout in both.items()}
         except LayoutError:
@@ -112,9 +113,8 @@ def of_job(job: Job) -> Subject:
     try:
         return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
     except JobError as error:
-        allowed = ranked(
-            Request.order, job.layouts, lambda each: Topology(each, job.ranks_per_host)
-        )
+        hosts = lambda each: Topology(each, job.ranks_per_host)  # noqa: E731
+        allowed = ranked(Request.order, job.layouts, hosts, flows_of)
         if not allowed or "order" not in job.arguments:
             raise
         raise JobError(f"{error} order={allowed[0].order} can be laid out.") from None

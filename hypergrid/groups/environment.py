@@ -40,7 +40,7 @@ class EnvironmentTable:
     3. *Who initialises?* torch: ``init_process_group()`` comes first, the table launches nothing.
     4. *Groups and meshes?* A mesh is a view of groups that are in the pool; both hand out the same.
     5. *What is the key?* What the group is: its dims in any order (``"dp-tp"``), the mesh or view
-       that they are of (``"train/dp"``, ``"expert/ep"``), or the label it was given.
+       that they are of (``"train/dp"``, ``"moe/ep"``), or the label it was given.
 
     No singleton: a job may hold several; each gives back what it made. Methods that create are
     *collective*, the others *local*. What they refuse is raised when the other ranks have come
@@ -202,7 +202,7 @@ class EnvironmentTable:
         Parameters
         ----------
         name_or_dims : str or iterable of str
-            Dims of the source (``"dp-tp"``), of a view (``"expert/ep"``) or of a mesh made here
+            Dims of the source (``"dp-tp"``), of a view (``"moe/ep"``) or of a mesh made here
             (``"train/dp-tp"``). With ``ranks``, a label of your choice.
         ranks : iterable of int, or several of them, optional
             The members. Several groups under one label have no rank in common; each rank's own is

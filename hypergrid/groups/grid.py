@@ -36,8 +36,9 @@ class _View(NamedTuple):
 class HyperCommGrid:
     """N-dimensional communication grid.
 
-    One span of ranks, factorised in one way or, with ``register_view``, in several: dense and
-    expert layers of one model are two views of one grid. Each combination of dims has one group.
+    One span of ranks, factorised in one way or, with ``register_view``, in several: kinds of
+    layers that are laid out differently are views of one grid. Each combination of dims has one
+    group.
 
     Parameters
     ----------
@@ -338,7 +339,7 @@ class HyperCommGrid:
         return self._pgs[key]
 
     def name(self, dims: Dims, *, view: str | None = None) -> str:
-        """What the groups over ``dims`` are called: "dp-cp", or "expert/ep" in a view."""
+        """What the groups over ``dims`` are called: "dp-cp", or "moe/ep" in a view."""
         return _label(self._find(dims, view)[0])
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:

@@ -47,7 +47,7 @@ class Place(NamedTuple):
 class KnownGroups:
     """Names and what they mean. Whatever is compared here is alike on all ranks.
 
-    ``"dp-tp"`` are dims of the source, ``"expert/ep"`` those of its view, ``"train/dp"`` those of
+    ``"dp-tp"`` are dims of the source, ``"moe/ep"`` those of its view, ``"train/dp"`` those of
     the mesh ``train``; every other name is a label.
     """
 

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 
 from hypergrid.plan import GroupPlan
@@ -17,17 +18,25 @@ from hypergrid.topology import Hosts
 SCRIPTS = ("plan.js", "elements.js", "board.js", "panel.js", "page.js")
 
 
-def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str:
+def page(
+    plan: GroupPlan,
+    hosts: Hosts,
+    title: str = "Who talks to whom",
+    *,
+    offered: Sequence[str] | None = None,
+) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
     Parameters
     ----------
     plan : GroupPlan
-        Its first layout gives the span of ranks; layouts over the same span can be switched to.
+        Its first layout gives the span of ranks.
     hosts : int, sequence of int, mapping of str to int, or sequence of str
         As ``hypergrid.Topology``.
     title : str
         The heading.
+    offered : sequence of str, optional
+        The layouts that can be switched to, where they are over that span; by default all.
 
     Raises
     ------
@@ -38,6 +47,7 @@ def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str
     data = {
         "title": title,
         "plan": json.loads(plan.to_json()),
+        "offered": list(plan.layouts if offered is None else offered),
         "hosts": [{"name": name, "runs": _runs(ranks)} for name, ranks in boxes.items()],
     }
     style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))

@@ -45,7 +45,7 @@ def table(
     """
     group = _group_numbers(layout, by)
     shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
-    label = max(map(len, (*shown, *layout.long, f"{by} group"))) + 4
+    label = max(map(len, (*shown, *layout.trimmed.dims, f"{by} group"))) + 4
     cell = max(len(str(layout.ranks[-1])), len(str(group.max()))) + 2
     step = max(1, (width - label) // cell)
     for i, (name, ranks) in enumerate(shown.items()):
@@ -72,7 +72,7 @@ def _block(
         line.append(str(rank).rjust(cell - 1) + " ", style=colour)
     yield line
     places = [layout.coordinate(rank) for rank in ranks]
-    for dim in layout.long:
+    for dim in layout.trimmed.dims:
         cells = "".join(str(place[dim]).rjust(cell - 1) + " " for place in places)
         yield Text("  " + dim.ljust(label - 2) + cells.rstrip())
     numbers = "".join(f"{group[rank - layout.offset]}".rjust(cell - 1) + " " for rank in ranks)
