@@ -77,7 +77,7 @@ def _named(rank):
     return total.item(), seen, described, len(c10d._world.pg_map)
 
 
-def test_groups_are_found_by_meaningful_names_and_given_back():
+def test_groups_are_found_by_meaningful_names_and_destroyed():
     results = run_ranks(4, _named)
     for rank, (total, seen, described, left) in enumerate(results):
         half, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
@@ -347,10 +347,10 @@ def test_other_refusals_are_sentences(fake_world, monkeypatch):
         _ = table.local_rank
     assert EnvironmentTable(local_rank=1).local_rank == 1
     for name in ("", 7, None):
-        with pytest.raises(ValueError, match="a group's name is a text"):
+        with pytest.raises(ValueError, match="the name of a group must be a text"):
             table.create_process_group(name, [0])
     for name in ("", "a/b", 7):
-        with pytest.raises(ValueError, match="a mesh's name is a text"):
+        with pytest.raises(ValueError, match="the name of a mesh must be a text"):
             table.create_device_mesh(name, (2, 2), ("a", "b"))
     with pytest.raises(ValueError, match="one size per name"):
         table.create_device_mesh("m", (2, 2))

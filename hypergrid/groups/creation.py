@@ -253,6 +253,12 @@ def devices_of(backend: str | None) -> dict[str, str]:
     return {device: str(each) for device, each in config.get_device_backend_map().items()}
 
 
+def plain_backend(backend: str | None) -> str | None:
+    """None for the default group's backend, whichever way it is written; else in lower case."""
+    same = backend is None or devices_of(backend) == devices_of(None)
+    return None if backend is None or same else backend.lower()
+
+
 def split_off(backend: str | None) -> bool:
     """Whether torch splits a group of ``backend`` off the default one, where that is bound.
 
