@@ -18,7 +18,7 @@ ORDERS = {
     "hypergrid": (
         ("errors", "messages"),
         ("layout",),
-        ("topology", "policy"),
+        ("topology", "policy", "views"),
         ("tree", "plan"),
         ("groups", "analysis"),
         ("show",),

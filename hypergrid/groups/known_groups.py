@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid.groups.creation import plain_backend
-from hypergrid.groups.grid import BASE, HyperCommGrid
+from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import Dims, LayoutError
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Ranks
+from hypergrid.views import BASE
 
 NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
