@@ -135,7 +135,8 @@ class GroupPlan:
         if rank not in layout:
             return {}
         cuts = row.cuts([layout.group(rank, row.dims)])
-        return {row.label: ranks for ranks in cuts if rank in ranks}
+        ranks = next((each for each in cuts if rank in each), None)
+        return {} if ranks is None else {row.label: ranks}
 
     def all(self, row: GroupRow) -> list[Ranks]:
         """Every group of ``row``, in Megatron's order. Costs O(world)."""
