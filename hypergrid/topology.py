@@ -1,4 +1,4 @@
-"""Ranks to hosts, and which groups of a layout stay inside one. No torch."""
+"""The hosts of ranks, and which groups of a layout stay inside one host. No torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Topology:
     Parameters
     ----------
     layout : RankLayout
-        Whose groups are asked about.
+        The layout of the ranks.
     hosts : int, sequence of int, mapping of str to int, or sequence of str
-        Ranks per host, the same on each; the ranks of each host; the same with its name; or the
-        name of each rank's host. Hosts are counted from rank 0, also under a layout with an
-        offset.
+        Ranks per host, equal for all; the number of ranks of each host; the same by the host's
+        name; or the name of each rank's host. The first host has rank 0, also if the layout has
+        an offset.
 
     Raises
     ------
     LayoutError
-        Hosts that are none of these, or that have too few ranks.
+        Invalid hosts, or too few ranks on them.
 
     Examples
     --------
@@ -118,7 +118,7 @@ def _placed(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
         names, sizes = [], []
     if not sizes or not all(map(_is_count, sizes)):
         raise LayoutError(
-            f"hosts={shown(hosts)} make no sense: give ranks per host (8), the ranks of each host "
+            f"invalid hosts={shown(hosts)}; allowed: ranks per host (8), the ranks of each host "
             f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
         )
     return tuple(map(str, names)), np.repeat(np.arange(len(sizes)), sizes)

@@ -87,9 +87,9 @@ def test_a_dump_is_held_against_the_plan():
     groups.remove(lost)
     groups.append({"label": "mine", "ranks": [3]})
     said = "\n".join(against_dump(planned, {"rank": 3, "groups": groups}))
-    assert "lives over [3, 4], planned over [1, 3, 5, 7]" in said
-    assert "TENSOR_MODEL_PARALLEL_GROUP was planned and does not live" in said
-    assert "mine lives and was not planned" in said
+    assert "has the ranks [3, 4], planned were [1, 3, 5, 7]" in said
+    assert "TENSOR_MODEL_PARALLEL_GROUP was planned but not created" in said
+    assert "mine exists but was not planned" in said
     assert "outside the plan" in against_dump(planned, {"rank": 9, "groups": []})[0]
 
 

@@ -1,4 +1,4 @@
-"""What a plan comes to: for each name how many groups, how large, across how many hosts."""
+"""A plan in numbers: for each name how many groups, how large, across how many hosts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
 
 
 def dims_in_words(dims: Sequence[str], pick: str = "all") -> str:
-    """What groups over ``dims`` are called: ``"tp-dp"``, ``"pp ends"``; without any ``"alone"``."""
+    """Groups over ``dims`` in words: ``"tp-dp"``, ``"pp ends"``; ``"alone"`` without dims."""
     return "-".join(dims) + (f" {pick}" if pick != "all" else "") if dims else "alone"
 
 
@@ -119,10 +119,10 @@ def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
 
 
 def _kinds_of_ranks(plan: GroupPlan) -> list[int]:
-    """Ranks that between them have every number of groups that there is.
+    """Ranks that together have every number of groups that a rank can have.
 
-    Groups look the same from each rank, but for those that keep the ends of a pipeline, those cut
-    into runs of which the last may be shorter, and those that somebody chose.
+    Each rank has equally many groups, except for rows that keep the ends of a pipeline, rows cut
+    into runs of which the last may be shorter, and rows with explicit groups.
     """
     if any(row.explicit is not None for row in plan.rows):
         return list(plan.window)

@@ -39,8 +39,8 @@ from hypergrid.cli.source import Subject, about_a_layout, read, read_json, refus
 from hypergrid.layout import LayoutError
 
 app = typer.Typer(
-    help="Which ranks of a training job talk to each other: seen, judged and compared, without "
-    "a GPU. Nothing here but parity and doctor needs torch.",
+    help="Shows, checks and compares which ranks of a training job communicate with each other, "
+    "without a GPU. Only parity and doctor need torch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -61,7 +61,7 @@ def _top(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
     ] = False,
 ) -> None:
-    """Only what stands before the command."""
+    """Options before the command."""
 
 
 @app.command()
@@ -71,7 +71,7 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The groups that will be made: how many, how large, across how many hosts."""
+    """The groups that will be created: how many, how large, across how many hosts."""
     if rank is not None and rank not in subject.plan.window:
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
@@ -104,14 +104,16 @@ def plan(
 @about_a_layout
 def show(
     subject: Subject,
-    by: Annotated[str | None, typer.Option(help="Whose groups have a colour; tp if any.")] = None,
+    by: Annotated[
+        str | None, typer.Option(help="The dim whose groups are coloured; tp if any.")
+    ] = None,
     view: Annotated[str, typer.Option(help="Which layout: decoder or expert.")] = "decoder",
     hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page to look around in.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
-    """Where each rank stands: a table per host, a picture, or a page."""
+    """The ranks of each host: as a table, a picture, or a page."""
     layout = subject.layouts.get(view)
     if layout is None:
         raise LayoutError(f"there is no view {view!r}: there are {', '.join(subject.layouts)}.")
@@ -134,7 +136,7 @@ def show(
     long = layout.trimmed.dims or layout.dims[:1]
     chosen = by or ("tp" if "tp" in long else long[0])
     out = console()
-    # All of it first: what is refused is refused before anything is printed.
+    # All lines first, so that an error comes before any output.
     only = _numbers(hosts)
     lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=out.width))
     print_head(out, subject)
@@ -155,7 +157,7 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Judge a layout: what is dear, why, and which order avoids it.
+    """Check a layout: which placements are expensive, why, and which order avoids them.
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
@@ -188,7 +190,7 @@ def check(
     for finding in found:
         print_finding(out, finding)
     if not found:
-        out.print("Nothing to say against it.")
+        out.print("No findings.")
     if suggest:
         print_orders(out, asked, orders, top)
     raise typer.Exit(status)
@@ -203,9 +205,9 @@ def diff(
     ],
     as_json: Json = False,
 ) -> None:
-    """What changes between two layouts, or between a plan and what lives in a job.
+    """What differs between two layouts, or between a plan and the live groups of a job.
 
-    Exit status 0 if nothing does, 1 if something does.
+    Exit status 0 if nothing differs, 1 if something does.
     """
     one = read(before)
     dumps = [_dump(text) for text in after]
@@ -237,7 +239,7 @@ def parity(subject: Subject) -> None:
     from hypergrid.cli.machine import compared
 
     if subject.job is None:
-        raise JobError("a saved plan does not say what Megatron was asked: give sizes instead.")
+        raise JobError("a saved plan has no arguments of Megatron: give sizes instead.")
     release, rows = compared(subject.job)
     out = console()
     print_head(out, subject)
@@ -256,7 +258,7 @@ def parity(subject: Subject) -> None:
 @app.command()
 @refusing
 def doctor() -> None:
-    """This machine: versions, how groups would be made, whether the swap works, and remedies.
+    """This machine: versions, how groups would be created, whether the swap works, and remedies.
 
     Exit status 1 if something needs a remedy.
     """

@@ -62,7 +62,7 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
 
 
 def print_rank(out: Console, subject: Subject, rank: int) -> None:
-    """Where one rank stands, and its groups."""
+    """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
     for name in SHARDS:
         if name in data["coordinates"]:
@@ -81,7 +81,7 @@ def print_rank(out: Console, subject: Subject, rank: int) -> None:
 
 
 def print_head(out: Console, subject: Subject) -> None:
-    """What is looked at, in a line or two; and what had to be assumed."""
+    """The job in a line or two, and the assumptions."""
     layouts = subject.layouts
     hosts = len(subject.hosts(layouts["decoder"]).names)
     ranks = layouts["decoder"].size
@@ -153,9 +153,9 @@ def _explained(best: Ranked, asked: Ranked, many: int) -> Iterable[str]:
 
 
 def print_difference(out: Console, found: Difference) -> None:
-    """What moves, what is regrouped, what a checkpoint faces."""
+    """Which ranks move, which groups change, and whether weights must be resharded."""
     if found.is_empty:
-        out.print("The same to every rank.")
+        out.print("No differences.")
         return
     if found.ranks[0] != found.ranks[1]:
         out.print(

@@ -1,4 +1,4 @@
-"""What a command is about: sizes, a pasted launch line, or a saved plan."""
+"""The layout of a command: from sizes, a pasted launch line, or a saved plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Subject:
 
     @property
     def layouts(self) -> dict[str, RankLayout]:
-        """The plan's, where the first stands for dense layers if none is called so."""
+        """The plan's; without a "decoder", the first is used as that."""
         layouts = dict(self.plan.layouts)
         layouts.setdefault("decoder", next(iter(layouts.values())))
         return layouts
@@ -83,12 +83,14 @@ def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
     """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
     data = read_json(path)
     if "layouts" not in data:
-        raise JobError(f"{path} is no plan: it has no layouts. `hypergrid plan --json` writes one.")
+        raise JobError(
+            f"{path} is not a plan: it has no layouts. `hypergrid plan --json` writes one."
+        )
     try:
         plan = GroupPlan.from_json(json.dumps(data))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = str(error).removesuffix(".")
-        raise JobError(f"{path} is no plan that can be read: {why}.") from None
+        raise JobError(f"{path} is not a valid plan: {why}.") from None
     given = ranks_per_host or data.get("ranks_per_host")
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
@@ -98,13 +100,15 @@ def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of JSON, of bounded size."""
     if path.stat().st_size > _LONGEST:
-        raise JobError(f"{path} is larger than {_LONGEST >> 20} MiB: it is no plan and no dump.")
+        raise JobError(
+            f"{path} is larger than {_LONGEST >> 20} MiB: too large for a plan or a dump."
+        )
     try:
         data = json.loads(path.read_text())
     except ValueError as error:
-        raise JobError(f"{path} is no JSON: {error}.") from None
+        raise JobError(f"{path} is not JSON: {error}.") from None
     if not isinstance(data, dict):
-        raise JobError(f"{path} holds no JSON object.")
+        raise JobError(f"{path} does not hold a JSON object.")
     return data
 
 
@@ -149,7 +153,7 @@ _FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
 
 
 def about_a_layout(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags that say what it is about; it takes the ``Subject`` first."""
+    """Give a command the flags of a layout; the command takes the ``Subject`` first."""
     flags = [_parameter(*flag) for flag in _FLAGS]
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     parameters = [*flags, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
@@ -187,7 +191,7 @@ def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
 
 
 def refusing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn what a command refuses into one line and exit status 2."""
+    """Print an expected error as one line, with exit status 2."""
 
     @functools.wraps(command)
     def run(**given: Any) -> None:

@@ -1,4 +1,4 @@
-"""What lives in this process, as JSON: to be read beside torch's flight recorder."""
+"""The live groups of this process as JSON, to be read with torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
     -------
     str
         JSON: ``{"schema": 1, "rank", "world_size", "host", "pid", "groups": [...]}``. Each group
-        has ``owner`` and ``label`` (null for a group that was not made here), ``dims``, ``ranks``
+        has ``owner`` and ``label`` (null for a group of outside code), ``dims``, ``ranks``
         in the order of the group, ``backend``, ``name`` and ``description`` as torch's flight
         recorder writes them, and ``shared_with``: the label whose communicator it is, or null.
     """

@@ -1,4 +1,4 @@
-"""Which ranks of a layout each host holds: the boxes that every drawing is made of."""
+"""Which ranks of a layout each host has: the boxes that every drawing consists of."""
 
 from __future__ import annotations
 

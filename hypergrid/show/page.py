@@ -14,7 +14,7 @@ from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
 from hypergrid.topology import Hosts
 
-# One script in these parts: arithmetic, elements, the grid, the panel, what one does.
+# One script in these parts: arithmetic, elements, the grid, the panel, events.
 SCRIPTS = ("plan.js", "elements.js", "board.js", "panel.js", "page.js")
 
 
@@ -41,7 +41,7 @@ def page(
     Raises
     ------
     LayoutError
-        Hosts that make no sense, or that have too few ranks.
+        Invalid hosts, or too few ranks on them.
     """
     boxes = ranks_by_host(next(iter(plan.layouts.values())), hosts)
     data = {

@@ -67,7 +67,7 @@ def picture(
     Raises
     ------
     LayoutError
-        An unknown layout, dim or suffix, or hosts that make no sense.
+        An unknown layout, dim or suffix, or invalid hosts.
     ImportError
         matplotlib is missing.
     """

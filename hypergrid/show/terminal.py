@@ -1,4 +1,4 @@
-"""Where each rank stands, as a table per host for a terminal."""
+"""The ranks of each host as a table for a terminal."""
 
 from __future__ import annotations
 
