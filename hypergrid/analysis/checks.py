@@ -16,27 +16,18 @@ TopologyOf: TypeAlias = Callable[[RankLayout], Topology]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know about a layout.
+    """What one rule found.
 
-    Parameters
-    ----------
-    rule : str
-        Its short name, for scripts.
-    severity : {"error", "warning", "note"}
-        "error": it will not run as asked, or runs many times slower; "warning": it costs time;
-        "note": it may be intended.
-    what, cost, remedy : str
-        What was found, what is expensive about it, and what to do; sentences.
-    order : str, optional
-        The order that avoids it, where one does.
+    An "error" will not run as asked, or runs many times slower; a "warning" costs time; a "note"
+    may be intended.
     """
 
     rule: str
     severity: Severity
     what: str
-    cost: str
+    cost: str  # what is expensive about it
     remedy: str
-    order: str | None = None
+    order: str | None = None  # one that avoids it
 
 
 @dataclass(frozen=True)
@@ -63,18 +54,10 @@ def findings(
     *,
     racks_of: TopologyOf | None = None,
 ) -> list[Finding]:
-    """What ``rules`` find in a layout, the most severe first.
+    """What ``rules`` find in ``layouts`` (all over the same ranks), the most severe first.
 
-    Parameters
-    ----------
-    rules : iterable of Rule
-        The checks.
-    layouts : mapping of str to RankLayout
-        What they look at, all over the same ranks.
-    topology_of, racks_of : function
-        The hosts, and the racks if they are known, under a layout.
-    better : sequence of (Ranked, layouts)
-        Orders that send no more between hosts, the best first: a remedy is looked for among them.
+    ``topology_of`` and ``racks_of`` return the hosts and the racks under a layout. ``better`` are
+    the orders that send no more between hosts, the best first: remedies are looked for in them.
     """
     found = []
     for rule in rules:

@@ -89,16 +89,9 @@ def ranked(
 ) -> list[Ranked]:
     """All orders that differ, the one that sends least between hosts first.
 
-    Parameters
-    ----------
-    asked : str
-        The order that the job has; of equally good orders it comes first.
-    layouts_of : function
-        The layouts under an order, all over the same ranks; None where that order is not allowed.
-    topology_of : function
-        The hosts under a layout.
-    flows_of : function
-        What is sent under given layouts.
+    Of equally good orders ``asked`` comes first. ``layouts_of`` returns the layouts under an order,
+    all over the same ranks, or None where the order is not allowed; ``topology_of`` the hosts
+    under a layout, and ``flows_of`` what is sent under given layouts.
     """
     seen: set[object] = set()
     found: list[tuple[tuple[object, ...], Ranked]] = []

@@ -29,14 +29,10 @@ print("" if parallel_state is ours else "megatron.core.parallel_state is not our
 
 
 def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
-    """The job's groups beside those of the installed megatron-core's ``RankGenerator``.
+    """The job's groups compared with those of the installed megatron-core's ``RankGenerator``.
 
-    Returns
-    -------
-    str
-        The release that was compared.
-    list of (grid, dims, number of groups, whether all are equal)
-        A line for each combination of dims that the job's plan uses.
+    Returns its release, and for each combination of dims that the job's plan uses: the grid, the
+    dims, how many groups, and whether all are equal.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # megatron's, of what else is missing

@@ -115,19 +115,12 @@ class GroupPool:
             The groups that this rank belongs to; the name is equal on all members.
         everyone : function
             Returns all groups of the label; called only where members alone cannot create.
-        dims : tuple of str
-            What the groups are over, for ``hypergrid.dump``.
         kind : Kind, optional
-            What must be equal, besides the ranks, for labels to share a communicator; None for a
-            group that is never shared.
+            What must be equal, besides the ranks, to share a communicator; None: never shared.
         **options
-            As for ``torch.distributed.new_group``: backend, timeout (timedelta), pg_options,
-            group_desc.
+            As for ``torch.distributed.new_group``; ``dims`` are for ``hypergrid.dump``.
 
-        Raises
-        ------
-        CreationError
-            Torch could not create a group; its own error is the cause.
+        Raises CreationError if torch could not create a group; its own error is the cause.
         """
         options.setdefault("group_desc", label)
         before, timeout = len(self.groups), options.get("timeout")
@@ -236,13 +229,7 @@ class GroupPool:
         *Local* with ``abort``; else NCCL waits until the other members destroy the group too. A
         group that torch cannot destroy, and a function of ``before_closing`` that raises, cause a
         warning, and the other groups are destroyed.
-
-        Parameters
-        ----------
-        keep : int
-            How many groups stay, the oldest ones.
-        abort : bool
-            Wait for no other rank: NCCL drops operations in progress. No difference for gloo.
+        With ``abort`` NCCL drops operations in progress.
         """
         self._drop(self.groups[keep:], abort)
 

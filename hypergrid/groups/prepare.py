@@ -43,27 +43,13 @@ _alone: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks of a window have agreed on.
+    """What the ranks of a window have agreed on."""
 
-    Parameters
-    ----------
-    epoch : str
-        Part of every group's name; never used twice in the life of the store.
-    way : {"members", "split", "everyone"}
-        Who creates groups that torch splits off a default group that is bound to a device.
-    others : {"members", "everyone"}
-        Who creates all others.
-    why : str
-        Why members alone cannot create; empty if they can.
-    lazy : bool
-        Whether gloo connects on first use.
-    """
-
-    epoch: str
-    way: str = "members"
-    others: str = "members"
-    why: str = ""
-    lazy: bool = False
+    epoch: str  # part of every group's name; never used twice in the life of the store
+    way: str = "members"  # who creates groups that torch splits off a bound default group
+    others: str = "members"  # who creates all others: "members" or "everyone"
+    why: str = ""  # why members alone cannot create; empty if they can
+    lazy: bool = False  # whether gloo connects on first use
 
     def way_of(self, backend: str | None) -> str:
         """Who creates groups of ``backend``; the same on all ranks."""
@@ -86,24 +72,23 @@ def agree(
     Parameters
     ----------
     ranks : sequence of int
-        The ranks that create groups together, ascending; this rank is one of them.
+        The ranks that create groups together, ascending, with this one.
     proposal : mapping
-        What this rank is about to create, as values that JSON can hold.
+        What this rank will create, as values that JSON can hold.
     policy : Policy
-        Compared too. "auto" takes the best way that all ranks can.
+        Compared too. "auto" is the best way that all ranks support.
     timeout : timedelta, optional
         How long to wait for the last rank. Default 30 minutes.
     life : int, optional
-        For windows of which a rank is in one at a time: this process's n-th one. Two that
+        For windows of which a rank is in one at a time: this process's n-th one. Windows that
         overlap in the same life are refused, as one would wait for the ranks of the other.
 
     Raises
     ------
     AgreementError
-        On every rank, with the same text, when proposals differ, when a rank has refused its own
-        (``refuse``), when not all ranks can create in the way that the policy demands, when
-        windows overlap, when two threads of a process create at once, or when a rank does not
-        arrive within ``timeout``. Also when the store is lost.
+        On every rank, with the same text: proposals differ, a rank has refused its own
+        (``refuse``) or does not arrive within ``timeout``, the policy's way of creation is
+        impossible, windows overlap, or two threads of a process create. Also on a lost store.
     """
     with one_thread(ranks, proposal) as turn:
         try:
@@ -136,13 +121,7 @@ def _agree(
 
 
 def expected(policy: Policy) -> Agreement:
-    """What the ranks will probably agree on, as seen from this one. *Local*.
-
-    Raises
-    ------
-    AgreementError
-        This rank cannot create in the way that the policy demands.
-    """
+    """What the ranks will probably agree on, as seen from this one; or AgreementError. *Local*."""
     return _accept(_choose("", policy, [abilities(policy.creation)]))
 
 

@@ -27,21 +27,10 @@ def page(
 ) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
-    Parameters
-    ----------
-    plan : GroupPlan
-        Its first layout gives the span of ranks.
-    hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As ``hypergrid.Topology``.
-    title : str
-        The heading.
-    offered : sequence of str, optional
-        The layouts that can be switched to, where they are over that span; by default all.
+    ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
+    that can be switched to, if they are over the ranks of the first one; by default all.
 
-    Raises
-    ------
-    LayoutError
-        Invalid hosts, or too few ranks on them.
+    Raises LayoutError on invalid hosts, or too few ranks on them.
     """
     boxes = ranks_by_host(next(iter(plan.layouts.values())), hosts)
     data = {

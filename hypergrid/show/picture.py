@@ -51,18 +51,9 @@ def picture(
     Each panel shows one dim: its groups by colour, the group of the first rank outlined, and the
     links of that group's ring.
 
-    Parameters
-    ----------
-    plan : GroupPlan
-        Whose layouts are drawn.
-    hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As ``hypergrid.Topology``.
-    path : str or Path
-        Its suffix gives the format: ``.png``, ``.svg`` or ``.pdf``.
-    layout : str, optional
-        One of the plan's layouts, by default the first.
-    by : str, optional
-        The one dim to show; by default each that is larger than 1.
+    ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
+    ``.svg`` or ``.pdf``. ``layout`` is one of the plan's, by default the first, and ``by`` the one
+    dim to show, by default each that is larger than 1.
 
     Raises
     ------

@@ -30,18 +30,9 @@ def table(
 ) -> Iterator[Text]:
     """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
 
-    Parameters
-    ----------
-    layout : RankLayout
-        Which ranks.
-    hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As ``hypergrid.Topology``.
-    by : str
-        The dim, or dims joined by ``"-"``, whose groups share a colour.
-    only : sequence of int, optional
-        Which hosts, by number. By default all, or above 256 ranks the first and the last.
-    width : int
-        Columns of the terminal; a host with more ranks than fit goes on in further lines.
+    ``hosts`` is as for ``hypergrid.Topology``; ``by`` one or several dims, joined by ``"-"``. By
+    default all hosts are shown, or above 256 ranks the first and the last; ``only`` names others
+    by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
     """
     group = _group_numbers(layout, by)
     shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
