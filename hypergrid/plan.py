@@ -109,7 +109,7 @@ class GroupPlan:
 
     def __post_init__(self) -> None:
         if not self.layouts:
-            raise LayoutError("a plan needs at least one layout.")
+            raise LayoutError("a plan needs a layout, and there is none.")
         for row in self.rows:
             if row.layout not in self.layouts:
                 raise LayoutError(

@@ -45,7 +45,8 @@ class Topology:
     layout: RankLayout
     hosts: Hosts
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _host: Any = field(init=False, repr=False, compare=False)  # the host's number, by global rank
+    # By global rank the number of its host, which is its place in names: an int array.
+    numbers: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names, host = _placed(self.hosts, self.layout.ranks.stop)
@@ -56,7 +57,7 @@ class Topology:
             )
         host.setflags(write=False)
         object.__setattr__(self, "names", names)
-        object.__setattr__(self, "_host", host)
+        object.__setattr__(self, "numbers", host)
 
     def __str__(self) -> str:
         """One line per dim."""
@@ -66,17 +67,11 @@ class Topology:
             for dim, count in counts.items()
         )
 
-    @property
-    def numbers(self) -> np.ndarray:
-        """The number of each rank's host, which is its place in ``names``; by global rank."""
-        numbers: np.ndarray = self._host
-        return numbers
-
     def host(self, rank: int) -> str:
         """The name of the host of ``rank``."""
         if rank not in self.layout:
             raise LayoutError(f"rank {shown(rank)} is outside {self.layout}.")
-        name: str = self.names[self._host[rank]]
+        name: str = self.names[self.numbers[rank]]
         return name
 
     def hosts_of(self, dims: Dims, rank: int) -> tuple[str, ...]:
@@ -95,7 +90,7 @@ class Topology:
         return groups
 
     def _crosses(self, dims: Dims) -> np.ndarray:
-        hosts = self._host[self.layout.groups(dims)]
+        hosts = self.numbers[self.layout.groups(dims)]
         crosses: np.ndarray = (hosts != hosts[:, :1]).any(axis=1)
         return crosses
 

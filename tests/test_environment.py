@@ -77,7 +77,7 @@ def _named(rank):
     return total.item(), seen, described, len(c10d._world.pg_map)
 
 
-def test_groups_are_found_by_meaningful_names_and_destroyed():
+def test_groups_are_found_by_meaningful_names_and_given_back():
     results = run_ranks(4, _named)
     for rank, (total, seen, described, left) in enumerate(results):
         half, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]

@@ -17,7 +17,7 @@ from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
-from hypergrid.analysis.summary import dims_in_words, names
+from hypergrid.analysis.summary import communicators, dims_in_words, names
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli.prints import (
     SCHEMA,
@@ -32,7 +32,6 @@ from hypergrid.cli.prints import (
     print_json,
     print_orders,
     print_rank,
-    shares,
     span,
 )
 from hypergrid.cli.source import Subject, about_a_layout, read, read_json, refusing
@@ -92,21 +91,20 @@ def plan(
         dims = dims_in_words(line.dims, line.pick)
         table.add_row(dims, span(line.size), str(line.groups), across, label)
     out.print(table)
-    made = ", ".join(f"{span(n)} with share={share}" for share, n in shares(subject).items())
+    made = communicators(subject.plan)
+    shares = ", ".join(f"{span(n)} with share={share}" for share, n in made.items())
     out.print(
         "\nhosts: how many one group touches. = NAME: same ranks and traffic, could share "
         "communicators."
     )
-    out.print(f"Each rank is in {span(names(subject.plan))} groups; communicators: {made}.")
+    out.print(f"Each rank is in {span(names(subject.plan))} groups; communicators: {shares}.")
 
 
 @app.command()
 @about_a_layout
 def show(
     subject: Subject,
-    by: Annotated[
-        str | None, typer.Option(help="The dim whose groups are coloured; tp if any.")
-    ] = None,
+    by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
     view: Annotated[str, typer.Option(help="Which layout: decoder or expert.")] = "decoder",
     hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,

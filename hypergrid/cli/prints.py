@@ -33,7 +33,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
         **subject.to_json(),
         "groups": [asdict(line) for line in lines_of(subject)],
         "groups_of_a_rank": [fewest, most],
-        "communicators_of_a_rank": shares(subject),
+        "communicators_of_a_rank": communicators(subject.plan),
     }
 
 
@@ -190,11 +190,6 @@ def print_difference(out: Console, found: Difference) -> None:
 def lines_of(subject: Subject) -> list[Summary]:
     """The plan in a line for each name."""
     return list(summaries(subject.plan, subject.hosts(subject.layouts["decoder"])))
-
-
-def shares(subject: Subject) -> dict[str, tuple[int, int]]:
-    """For each setting of share the communicators of a rank, fewest and most."""
-    return communicators(subject.plan)
 
 
 def new_table(*columns: str) -> Table:

@@ -49,7 +49,8 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _groups() -> list[dict[str, Any]]:
-    rows, ours = [], {c10d._get_default_group()}
+    default = c10d._get_default_group()
+    rows, ours = [], {default}
     for pool in live_pools():
         for pooled in pool.groups:
             if pooled.group in c10d._world.pg_map:
@@ -57,13 +58,9 @@ def _groups() -> list[dict[str, Any]]:
                 known = {"owner": pool.owner, "label": pooled.label, "dims": list(pooled.dims)}
                 rows.append({**known, **_seen(pooled.group), "shared_with": pooled.shares})
     unknown = {"owner": None, "label": None, "dims": None}
-    default = {**unknown, **_seen(c10d._get_default_group()), "shared_with": None}
-    others = [
-        {**unknown, **_seen(group), "shared_with": None}
-        for group in c10d._world.pg_map
-        if group not in ours
-    ]
-    return [default, *rows, *others]
+    others = [default, *(group for group in c10d._world.pg_map if group not in ours)]
+    seen = [{**unknown, **_seen(group), "shared_with": None} for group in others]
+    return [seen[0], *rows, *seen[1:]]
 
 
 def _seen(group: ProcessGroup) -> dict[str, Any]:

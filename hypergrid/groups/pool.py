@@ -120,7 +120,10 @@ class GroupPool:
         **options
             As for ``torch.distributed.new_group``; ``dims`` are for ``hypergrid.dump``.
 
-        Raises CreationError if torch could not create a group; its own error is the cause.
+        Raises
+        ------
+        CreationError
+            Torch could not create a group; its own error is the cause.
         """
         options.setdefault("group_desc", label)
         before, timeout = len(self.groups), options.get("timeout")
