@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
-from hypergrid.groups.grid import BASE
+from hypergrid.views import BASE
 
 if TYPE_CHECKING:
     from compat.state import ParallelState

@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat.megatron.releases import HAS
 from hypergrid.groups import creation
-from hypergrid.groups.grid import BASE
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
+from hypergrid.views import BASE
 
 # Names of stock's module that outside code reads and replaces, beside those of this one.
 HAVE_ABSL = find_spec("absl") is not None
@@ -103,9 +103,9 @@ class HyperCommGrid:
         self.backend = core.backend
         self._views = {
             name: _RankViewSpec(
-                name, list(view.layout.sizes), list(view.layout.dims), list(view.shared)
+                name, list(layout.sizes), list(layout.dims), list(core._views.shared[name])
             )
-            for name, view in core._views.items()
+            for name, layout in core.views.items()
         }
         self._borrowed = self._foreign()
 
@@ -261,7 +261,7 @@ class HyperCommGrid:
         if not dist.is_initialized() or self.core.layout.ranks.stop > dist.get_world_size():
             return False
         try:
-            known, _, _ = self.core._find(dims, view)
+            known, _, _ = self.core._views.find(dims, view)
             return known == key and self.core.get_rank_enum(dims, view=view) == ranks
         except (KeyError, ValueError):
             return False

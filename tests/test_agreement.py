@@ -55,7 +55,9 @@ def _one_is_missing(rank):
 def test_who_did_not_come_is_named_and_all_can_try_again():
     results = run_ranks(8, _one_is_missing)
     assert len(set(results)) == 2
-    assert "1 of 8 ranks (5) did not come" in results[0] and "0:00:05." in results[0]
+    assert (
+        "1 of 8 ranks (5) did not reach group creation" in results[0] and "0:00:05." in results[0]
+    )
 
 
 def _round(store, rank, ranks=range(3)):

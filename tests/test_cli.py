@@ -70,7 +70,7 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
     [
         ({"schema": 99}, "a plan of schema 99 cannot be read"),
         ({"layouts": {}}, "a plan needs a layout"),
-        ({"rows": 5}, "is no plan that can be read"),
+        ({"rows": 5}, "is not a valid plan"),
         ({"layouts": WIDER, "rows": []}, "layout 'expert' has rank 5, and the first layout"),
         ({"layout": "attic"}, "is over the layout 'attic', and the plan has decoder, expert"),
         ({"dims": ["xp"]}, "invalid dim 'xp'"),
@@ -163,13 +163,13 @@ def test_the_judgement_as_json():
 
 
 def test_a_good_layout_has_status_0():
-    assert "Nothing to say against it." in run(f"check {HOSTS} --tp 8")
+    assert "No findings." in run(f"check {HOSTS} --tp 8")
 
 
 def test_two_layouts_are_compared():
     said = run(f"diff '{HOSTS} --tp 4' '{HOSTS} --tp 8'", 1)
     assert "4 -> 8" in said and "cut anew, tp x pp from 4 x 1 to 8 x 1" in " ".join(said.split())
-    assert run(f"diff '{HOSTS} --tp 4' '{HOSTS} --tp 4'") == "The same to every rank.\n"
+    assert run(f"diff '{HOSTS} --tp 4' '{HOSTS} --tp 4'") == "No differences.\n"
     assert json.loads(run(f"diff '{HOSTS} --tp 4' '{HOSTS} --tp 8' --json", 1))["common"] == 64
 
 
@@ -183,7 +183,7 @@ def test_a_plan_is_compared_with_what_lives(tmp_path, fake_world):
     state.destroy()
     assert "as planned" in run(f"diff '--world-size 16 --tp 4' {dump}")
     said = run(f"diff '--world-size 16 --tp 2' {dump} {dump}", 1)
-    assert "TENSOR_MODEL_PARALLEL_GROUP lives over [4, 5, 6, 7], planned over [4, 5]" in said
+    assert "TENSOR_MODEL_PARALLEL_GROUP has the ranks [4, 5, 6, 7], planned were [4, 5]" in said
 
 
 def test_the_installed_megatron_is_compared_and_named():
@@ -243,7 +243,7 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
             "equal. Put pp last, or change the expert sizes. order=tp-cp-ep-dp-pp can be laid out.",
         ),
         ("plan --plan nowhere.json", "No such file"),
-        ("plan --plan pyproject.toml", "is no JSON"),
+        ("plan --plan pyproject.toml", "is not JSON"),
         ("plan --plan x --tp 2", "--plan holds the whole layout"),
         ("show --world-size 8 --by xp", "invalid dim 'xp'"),
         ("show --world-size 8 --view xp", "there is no view 'xp'"),

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat.megatron.job import from_sizes
-from hypergrid.analysis.diff import against_dump, difference
+from compat.megatron.traffic import shards_of
+from hypergrid.analysis.diff import against_dump
+from hypergrid.analysis.diff import difference as difference_of
 from hypergrid.analysis.summary import communicators, names, summaries
 from hypergrid.policy import Policy
 from hypergrid.topology import Topology
@@ -25,6 +27,10 @@ SIZES = st.fixed_dictionaries(
 
 def plan(world=64, **sizes):
     return from_sizes(world_size=world, **sizes).plan()
+
+
+def difference(before, after):
+    return difference_of(before, after, shards_of(before, after))
 
 
 def test_a_plan_is_not_different_from_itself():
@@ -81,9 +87,9 @@ def test_a_dump_is_held_against_the_plan():
     groups.remove(lost)
     groups.append({"label": "mine", "ranks": [3]})
     said = "\n".join(against_dump(planned, {"rank": 3, "groups": groups}))
-    assert "lives over [3, 4], planned over [1, 3, 5, 7]" in said
-    assert "TENSOR_MODEL_PARALLEL_GROUP was planned and does not live" in said
-    assert "mine lives and was not planned" in said
+    assert "has the ranks [3, 4], planned were [1, 3, 5, 7]" in said
+    assert "TENSOR_MODEL_PARALLEL_GROUP was planned but not created" in said
+    assert "mine exists but was not planned" in said
     assert "outside the plan" in against_dump(planned, {"rank": 9, "groups": []})[0]
 
 

@@ -347,10 +347,10 @@ def test_other_refusals_are_sentences(fake_world, monkeypatch):
         _ = table.local_rank
     assert EnvironmentTable(local_rank=1).local_rank == 1
     for name in ("", 7, None):
-        with pytest.raises(ValueError, match="a group's name is a text"):
+        with pytest.raises(ValueError, match="the name of a group must be a text"):
             table.create_process_group(name, [0])
     for name in ("", "a/b", 7):
-        with pytest.raises(ValueError, match="a mesh's name is a text"):
+        with pytest.raises(ValueError, match="the name of a mesh must be a text"):
             table.create_device_mesh(name, (2, 2), ("a", "b"))
     with pytest.raises(ValueError, match="one size per name"):
         table.create_device_mesh("m", (2, 2))

@@ -444,8 +444,8 @@ def test_a_tree_is_created_on_all_ranks_or_on_none():
     [
         ({"LOCAL_WORLD_SIZE": "4"}, None, None),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, None, None),
-        ({"SLURM_NTASKS_PER_NODE": "2"}, None, "'model' is to stay inside a host and does not"),
-        ({}, None, "which ranks share one is not known: give hosts="),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, None, "'model' must stay inside a host and does not"),
+        ({}, None, "the hosts are not known: give hosts="),
         ({"LOCAL_WORLD_SIZE": "4"}, 2, "does not: 2 of its 2 groups cross hosts"),
         ({"LOCAL_WORLD_SIZE": "2"}, [4, 4], None),
     ],

@@ -54,9 +54,9 @@ def opened(browser, tmp_path):
     """Open the page of a plan; what the browser complains about or asks for fails the test."""
     contexts, wrong = [], []
 
-    def open_(plan=PLAN, hosts=8, title="A plan", **options):
+    def open_(plan=PLAN, hosts=8, title="A plan", offered=None, **options):
         path = tmp_path / f"{len(contexts)}.html"
-        path.write_text(page(plan, hosts, title), "utf-8")
+        path.write_text(page(plan, hosts, title, offered=offered), "utf-8")
         context = browser.new_context(**options)
         contexts.append(context)
         tab = context.new_page()
@@ -257,7 +257,7 @@ def test_search_finds_ranks_and_hosts_and_says_what_is_not_there(opened):
 
 @needs_browser
 def test_layouts_of_the_whole_span_can_be_switched(opened):
-    tab = opened()
+    tab = opened(offered=("decoder", "expert"))
     values = tab.eval_on_selector_all("input[name=layout]", "all => all.map(each => each.value)")
     assert values == ["decoder", "expert"]
     assert "tp=4 cp=2 dp=4 pp=2, order tp-cp-dp-pp" in tab.inner_text("#summary")

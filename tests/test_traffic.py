@@ -1,15 +1,18 @@
 """Orders ranked by what crosses hosts, against a count of every link; and the judgement."""
 
+from functools import partial
 from itertools import pairwise, permutations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compat.megatron.checks import rules as rules_of
 from compat.megatron.job import from_sizes
-from hypergrid import LayoutError, RankLayout
+from compat.megatron.traffic import VOLUMES, flows_of
+from hypergrid import RankLayout
 from hypergrid.analysis.checks import findings
-from hypergrid.analysis.traffic import VOLUMES, crossing, ranked
+from hypergrid.analysis.traffic import crossing, ranked
 from hypergrid.topology import Topology
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
@@ -91,7 +94,9 @@ def test_the_ranking_is_that_of_counting_every_link_in_every_order(job):
     by_hand = {"-".join(o): counted(o, dense, expert, per_host) for o in permutations(DIMS)}
     allowed = {order: total for order, total in by_hand.items() if total is not None}
 
-    found = ranked("tp-cp-ep-dp-pp", planned.layouts, lambda each: Topology(each, per_host))
+    found = ranked(
+        "tp-cp-ep-dp-pp", planned.layouts, lambda each: Topology(each, per_host), flows_of
+    )
 
     assert found[0].total == pytest.approx(min(allowed.values()))
     totals = [each.total for each in found]
@@ -106,32 +111,32 @@ def test_the_ranking_is_that_of_counting_every_link_in_every_order(job):
 def test_of_orders_that_send_the_same_the_asked_one_is_first():
     job = from_sizes(world_size=8, tp=2, cp=2)
     for asked in ("tp-cp-ep-dp-pp", "cp-dp-tp-ep-pp"):
-        assert ranked(asked, job.layouts, lambda each: Topology(each, 8))[0].order == asked
+        found = ranked(asked, job.layouts, lambda each: Topology(each, 8), flows_of)
+        assert found[0].order == asked
 
 
 def test_volumes_decide_what_goes_inside():
     job = from_sizes(world_size=64, tp=8, cp=8)
-    best = [
-        ranked("dp-tp-cp", job.layouts, lambda x: Topology(x, 8), {**VOLUMES, **more})[0].flows
-        for more in ({}, {"cp": 100})
-    ]
+    best = []
+    for more in ({}, {"cp": 100}):
+        flows = partial(flows_of, volumes={**VOLUMES, **more})
+        best.append(ranked("dp-tp-cp", job.layouts, lambda x: Topology(x, 8), flows)[0].flows)
     assert [(flows["tp"], flows["cp"]) for flows in best] == [(0, 3 * 64), (8 * 64, 0)]
-    with pytest.raises(LayoutError, match="not xp"):
-        ranked("tp", job.layouts, lambda x: Topology(x, 8), {**VOLUMES, "xp": 1})
 
 
 def test_one_flow_in_numbers():
     layouts = {"decoder": RankLayout(("dp", "tp"), (4, 4))}  # tp: every 4th rank, 2 hosts of 8
-    assert crossing(layouts, Topology(layouts["decoder"], 8)) == {"tp": 8 * 16, "dp": 0}
+    sent = crossing(layouts, Topology(layouts["decoder"], 8), flows_of(layouts))
+    assert sent == {"tp": 8 * 16, "dp": 0}
 
 
 def rules(per_host=8, racks=None, user_buffers=False, **sizes):
     job = from_sizes(gpus_per_node=per_host, **sizes)
     found = findings(
+        rules_of(user_buffers),
         job.request().layouts,
         lambda each: Topology(each, per_host),
         racks_of=racks and (lambda each: Topology(each, per_host * racks)),
-        user_buffers=user_buffers,
     )
     return {each.rule: each.severity for each in found}
 
@@ -173,10 +178,11 @@ def test_each_fault_is_found_and_no_other(asked, found):
 def test_a_remedy_is_an_order_that_avoids_the_fault_or_the_advice_that_none_does():
     job = from_sizes(world_size=64, gpus_per_node=8, tp=8, cp=2, order="dp-tp-cp-ep-pp")
     hosts = lambda each: Topology(each, 8)  # noqa: E731
-    orders = ranked("dp-tp-cp-ep-pp", job.layouts, hosts)
+    orders = ranked("dp-tp-cp-ep-pp", job.layouts, hosts, flows_of)
     better = [(each, job.layouts(each.order)) for each in orders]
-    found = {each.rule: each for each in findings(job.request().layouts, hosts, better)}
+    layouts = job.request().layouts
+    found = {each.rule: each for each in findings(rules_of(), layouts, hosts, better)}
     assert found["tp-across-hosts"].order == orders[0].order
     assert orders[0].order.startswith("tp")
-    none = findings(job.request().layouts, hosts, [])[0]
+    none = findings(rules_of(), layouts, hosts)[0]
     assert none.order is None and "A smaller tp would fit" in none.remedy

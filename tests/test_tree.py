@@ -7,7 +7,7 @@ from forked import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypergrid import GroupNode, GroupTree, LayoutError
+from hypergrid import GroupNode, GroupTree, HyperCommGrid, LayoutError
 from hypergrid.tree import TreeError
 
 
@@ -194,22 +194,24 @@ def test_an_orthogonal_group_that_is_none_is_refused(node, orthogonal, says):
         tree.place()
 
 
-def test_a_node_that_is_to_stay_inside_a_host_does_or_is_refused():
+def test_a_node_that_must_stay_inside_a_host_does_or_is_refused():
     tree = world(spatial=2, channel=4, data=4)
     tree.get_node("model").within = "host"
     assert tree.place(hosts=8).topology.inside(tree.place(hosts=8).dims("model"))
-    with pytest.raises(TreeError, match="'model' is to stay inside a host, and which ranks share"):
+    with pytest.raises(
+        TreeError, match="'model' must stay inside a host, and the hosts are not known"
+    ):
         tree.place()
     with pytest.raises(
         TreeError,
-        match=r"'model' is to stay inside a host and does not: 4 of its 4 groups cross hosts, the "
+        match=r"'model' must stay inside a host and does not: 4 of its 4 groups cross hosts, the "
         "first with ranks 0..7 on host0, host1. Make it smaller",
     ):
         tree.place(hosts=4)
     with pytest.raises(TreeError, match=r"1 of its 4 groups cross hosts.*ranks 8\.\.15"):
         tree.place(hosts=[12, 12, 8])
     tree.get_node("data").within = "host"
-    with pytest.raises(TreeError, match="'data' is to stay inside a host and does not"):
+    with pytest.raises(TreeError, match="'data' must stay inside a host and does not"):
         tree.place(hosts=8)
 
 
@@ -234,7 +236,7 @@ def test_a_node_that_is_to_stay_inside_a_host_does_or_is_refused():
             "all but one a size",
         ),
         (lambda t: GroupNode(""), "must be a text"),
-        (lambda t: GroupNode("x", within="rack"), "'x' cannot stay within='rack'"),
+        (lambda t: GroupNode("x", within="rack"), "invalid within='rack' for 'x'; allowed: 'host'"),
         (lambda t: GroupNode("x", size=True), "size of x must be at least 1, or -1, got True"),
     ],
 )
@@ -252,7 +254,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(attempt, says):
         ((2, 3, 4), 32, "the world has 32 ranks, which spatial=2 x channel=3 x data=4 = 24 does"),
         ((2, 3, 4), 12, "leaves a remainder"),
         ((2, 3, -1), 32, "the world has 32 ranks, which spatial=2 x channel=3 = 6"),
-        ((2, 3, -1), None, "'data' takes what is left, and of how many ranks is not known"),
+        ((2, 3, -1), None, "'data' takes the rest of the ranks, whose number is not known"),
         ((2, 3, 4), 0, "size of the world must be at least 1, got 0"),
         ((2, 3, -1), -1, "size of the world must be at least 1, got -1"),
     ],
@@ -268,16 +270,17 @@ def test_unknown_groups_are_refused_with_the_known_ones():
         world(spatial=2, channel=3, data=4).place().dims(["model", "tp"])
 
 
-def test_a_tree_has_the_grid_of_its_dims():
+def test_the_grid_over_a_placed_tree_has_its_dims():
     with mock.patch.dict("os.environ", WORLD_SIZE="24"):
-        grid = world(spatial=2, channel=3, data=-1).place(24).grid("gloo")
+        placed = world(spatial=2, channel=3, data=-1).place(24)
+        grid = HyperCommGrid.over(placed.layout, backend="gloo")
     assert (grid.dim_names, grid.shape) == (["spatial", "channel", "data"], [2, 3, 4])
     assert grid.topology(hosts=6).inside(["spatial", "channel"]) and grid.backend == "gloo"
 
 
 def _on_real_ranks(rank):
     placed = world(spatial=2, channel=2, data=-1).place(8, hosts=4)
-    grid = placed.grid()
+    grid = HyperCommGrid.over(placed.layout)
     made = {}
     for name in ("world", "model", "channel"):
         made[name] = grid.create_pg(placed.dims(name)).size()

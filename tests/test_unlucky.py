@@ -196,7 +196,7 @@ def test_one_rank_reports_who_is_missing_and_looks_up_spans():
     results = run_ranks(8, _two_are_missing)
     (checked,) = (checked for _, checked, _ in results if checked)
     assert checked <= 6 * 8
-    assert "2 of 8 ranks (3, 5) did not come" in results[0][2]
+    assert "2 of 8 ranks (3, 5) did not reach group creation" in results[0][2]
 
 
 @pytest.mark.parametrize(

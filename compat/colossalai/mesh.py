@@ -13,8 +13,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.known_groups import NOT_A_MEMBER, plain
+from hypergrid.groups.known_groups import NOT_A_MEMBER
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, agree, refusing_together
 from hypergrid.layout import LayoutError, RankLayout
@@ -258,7 +259,7 @@ class ProcessGroupMesh:
     ) -> ProcessGroup:
         with refusing_together(self.grid.layout.ranks, self._pool.policy):
             chosen = self._chosen(axis, indices_at_axis)
-        backend = plain(backend)
+        backend = plain_backend(backend)
         label = self._label(chosen, backend)
         if meeting or label not in self._asked:
             self._asked[label] = self._found_or_made(label, chosen, backend, meeting)

@@ -19,11 +19,12 @@ from compat.megatron import helpers as group_helpers
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import HAS
 from compat.megatron.table import ROWS, Planned, Row, slots
-from hypergrid.groups.grid import BASE, HyperCommGrid
+from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.views import BASE
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
 _COLLNET = "NCCL_COLLNET_ENABLE"

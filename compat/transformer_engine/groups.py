@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.megatron.suspended import is_suspended
-from hypergrid.groups.grid import BASE
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
+from hypergrid.views import BASE
 
 if TYPE_CHECKING:
     from compat.state import ParallelState

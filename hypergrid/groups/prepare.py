@@ -1,4 +1,4 @@
-"""Ranks agree, through the store, on what they are about to create, how, and under which epoch."""
+"""Phase 1 of the two-phase commit: ranks agree on what they will create, how, and the epoch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
 from hypergrid.errors import AgreementError
-from hypergrid.groups.commit import clear_ending
+from hypergrid.groups.commit import clear_commit
 from hypergrid.groups.creation import Abilities, abilities, split_off
 from hypergrid.groups.store import (
     another_connection,
     bounded,
+    decide,
+    decided,
     forget,
     missing,
     noticing_a_dead_link,
@@ -34,34 +36,20 @@ from hypergrid.messages import shown, some_of, span_of
 from hypergrid.policy import Policy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Agreements of each span that no store numbered. Begun anew with each default group, as a process
-# begins that takes a dead one's place: the others count what it counts.
+# Number of agreements of each span without a store. A new default group starts at 0 again, as a
+# restarted process does: all ranks must count alike.
 _alone: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks of a window have agreed on.
+    """What the ranks of a window have agreed on."""
 
-    Parameters
-    ----------
-    epoch : str
-        Part of every group's name; never used twice in the life of the store.
-    way : {"members", "split", "everyone"}
-        Who creates groups that torch splits off a default group that is bound to a device.
-    others : {"members", "everyone"}
-        Who creates all others.
-    why : str
-        What stands in the way of "members"; empty where nothing does.
-    lazy : bool
-        Whether gloo connects on first use.
-    """
-
-    epoch: str
-    way: str = "members"
-    others: str = "members"
-    why: str = ""
-    lazy: bool = False
+    epoch: str  # part of every group's name; never used twice in the life of the store
+    way: str = "members"  # who creates groups that torch splits off a bound default group
+    others: str = "members"  # who creates all others: "members" or "everyone"
+    why: str = ""  # why members alone cannot create; empty if they can
+    lazy: bool = False  # whether gloo connects on first use
 
     def way_of(self, backend: str | None) -> str:
         """Who creates groups of ``backend``; the same on all ranks."""
@@ -77,32 +65,30 @@ def agree(
 ) -> Agreement:
     """Compare ``proposal`` and what each process can do over ``ranks``. *Collective* over them.
 
-    Each rank writes one key and counts itself in; whoever comes last looks whether all were
-    equal and tells the others. Costs a handful of store operations per rank, none of them with
-    the proposals of others unless they differ. ``HYPERGRID_AGREEMENT=0`` on all ranks leaves it
-    out: each then believes that the others do as it does.
+    Each rank writes one key and counts itself; the last one checks whether all are equal and tells
+    the others. Costs a constant number of store operations per rank; proposals of other ranks are
+    read only if they differ. ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
 
     Parameters
     ----------
     ranks : sequence of int
-        The ranks that create groups together, ascending; this rank is one of them.
+        The ranks that create groups together, ascending, with this one.
     proposal : mapping
-        What this rank is about to create, as values that JSON can hold.
+        What this rank will create, as values that JSON can hold.
     policy : Policy
-        Compared too. "auto" takes the best way that all ranks can.
+        Compared too. "auto" is the best way that all ranks support.
     timeout : timedelta, optional
         How long to wait for the last rank. Default 30 minutes.
     life : int, optional
-        For windows of which a rank is in one at a time: the how-many-eth of this process. Two
-        that overlap in the same life are refused, since one would wait for the other's ranks.
+        For windows of which a rank is in one at a time: this process's n-th one. Windows that
+        overlap in the same life are refused, as one would wait for the ranks of the other.
 
     Raises
     ------
     AgreementError
-        On every rank, with the same text, when proposals differ, when a rank has refused its own
-        (``refuse``), when the way of creation that the policy insists on is not open to all,
-        when windows overlap, when two threads of a process create at once, or when a rank does
-        not come within ``timeout``. Also when the store is lost.
+        On every rank, with the same text: proposals differ, a rank has refused its own
+        (``refuse``) or does not arrive within ``timeout``, the policy's way of creation is
+        impossible, windows overlap, or two threads of a process create. Also on a lost store.
     """
     with one_thread(ranks, proposal) as turn:
         try:
@@ -139,21 +125,15 @@ def _counted(ranks: Sequence[int]) -> int:
 
 
 def expected(policy: Policy) -> Agreement:
-    """What the ranks will agree on, as far as this one can tell. *Local*.
-
-    Raises
-    ------
-    AgreementError
-        This rank cannot create in the way that the policy insists on.
-    """
+    """What the ranks will probably agree on, as seen from this one; or AgreementError. *Local*."""
     return _accept(_choose("", policy, [abilities(policy.creation)]))
 
 
 def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
     """Tell the other ranks that this one has refused its arguments, so that none waits for it.
 
-    The others raise with this error's text once all have come. This rank waits ten seconds for
-    that, so that none is a call ahead of the others; it has then said so, and goes on.
+    The others raise with this error's text once all have arrived. This rank waits for that ten
+    seconds at most, so that it is not a call ahead.
     """
     if not dist.is_initialized() or dist.get_rank() not in ranks:
         return
@@ -168,13 +148,13 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
         text = f"{type(error).__name__}: {str(error)[:2000]}"
         here = _Round(store, ranks, life)
         if here.arrive({"refused": text}, Abilities(), Policy()):
-            here.here.wait(["verdict"], timedelta(seconds=10))
+            here.here.wait(["prepare"], timedelta(seconds=10))
             here.tidy(failed=True)
 
 
 @contextmanager
 def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) -> Iterator[None]:
-    """Let ``ranks``, asked for only then, hear by ``refuse`` of what is refused inside."""
+    """Tell ``ranks()`` about an error inside, by ``refuse``."""
     try:
         yield
     except Exception as error:
@@ -185,10 +165,10 @@ def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) 
 
 @contextmanager
 def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
-    """What is refused inside is raised when the other ranks have heard of it. *Collective*.
+    """An error inside is raised when the other ranks know of it. *Collective*.
 
-    For calls that may be refused several times in a row, on some ranks or on all: each meets the
-    others as ``agree`` does, so that none is a call ahead. It waits a minute at most.
+    For calls that may fail several times in a row, on some ranks or on all: each takes part in one
+    ``agree``, so that no rank is a call ahead. Waits a minute at most.
     """
     try:
         yield
@@ -202,16 +182,16 @@ def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
 
 @dataclass
 class _Turn:
-    """The one thread of this process that creates; another that comes meanwhile is refused."""
+    """The one thread of this process that creates groups; any other fails meanwhile."""
 
     ranks: Sequence[int]
     proposal: Mapping[str, Any]
     thread: int = field(default_factory=threading.get_ident)
     decided: threading.Event = field(default_factory=threading.Event)  # its agreement is over
-    mistakable: str = ""  # why its ranks may have met those of another thread
+    mistakable: str = ""  # why other ranks may have agreed with another thread
 
     def end(self) -> None:
-        """Refuse this thread too, if its ranks cannot be told from another's. Before it is over."""
+        """Fail if other ranks may have agreed with another thread. Called before the commit."""
         if self.mistakable:
             raise AgreementError(self.mistakable)
 
@@ -222,11 +202,11 @@ _alternately = threading.RLock()
 
 @contextmanager
 def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_Turn]:
-    """Let no other thread of this process agree or create meanwhile: it is refused on all ranks.
+    """Only one thread of this process may agree or create: another fails on all ranks.
 
-    Ranks cannot know whose groups belong together where threads take turns in another order on
-    each of them. What another thread asks for at the same time, alike in everything, could have
-    met this one's: ``end`` then refuses both.
+    Ranks cannot know which groups belong together if their threads take turns in different orders.
+    If another thread asks for the same groups at the same time, other ranks may have agreed with
+    it instead: ``end`` then makes both fail.
     """
     global _turn
     if not _alternately.acquire(blocking=False):
@@ -250,17 +230,17 @@ def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_T
 def _two_threads(ranks: Sequence[int]) -> AgreementError:
     return AgreementError(
         f"two threads of rank {dist.get_rank()} create groups at the same time, one of them those "
-        f"of ranks {span_of(ranks)}, and no rank can know which of them it meets. Create them in "
-        f"one thread, or one after the other, in the same order on all ranks."
+        f"of ranks {span_of(ranks)}, and other ranks cannot know which of them belong together. "
+        f"Create them in one thread, or one after the other, in the same order on all ranks."
     )
 
 
 class _Round:
-    """One meeting of ``ranks`` at the store. The next one begins when its verdict is out.
+    """One prepare phase of ``ranks``. The next one begins when its outcome is decided.
 
-    A rank that comes again before that, as a fresh process in a dead one's place, replaces what
-    it said and is counted once. A refusal stands: whoever refused meets the others in the next
-    round, when they too have heard of it.
+    A rank that arrives again before that, as the new process after a restart, replaces its
+    proposal and is counted once. A refusal stays: a rank that refused takes part again in the next
+    round, when the others know of its refusal.
     """
 
     def __init__(self, store: Store, ranks: Sequence[int], life: int | None = None) -> None:
@@ -268,12 +248,12 @@ class _Round:
         self.board = PrefixStore(f"hypergrid/{span_of(ranks)}", store)
         self.number = self.board.add("round", 0)
         self.here = PrefixStore(str(self.number), self.board)
-        self.alike = ""  # counts the ranks that said what this one did
+        self.alike = ""  # key of the number of ranks with the same proposal
 
     def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> bool:
-        """Say what this rank proposes; who comes last of all also writes the verdict.
+        """Post this rank's proposal; the last rank also decides the outcome.
 
-        False, and nothing is said, if this rank has refused in this round.
+        Returns False, without posting, if this rank has refused in this round.
         """
         own, text = f"proposal/{self.rank}", json.dumps(proposal, sort_keys=True, default=str)
         again = self.here.add(f"came/{self.rank}", 1) > 1
@@ -285,7 +265,7 @@ class _Round:
         self.here.set(own, text)
         self.alike = _alike(text)
         self.here.add(self.alike, 1)
-        if can != Abilities():  # the usual ones are not worth a key
+        if can != Abilities():  # defaults need no key
             self.here.set(f"abilities/{self.here.add('abilities', 1)}", json.dumps(asdict(can)))
         if again:
             return True
@@ -295,14 +275,14 @@ class _Round:
         if arrived == len(self.ranks):
             if self.here.add(self.alike, 0) == len(self.ranks) and "refused" not in proposal:
                 everybody = _all_abilities(self.here, len(self.ranks))
-                verdict = _choose(f"{span_of(self.ranks)}/{self.number}", policy, everybody)
+                outcome = _choose(f"{span_of(self.ranks)}/{self.number}", policy, everybody)
             else:
-                verdict = {"error": _difference(self.here, self.ranks)}
-            _close(self.board, self.number, verdict)
+                outcome = {"error": _difference(self.here, self.ranks)}
+            _decide(self.board, self.number, outcome)
         return True
 
     def overlaps(self, life: int) -> bool:
-        """Make this window known to the others of its life; refuse it and those it overlaps."""
+        """Register this window; if it overlaps others of the same life, all of them fail."""
         lives = PrefixStore("hypergrid/windows", self.store)
         windows = PrefixStore(str(life), lives)
         known = windows.add("count", 1)
@@ -318,78 +298,73 @@ class _Round:
             if not both or ranks == list(self.ranks):
                 continue
             found, spans = True, sorted((span_of(ranks), span_of(self.ranks)))
-            verdict = {
-                "error": f"the windows {spans[0]} and {spans[1]} overlap: "
+            error = (
+                f"the windows {spans[0]} and {spans[1]} overlap: "
                 f"{some_of(both, range(dist.get_world_size()))} are in both, and each would "
                 f"wait for them. Give all ranks of a window the same rank_offset and "
                 f"local_world_size."
-            }
+            )
             board = PrefixStore(f"hypergrid/{span_of(ranks)}", self.store)
-            if board.add("round", 0) == number:  # it waits; else it has its groups
-                _close(board, number, verdict)
-            _close(self.board, self.number, verdict)
+            if board.add("round", 0) == number:  # it still waits; else it has its groups
+                _decide(board, number, {"error": error})
+            _decide(self.board, self.number, {"error": error})
         return found
 
     def wait(self, timeout: timedelta) -> dict[str, Any]:
-        """The verdict; if time runs out, one that names who did not come."""
-        try:
-            self.here.wait(["verdict"], timeout)
-        except RuntimeError:
-            if self.here.add("reporting", 1) == 1:
-                absent = missing(self.here, "arrived", "came", self.ranks)
-                error = (
-                    f"{absent} did not come to create groups together within {timeout}. Look at "
-                    f"their logs, or give them more time by distributed_timeout_minutes."
-                )
-                _close(self.board, self.number, {"error": error})
-            self.here.wait(["verdict"], timedelta(seconds=30))
-        verdict: dict[str, Any] = json.loads(self.here.get("verdict"))
-        with suppress(RuntimeError):  # what has been read stands, also when the store is lost now
-            self.tidy("error" in verdict)
-        return verdict
+        """The outcome; after ``timeout``, one that names the ranks that are missing."""
+
+        def late() -> None:
+            absent = missing(self.here, "arrived", "came", self.ranks)
+            error = (
+                f"{absent} did not reach group creation within {timeout}. Look at their logs, or "
+                f"give them more time by distributed_timeout_minutes."
+            )
+            _decide(self.board, self.number, {"error": error})
+
+        outcome = decided(self.here, "prepare", timeout, late)
+        with suppress(RuntimeError):  # the outcome holds also when the store is lost now
+            self.tidy("error" in outcome)
+        return outcome
 
     def tidy(self, failed: bool) -> None:
-        """Take this rank's keys away, and the shared ones once all have read them."""
+        """Delete this rank's keys, and the shared ones once all ranks have read them."""
         forget(self.here, f"proposal/{self.rank}", f"came/{self.rank}")
-        if failed:  # a rank that comes late must still find the verdict
+        if failed:  # a late rank must still find the outcome
             if self.here.add(self.alike, -1) == 0:
                 forget(self.here, self.alike)
             self.here.add("read", 1)
             stay_until(lambda: self.here.add("read", 0) >= self.here.add("arrived", 0), self.store)
         elif self.here.add("read", 1) == len(self.ranks):
             forget(self.here, self.alike)
-            _clear_meeting(self.here)  # and not its ending, which others may have come to
-            for number in range(self.number - 1, -1, -1):  # nobody is left in those that failed
+            _clear_prepare(self.here)  # others may be in its commit phase
+            for number in range(self.number - 1, -1, -1):  # no rank is in rounds that failed
                 old = PrefixStore(str(number), self.board)
-                if not old.check(["verdict"]) and not old.check(["outcome"]):
+                if not old.check(["prepare"]) and not old.check(["commit"]):
                     break
-                _clear_meeting(old)
-                clear_ending(old)
+                _clear_prepare(old)
+                clear_commit(old)
 
 
-def _close(board: Store, number: int, verdict: dict[str, Any]) -> None:
-    """Write the verdict, unless somebody has; the next round begins before it can be read."""
-    here = PrefixStore(str(number), board)
-    if here.add("closed", 1) == 1:
-        board.add("round", 1)
-        here.set("verdict", json.dumps(verdict))
+def _decide(board: Store, number: int, outcome: dict[str, Any]) -> None:
+    """End a round, unless a rank has; the next one begins before the outcome can be read."""
+    decide(PrefixStore(str(number), board), "prepare", outcome, lambda: board.add("round", 1))
 
 
-def _clear_meeting(here: Store) -> None:
+def _clear_prepare(here: Store) -> None:
     posted = here.add("abilities", 0)
-    keys = ["arrived", "closed", "reporting", "verdict", "read", "abilities"]
+    keys = ["arrived", "prepare/decided", "prepare/late", "prepare", "read", "abilities"]
     forget(here, *keys, *(f"abilities/{i + 1}" for i in range(posted)))
 
 
 def _all_abilities(here: Store, count: int) -> list[Abilities]:
-    """Those that were posted, and the usual ones once if any rank posted nothing."""
+    """Those that were posted, and the defaults once if any rank posted nothing."""
     posted = here.add("abilities", 0)
     told = [Abilities(**json.loads(here.get(f"abilities/{i + 1}"))) for i in range(posted)]
     return told if posted == count else [*told, Abilities()]
 
 
 def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[str, Any]:
-    """The best way that all can take, or why the one that was insisted on is not open."""
+    """The best way of creation that all ranks can use, or why the requested one is impossible."""
     obstacle = next((can.obstacle for can in everybody if can.obstacle), None)
     bound = next((can.bound for can in everybody if can.bound), None)
     why = {
@@ -403,7 +378,7 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
         way = next(each for each, reason in why.items() if reason is None)
     elif why[way] is not None:
         return {"error": f"creation={way!r} is not possible here: {why[way]}. Use 'auto'."}
-    # With a bound default group, torch lets those outside a gloo group wait for a split.
+    # With a bound default group, ranks outside a gloo group wait in torch for a split.
     members_alone = obstacle is None and (policy.creation != "everyone" or bound is not None)
     return asdict(
         Agreement(
@@ -416,23 +391,23 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
     )
 
 
-def _accept(verdict: dict[str, Any]) -> Agreement:
-    if "error" in verdict:
-        raise AgreementError(verdict["error"])
-    return Agreement(**verdict)
+def _accept(outcome: dict[str, Any]) -> Agreement:
+    if "error" in outcome:
+        raise AgreementError(outcome["error"])
+    return Agreement(**outcome)
 
 
 def _difference(here: Store, ranks: Sequence[int]) -> str:
-    """In words: the lowest rank that refused, or that differs from the first one, and how."""
+    """In words: the lowest rank that refused, or that differs from the first rank, and how."""
     if not here.check([f"proposal/{rank}" for rank in ranks]):
-        return "the round was given up meanwhile"  # and has its verdict: this one is not read
+        return "the round has failed"  # with another outcome: this one is never read
     first = json.loads(here.get(f"proposal/{ranks[0]}"))
     for rank in ranks:
         other = json.loads(here.get(f"proposal/{rank}"))
         if "refused" in other:
             return (
-                f"rank {rank} refused its arguments, so no rank of {span_of(ranks)} made a group: "
-                f"{other['refused']}"
+                f"rank {rank} refused its arguments, so no rank of {span_of(ranks)} created a "
+                f"group: {other['refused']}"
             )
         if other != first:
             break
@@ -441,12 +416,12 @@ def _difference(here: Store, ranks: Sequence[int]) -> str:
         f"{key} is {shown(other.get(key))} on rank {rank} and {shown(first.get(key))} on rank "
         f"{ranks[0]}"
         for key in keys
-        if key != "plan" or keys == ["plan"]  # a digest says less than whatever it follows from
+        if key != "plan" or keys == ["plan"]  # the plan's digest says less than other fields
     )
     return (
         f"ranks {span_of(ranks)} were asked for different groups: "
-        f"{fields or 'one of them changed its mind meanwhile'}. "
-        f"Start all of them with the same arguments. No group was made."
+        f"{fields or 'one of them changed its arguments meanwhile'}. "
+        f"Start all of them with the same arguments. No group was created."
     )
 
 
