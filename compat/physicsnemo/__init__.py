@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compat.physicsnemo.manager import DistributedManager
-from compat.physicsnemo.state import (
+from compat.physicsnemo.manager import (
+    DistributedManager,
     PhysicsNeMoUndefinedGroupError,
     PhysicsNeMoUninitializedDistributedManagerWarning,
 )

@@ -1,11 +1,9 @@
-"""How this process was launched, from the variables of torchrun, SLURM or OpenMPI."""
+"""What the launcher says about this process: the variables of torchrun, SLURM or OpenMPI."""
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
-
-import torch
+from typing import Any
 
 from compat.megatron.refusals import ArgumentError
 
@@ -13,102 +11,83 @@ OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
 )
-_NEEDED = {
-    "ENV": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "SLURM": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_LAUNCH_NODE_IPADDR"),
-    "OPENMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+# For each method: argument of DistributedManager.setup(), and the variable that it needs.
+_VARIABLES = {
+    "ENV": {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "addr": "MASTER_ADDR",
+        "port": "MASTER_PORT",
+    },
+    "SLURM": {
+        "rank": "SLURM_PROCID",
+        "world_size": "SLURM_NPROCS",
+        "local_rank": "SLURM_LOCALID",
+        "addr": "SLURM_LAUNCH_NODE_IPADDR",
+    },
+    "OPENMPI": {
+        "rank": "OMPI_COMM_WORLD_RANK",
+        "world_size": "OMPI_COMM_WORLD_SIZE",
+        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    },
 }
 _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
-class Launch(NamedTuple):
-    """Where this process stands, and where rank 0 listens."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    addr: str
-    port: str
-    method: str
-
-
 def method() -> str | None:
-    """The way that the environment asks for, or the first that is there; or None.
+    """The method that the environment asks for, else the first whose variables are set, or None.
 
-    One is there as upstream sees it: torchrun's if it is complete, the others by their rank.
-    Raises RuntimeError on a way that does not exist.
+    As upstream: "ENV" counts if all its variables are set, the others if that of the rank is.
+    Raises RuntimeError on an unknown method.
     """
-    for variable in OVERRIDES:
-        asked = os.environ.get(variable)
+    for override in OVERRIDES:
+        asked = os.environ.get(override)
         if asked:
-            if asked not in _NEEDED:
+            if asked not in _VARIABLES:
                 raise RuntimeError(
-                    f"{variable}={asked!r} is no way to initialise: use one of "
-                    f"{', '.join(_NEEDED)}, or unset it to take the first that is there."
+                    f"invalid {override}={asked!r}; allowed: {', '.join(_VARIABLES)}. Unset it to "
+                    f"take the first method whose variables are set."
                 )
             return asked
-    for name, needed in _NEEDED.items():
-        telling = needed if name == "ENV" else needed[:1]
-        if all(variable in os.environ for variable in telling):
+    for name, variables in _VARIABLES.items():
+        decisive = variables.values() if name == "ENV" else [variables["rank"]]
+        if os.environ.keys() >= {*decisive}:
             return name
     return None
 
 
 def missing() -> str:
-    """In words: what each way lacks."""
-    lacks = {
-        name: [variable for variable in needed if variable not in os.environ]
-        for name, needed in _NEEDED.items()
-    }
-    return "; ".join(f"{name} lacks {', '.join(each)}" for name, each in lacks.items() if each)
+    """For each method, which of its variables are not set."""
+    return "; ".join(
+        f"{name} lacks {', '.join(v for v in variables.values() if v not in os.environ)}"
+        for name, variables in _VARIABLES.items()
+    )
 
 
-def from_env() -> Launch:
-    """As torchrun sets it; without LOCAL_RANK, ranks take the devices in turn."""
-    rank, world_size = _whole("RANK"), _whole("WORLD_SIZE")
-    given = "LOCAL_RANK" in os.environ
-    local_rank = _whole("LOCAL_RANK") if given else default_local_rank(rank)
-    return Launch(rank, world_size, local_rank, _read("MASTER_ADDR"), _read("MASTER_PORT"), "env")
+def arguments(name: str) -> dict[str, Any]:
+    """The arguments of ``DistributedManager.setup`` that this method's variables give.
 
-
-def from_slurm(port: str) -> Launch:
-    """As srun sets it."""
-    rank, world_size, local_rank, addr = _NEEDED["SLURM"]
-    numbers = _whole(rank), _whole(world_size), _whole(local_rank)
-    return Launch(*numbers, _read(addr), port, "slurm")
-
-
-def from_open_mpi(addr: str, port: str) -> Launch:
-    """As mpirun sets it."""
-    rank, world_size, local_rank = _NEEDED["OPENMPI"]
-    return Launch(_whole(rank), _whole(world_size), _whole(local_rank), addr, port, "openmpi")
-
-
-def default_local_rank(rank: int) -> int:
-    """The devices of a host in turn; 0 where there is none."""
-    return rank % max(torch.cuda.device_count(), 1)
+    Without LOCAL_RANK, "ENV" gives no local rank. Raises ArgumentError if a variable is not set,
+    or is not a whole number where it should be one.
+    """
+    variables, found = dict(_VARIABLES[name]), dict[str, Any](method=name.lower())
+    if name == "ENV" and "LOCAL_RANK" in os.environ:
+        variables["local_rank"] = "LOCAL_RANK"
+    for argument, variable in variables.items():
+        text = os.environ.get(variable)
+        if text is None:
+            raise ArgumentError(
+                f"{variable} is not set, and initialisation by {name} needs it: start the script "
+                f"with the launcher that sets it, or choose another method with {OVERRIDES[0]}."
+            )
+        try:
+            found[argument] = text if argument in ("addr", "port") else int(text)
+        except ValueError:
+            raise ArgumentError(f"{variable}={text!r} is not a whole number.") from None
+    return found
 
 
 def ranks_per_host() -> int | None:
-    """What the launcher says, where it does."""
+    """The number of ranks on each host, if the launcher says it."""
     told = (os.environ.get(variable, "") for variable in _PER_HOST)
     return next((int(text) for text in told if text.isdecimal()), None)
-
-
-def _read(variable: str) -> str:
-    if variable not in os.environ:
-        raise ArgumentError(
-            f"{variable} is not set, which this way of initialising needs: start the script with "
-            f"the launcher that sets it, or choose another by {OVERRIDES[0]}."
-        )
-    return os.environ[variable]
-
-
-def _whole(variable: str) -> int:
-    try:
-        return int(_read(variable))
-    except ValueError as error:
-        if isinstance(error, ArgumentError):
-            raise
-        text = os.environ[variable]
-        raise ArgumentError(f"{variable}={text!r} is no whole number.") from None
