@@ -260,9 +260,7 @@ def test_destroy_gives_everything_back_and_groups_can_be_made_anew():
         (lambda m: m(2, 4).get_group_along_axis([0, 0]), ValueError, "must not repeat", None),
     ],
 )
-def test_refusals_are_sentences_of_colossalais_types(
-    fake_world, ask, error, says, at_home
-):
+def test_refusals_are_sentences_of_colossalais_types(fake_world, ask, error, says, at_home):
     fake_world(8, rank=3)
     with pytest.raises(error, match=says):
         ask(ProcessGroupMesh)
