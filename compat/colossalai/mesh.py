@@ -217,22 +217,20 @@ class ProcessGroupMesh:
 
     def _chosen(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
         """The axes and the positions chosen at each, ascending."""
-        if indices_at_axis is None:
-            axes = [self._axis(each) for each in _axes(axis)]
-            indices = [list(range(self._shape[each])) for each in axes]
-        else:
-            axes, indices = _listed(axis, indices_at_axis)
-            axes = [self._axis(each) for each in axes]
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"axes must not repeat, rank {self._rank} was given {shown(axis)}.")
-        for at, given in zip(axes, indices, strict=True):
+        chosen: dict[int, list[int]] = {}
+        axes, indices = _listed(axis, indices_at_axis)
+        for at, some in zip(map(self._axis, axes), indices, strict=True):
             size = self._shape[at]
+            given = list(range(size)) if some is None else some
+            if at in chosen:
+                raise ValueError(f"axes must not repeat, rank {self._rank} got {shown(axis)}.")
             if not given or len(set(given)) < len(given) or not {*given} <= {*range(size)}:
                 raise (ValueError if given else IndexError)(
                     f"indices {shown(given)} at axis {at} make no group in {self!r}: give at "
                     f"least one of 0 to {size - 1}, each once."
                 )
-        return {at: sorted(given) for at, given in sorted(zip(axes, indices, strict=True))}
+            chosen[at] = sorted(given)
+        return dict(sorted(chosen.items()))
 
     def _label(self, chosen: dict[int, list[int]], backend: str | None) -> str:
         dims = [
@@ -265,12 +263,13 @@ class ProcessGroupMesh:
         missing = [each for each in lines if (backend, each) not in self._known]
         if missing or collective:
             proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
+            mine = {label: line} if self._rank in line and line in missing else {}
+            made = []
             with self.grid.agreed(proposal, repr(self)) as pool:
                 if missing:
-                    mine = {label: line} if self._rank in line and line in missing else {}
                     made = pool.make(label, mine, missing.copy, dims=dims, backend=backend)
             self._known.update({(backend, each): NOT_A_MEMBER for each in missing})
-            if missing and made:
+            if made:
                 self._known[backend, line] = made[0]
         group = self._known[backend, line]
         if dims and backend is None and len(places) == whole.size:
@@ -284,22 +283,19 @@ def _layout(shape: Sequence[int]) -> RankLayout:
     return RankLayout(tuple(names[::-1]), tuple(shape)[::-1])
 
 
-def _axes(axis: Axes) -> list[int]:
-    return [_whole(each, "axis") for each in (axis if isinstance(axis, Iterable) else [axis])]
-
-
-def _listed(axis: Axes, indices_at_axis: Indices) -> tuple[list[int], list[list[int]]]:
-    """The axes and the indices at each; one axis or several may be given."""
+def _listed(axis: Axes, indices_at_axis: Indices | None) -> tuple[list[int], list[Any]]:
+    """The axes and the indices at each, None for all; one axis or several may be given."""
     several = isinstance(axis, Iterable)
+    axes = [_whole(each, "axis") for each in (axis if several else [axis])]  # type: ignore[union-attr]
+    if indices_at_axis is None:
+        return axes, [None] * len(axes)
     given: Any = indices_at_axis if several else [indices_at_axis]
-    indices = [[_whole(each, "index") for each in some] for some in given]
-    axes = _axes(axis)
-    if len(indices) != len(axes):
+    if len(axes) != len(given):
         raise ValueError(
             f"{len(axes)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give one "
             f"list for each axis."
         )
-    return axes, indices
+    return axes, [[_whole(each, "index") for each in some] for some in given]
 
 
 def _whole(value: Any, what: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from compat.megatron.refusals import ArgumentError
@@ -11,26 +12,14 @@ OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
 )
-# For each method: argument of DistributedManager.setup(), and the variable that it needs.
+# The variables of each method, for these arguments of DistributedManager.setup() in this order.
+_ARGUMENTS = ("rank", "world_size", "local_rank", "addr", "port")
 _VARIABLES = {
-    "ENV": {
-        "rank": "RANK",
-        "world_size": "WORLD_SIZE",
-        "addr": "MASTER_ADDR",
-        "port": "MASTER_PORT",
-    },
-    "SLURM": {
-        "rank": "SLURM_PROCID",
-        "world_size": "SLURM_NPROCS",
-        "local_rank": "SLURM_LOCALID",
-        "addr": "SLURM_LAUNCH_NODE_IPADDR",
-    },
-    "OPENMPI": {
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "world_size": "OMPI_COMM_WORLD_SIZE",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-    },
+    "ENV": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    "SLURM": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_LAUNCH_NODE_IPADDR"),
+    "OPENMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
+_OPTIONAL = "LOCAL_RANK"
 _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
@@ -50,41 +39,41 @@ def method() -> str | None:
                 )
             return asked
     for name, variables in _VARIABLES.items():
-        decisive = variables.values() if name == "ENV" else [variables["rank"]]
-        if os.environ.keys() >= {*decisive}:
+        if not _missing(variables) or (name != "ENV" and variables[0] in os.environ):
             return name
     return None
 
 
 def missing() -> str:
     """For each method, which of its variables are not set."""
-    return "; ".join(
-        f"{name} lacks {', '.join(v for v in variables.values() if v not in os.environ)}"
-        for name, variables in _VARIABLES.items()
-    )
+    lacks = {name: ", ".join(_missing(variables)) for name, variables in _VARIABLES.items()}
+    return "; ".join(f"{name} lacks {variables}" for name, variables in lacks.items())
 
 
 def arguments(name: str) -> dict[str, Any]:
     """The arguments of ``DistributedManager.setup`` that this method's variables give.
 
-    Without LOCAL_RANK, "ENV" gives no local rank. Raises ArgumentError if a variable is not set,
-    or is not a whole number where it should be one.
+    Raises ArgumentError if a variable other than LOCAL_RANK is not set, or is not a whole number
+    where it should be one.
     """
-    variables, found = dict(_VARIABLES[name]), dict[str, Any](method=name.lower())
-    if name == "ENV" and "LOCAL_RANK" in os.environ:
-        variables["local_rank"] = "LOCAL_RANK"
-    for argument, variable in variables.items():
+    for variable in _missing(_VARIABLES[name]):
+        raise ArgumentError(
+            f"{variable} is not set, and initialisation by {name} needs it: start the script with "
+            f"the launcher that sets it, or choose another method with {OVERRIDES[0]}."
+        )
+    found: dict[str, Any] = {"method": name.lower()}
+    for argument, variable in zip(_ARGUMENTS, _VARIABLES[name], strict=False):
         text = os.environ.get(variable)
-        if text is None:
-            raise ArgumentError(
-                f"{variable} is not set, and initialisation by {name} needs it: start the script "
-                f"with the launcher that sets it, or choose another method with {OVERRIDES[0]}."
-            )
         try:
-            found[argument] = text if argument in ("addr", "port") else int(text)
+            if text is not None:
+                found[argument] = text if argument in ("addr", "port") else int(text)
         except ValueError:
             raise ArgumentError(f"{variable}={text!r} is not a whole number.") from None
     return found
+
+
+def _missing(variables: Iterable[str]) -> list[str]:
+    return [each for each in variables if each != _OPTIONAL and each not in os.environ]
 
 
 def ranks_per_host() -> int | None:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,6 +40,10 @@ class PhysicsNeMoUninitializedDistributedManagerWarning(Warning):
             "DistributedManager() was called before DistributedManager.initialize(): it has "
             "neither a rank nor groups. Initialise it first, on every rank."
         )
+
+
+def _read(attribute: str) -> Any:
+    return property(attrgetter(attribute))  # a property, so that it cannot be set
 
 
 class DistributedManager:
@@ -93,35 +98,18 @@ class DistributedManager:
         method = self._initialization_method
         return f"rank {self.rank} of {self.world_size} on {self.device}, initialised by {method!r}"
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self._rank
-
-    @property
-    def local_rank(self) -> int:
-        """Its rank on its host."""
-        return self._local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes in the job."""
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        """``cuda:LOCAL_RANK``, or the CPU."""
-        return self._device
-
-    @property
-    def distributed(self) -> bool:
-        """Whether there is a process group."""
-        return self._distributed
-
-    @property
-    def cuda(self) -> bool:
-        """Whether there is a GPU."""
-        return self._cuda
+    rank: int = _read("_rank")
+    """The rank of this process."""
+    local_rank: int = _read("_local_rank")
+    """The rank of this process on its host."""
+    world_size: int = _read("_world_size")
+    """Number of processes in the job."""
+    device: torch.device = _read("_device")
+    """``cuda:LOCAL_RANK``, or the CPU."""
+    distributed: bool = _read("_distributed")
+    """Whether there is a process group."""
+    cuda: bool = _read("_cuda")
+    """Whether there is a GPU."""
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -213,22 +201,17 @@ class DistributedManager:
         if DistributedManager.is_initialized():
             warnings.warn("DistributedManager is already initialised.", stacklevel=2)
             return
-        method = launch.method()
-        addr = os.environ.get("MASTER_ADDR", "localhost")
-        port = os.environ.get("MASTER_PORT", "12355")
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        if method == "ENV":
-            DistributedManager.initialize_env()
-        elif method == "SLURM":
-            DistributedManager.initialize_slurm(port)
-        elif method == "OPENMPI":
-            DistributedManager.initialize_open_mpi(addr, port)
-        else:
+        method = launch.method()
+        if method is None:
             warnings.warn(
                 f"no launcher was found, so this is a job of a single process: {launch.missing()}.",
                 stacklevel=2,
             )
             DistributedManager._shared_state["_is_initialized"] = True
+        else:
+            port = os.environ.get("MASTER_PORT", "12355")
+            _join(method, addr=os.environ.get("MASTER_ADDR", "localhost"), port=port)
         np.random.seed(seed=DistributedManager().rank)
 
     @staticmethod
@@ -442,10 +425,8 @@ class DistributedManager:
 
     # The mesh.
 
-    @property
-    def mesh_dims(self) -> dict[str, int]:
-        """The mesh's names and sizes."""
-        return self._mesh_dims
+    mesh_dims: dict[str, int] = _read("_mesh_dims")
+    """The mesh's names and sizes."""
 
     def mesh_names(self) -> KeysView[str]:
         """The names of the mesh's dims."""
@@ -539,7 +520,7 @@ class DistributedManager:
 
 def _join(method: str, **given: Any) -> None:
     backend = DistributedManager.get_available_backend()
-    DistributedManager.setup(**given, **launch.arguments(method), backend=backend)
+    DistributedManager.setup(**{**given, **launch.arguments(method)}, backend=backend)
 
 
 @contextmanager
