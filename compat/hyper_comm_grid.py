@@ -216,8 +216,7 @@ class HyperCommGrid:
                 f"Process group for {'-'.join(ordered)}{_in_view(key)} hasn't been created: call "
                 f"create_pg() on every rank of the grid first. Existing: {list(self._pgs)}."
             )
-        group: ProcessGroup | None = self._pgs[key]
-        return group
+        return self._pgs[key]
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
@@ -279,8 +278,7 @@ class HyperCommGrid:
     ) -> list[list[int]]:
         layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
         # The last of the dims given is the fastest.
-        groups: list[list[int]] = layout.groups(list(dims)[::-1], as_given=True).tolist()
-        return groups
+        return layout.groups(list(dims)[::-1], as_given=True).tolist()
 
     def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
         return self._order_dims_for(self.dim_names, dims)

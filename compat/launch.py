@@ -62,17 +62,15 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("name the SCRIPT to run")
     if not options.module and not Path(options.script).is_file():
         parser.error(f"there is no script {options.script!r}; put it after the launcher's flags")
-    off = ""
-    if options.no_swap:
-        off = "--no-swap switches off: remove one of them"
-    elif os.environ.get("HYPERGRID_SWAP", "1") == "0":
-        off = "HYPERGRID_SWAP=0 in the environment switches off: unset it"
+    off = "--no-swap" if options.no_swap else ""
+    if not off and os.environ.get("HYPERGRID_SWAP", "1") == "0":
+        off = "HYPERGRID_SWAP=0 in the environment"
     given = {name: getattr(options, name) for name in ("order", *CHOICES)}
     given["report"] = "1" if options.report else None
     for name, value in given.items():
         if value is not None:
             if off:
-                parser.error(f"--{name} needs the swap, which {off}")
+                parser.error(f"--{name} needs the swap, which {off} switches off: remove one")
             take_flag(name, value)
     if not off:
         try:

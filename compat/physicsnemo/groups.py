@@ -29,9 +29,7 @@ def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
     first = layout.dims.index(dims[0]) if dims else 0
     around = layout.dims[first:] + layout.dims[:first]
     inside_first = sorted(around, key=lambda dim: dim not in dims)
-    ranks = layout.groups(inside_first, as_given=True).reshape(-1, layout.dim_size(dims))
-    groups: list[list[int]] = ranks.tolist()
-    return groups
+    return layout.groups(inside_first, as_given=True).reshape(-1, layout.dim_size(dims)).tolist()
 
 
 def transposed(groups: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -255,7 +255,7 @@ class DistributedManager:
             known |= {"_distributed": True, "_rank": rank, "_world_size": world_size}
             known |= {"_local_rank": local_rank}
         cuda = torch.cuda.is_available()
-        device = torch.device(f"cuda:{known.get('_local_rank', 0)}" if cuda else "cpu")
+        device = torch.device("cuda", known.get("_local_rank", 0)) if cuda else torch.device("cpu")
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
         if dist.is_available() and dist.is_initialized():
             existing = (dist.get_rank(), dist.get_world_size())

@@ -120,8 +120,8 @@ def stray_bindings() -> list[str]:
     strays = []
     for name in _importers():
         for key, value in list(vars(sys.modules[name]).items()):
-            home = value.__name__ if isinstance(value, ModuleType) else None
-            home = home or getattr(value, "__module__", None)
+            where = "__name__" if isinstance(value, ModuleType) else "__module__"
+            home = getattr(value, where, None)
             if home in ours and value is not ours[home] and name not in OURS:
                 strays.append(f"{name}.{key}")
     return strays

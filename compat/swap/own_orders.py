@@ -41,16 +41,13 @@ def _laid_out_as_asked(make: Callable[..., Any], where: str) -> Callable[..., An
     def ordered(shape: Sequence[int], dim_names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         order, source = asked()
         if order is not None:
-            from compat.megatron.rank_generator import (  # here: it needs megatron's release
-                OrderError,
-                lay_out,
-            )
+            from compat.megatron import rank_generator  # here: it needs megatron's release
 
             given = dict(zip(dim_names, shape, strict=True))
             try:
-                layout = lay_out(order, {**dict.fromkeys(DIMS, 1), **given})
-            except OrderError as error:
-                raise OrderError(
+                layout = rank_generator.lay_out(order, {**dict.fromkeys(DIMS, 1), **given})
+            except rank_generator.OrderError as error:
+                raise rank_generator.OrderError(
                     f"{error} The order comes from {source}, which also lays out the grids of "
                     f"{where}."
                 ) from None

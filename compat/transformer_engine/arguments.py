@@ -106,7 +106,9 @@ def cp_args(
     group = groups.hierarchy(a2a_size) if comm_type == "a2a+p2p" else groups.group("cp")
     if group is None:
         raise ValueError(f"there is no context parallelism: {groups.layout} has no dim cp.")
-    return ContextParallel(group, list(groups.cp_ranks), cp_stream or _stream(), comm_type)
+    if cp_stream is None and torch.cuda.is_available():
+        cp_stream = _stream_of(torch.cuda.current_device())
+    return ContextParallel(group, list(groups.cp_ranks), cp_stream, comm_type)
 
 
 def amax_group(where: Where, tp_only: bool = False) -> ProcessGroup:
@@ -198,7 +200,7 @@ def apply(
             f"no module of {type(module).__name__} takes a group after it was built. Pass groups "
             f"to modules of te.ops when you build them: ops_kwargs()."
         )
-    several = attention and source(where).cp_size > 1
+    several = attention and len(source(where).cp_ranks) > 1
     context = cp_args(where, comm_type, a2a_size, cp_stream=cp_stream) if several else None
     for m, group in given:
         m.set_tensor_parallel_group(group)
@@ -260,10 +262,6 @@ def _check_size(name: str, module: Any, size: int) -> None:
             f"{name or type(module).__name__} was built for tp_size={built}, and tp has {size} "
             f"ranks: its weights are of another size. Build it with tp_kwargs()."
         )
-
-
-def _stream() -> Any:
-    return _stream_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 @functools.cache

@@ -71,8 +71,8 @@ class Named:
         return self.grid.layout
 
     def dims(self, roles: str, view: str = BASE) -> list[str]:
-        names = [name for role in roles.split("-") for name in self._names[role]]
-        return [name for name in names if name in self.grid.views[view].dims]
+        known = self.grid.views[view].dims
+        return [dim for role in roles.split("-") for dim in self._names[role] if dim in known]
 
     def group(self, roles: str, expert: bool = False) -> ProcessGroup | None:
         view = self.view if expert else BASE
@@ -146,10 +146,6 @@ class OfState:
 
     def group(self, roles: str, expert: bool = False) -> ProcessGroup:
         return _usable(GROUPS[roles, expert](self._state))
-
-    @property
-    def cp_size(self) -> int:
-        return self._state.get_context_parallel_world_size()
 
     @property
     def cp_ranks(self) -> list[int]:
