@@ -50,7 +50,7 @@ def test_ravel_is_numpys_in_all_modes(shape, mode, data):
     assert ProcessGroupMesh.ravel(coordinate, shape, mode) == expected
 
 
-def test_coordinates_along_axes_are_as_at_home():
+def test_coordinates_along_axes_are_as_colossalais():
     home = colossalai_mesh()
 
     @given(st.data())
@@ -250,7 +250,7 @@ def test_destroy_gives_everything_back_and_groups_can_be_made_anew():
         (lambda m: m.ravel((0,), (2, 2)), ValueError, "one for each axis", None),
         (lambda m: m(2, 4).size(2), IndexError, "axis 2 does not exist.*axes 0 to 1", None),
         (lambda m: m(2, 4).coordinate(2), IndexError, "axis 2 does not exist", None),
-        (lambda m: m(2, 4).get_ranks_in_group("x"), KeyError, "'x' is no group of", None),
+        (lambda m: m(2, 4).get_ranks_in_group("x"), KeyError, "'x' is not a group of", None),
         (lambda m: m(2, 4).create_group_along_axis(2), IndexError, "axis 2 does not", None),
         (lambda m: m(2, 4).get_group_along_axis(-3), IndexError, "axis -3 does not", None),
         (lambda m: m(0, 4), AssertionError, "has 0 ranks and the world has 8", None),
@@ -260,9 +260,7 @@ def test_destroy_gives_everything_back_and_groups_can_be_made_anew():
         (lambda m: m(2, 4).get_group_along_axis([0, 0]), ValueError, "must not repeat", None),
     ],
 )
-def test_refusals_are_sentences_of_the_type_that_they_have_at_home(
-    fake_world, ask, error, says, at_home
-):
+def test_refusals_are_sentences_of_colossalais_types(fake_world, ask, error, says, at_home):
     fake_world(8, rank=3)
     with pytest.raises(error, match=says):
         ask(ProcessGroupMesh)

@@ -110,7 +110,7 @@ def test_which_error_an_unknown_dim_gets_is_the_releases(release, eight):
         (lambda g: g.get_pg("rest", view="expert"), KeyError, "'expert' hasn't been created"),
         (lambda g: g.get_rank_enum("ep", view="no"), KeyError, "View 'no' is not registered"),
         (lambda g: g.get_rank_enum("ep"), ValueError, "'ep' is not in view 'base'"),
-        (lambda g: g.create_pg("pp", backend="gloo"), TypeError, "that of its grid"),
+        (lambda g: g.create_pg("pp", backend="gloo"), TypeError, "takes no backend"),
     ],
 )
 def test_what_is_wrong_is_said_in_words_that_stock_uses_too(

@@ -209,6 +209,6 @@ def test_what_counts_on_tensor_parallel_ranks_side_by_side_is_warned_of(experts,
         pytest.skip("megatron-core is not installed")
     done = run(COUNTS_ON_TP, str(experts), path="", release=release, HYPERGRID_ORDER=order)
     assert done.returncode == 0, done.stderr
-    says = f"counts on tensor-parallel ranks side by side, and here they are {ranks}"
-    assert done.stderr.count("counts on tensor-parallel ranks") == (ranks is not None)
+    says = f"tensor-parallel ranks are consecutive, and here they are {ranks}"
+    assert done.stderr.count("assumes that tensor-parallel ranks") == (ranks is not None)
     assert ranks is None or says in done.stderr

@@ -234,35 +234,15 @@ def test_sizes_of_ones_own_on_parents_give_the_groups_that_upstream_gives(fake_w
         DistributedManager.cleanup()
 
 
-def even(ranks):
-    """Whether ``ranks`` are a product of evenly spaced steps."""
-    ranks = sorted(ranks)
-    if len(ranks) < 2:
-        return True
-    step = ranks[1] - ranks[0]
-    run = next((i for i in range(1, len(ranks)) if ranks[i] != ranks[0] + i * step), len(ranks))
-    if run == len(ranks):
-        return True
-    starts, left = [], set(ranks)
-    while left:
-        first = min(left)
-        block = {first + i * step for i in range(run)}
-        if not block <= left:
-            return False
-        left -= block
-        starts.append(first)
-    return even(starts)
-
-
 @stock_needed
 def test_cuts_and_orthogonals_of_any_kind_are_as_upstreams(fake_world):
     stock = physicsnemo_stock.load()
-    uneven = []
 
     @settings(max_examples=100, deadline=None)
     @given(st.sampled_from([1, 4, 6, 8, 12, 16, 24]), st.data())
     def same(size, data):
         rank = data.draw(st.integers(0, size - 1))
+        DistributedManager.cleanup()  # of an example that was cut short
         fake_world(size, rank)
         theirs, ours = physicsnemo_stock.started(stock, rank, size), start(rank, size)
         for i in range(data.draw(st.integers(1, 6))):
@@ -282,16 +262,10 @@ def test_cuts_and_orthogonals_of_any_kind_are_as_upstreams(fake_world):
                     outcomes.append(getattr(manager, call)(*arguments))
                 except (AssertionError, KeyError, ValueError) as error:
                     outcomes.append(error)
-            if "not evenly apart" in str(outcomes[1]):
-                assert not all(even(ranks) for ranks in theirs._group_ranks[name])
-                uneven.append(name)
-                break
             assert type(outcomes[0]) is type(outcomes[1]), outcomes
-        else:
-            for groups in theirs._group_ranks.values():  # upstream keeps a trace of what it refused
-                assert groups
-            assert_equal_groups(ours, theirs)
-        DistributedManager.cleanup()
+        for groups in theirs._group_ranks.values():  # upstream keeps a trace of what it refused
+            assert groups
+        assert_equal_groups(ours, theirs)
 
     same()
 
@@ -307,21 +281,23 @@ def test_a_cut_may_go_across_earlier_ones(fake_world):
         manager.create_orthogonal_process_group("even_and_odd", "pairs")  # 2 x 6 ranks
         manager.create_process_subgroup("threes", 3, "even_and_odd")
         manager.create_orthogonal_process_group("last", "threes")
+        manager.create_process_subgroup("uneven", 3, "even_and_odd")
+        manager.create_process_subgroup("sixes", 6)
+        manager.create_orthogonal_process_group("apart", "sixes")  # 4 ranks, 6 apart
+        manager.create_process_subgroup("twos", 2, "apart")
+        manager.create_orthogonal_process_group("not_a_product", "twos")
+        manager.create_process_subgroup("cut", 4, "not_a_product")  # its ranks are not evenly apart
     assert_equal_groups(*reversed(managers))
 
 
-def test_groups_that_are_no_product_are_refused(fake_world):
+def test_a_size_that_does_not_divide_the_parent_is_refused(fake_world):
     fake_world(12)
     manager = start(0, 12)
     manager.create_process_subgroup("a", 3)
     manager.create_orthogonal_process_group("b", "a")
     with pytest.raises(AssertionError, match="groups of 4 ranks cannot be cut into groups of 3"):
         manager.create_process_subgroup("c", 3, "b")
-    manager.create_process_subgroup("c", 2, "b")
-    manager.create_orthogonal_process_group("d", "c")  # 2 x 3, two apart and neighbours
-    with pytest.raises(AssertionError, match="2 x 3 ranks cannot be cut into groups of 3: their"):
-        manager.create_process_subgroup("e", 3, "d")
-    assert list(manager.group_names) == ["a", "b", "c", "d"]
+    assert list(manager.group_names) == ["a", "b"]
 
 
 def tree(kinds=pn, **sizes):
@@ -398,7 +374,7 @@ def test_ranks_that_ask_for_different_groups_all_say_so_and_go_on():
         )
         assert (
             named.startswith("AgreementError")
-            and "group others is None on rank 1 and '2 ranks 1 apart' on r" in named
+            and "group others is None on rank 1 and ['0..1', '2..3'] on rank 0" in named
         )
         assert cut.startswith("AssertionError: groups of 4" if rank == 2 else "AgreementError")
 
@@ -582,7 +558,7 @@ def test_groups_that_do_not_exist_are_named(fake_world):
             asks("mp")
     with pytest.raises(pn.ModulusUndefinedGroupError):
         manager.mesh()
-    with pytest.raises(KeyError, match="has no name here"):
+    with pytest.raises(KeyError, match="was not created here"):
         manager.group_name(dist.group.WORLD)
     with pytest.raises(AssertionError, match="'x' has no size"):
         manager.create_group_from_node(ProcessGroupNode("x"))
@@ -674,7 +650,7 @@ def test_modulus_name_for_the_override_is_read_too():
 @pytest.mark.parametrize(
     ("launcher", "override", "says"),
     [
-        ("slurm, half", "", "SLURM_NPROCS is not set, which this method of initialisation needs"),
+        ("slurm, half", "", "SLURM_NPROCS is not set, and initialisation by SLURM needs it"),
         ("nobody", "ENV", "RANK is not set"),
         ("not a number", "", "RANK='x' is not a whole number"),
         ("nobody", "PIGEON", "='PIGEON'; allowed: ENV, SLURM, OPENMPI"),
@@ -688,7 +664,7 @@ def test_a_launch_that_cannot_be_is_refused_in_a_sentence(launcher, override, sa
 
 def test_a_default_group_of_other_numbers_is_refused(fake_world):
     fake_world(4, rank=2)
-    with pytest.raises(RuntimeError, match=r"as rank 2 of 4, and this was launched as rank 0 of 2"):
+    with pytest.raises(RuntimeError, match=r"as rank 2 of 4, and .* launched as rank 0 of 2"):
         start(0, 2)
     assert not DistributedManager.is_initialized() and dist.get_world_size() == 4
 

@@ -60,7 +60,7 @@ EVERY_FORM = """
     try:
         compat.uninstall()
     except RuntimeError as error:
-        assert "Start a fresh process" in str(error)
+        assert "Start a new process" in str(error)
     else:
         raise AssertionError("uninstalled under megatron's feet")
     compat.uninstall(forget_megatron=True)
@@ -102,7 +102,7 @@ def test_two_states_side_by_side_are_warned_of(tmp_path):
         parallel_state.initialize_model_parallel(2)
     """
     out = python("-c", textwrap.dedent(code), cwd=tmp_path)
-    assert "megatron.core has loaded its own parallel_state, which stays without groups" in out
+    assert "megatron.core has loaded its own parallel_state, which has no groups" in out
 
 
 SHOWS_THE_ORDER = """
@@ -144,7 +144,7 @@ def test_no_swap_runs_stock(tmp_path, shows_the_order):
     assert "megatron.core.parallel_state [0, 4]" in launch(
         "--no-swap", shows_the_order, "2", cwd=tmp_path
     )
-    assert "--no-swap switches off: leave that out" in launch(
+    assert "--no-swap switches off: remove one" in launch(
         "--no-swap", "--order", "tp-dp", shows_the_order, cwd=tmp_path, fails=True
     )
 
@@ -216,8 +216,8 @@ def test_a_start_up_directory_that_cannot_swap_ends_the_process(tmp_path, broken
     path = str(broken / "swap" / "startup")
     code, out, errors = start("-c", "print('went on')", cwd=tmp_path, PYTHONPATH=path)
     assert (code, out) == (2, "") and "Traceback" not in errors
-    assert f"hypergrid: the start-up directory {path} cannot put" in errors
-    assert "take it off PYTHONPATH or set HYPERGRID_SWAP=0" in errors
+    assert f"hypergrid: the start-up directory {path} cannot replace" in errors
+    assert "remove it from PYTHONPATH or set HYPERGRID_SWAP=0" in errors
     off = {"PYTHONPATH": path, "HYPERGRID_SWAP": "0"}
     assert start("-c", "print('went on')", cwd=tmp_path, **off) == (0, "went on\n", "")
 
