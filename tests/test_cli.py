@@ -227,7 +227,7 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
     (path / "megatron").mkdir()
     (path / "megatron" / "__init__.py").write_text("import einops")
     state, remedy = machine._trial()
-    assert state == "fails: OSError: libmagic.so: cannot open" and "Mend" in remedy
+    assert state == "fails: OSError: libmagic.so: cannot open" and "Fix" in remedy
 
 
 @pytest.mark.parametrize(
