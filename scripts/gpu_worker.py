@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from compat import transformer_engine as te  # noqa: E402
 from compat.megatron.planning import Request  # noqa: E402
@@ -239,7 +239,7 @@ def transformer_engine(device: torch.device, folder: Path) -> list[Row]:
     """Transformer Engine's modules over our groups; in a rehearsal with stand-ins for its core."""
     on_gpu = device.type == "cuda"
     if not on_gpu and util.find_spec("transformer_engine") is None:
-        import te_on_cpu
+        from tests.support import te_on_cpu
 
         if te_on_cpu.SOURCE.exists():
             te_on_cpu.load()
@@ -268,7 +268,11 @@ def transformer_engine(device: torch.device, folder: Path) -> list[Row]:
     if on_gpu:
         rows.append(Row("TE products", *products(column, row, layer, tp, device)))
     else:
-        why = "its core is stood in for here" if "te_on_cpu" in sys.modules else "no GPU"
+        why = (
+            "its core is stood in for here"
+            if "tests.support.te_on_cpu" in sys.modules
+            else "no GPU"
+        )
         rows.append(Row("TE products", "no product", skipped=why))
     able, why = pytorch.is_fp8_available(return_reason=True)
     greatest = maxima(pytorch, state, device) if able else None

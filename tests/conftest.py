@@ -1,16 +1,11 @@
 """Shared by all tests: torch and the package under test from this checkout."""
 
-import sys
-from pathlib import Path
-
 import hypothesis
 import pytest
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
 hypothesis.settings.register_profile("hypergrid", deadline=None)  # machines may be busy
 hypothesis.settings.load_profile("hypergrid")
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from tests.parity.breaking import is_nonsense
 from tests.parity.recording import Recorder, observed
 from tests.parity.repairs import repaired_stocks
 from tests.parity.surface import parameters
-from tests.stock import ROOT, load_stock
+from tests.support import ROOT
+from tests.support.stock import load_stock
 
 SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
