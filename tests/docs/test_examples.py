@@ -1,13 +1,10 @@
 """Each example in scripts/examples runs on eight ranks and shows what it says."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import warm
 
 # A process of its own: an example may swap megatron's parallel_state and adapt torch.
 RUN = """
@@ -20,13 +17,7 @@ print(json.dumps(forked.run_ranks(8, lambda rank: example.main(), timeout=60)))
 
 def run(name):
     """What ``main()`` gives on each rank, and what was printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, name],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    done = warm.run("-c", RUN, name)
     assert done.returncode == 0, done.stderr
     *printed, results = done.stdout.splitlines()
     return json.loads(results), printed

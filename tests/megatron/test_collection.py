@@ -3,8 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from types import ModuleType
 
@@ -15,7 +13,7 @@ from compat import parallel_state as ps
 from compat.collection import from_grid, from_state
 from compat.state import ParallelState
 from hypergrid import HyperCommGrid
-from tests.support import ROOT, stock
+from tests.support import stock, warm
 
 LAYOUTS = {
     "data parallel": {},
@@ -228,13 +226,8 @@ TRAININGS = {
 @pytest.fixture(scope="module")
 def trained():
     """Per layout the ordinary and the explicit training of each rank; and who was refused."""
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, json.dumps([STILL_ASKED, list(TRAININGS.values())])],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=300,
-    )
+    given = json.dumps([STILL_ASKED, list(TRAININGS.values())])
+    done = warm.run("-c", TRAIN, given, timeout=300)
     assert done.returncode == 0, done.stderr
     *_, pairs, refused = (line for line in done.stdout.splitlines() if line.startswith("["))
     return dict(zip(TRAININGS, json.loads(pairs), strict=True)), json.loads(refused)

@@ -1,13 +1,10 @@
 """megatron-core's own users of HyperCommGrid carry the right rows over ours, as over stock's."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import ROOT, consumers
+from tests.support import consumers, warm
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +12,7 @@ def received():
     """What each rank received, by test and side."""
     sides = {}
     for side in ("stock", "hypergrid"):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", consumers.__name__, side],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            timeout=180,
-        )
+        done = warm.run("-W", "ignore", "-m", consumers.__name__, side, timeout=180)
         assert done.returncode == 0, done.stderr
         sides[side] = json.loads(done.stdout.splitlines()[-1])
     return sides

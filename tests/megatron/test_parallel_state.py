@@ -1,8 +1,6 @@
 """compat.parallel_state: one state with upstream's names, in real and fake worlds."""
 
 import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -13,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import members_only
 from compat import parallel_state as ps
 from compat.state import GROUP_SLOTS, SLOTS
-from tests.support import ROOT
+from tests.support import warm
 from tests.support.forked import run_ranks
 
 
@@ -334,9 +332,7 @@ def test_the_memory_buffer_is_megatrons(initialized):
 
 def test_importing_it_imports_no_megatron():
     code = "import sys, compat.parallel_state as _; print('megatron' in sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    out = warm.run("-c", code)
     assert out.stdout.strip() == "False"
 
 

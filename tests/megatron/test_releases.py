@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 import warnings
 
@@ -15,7 +14,7 @@ from compat import state
 from compat.megatron import releases, replaced
 from compat.report import report
 from tests.parity.surface import parameters, public_functions
-from tests.support import ROOT
+from tests.support import ROOT, warm
 from tests.support.forked import run_ranks
 from tests.support.stock import RELEASES, have_stock
 
@@ -74,12 +73,7 @@ def test_getters_mean_the_same_by_position_and_by_name(speaking, monkeypatch):
 
 def python(*command, path=(), **environment):
     path = os.pathsep.join([*map(str, path), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-W", "always", *command],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-    )
+    return warm.run("-W", "always", *command, PYTHONPATH=path, **environment)
 
 
 RELEASE = "import compat.parallel_state, compat.megatron.releases as r, sys; "

@@ -22,15 +22,16 @@ RUNS = {
 }
 
 
-def _both_sides(runs, order=None):
-    options = argparse.Namespace(ranks=8, steps=3, order=order)
-    sides = (compare_training.run_side(side, options, runs) for side in ("stock", "hypergrid"))
-    return {name: pair for name, *pair in zip(runs, *sides, strict=True)}
+def run(side, *arguments, **options):
+    given = argparse.Namespace(**{"ranks": 8, "steps": 3, "order": None} | options)
+    return compare_training.run_side(side, given, dict(enumerate(arguments)))
 
 
 @pytest.fixture(scope="module")
 def trained():
-    return _both_sides(RUNS)
+    """What each run gives on stock and on ours."""
+    sides = (run(side, *RUNS.values()) for side in ("stock", "hypergrid"))
+    return {name: pair for name, *pair in zip(RUNS, *sides, strict=True)}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -45,16 +46,18 @@ def test_training_is_equal_to_the_last_bit_on_every_rank(trained, name, capfd):
     assert max(ours["new_group_calls"]) < min(stock["new_group_calls"])
 
 
-def test_an_order_that_the_launcher_sets_trains_as_the_script_that_passes_it():
-    ((stock, ours),) = _both_sides({"order": "--tp 2 --pp 2"}, order="tp-cp-pp-dp").values()
+def test_an_order_that_the_launcher_sets_trains_as_the_script_that_passes_it(trained):
+    stock, _ = trained["pipelines inside"]
+    (ours,) = run("hypergrid", "--tp 2 --pp 2", order="tp-cp-pp-dp")
     assert stock["arguments"]["order"] == "tp-cp-pp-dp" != ours["arguments"]["order"]
     assert stock["rank_digests"] == ours["rank_digests"]
 
 
-def test_shared_communicators_that_connect_late_train_to_the_same_bits(monkeypatch):
+def test_shared_communicators_that_connect_late_train_to_the_same_bits(trained, monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     monkeypatch.setenv("HYPERGRID_CONNECT", "lazy")
-    runs = {name: RUNS[name] for name in ("tensor and pipeline", "experts")}
-    for stock, ours in _both_sides(runs).values():
+    names = ("tensor and pipeline", "experts")
+    for name, ours in zip(names, run("hypergrid", *map(RUNS.get, names)), strict=True):
+        stock, _ = trained[name]
         assert stock["rank_digests"] == ours["rank_digests"]
         assert max(ours["live_groups"]) < 0.8 * max(stock["live_groups"])

@@ -4,9 +4,6 @@ import datetime
 import functools
 import itertools
 import math
-import os
-import subprocess
-import sys
 from types import ModuleType
 from unittest import mock
 
@@ -19,7 +16,7 @@ from compat.megatron.releases import HAS
 from tests.parity import run
 from tests.parity.mutants import run_mutant
 from tests.parity.surface import compare_surface
-from tests.support import ROOT
+from tests.support import warm
 from tests.support.stock import MAIN, RELEASES, have_stock, load_stock, source_dir
 
 TODAY = int(f"{datetime.date.today():%Y%m%d}")
@@ -34,12 +31,15 @@ def release(request):
     return request.param
 
 
-def as_release(release, *command):
-    """Run Python in a process of its own, where compat speaks as `release`."""
-    environment = os.environ | {"HYPERGRID_MEGATRON_RELEASE": release, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+def compare(*releases, n, world):
+    """Run `scripts/parity` over today's configurations, and find no difference."""
+    command = ["scripts/parity", "-n", str(n), "--seed", str(TODAY), "--max-world", str(world)]
+    command += [part for each in releases for part in ("--release", each)]
+    done = warm.run(*command, timeout=600, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    assert [row.split()[:2] for row in done.stdout.splitlines()[1:]] == [
+        [release, str(n)] for release in releases
+    ]
 
 
 stock = functools.cache(load_stock)
@@ -101,13 +101,8 @@ def test_the_groups_of_a_mask_are_stocks(release, data):
         assert ours == theirs
 
 
-@pytest.mark.parametrize("seed", [1, TODAY], ids=["fixed", "today"])
-def test_random_configurations_show_no_difference(release, seed):
-    command = ["scripts/parity", "--release", release, "-n", "75", "--seed", str(seed)]
-    done = as_release(release, *command, "--max-world", "128")
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    _, row = done.stdout.splitlines()
-    assert row.split()[:2] == [release, "75"], done.stdout
+def test_random_configurations_show_no_difference(release):
+    compare(release, n=60, world=128)
 
 
 def test_a_few_configurations_of_the_other_releases_show_no_difference():
@@ -115,11 +110,7 @@ def test_a_few_configurations_of_the_other_releases_show_no_difference():
     here = [each for each in others if have_stock(each)]
     if not here:
         pytest.skip(f"no source of {others}: run scripts/fetch_megatron {' '.join(others)}")
-    command = ["scripts/parity", "-n", "8", "--seed", str(TODAY), "--max-world", "16"]
-    command += [part for each in here for part in ("--release", each)]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    assert [row.split()[:2] for row in done.stdout.splitlines()[1:]] == [[r, "8"] for r in here]
+    compare(*here, n=4, world=16)
 
 
 QUICK_MUTANTS = [

@@ -2,16 +2,13 @@
 
 import datetime
 import functools
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.parity.patching import run_patched
 from tests.parity.repairs import replaced
-from tests.support import ROOT
-from tests.support.stock import RELEASES, have_stock, load_stock
+from tests.support import warm
+from tests.support.stock import MAIN, RELEASES, have_stock, load_stock
 
 TODAY = int(f"{datetime.date.today():%Y%m%d}")
 
@@ -20,14 +17,10 @@ TODAY = int(f"{datetime.date.today():%Y%m%d}")
 def test_whatever_is_written_or_replaced_getters_answer_as_stock(release):
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
-    command = ["scripts/parity", "--patched", "--release", release, "-n", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, "--seed", str(TODAY), "--max-world", "16"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    n = 2 if release in MAIN else 1
+    command = ["scripts/parity", "--patched", "--release", release, "-n", str(n)]
+    command += ["--seed", str(TODAY), "--max-world", "16"]
+    done = warm.run(*command, timeout=600, OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
+import itertools
 import os
 import pickle
 import signal
@@ -28,6 +31,36 @@ class RankFailure(AssertionError):
         self.line = line
 
 
+_STORE: dist.Store  # of this rank's world
+_TURNS = itertools.count()
+
+
+def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on each of ``world`` forked ranks; it is called with ``rank`` first.
+
+    Fixtures and parameters follow ``rank`` and are those of the parent. The first rank that raises
+    ends the test with its traceback. ``options`` are those of :func:`run_ranks`.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            run_ranks(world, lambda rank: test(rank, **given), **options)
+
+        _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def from_all(value: Any) -> list[Any]:
+    """Every rank's ``value``, through the store of the world; every rank calls it together."""
+    turn, world = next(_TURNS), int(os.environ["WORLD_SIZE"])
+    _STORE.set(f"from_all/{turn}/{os.environ['RANK']}", pickle.dumps(value))
+    return [pickle.loads(_STORE.get(f"from_all/{turn}/{rank}")) for rank in range(world)]
+
+
 def run_ranks(
     world: int,
     body: Callable[..., Any],
@@ -37,6 +70,8 @@ def run_ranks(
     expect: str = "results",
 ) -> list[Any]:
     """Call ``body(rank, *args)`` on each rank of a real process group; give what they return.
+
+    The first rank that raises ends the others, and its traceback is raised here.
 
     With ``backend=""`` there is a store at MASTER_PORT, and no process group.
 
@@ -51,19 +86,19 @@ def run_ranks(
         for rank in range(world):
             pid = os.fork()
             if pid == 0:
-                _child(rank, world, body, args, backend, listener, Path(directory), timeout)
+                _child(rank, world, body, args, backend, listener, directory, timeout, expect)
             children[pid] = rank
         try:
-            lost = _wait(children, time.monotonic() + timeout)
+            lost = _wait(children, time.monotonic() + timeout, to_the_first=True)
         finally:
             for pid in children:  # too late, or waiting was interrupted
                 os.kill(pid, signal.SIGKILL)
             for pid in children:
                 os.waitpid(pid, 0)
         results: list[Any] = []
-        for rank in range(world):
+        for rank in lost or range(world):
             file = Path(directory, str(rank))
-            if rank in lost or not file.exists():
+            if not file.exists():
                 raise RankFailure(f"rank {rank} {lost.get(rank, 'left without a result')}")
             kind, value = pickle.loads(file.read_bytes())
             if (kind == "error") != (expect == "errors"):
@@ -156,20 +191,24 @@ def _child(
     args: tuple[Any, ...],
     backend: str,
     listener: socket.socket,
-    directory: Path,
+    directory: str,
     timeout: float,
+    expect: str,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
-    os.environ["STORE_FILE"] = str(directory / "store")
+    os.environ["STORE_FILE"] = f"{directory}/store"
+    global _STORE
     try:
-        store = _start(rank, world, listener, backend)
+        _STORE = store = _start(rank, world, listener, backend)
         try:
             outcome: tuple[str, Any] = ("result", body(rank, *args))
         except BaseException as error:
             outcome = ("error", (type(error).__name__, str(error), traceback.format_exc()))
         Path(directory, f"{rank}.part").write_bytes(pickle.dumps(outcome))
         Path(directory, f"{rank}.part").rename(Path(directory, str(rank)))
+        if outcome[0] == "error" and expect == "results":
+            os._exit(1)
         # A rank that leaves early takes its connections along: wait until all have finished.
         store.add("finished", 1)
         while store.add("finished", 0) < world:
@@ -183,9 +222,9 @@ def _child(
     os._exit(0)
 
 
-def _wait(children: dict[int, int], deadline: float) -> dict[int, str]:
+def _wait(children: dict[int, int], deadline: float, to_the_first: bool = False) -> dict[int, str]:
     lost: dict[int, str] = {}
-    while children:
+    while children and not (lost and to_the_first):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
             rank = children.pop(pid)

@@ -1,5 +1,6 @@
 """The swap: one module object by every form of import, refusals, and the launcher."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -8,19 +9,12 @@ import textwrap
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, warm
 
 
 def python(*arguments, cwd, fails=False, **environment):
     """Run an interpreter that finds this checkout; its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::UserWarning:megatron", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        timeout=120,
-    )
+    done = warm.run("-W", "ignore::UserWarning:megatron", *arguments, cwd=cwd, **environment)
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -167,9 +161,10 @@ def test_a_path_in_the_environment_swaps_without_the_launcher(tmp_path, shows_th
     other.mkdir()
     (other / "sitecustomize.py").write_text("print('the other sitecustomize ran too')")
     path = os.pathsep.join([startup, str(other), str(ROOT)])
-    out = python(shows_the_order, "1", cwd=tmp_path, PYTHONPATH=path, HYPERGRID_ORDER="tp-pp-dp")
+    run = functools.partial(start, shows_the_order, "1", cwd=tmp_path, PYTHONPATH=path)
+    _, out, _ = run(HYPERGRID_ORDER="tp-pp-dp")
     assert "compat.parallel_state [0, 2]" in out and "the other sitecustomize ran too" in out
-    out = python(shows_the_order, "1", cwd=tmp_path, PYTHONPATH=path, HYPERGRID_SWAP="0")
+    _, out, _ = run(HYPERGRID_SWAP="0")
     assert "megatron.core.parallel_state [0, 4]" in out
 
 
