@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 import hypergrid
 from compat.colossalai import ProcessGroupMesh
 from tests.support.forerunners import colossalai_mesh
-from tests.support.forked import run_ranks
+from tests.support.forked import descriptors, run_ranks
 
 SHAPES = {4: [(4,), (2, 2), (1, 2, 2)], 8: [(2, 2, 2), (4, 2), (2, 1, 4)]}
 
@@ -211,9 +211,6 @@ def test_a_rank_creates_its_own_groups_only_and_they_explain_themselves():
 
 
 def _given_back(rank):
-    def descriptors():
-        return len(os.listdir("/proc/self/fd"))
-
     seen, kept = [], None
     for _ in range(3):
         mesh = ProcessGroupMesh(2, 2)
@@ -227,7 +224,8 @@ def _given_back(rank):
         del anew
         mesh.destroy_mesh_process_groups()
         mesh.destroy_mesh_process_groups()
-        seen.append((len(c10d._world.pg_map), descriptors()))
+        opened = descriptors(at_most=seen[1][1] if len(seen) == 2 else None)
+        seen.append((len(c10d._world.pg_map), opened))
         kept = mesh
     dist.destroy_process_group()
     kept.destroy_mesh_process_groups()
@@ -237,7 +235,7 @@ def _given_back(rank):
 def test_destroy_gives_everything_back_and_groups_can_be_made_anew():
     for seen in run_ranks(4, _given_back):
         assert [groups for groups, _ in seen] == [1, 1, 1]
-        assert seen[1] == seen[2]
+        assert seen[2] <= seen[1]
 
 
 @pytest.mark.parametrize(

@@ -144,4 +144,6 @@ class _Plain(dist.Store):
 def test_a_store_that_cannot_delete_is_as_good():
     store = _Plain()
     for meeting in range(3):
+        keys = store.kept.num_keys()
         _meet(store, meeting)
+        assert store.kept.num_keys() > keys  # what the last round left is still there

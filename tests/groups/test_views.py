@@ -220,11 +220,14 @@ def test_meshes_that_cannot_be_are_refused():
 
 def test_grids_that_divide_the_world_are_accepted():
     a, b = RankLayout(("tp", "dp"), (2, 2)), RankLayout(("tp", "pp"), (2, 2))
-    validate_grids([a, RankLayout(("dp",), (4,), 4)], world_size=8)
-    validate_grids([a, b], world_size=4)
-    validate_grids([a, b, RankLayout(("dp",), (4,), 4)], world_size=8)
-    with mock.patch.dict("os.environ", WORLD_SIZE="8"):
-        validate_grids([HyperCommGrid([4], ["dp"]), HyperCommGrid([4], ["tp"], 4)])
+    c = RankLayout(("dp",), (4,), 4)
+    grids = [HyperCommGrid([4], ["dp"]), HyperCommGrid([4], ["tp"], 4)]
+    for divided, world in (([a, c], 8), ([a, b], 4), ([a, b, c], 8), (grids, 8)):
+        with mock.patch.dict("os.environ", WORLD_SIZE=str(world)):
+            validate_grids(divided)
+        validate_grids(divided, world_size=world)
+        with pytest.raises(ValueError, match=rf"ranks? {world} "):  # the next larger world is not
+            validate_grids(divided, world_size=world + 1)
 
 
 @pytest.mark.parametrize(

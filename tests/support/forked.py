@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -59,6 +60,20 @@ def from_all(value: Any) -> list[Any]:
     turn, world = next(_TURNS), int(os.environ["WORLD_SIZE"])
     _STORE.set(f"from_all/{turn}/{os.environ['RANK']}", pickle.dumps(value))
     return [pickle.loads(_STORE.get(f"from_all/{turn}/{rank}")) for rank in range(world)]
+
+
+def descriptors(at_most: int | None = None) -> int:
+    """How many descriptors this process has open; waits up to 10 s until they are `at_most`.
+
+    Gloo closes the sockets of a destroyed group in a thread of its own.
+    """
+    deadline = time.monotonic() + 10
+    while True:
+        gc.collect()
+        found = len(os.listdir("/proc/self/fd"))
+        if at_most is None or found <= at_most or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
 
 
 def run_ranks(

@@ -1,6 +1,5 @@
 """Transformer Engine in real processes: gloo groups, its own classes, whole and broken packages."""
 
-import functools
 import json
 import os
 import subprocess
@@ -257,8 +256,9 @@ def product(rank, size):
     given = torch.ones(16, 64, device="cuda")
     whole = (given @ first.weight.T) @ second.weight.T  # this rank's part of the product
     dist.all_reduce(whole)
-    torch.testing.assert_close(second(first(given)), whole, rtol=1e-2, atol=1e-2)
+    off = (second(first(given)) - whole).abs().max() / whole.abs().max()
     grid.destroy()
+    return float(off)
 
 
 def test_real_products_over_our_group_on_gpus():
@@ -273,4 +273,4 @@ def test_real_products_over_our_group_on_gpus():
     if not probed[1]:
         pytest.skip(f"transformer engine {probed[0]} cannot be imported: {probed[2]}")
     size = min(torch.cuda.device_count(), 2)
-    run_ranks(size, functools.partial(product, size=size), backend="nccl", timeout=120)
+    assert max(run_ranks(size, product, size, backend="nccl", timeout=120)) < 1e-2
