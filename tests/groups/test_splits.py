@@ -12,10 +12,10 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
-from hypergrid import EnvironmentTable, HyperCommGrid
+from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid
 from hypergrid.groups import creation
 from hypergrid.groups.pool import before_closing
-from tests.support.forked import join, run_ranks
+from tests.support.forked import from_all, join, on_ranks
 
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -33,33 +33,28 @@ def _use(groups):
     return {(p.label, p.ranks): p.group.group_name for p in groups}
 
 
-def _uneven_histories(rank):
+@on_ranks(8, backend="", timeout=80)
+def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(rank):
     join(rank, 8)
     if rank < 3:
         dist.new_group([0, 1, 2], use_local_synchronization=True)
-    known, lives = len(c10d._world.pg_map), []
-    for _ in range(2):
+    known, named = len(c10d._world.pg_map), {}
+    for life in (0, 1):
         ps.initialize_model_parallel(**LAYOUT, creation="split")
         pool = ps.current_state().pool
         assert pool.agreement.way == "split"
-        lives.append(_use(pool.groups))
-        ps.destroy_model_parallel()
-        assert len(c10d._world.pg_map) == known
-    return lives
-
-
-def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice():
-    results = run_ranks(8, _uneven_histories, backend="", timeout=80)
-    named = {}
-    for life in (0, 1):
-        for names in (lives[life] for lives in results):
+        everyones = from_all(_use(pool.groups))
+        assert len(everyones[0]) > len(everyones[7])  # the position embedding's: stage 0 alone
+        for names in everyones:
             for what, name in names.items():
                 assert named.setdefault((life, what), name) == name, what
+        ps.destroy_model_parallel()
+        assert len(c10d._world.pg_map) == known
     assert len(named) == len(set(named.values()))
-    assert len(results[0][0]) > len(results[7][0])  # the position embedding's: stage 0 alone
 
 
-def _registered(rank):
+@on_ranks(4, backend="")
+def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default_groups_alone(rank):
     join(rank, 4)
     theirs = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
     told = {"timeout": timedelta(minutes=7), "group_desc": "ours"}
@@ -87,28 +82,21 @@ def _registered(rank):
     if rank == 0:
         assert creation.close([ours]) == []
         assert ours not in world.pg_map and tag not in world.tags_to_pg
-    return True
 
 
-def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default_groups_alone():
-    assert run_ranks(4, _registered, backend="") == [True] * 4
-
-
-def _second_life(rank):
+@on_ranks(4, backend="")
+def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too(rank):
     for life in (0, 1):
         join(rank, 4, life)
         ps.initialize_model_parallel(2, creation="split")
         _use(ps.current_state().pool.groups)
         dist.destroy_process_group()
         ps.destroy_model_parallel()
-    return len(c10d._world.pg_map)
+    assert len(c10d._world.pg_map) == 0
 
 
-def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too():
-    assert run_ranks(4, _second_life, backend="") == [0] * 4
-
-
-def _parsed(rank):
+@on_ranks(1)
+def test_whether_torch_would_split_is_read_from_the_parsed_backends(rank):
     default = c10d._get_default_group()
     default.bound_device_id = torch.device("cuda", 0)
     off = {b: creation.split_off(b) for b in (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")}
@@ -119,33 +107,12 @@ def _parsed(rank):
                 assert creation.split_off(backend), (name, backend)
             for backend in ("gloo", "Gloo", "cpu:gloo", "ucc", "cpu:gloo,cuda:gloo"):
                 assert not creation.split_off(backend), (name, backend)
-    return off, creation.abilities()
-
-
-def test_whether_torch_would_split_is_read_from_the_parsed_backends():
-    ((off, can),) = run_ranks(1, _parsed)
     assert off == {
         **dict.fromkeys((None, "gloo", "GLOO", "cpu:gloo"), True),
         **dict.fromkeys(("nccl", "cpu:nccl"), False),
     }
     # Torch splits NCCL alone off a default group that is bound.
-    assert can == creation.Abilities(can_split=True)
-
-
-def _outside(rank, variables):
-    join(rank, 4)
-    os.environ.update(variables)
-    grid = HyperCommGrid([2], ["tp"], rank_offset=1)
-    group = grid.create_pg("tp")
-    assert (group is None) == (rank in (0, 3))
-    if group is not None:
-        _use(grid.pool.groups)
-    table = EnvironmentTable.from_grid(HyperCommGrid([2, 1], ["a", "b"]))
-    made = table.create_process_group("a")
-    assert (made is dist.GroupMember.NON_GROUP_MEMBER) == (rank > 1)
-    grid.destroy()
-    again = grid.create_pg("tp")
-    return group is not None and again is not None
+    assert creation.abilities() == creation.Abilities(can_split=True)
 
 
 @pytest.mark.parametrize(
@@ -159,24 +126,34 @@ def _outside(rank, variables):
     ],
     ids=str,
 )
-def test_ranks_outside_a_grid_take_part_where_every_rank_must(variables):
-    results = run_ranks(4, _outside, variables, backend="", timeout=20)
-    assert results == [False, True, True, False]
+@on_ranks(4, backend="", timeout=20)
+def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
+    join(rank, 4)
+    os.environ.update(variables)
+    grid = HyperCommGrid([2], ["tp"], rank_offset=1)
+    group = grid.create_pg("tp")
+    assert (group is None) == (rank in (0, 3))
+    if group is not None:
+        _use(grid.pool.groups)
+    table = EnvironmentTable.from_grid(HyperCommGrid([2, 1], ["a", "b"]))
+    made = table.create_process_group("a")
+    assert (made is dist.GroupMember.NON_GROUP_MEMBER) == (rank > 1)
+    grid.destroy()
+    again = grid.create_pg("tp")
+    assert (again is None) == (rank in (0, 3))
 
 
-def _refused_inside(rank):
+@on_ranks(4, backend="", timeout=20)
+def test_what_is_refused_inside_a_grid_is_heard_outside_of_it(rank):
     join(rank, 4)
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    HyperCommGrid([2], ["tp"], backend="nccl" if rank == 1 else None).create_pg("tp")
+    with pytest.raises(AgreementError, match="backend is 'nccl' on rank 1"):
+        HyperCommGrid([2], ["tp"], backend="nccl" if rank == 1 else None).create_pg("tp")
 
 
-def test_what_is_refused_inside_a_grid_is_heard_outside_of_it():
-    errors = run_ranks(4, _refused_inside, backend="", timeout=20, expect="errors")
-    assert {kind for kind, _ in errors} == {"AgreementError"}
-    assert all("backend is 'nccl' on rank 1" in text for _, text in errors)
-
-
-def _closing_order(rank, bare):
+@pytest.mark.parametrize("bare", [False, True])
+@on_ranks(8, backend="", timeout=60)
+def test_all_members_close_groups_in_one_order_which_is_that_of_a_bare_destroy(rank, bare):
     join(rank, 8)
     ps.initialize_model_parallel(**LAYOUT)
     closed = []
@@ -187,17 +164,12 @@ def _closing_order(rank, bare):
 
     with mock.patch.object(dist.ProcessGroup, "shutdown", watched):
         dist.destroy_process_group() if bare else ps.destroy_model_parallel()
-    return closed
+    assert len(closed) > 15 and closed == sorted(closed, reverse=True)
 
 
-def test_all_members_close_groups_in_one_order_which_is_that_of_a_bare_destroy():
-    for bare in (False, True):
-        orders = run_ranks(8, _closing_order, bare, backend="", timeout=60)
-        assert all(len(order) > 15 for order in orders)
-        assert all(order == sorted(order, reverse=True) for order in orders)
-
-
-def _closing(rank, abort):
+@pytest.mark.parametrize("abort", [False, True])
+@on_ranks(8)
+def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(rank, abort):
     ps.initialize_model_parallel(**LAYOUT)
 
     def broken(groups, abort):
@@ -210,20 +182,14 @@ def _closing(rank, abort):
                 ps.destroy_model_parallel(abort=abort)
     finally:
         before_closing.discard(broken)
-    left = len(c10d._world.pg_map)
+    assert (len(c10d._world.pg_map) == 1) == (rank == 2)
     dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
     ps.destroy_model_parallel(abort=abort)
-    return left, len(c10d._world.pg_map), set(c10d._world.tags_to_pg) <= {"", "ptd:0"}
+    assert len(c10d._world.pg_map) == 1 and {*c10d._world.tags_to_pg} <= {"", "ptd:0"}
 
 
-@pytest.mark.parametrize("abort", [False, True])
-def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(abort):
-    results = run_ranks(8, _closing, abort)
-    assert [left == 1 for left, _, _ in results] == [rank == 2 for rank in range(8)]
-    assert all((end, tidy) == (1, True) for _, end, tidy in results)
-
-
-def _every_class(rank):
+@on_ranks(4)
+def test_states_grids_and_pools_can_be_closed_without_waiting(rank):
     state = ParallelState.create(tensor_model_parallel_size=2)
     grid, theirs = HyperCommGrid([2, 2], ["tp", "dp"]), MegatronGrid([2, 2], ["tp", "dp"])
     grid.create_pg("tp"), theirs.create_pg("tp")
@@ -232,8 +198,4 @@ def _every_class(rank):
     for each in (state, grid, theirs):
         each.destroy(abort=True)
         each.destroy(abort=True)
-    return len(c10d._world.pg_map)
-
-
-def test_states_grids_and_pools_can_be_closed_without_waiting():
-    assert run_ranks(4, _every_class) == [1] * 4
+    assert len(c10d._world.pg_map) == 1
