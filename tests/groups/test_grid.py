@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypergrid import HyperCommGrid
-from tests.support.forked import run_ranks
+from hypergrid import AgreementError, HyperCommGrid
+from tests.support.forked import from_all, on_ranks
 from tests.support.stock import load_stock_grid
 
 
@@ -107,7 +107,8 @@ def test_a_failed_creation_leaves_the_grid_as_it_was(fake_world):
     assert grid.create_pg("tp") is not None
 
 
-def _every_combination(rank):
+@on_ranks(8)
+def test_collectives_over_every_combination_of_dims(rank):
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
     for n in (1, 2, 3):
         for dims in itertools.combinations(grid.dim_names, n):
@@ -117,14 +118,11 @@ def _every_combination(rank):
             (expected,) = (g for g in grid.get_rank_enum(list(dims)) if rank in g)
             assert members.item() == sum(2**r for r in expected)
     grid.destroy()
-    return len(dist.distributed_c10d._world.pg_map)
+    assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-def test_collectives_over_every_combination_of_dims():
-    assert run_ranks(8, _every_combination) == [1] * 8
-
-
-def _two_windows(rank):
+@on_ranks(8)
+def test_two_windows_never_read_each_others_keys(rank):
     offset = 0 if rank < 4 else 4
     own = HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=offset)
     other = HyperCommGrid([4], ["dp"], rank_offset=4 - offset)
@@ -134,21 +132,12 @@ def _two_windows(rank):
     dist.all_reduce(total, group=own.create_pg("tp"))
     dist.all_reduce(total, group=own.create_pg("dp"))
     assert other.create_pg("dp") is None and not other.is_current_rank_in_grid()
-    return total.item()
+    assert total.item() == (6.0 if rank < 4 else 22.0)
 
 
-def test_two_windows_never_read_each_others_keys():
-    assert run_ranks(8, _two_windows) == [6.0] * 4 + [22.0] * 4
-
-
-def _different_shapes(rank):
-    shape = [4, 2] if rank == 5 else [2, 4]
-    HyperCommGrid(shape, ["tp", "dp"]).create_pg("tp")
-
-
-def test_ranks_that_disagree_all_say_why_not():
-    errors = run_ranks(8, _different_shapes, expect="errors")
-    assert len(set(errors)) == 1
-    name, text = errors[0]
-    assert name == "AgreementError"
+@on_ranks(8)
+def test_ranks_that_disagree_all_say_why_not(rank):
+    with pytest.raises(AgreementError) as raised:
+        HyperCommGrid([4, 2] if rank == 5 else [2, 4], ["tp", "dp"]).create_pg("tp")
+    (text,) = {*from_all(str(raised.value))}
     assert "tp=4-dp=2, ranks 0..7)' on rank 5" in text and "on rank 0" in text

@@ -15,7 +15,7 @@ from compat.megatron.table import ROWS, TRAFFIC, TWINS
 from hypergrid.analysis.summary import communicators
 from hypergrid.policy import Policy
 from tests.support import ROOT
-from tests.support.forked import run_ranks
+from tests.support.forked import on_ranks
 
 SIZES = st.fixed_dictionaries(
     {name: st.sampled_from([1, 2, 4, 8]) for name in ("tp", "cp", "pp", "ep", "etp", "instances")}
@@ -42,7 +42,22 @@ def test_no_communicator_of_several_ranks_carries_two_kinds_of_traffic(sizes):
                 assert owner is None or len(ranks) == 1 or carried[owner] == {row.traffic}
 
 
-def _communicators(rank, sizes):
+EXPERTS = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "apart"),
+    [
+        ({"tensor_model_parallel_size": 8, **EXPERTS}, ["TP", "TP_CP", "EP", "TP_EP", "default"]),
+        (EXPERTS, ["DP DP_CP", "EP", "TP_EP", "default"]),
+        ({}, ["DP DP_CP", "EDP", "default"]),
+    ],
+    ids=["tp8 ep8 etp1", "tp1 ep8", "dense"],
+)
+@on_ranks(8)
+def test_expert_tokens_wait_behind_no_gradients_and_the_default_group_serves_no_name(
+    rank, sizes, apart
+):
     ps.initialize_model_parallel(**sizes, share="all")
     named = {
         "DP": ps.get_data_parallel_group(),
@@ -56,45 +71,24 @@ def _communicators(rank, sizes):
     }
     spanning = {name: id(group) for name, group in named.items() if group.size() == 8}
     ps.destroy_model_parallel()
-    return [
-        {name for name, its in spanning.items() if its == each} for each in {*spanning.values()}
-    ]
+    made = [{name for name in spanning if spanning[name] == each} for each in {*spanning.values()}]
+    assert sorted(made, key=sorted) == sorted((set(names.split()) for names in apart), key=sorted)
 
 
-EXPERTS = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "apart"),
-    [
-        ({"tensor_model_parallel_size": 8, **EXPERTS}, ["TP", "TP_CP", "EP", "TP_EP", "default"]),
-        (EXPERTS, ["DP DP_CP", "EP", "TP_EP", "default"]),
-        ({}, ["DP DP_CP", "EDP", "default"]),
-    ],
-    ids=["tp8 ep8 etp1", "tp1 ep8", "dense"],
-)
-def test_expert_tokens_wait_behind_no_gradients_and_the_default_group_serves_no_name(sizes, apart):
-    for made in run_ranks(8, _communicators, sizes):
-        assert sorted(made, key=sorted) == sorted(
-            (set(names.split()) for names in apart), key=sorted
-        )
-
-
-def _new_timeout(rank, group):
+@pytest.mark.parametrize("group", ["dp", "tp", None])
+@on_ranks(4)
+def test_a_new_timeout_of_a_shared_communicator_says_whose_it_is_too(rank, group):
     ps.initialize_model_parallel(2, share="all")
     groups = {"dp": ps.get_data_parallel_group(), "tp": ps.get_tensor_model_parallel_group()}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         ps.update_pg_timeout(timedelta(minutes=7), groups.get(group))
     ps.destroy_model_parallel()
-    return [str(each.message) for each in told if "update_pg_timeout" in str(each.message)]
-
-
-def test_a_new_timeout_of_a_shared_communicator_says_whose_it_is_too():
-    for (told,) in run_ranks(4, _new_timeout, "dp"):
-        assert "DATA_PARALLEL_GROUP_WITH_CP and DATA_PARALLEL_GROUP" in told
-        assert "share='none'" in told
-    assert run_ranks(4, _new_timeout, "tp") == run_ranks(4, _new_timeout, None) == [[]] * 4
+    texts = [str(each.message) for each in told if "update_pg_timeout" in str(each.message)]
+    assert len(texts) == (group == "dp")
+    for text in texts:
+        assert "DATA_PARALLEL_GROUP_WITH_CP and DATA_PARALLEL_GROUP" in text
+        assert "share='none'" in text
 
 
 def test_the_docs_list_each_kind_of_traffic_and_count_as_the_plan_does():
