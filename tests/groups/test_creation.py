@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
+from compat.report import report
 from compat.state import GROUP_SLOTS
-from hypergrid import HyperCommGrid
+from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups import creation
 from hypergrid.policy import Policy
-from tests.support.forked import join, run_ranks
+from tests.support.forked import descriptors, from_all, join, on_ranks, run_ranks
 
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -57,58 +58,44 @@ def test_all_three_ways_give_the_same_membership():
     assert [r[1] for r in members] == [r[1] for r in split] == [r[1] for r in everyone]
 
 
-def _one_cannot(rank):
+def _obstacle(rank):
+    """Rank 5 alone cannot create by members."""
     can = creation.Abilities("an old torch" if rank == 5 else None)
-    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
+    return mock.patch("hypergrid.groups.prepare.abilities", return_value=can)
+
+
+@on_ranks(8)
+def test_one_rank_that_cannot_decides_for_all(rank):
+    with _obstacle(rank):
         ps.initialize_model_parallel(**LAYOUT)
     _check_all_reduce(rank)
-    return ps.current_state().pool.agreement
+    agreed = ps.current_state().pool.agreement
+    assert (agreed.way, agreed.others, agreed.why) == ("everyone", "everyone", "an old torch")
 
 
-def test_one_rank_that_cannot_decides_for_all():
-    for agreement in run_ranks(8, _one_cannot):
-        assert (agreement.way, agreement.others, agreement.why) == (
-            "everyone",
-            "everyone",
-            "an old torch",
-        )
-
-
-def _window_with_an_obstacle(rank):
+@on_ranks(8)
+def test_a_window_that_would_wait_for_the_other_ranks_for_ever_is_refused(rank):
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    ps.initialize_model_parallel(2, rank_offset=rank // 4 * 4, local_world_size=4)
+    with pytest.raises(RuntimeError, match=r"a window of 4 of 8 ranks.*TORCH_DIST_INIT_BARRIER=1"):
+        ps.initialize_model_parallel(2, rank_offset=rank // 4 * 4, local_world_size=4)
 
 
-def test_a_window_that_would_wait_for_the_other_ranks_for_ever_is_refused():
-    for name, text in run_ranks(8, _window_with_an_obstacle, expect="errors"):
-        assert name == "RuntimeError"
-        assert "a window of 4 of 8 ranks" in text and "TORCH_DIST_INIT_BARRIER=1" in text
-
-
-def _insists(rank):
-    with mock.patch(
-        "hypergrid.groups.prepare.abilities",
-        return_value=creation.Abilities("an old torch" if rank == 5 else None),
-    ):
+@on_ranks(8)
+def test_a_way_that_is_not_open_to_all_is_refused_by_all(rank):
+    with _obstacle(rank), pytest.raises(AgreementError) as raised:
         ps.initialize_model_parallel(**LAYOUT, creation="members")
+    (text,) = {*from_all(str(raised.value))}
+    assert "creation='members' is not possible here: an old torch" in text
 
 
-def test_a_way_that_is_not_open_to_all_is_refused_by_all():
-    (error,) = set(run_ranks(8, _insists, expect="errors"))
-    assert error[0] == "AgreementError"
-    assert "creation='members' is not possible here: an old torch" in error[1]
-
-
-def _mixed_binding(rank):
+@on_ranks(8)
+def test_where_some_are_bound_and_some_are_not_everyone_creates_but_gloo_twins_go_by_members(rank):
     can = creation.Abilities(bound="a device" if rank else None, can_split=bool(rank))
     with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT)
     _check_all_reduce(rank)
-    return ps.current_state().pool.agreement.way, ps.current_state().pool.agreement.others
-
-
-def test_where_some_are_bound_and_some_are_not_everyone_creates_but_gloo_twins_go_by_members():
-    assert set(run_ranks(8, _mixed_binding)) == {("everyone", "members")}
+    agreed = ps.current_state().pool.agreement
+    assert (agreed.way, agreed.others) == ("everyone", "members")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +207,9 @@ def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
 
 
 def _lazily(rank, connect):
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     ps.initialize_model_parallel(**LAYOUT, connect=connect)
-    opened = len(os.listdir("/proc/self/fd")) - before
+    opened = descriptors() - before
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     dist.barrier()
     _check_all_reduce(rank)
@@ -236,10 +223,8 @@ def test_lazy_groups_connect_when_they_are_used():
         assert max(opened for opened, _ in lazy) < min(opened for opened, _ in at_once)
 
 
-def _brought_to_life(rank):
-    def descriptors():
-        return len(os.listdir("/proc/self/fd"))
-
+@on_ranks(4)
+def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout(rank):
     with creation.connecting(True):
         group = creation.by_members("A", range(4), "epoch")
     opened = [descriptors()]
@@ -250,12 +235,8 @@ def _brought_to_life(rank):
     if rank < 3:
         with pytest.raises(RuntimeError, match="did not connect within 0:00:01"):
             creation.connect(group, timedelta(seconds=1))  # rank 3 does not come
-    return opened
-
-
-def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout():
-    for before, connected, used in run_ranks(4, _brought_to_life):
-        assert before < connected == used
+    before, connected, used = opened
+    assert before < connected == used
 
 
 def _late(store, rank, size, timeout):
@@ -289,18 +270,14 @@ def test_what_cannot_connect_is_a_creation_error_on_every_rank_only_where_it_is_
         assert kind == "CreationError" and "tp of ranks 2..3 with late" in text
 
 
-def _an_older_torch(rank):
+@on_ranks(4)
+def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported(rank):
     can = creation.Abilities(can_connect_lazily=rank != 2)
     with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT, connect="lazy")
-    from compat.report import report
-
-    return ps.current_state().pool.agreement.lazy, report(ps.current_state())
-
-
-def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported():
-    for lazy, text in run_ranks(4, _an_older_torch):
-        assert not lazy and "connected at once: not every rank's torch can wait" in text
+    assert not ps.current_state().pool.agreement.lazy
+    text = report(ps.current_state())
+    assert "connected at once: not every rank's torch can wait" in text
 
 
 def test_choices_come_from_the_environment_then_arguments(monkeypatch):
@@ -316,12 +293,10 @@ def test_choices_come_from_the_environment_then_arguments(monkeypatch):
         Policy.resolve()
 
 
-def test_policies_that_differ_are_refused_by_all():
-    def body(rank):
+@on_ranks(4)
+def test_policies_that_differ_are_refused_by_all(rank):
+    with pytest.raises(AgreementError, match="share is 'all' on rank 1 and 'none' on rank 0"):
         ps.initialize_model_parallel(share="all" if rank == 1 else "none")
-
-    (error,) = set(run_ranks(4, body, expect="errors"))
-    assert "share is 'all' on rank 1 and 'none' on rank 0" in error[1]
 
 
 @pytest.mark.parametrize("world_size", [8, 1_000_000])
@@ -344,7 +319,8 @@ class _Options:
         self.group_name = ""
 
 
-def _one_object_for_several_groups(rank):
+@on_ranks(4, backend="")
+def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own(rank):
     written = []
 
     def create(group, options):
@@ -367,8 +343,4 @@ def _one_object_for_several_groups(rank):
     creation.by_everyone("C", [world, *halves], "1", **given)
     creation.by_everyone("D", halves, "1", **given)
     assert given["pg_options"].group_name == ""
-    return len(written), len({options.group_name for options in written})
-
-
-def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own():
-    assert run_ranks(4, _one_object_for_several_groups, backend="") == [(8, 8)] * 4
+    assert len(written) == len({options.group_name for options in written}) == 8
