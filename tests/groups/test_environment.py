@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hypergrid
 from hypergrid import EnvironmentTable, HyperCommGrid
-from tests.support.forked import run_ranks
+from tests.support.forked import on_ranks, run_ranks
 
 
 def _ranks(group):
@@ -61,7 +61,8 @@ def test_the_definition_in_the_proposal_runs(world):
     assert [result[3] for result in results] == [rank % (world // 2) == 0 for rank in range(world)]
 
 
-def _named(rank):
+@on_ranks(4)
+def test_groups_are_found_by_meaningful_names_and_given_back(rank):
     table = EnvironmentTable()
     table.create_process_group("halves", [[1, 0], [2, 3]])
     table.create_process_group("io", [0, 3], timeout=timedelta(seconds=9))
@@ -74,22 +75,17 @@ def _named(rank):
     seen = {name: _ranks(group) for name, group in table.process_group_pool.items()}
     table.destroy()
     assert table.process_group_pool == table.device_mesh_pool == {}
-    return total.item(), seen, described, len(c10d._world.pg_map)
+    half, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    io = [0, 3] if rank in (0, 3) else None
+    names = {"halves": half, "io": io, "train/dp": column, "train/tp": half}
+    assert seen == {**names, "train/dp-tp": [0, 1, 2, 3]}
+    assert total.item() == sum(half) and len(c10d._world.pg_map) == 1
+    assert described["halves"] == half and described["dp"] == column
 
 
-def test_groups_are_found_by_meaningful_names_and_given_back():
-    results = run_ranks(4, _named)
-    for rank, (total, seen, described, left) in enumerate(results):
-        half, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        io = [0, 3] if rank in (0, 3) else None
-        whole = [0, 1, 2, 3]
-        names = {"halves": half, "io": io, "train/dp": column, "train/tp": half}
-        assert seen == {**names, "train/dp-tp": whole}
-        assert total == sum(half) and left == 1
-        assert described["halves"] == half and described["dp"] == column
-
-
-def _duplicates(rank, environment):
+@pytest.mark.parametrize("environment", [{}, {"HYPERGRID_CREATION": "everyone"}])
+@on_ranks(4)
+def test_duplicates_are_refused_with_the_name_of_the_one_that_exists_or_shared(rank, environment):
     os.environ.update(environment)
     table, texts = EnvironmentTable(), []
     first = table.create_process_group("pairs", [[0, 1], [2, 3]])
@@ -115,20 +111,13 @@ def _duplicates(rank, environment):
     total = torch.tensor([rank])
     dist.all_reduce(total, group=mixed)
     dist.all_reduce(total, group=shared.get_group("dp"))
-    return total.item(), texts, len(c10d._world.pg_map)
-
-
-@pytest.mark.parametrize("environment", [{}, {"HYPERGRID_CREATION": "everyone"}])
-def test_duplicates_are_refused_with_the_name_of_the_one_that_exists_or_shared(environment):
-    results = run_ranks(4, _duplicates, environment)
-    assert [total for total, _, _ in results] == [3, 4, 3, 4]
-    assert [groups for _, _, groups in results] == [3, 3, 4, 4]  # default, pairs, dp, own
-    for _, texts, _ in results:
-        assert "'again' of ranks 0..1 exists already as 'pairs'" in texts[0]
-        assert "give share=True" in texts[0] and "'pairs' is taken" in texts[1]
-        assert "'m/tp' of ranks 0..1 exists already as 'pairs'" in texts[2]
-        assert "'m' is taken" in texts[3] and "get_process_group('m/tp')" in texts[4]
-        assert "leave them out" in texts[5]
+    assert total.item() == (3 if rank % 2 == 0 else 4)
+    assert len(c10d._world.pg_map) == (3 if rank < 2 else 4)  # default, pairs, dp, own
+    assert "'again' of ranks 0..1 exists already as 'pairs'" in texts[0]
+    assert "give share=True" in texts[0] and "'pairs' is taken" in texts[1]
+    assert "'m/tp' of ranks 0..1 exists already as 'pairs'" in texts[2]
+    assert "'m' is taken" in texts[3] and "get_process_group('m/tp')" in texts[4]
+    assert "leave them out" in texts[5]
 
 
 def _mesh_and_pool(rank):

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from compat.megatron.getters import Getters
 from compat.state import ParallelState, make_current
-from tests.support.forked import descriptors, run_ranks
+from tests.support.forked import descriptors, on_ranks, run_ranks
 
 GETTERS = [
     name
@@ -163,21 +163,18 @@ def test_a_patched_getter_of_the_module_is_not_seen_by_states_that_are_not_curre
     assert actor.is_pipeline_first_stage() == (actor.get_pipeline_model_parallel_rank() == 0)
 
 
-def _destroys_one(rank):
+@on_ranks(8)
+def test_destroying_one_leaves_the_other_whole(rank):
     actor, critic = _two()
     actor.destroy()
     total = torch.ones(1)
     dist.all_reduce(total, group=critic.get_tensor_model_parallel_group())
-    groups = len(c10d._world.pg_map) - 1 - len(critic.pool.groups)
+    assert total.item() == 4 and len(c10d._world.pg_map) == 1 + len(critic.pool.groups)
     critic.destroy()
-    return total.item(), groups
 
 
-def test_destroying_one_leaves_the_other_whole():
-    assert run_ranks(8, _destroys_one) == [(4.0, 0)] * 8
-
-
-def _windows(rank):
+@on_ranks(8)
+def test_states_over_windows_are_for_the_ranks_in_them(rank):
     encoder = ParallelState.create(tensor_model_parallel_size=2, local_world_size=4)
     language = ParallelState.create(
         pipeline_model_parallel_size=2, local_world_size=4, rank_offset=4
@@ -185,13 +182,9 @@ def _windows(rank):
     mine, other = (encoder, language) if rank < 4 else (language, encoder)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=mine.get_model_parallel_group())
-    return total.item(), _ask(other, "get_model_parallel_group")
-
-
-def test_states_over_windows_are_for_the_ranks_in_them():
-    results = run_ranks(8, _windows)
-    assert [total for total, _ in results] == [1, 1, 5, 5, 10, 12, 10, 12]
-    assert all(text.startswith("AssertionError: model parallel group is") for _, text in results)
+    assert total.item() == [1, 1, 5, 5, 10, 12, 10, 12][rank]
+    said = _ask(other, "get_model_parallel_group")
+    assert said.startswith("AssertionError: model parallel group is")
 
 
 def test_the_grid_of_a_state_has_its_groups_dense_and_expert_as_two_views(two):
@@ -209,7 +202,8 @@ def test_the_grid_of_a_state_has_its_groups_dense_and_expert_as_two_views(two):
     assert extra not in c10d._world.pg_map
 
 
-def _suspended(rank):
+@on_ranks(8, timeout=60)
+def test_a_suspended_state_gives_everything_back_and_comes_back_the_same(rank):
     start = descriptors()
     state, other = _two()
     state.create_all_gather_groups(for_expert_parallelism=True, timeout=timedelta(minutes=3))
@@ -242,19 +236,13 @@ def _suspended(rank):
     dist.all_reduce(total, group=state.get_model_parallel_group())
     tp = state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
     gathers = [p for p in state.pool.groups if "_AG#" in p.label]
-    timeouts = tp.options._timeout, len(gathers)
+    assert tp.options._timeout == timedelta(minutes=9) and len(gathers) == 1 and total.item() == 4
     del tp, gathers, renewed
     state.destroy()
     other.destroy()
-    return start, full, empty, descriptors(start), texts, total.item(), timeouts
-
-
-def test_a_suspended_state_gives_everything_back_and_comes_back_the_same():
-    for start, full, empty, end, texts, total, timeouts in run_ranks(8, _suspended, timeout=60):
-        assert end == start and start < empty < full
-        assert len(texts) == 4 and all("suspended: call resume()" in text for text in texts[:2])
-        assert "was used while it is suspended: call resume()" in texts[2]
-        assert total == 4.0 and timeouts == (timedelta(minutes=9), 1)
+    assert start < empty < full and descriptors(at_most=start) == start
+    assert len(texts) == 4 and all("suspended: call resume()" in text for text in texts[:2])
+    assert "was used while it is suspended: call resume()" in texts[2]
 
 
 def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
