@@ -120,7 +120,8 @@ def test_duplicates_are_refused_with_the_name_of_the_one_that_exists_or_shared(r
     assert "leave them out" in texts[5]
 
 
-def _mesh_and_pool(rank):
+@on_ranks(4)
+def test_a_mesh_and_the_pool_own_the_same_groups(rank):
     grid = HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"])
     table = EnvironmentTable.from_grid(grid)
     tp = grid.create_pg("tp")
@@ -150,36 +151,28 @@ def _mesh_and_pool(rank):
     table.destroy()
     assert len(c10d._world.pg_map) == count  # they are the grid's
     grid.destroy()
-    return total.item(), texts, len(c10d._world.pg_map)
+    assert total.item() == (2 if rank % 2 == 0 else 4) and len(c10d._world.pg_map) == 1
+    assert "exists already as 'tp'" in texts[0]
+    assert "backend of their grid" in texts[1]
+    assert "'tp' is taken" in texts[2] and "'dp-cp-tp' is taken" in texts[3]
+    assert "'pp' names no dims that rank" in texts[4] and "['tp', 'cp', 'dp']" in texts[4]
+    assert "call create_process_group('cp-dp') on every rank" in texts[5]
+    assert "create_process_group('lost', ranks)" in texts[6] and "create_device_mesh" in texts[7]
 
 
-def test_a_mesh_and_the_pool_own_the_same_groups():
-    for rank, (total, texts, left) in enumerate(run_ranks(4, _mesh_and_pool)):
-        assert total == (2 if rank % 2 == 0 else 4) and left == 1
-        assert "exists already as 'tp'" in texts[0]
-        assert "backend of their grid" in texts[1]
-        assert "'tp' is taken" in texts[2] and "'dp-cp-tp' is taken" in texts[3]
-        assert "'pp' names no dims that rank" in texts[4] and "['tp', 'cp', 'dp']" in texts[4]
-        assert "call create_process_group('cp-dp') on every rank" in texts[5]
-        assert (
-            "create_process_group('lost', ranks)" in texts[6] and "create_device_mesh" in texts[7]
-        )
-
-
-def _size_one(rank):
+@on_ranks(4)
+def test_dims_of_size_one_share_without_being_asked_and_explicit_groups_do_not(rank):
     table = EnvironmentTable()
     table.create_device_mesh("a", (4, 1), ("x", "y"))
     mesh = table.create_device_mesh("b", (2, 1, 2), ("x", "y", "z"))
     assert mesh.get_group("y") is table.get_process_group("a/y")
-    return len(c10d._world.pg_map), _refused(lambda: table.create_process_group("own", [0]))
+    assert len(c10d._world.pg_map) == 5
+    text = _refused(lambda: table.create_process_group("own", [0]))
+    assert "'own' of ranks 0 exists already as 'a/y'" in text
 
 
-def test_dims_of_size_one_share_without_being_asked_and_explicit_groups_do_not():
-    for groups, text in run_ranks(4, _size_one):
-        assert groups == 5 and "'own' of ranks 0 exists already as 'a/y'" in text
-
-
-def _from_a_state(rank):
+@on_ranks(4)
+def test_from_a_state_by_its_labels_and_by_its_dims(rank):
     from compat.state import ParallelState
 
     not_yet = _refused(lambda: EnvironmentTable.from_state(ParallelState()), RuntimeError)
@@ -213,33 +206,23 @@ def _from_a_state(rank):
     assert ends is table.get_process_group("EMBEDDING_GROUP")
     table.destroy()
     state.destroy()
-    return text, len(c10d._world.pg_map)
+    assert "ranks 0..1 exists already as" in text and len(c10d._world.pg_map) == 1
+    assert "'ends' of ranks 0,3 exists already as 'EMBEDDING_GROUP'" in text
 
 
-def test_from_a_state_by_its_labels_and_by_its_dims():
-    for text, left in run_ranks(4, _from_a_state):
-        assert "ranks 0..1 exists already as" in text and left == 1
-        assert "'ends' of ranks 0,3 exists already as 'EMBEDDING_GROUP'" in text
-
-
-def _from_a_window(rank):
+@on_ranks(4)
+def test_ranks_outside_a_window_get_torchs_marker(rank):
     grid = HyperCommGrid([2], ["tp"], rank_offset=2)
     table = EnvironmentTable.from_grid(grid)
     group = table.create_process_group("tp")
     assert table.get_process_group("tp") is group
-    return _ranks(group), table.get_rank("tp"), table.create_process_group("all", range(4)).size()
+    seen = _ranks(group), table.get_rank("tp")
+    assert seen == (([2, 3], rank - 2) if rank > 1 else (None, -1))
+    assert table.create_process_group("all", range(4)).size() == 4
 
 
-def test_ranks_outside_a_window_get_torchs_marker():
-    assert run_ranks(4, _from_a_window) == [
-        (None, -1, 4),
-        (None, -1, 4),
-        ([2, 3], 0, 4),
-        ([2, 3], 1, 4),
-    ]
-
-
-def _two_tables(rank):
+@on_ranks(4)
+def test_it_is_not_a_singleton(rank):
     one, two = EnvironmentTable(), EnvironmentTable()
     assert one is not two
     first, second = (table.create_process_group("x", [0, 1]) for table in (one, two))
@@ -250,14 +233,11 @@ def _two_tables(rank):
     total = torch.tensor([rank])
     dist.all_reduce(total, group=second) if rank < 2 else None
     two.destroy()
-    return total.item(), len(c10d._world.pg_map)
+    assert total.item() == [1, 1, 2, 3][rank] and len(c10d._world.pg_map) == 1
 
 
-def test_it_is_not_a_singleton():
-    assert run_ranks(4, _two_tables) == [(1, 1), (1, 1), (2, 1), (3, 1)]
-
-
-def _disagreeing(rank):
+@on_ranks(4)
+def test_ranks_that_disagree_all_say_so_and_nothing_is_left(rank):
     table = EnvironmentTable()
     agreement = (hypergrid.AgreementError, ValueError)
     texts = [
@@ -271,19 +251,15 @@ def _disagreeing(rank):
     assert table.process_group_pool == table.device_mesh_pool == {}
     group = table.create_process_group("x", [0, 1])
     mesh = table.create_device_mesh("m", (2, 2), ("a", "b"), share=True)
-    return texts, _ranks(group), mesh.get_group("a").size()
+    assert "ranks is ['0,2'] on rank 3 and ['0..1'] on rank 0" in texts[0]
+    assert ("rank 2 refused" in texts[1]) == (rank != 2) and "of 0 to 3" in texts[1]
+    assert ("rank 1 refused" in texts[2]) == (rank != 1) and "has 6 ranks" in texts[2]
+    assert _ranks(group) == ([0, 1] if rank < 2 else None) and mesh.get_group("a").size() == 2
 
 
-def test_ranks_that_disagree_all_say_so_and_nothing_is_left():
-    results = run_ranks(4, _disagreeing)
-    for rank, (texts, members, size) in enumerate(results):
-        assert "ranks is ['0,2'] on rank 3 and ['0..1'] on rank 0" in texts[0]
-        assert ("rank 2 refused" in texts[1]) == (rank != 2) and "of 0 to 3" in texts[1]
-        assert ("rank 1 refused" in texts[2]) == (rank != 1) and "has 6 ranks" in texts[2]
-        assert members == ([0, 1] if rank < 2 else None) and size == 2
-
-
-def _one_cannot_create(rank):
+@mock.patch.object(c10d, "default_pg_timeout", timedelta(seconds=3))
+@on_ranks(4)
+def test_what_one_rank_cannot_create_is_left_on_none_and_can_be_asked_for_again(rank):
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     table = EnvironmentTable.from_grid(grid)
     real, calls = dist.new_group, []
@@ -304,15 +280,9 @@ def _one_cannot_create(rank):
     own, other = mesh(), table.create_device_mesh("dp-tp", share=True)
     total = torch.tensor([rank])
     dist.all_reduce(total, group=own.get_group("a"))
-    return texts, total.item(), own.get_group("a") is other.get_group("dp")
-
-
-def test_what_one_rank_cannot_create_is_left_on_none_and_can_be_asked_for_again():
-    with mock.patch.object(c10d, "default_pg_timeout", timedelta(seconds=3)):
-        results = run_ranks(4, _one_cannot_create)
-    for rank, (texts, total, same) in enumerate(results):
-        assert all("rank 2 could not create" in text for text in texts)
-        assert total == (2 if rank % 2 == 0 else 4) and same
+    assert all("rank 2 could not create" in text for text in texts)
+    assert total.item() == (2 if rank % 2 == 0 else 4)
+    assert own.get_group("a") is other.get_group("dp")
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [4], [-1], ["a"], 3, [[0, 1], [1, 2]], [[0], []]])
