@@ -4,6 +4,7 @@ import time
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -11,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from hypergrid import AgreementError
 from hypergrid.groups.prepare import Abilities, Policy, _Round
-from tests.support.forked import run_ranks
+from tests.support.forked import from_all, on_ranks
 
 
 def _check(rank):
@@ -19,43 +20,32 @@ def _check(rank):
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
 
 
-def _one_refuses(rank):
+@on_ranks(8)
+def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting(rank):
     start = time.monotonic()
-    try:
+    with pytest.raises(RuntimeError) as raised:
         ps.initialize_model_parallel(3 if rank == 3 else 2)
-    except RuntimeError as error:
-        seconds, text = time.monotonic() - start, f"{type(error).__name__}: {error}"
+    assert time.monotonic() - start < 10
     assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
+    own = "world size 8 is not divisible by tensor_model_parallel_size=3"
+    if rank == 3:
+        assert raised.type is RuntimeError and str(raised.value).startswith(own)
+    else:
+        assert raised.type is AgreementError and own in str(raised.value)
+        assert str(raised.value).startswith("rank 3 refused its arguments")
+    assert len({*from_all(str(raised.value))}) == 2
     ps.initialize_model_parallel(2)  # corrected, in the same processes
     _check(rank)
-    return seconds, text
 
 
-def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting():
-    results = run_ranks(8, _one_refuses)
-    assert max(seconds for seconds, _ in results) < 10
-    own = "RuntimeError: world size 8 is not divisible by tensor_model_parallel_size=3"
-    assert results[3][1].startswith(own)
-    (others,) = {text for rank, (_, text) in enumerate(results) if rank != 3}
-    assert others.startswith("AgreementError: rank 3 refused its arguments") and own in others
-
-
-def _one_is_missing(rank):
+@on_ranks(8)
+def test_who_did_not_come_is_named_and_all_can_try_again(rank):
     if rank != 5:
-        try:
+        with pytest.raises(AgreementError, match=r"1 of 8 ranks \(5\) did not come.*0:00:05\."):
             ps.initialize_model_parallel(2, distributed_timeout_minutes=5 / 60)
-        except AgreementError as error:
-            text = str(error)
     dist.barrier()
     ps.initialize_model_parallel(2)
     _check(rank)
-    return "" if rank == 5 else text
-
-
-def test_who_did_not_come_is_named_and_all_can_try_again():
-    results = run_ranks(8, _one_is_missing)
-    assert len(set(results)) == 2
-    assert "1 of 8 ranks (5) did not come" in results[0] and "0:00:05." in results[0]
 
 
 def _round(store, rank, ranks=range(3)):
