@@ -15,7 +15,7 @@ from compat import parallel_state as ps
 from compat.report import report
 from compat.state import ParallelState
 from hypergrid.errors import AgreementError
-from tests.support.forked import run_ranks
+from tests.support.forked import from_all, on_ranks, run_ranks
 
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -69,7 +69,8 @@ def test_a_replaced_create_group_makes_working_groups_that_close_with_the_others
     assert any(owner and "with create_group replaced" in owner for owner in owners[0])
 
 
-def _members_alone(rank):
+@on_ranks(8)
+def test_one_that_needs_members_only_is_called_for_a_ranks_own_groups(rank):
     original, calls = ps.create_group, []
 
     @members_only
@@ -81,12 +82,7 @@ def _members_alone(rank):
         ps.initialize_model_parallel(**SIZES, num_distributed_optimizer_instances=2)
     seen = works_on_every_group()
     ps.destroy_model_parallel()
-    return calls, seen
-
-
-def test_one_that_needs_members_only_is_called_for_a_ranks_own_groups():
-    for rank, (calls, seen) in enumerate(run_ranks(8, _members_alone)):
-        assert all(rank in ranks for ranks in calls) and len(calls) == len(seen)
+    assert all(rank in ranks for ranks in calls) and len(calls) == len(seen)
 
 
 class Duplicating(ps.RankGenerator):
@@ -98,7 +94,8 @@ class Duplicating(ps.RankGenerator):
         return [[*ranks, ranks[0]] if "pp" not in token else ranks for ranks in groups[0]]
 
 
-def _folding(rank):
+@on_ranks(8)
+def test_a_rank_generator_that_communicates_decides_the_ranks(rank):
     def create_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
         return dist.new_group(
             list(set(ranks)), timeout=timeout, backend=backend, pg_options=pg_options, **options
@@ -109,36 +106,29 @@ def _folding(rank):
         mock.patch.object(ps, "create_group", create_group),
     ):
         ps.initialize_model_parallel(**SIZES)
-    answers = ps.get_tensor_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()
+    assert ps.get_tensor_model_parallel_world_size() == 2
+    assert ps.get_pipeline_model_parallel_rank() == rank // 4
     total = torch.ones(1)
     dist.all_reduce(total, group=ps.get_data_parallel_group())
     ps.destroy_model_parallel()
-    return *answers, total.item()
+    assert total.item() == 2
 
 
-def test_a_rank_generator_that_communicates_decides_the_ranks():
-    assert run_ranks(8, _folding) == [(2, rank // 4, 2.0) for rank in range(8)]
-
-
-def _one_differs(rank):
+@on_ranks(4)
+def test_ranks_that_replaced_different_functions_are_told(rank):
     original = ps.create_group
     if rank == 2:
         ps.create_group = lambda *args, **kwargs: original(*args, **kwargs)
-    try:
+    with pytest.raises(AgreementError) as raised:
         ps.initialize_model_parallel(2)
-    except AgreementError as error:
-        text = str(error)
+    (text,) = {*from_all(str(raised.value))}
+    assert "replaced in parallel_state is 'create_group' on rank 2 and None on rank 0" in text
     ps.create_group = original
     ps.initialize_model_parallel(2)
-    return text
 
 
-def test_ranks_that_replaced_different_functions_are_told():
-    (text,) = set(run_ranks(4, _one_differs))
-    assert "replaced in parallel_state is 'create_group' on rank 2 and None on rank 0" in text
-
-
-def _another_state(rank):
+@on_ranks(4)
+def test_a_state_of_ones_own_listens_too_also_when_it_is_resumed(rank):
     calls, original = [], ps.get_nccl_options
 
     def get_nccl_options(name, configs):
@@ -151,12 +141,7 @@ def _another_state(rank):
         state.suspend()
         state.resume()
     state.destroy()
-    return before, len(calls)
-
-
-def test_a_state_of_ones_own_listens_too_also_when_it_is_resumed():
-    for before, after in run_ranks(4, _another_state):
-        assert before > 10 and after == 2 * before
+    assert before > 10 and len(calls) == 2 * before
 
 
 @pytest.mark.parametrize("policy", [{"share": "all"}, {"creation": "members"}])
