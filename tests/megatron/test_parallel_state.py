@@ -12,7 +12,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.state import GROUP_SLOTS, SLOTS
 from tests.support import warm
-from tests.support.forked import descriptors, run_ranks
+from tests.support.forked import descriptors, on_ranks, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,9 @@ CONFIGURATIONS = [
 ]
 
 
-def _collectives(rank, arguments):
+@pytest.mark.parametrize("arguments", CONFIGURATIONS, ids=lambda a: "-".join(a))
+@on_ranks(8)
+def test_eight_real_ranks_pass_collectives_on_every_group(rank, arguments):
     ps.initialize_model_parallel(**arguments)
     for slot, group in _groups().items():
         members = torch.tensor([2.0**rank])
@@ -68,15 +70,11 @@ def _collectives(rank, arguments):
         expected = dist.get_process_group_ranks(group).index(rank)
         assert (group.rank(), group.size()) == (expected, len(dist.get_process_group_ranks(group)))
     ps.destroy_model_parallel()
-    return len(c10d._world.pg_map)
+    assert len(c10d._world.pg_map) == 1
 
 
-@pytest.mark.parametrize("arguments", CONFIGURATIONS, ids=lambda a: "-".join(a))
-def test_eight_real_ranks_pass_collectives_on_every_group(arguments):
-    assert run_ranks(8, _collectives, arguments) == [1] * 8
-
-
-def _ten_lives(rank):
+@on_ranks(8)
+def test_ten_lives_with_other_sizes_in_one_process(rank):
     files = []
     for life in range(10):
         arguments = CONFIGURATIONS[life % 6]
@@ -88,12 +86,7 @@ def _ten_lives(rank):
         ps.destroy_model_parallel()
         assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
         files.append(descriptors(at_most=files[2] if life == 9 else None))
-    return files
-
-
-def test_ten_lives_with_other_sizes_in_one_process():
-    for files in run_ranks(8, _ten_lives):
-        assert files[-1] <= files[2], files
+    assert files[-1] <= files[2], files
 
 
 def _histories_differ(rank):

@@ -20,7 +20,7 @@ from hypergrid import AgreementError, CreationError
 from hypergrid.groups import creation
 from hypergrid.groups import store as connection
 from tests.support import soaking
-from tests.support.forked import on_ranks, run_ranks, run_scripts
+from tests.support.forked import from_all, on_ranks, run_ranks, run_scripts
 
 
 def _assert_kept(tally):
@@ -210,7 +210,8 @@ def test_who_is_missing_is_found_in_a_few_looks(absent):
     assert counting.checked <= 1000 and counting.checks <= 60
 
 
-def _in_detail(rank):
+@on_ranks(2)
+def test_groups_have_their_timeout_and_no_warning_where_torch_checks_collectives_in_detail(rank):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -219,31 +220,24 @@ def _in_detail(rank):
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     backends = [backend.wrapped_pg for backend in backends]
     said = [str(w.message) for w in caught if "timeout" in str(w.message).lower()]
-    return {backend.options._timeout for backend in backends}, said
+    timeouts = {backend.options._timeout for backend in backends}
+    assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout} and said == []
 
 
-def test_groups_have_their_timeout_and_no_warning_where_torch_checks_collectives_in_detail():
-    for timeouts, said in run_ranks(2, _in_detail):
-        assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout} and said == []
-
-
-def _patience(rank):
+@on_ranks(2, backend="")
+def test_a_group_of_an_undefined_backend_is_given_up_in_its_timeout_if_gloo_serves_it(rank):
     dist.init_process_group(
         store=dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False),
         rank=rank,
         world_size=2,
     )
     assert dist.get_backend() == "undefined"
-    return creation.patience(None, timedelta(seconds=60)), creation.patience("GLOO", None)
+    assert creation.patience(None, timedelta(seconds=60)) == timedelta(seconds=12)
+    assert creation.patience("GLOO", None) == c10d.default_pg_timeout / 5
 
 
-def test_a_group_of_an_undefined_backend_is_given_up_in_its_timeout_if_gloo_serves_it():
-    for inherited, in_capitals in run_ranks(2, _patience, backend=""):
-        assert inherited == timedelta(seconds=12)
-        assert in_capitals == c10d.default_pg_timeout / 5
-
-
-def _replaced(rank):
+@on_ranks(2, backend="")
+def test_without_agreement_a_fresh_process_counts_as_those_that_stayed(rank):
     os.environ["HYPERGRID_AGREEMENT"] = "0"
 
     def live(life):
@@ -265,9 +259,5 @@ def _replaced(rank):
             live(1)
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
-    return live(2)
-
-
-def test_without_agreement_a_fresh_process_counts_as_those_that_stayed():
-    (name,) = set(run_ranks(2, _replaced, backend=""))
+    (name,) = {*from_all(live(2))}
     assert name.isdigit()
