@@ -12,7 +12,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.state import GROUP_SLOTS, SLOTS
 from tests.support import warm
-from tests.support.forked import descriptors, on_ranks, run_ranks
+from tests.support.forked import descriptors, from_all, on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,8 @@ def test_ten_lives_with_other_sizes_in_one_process(rank):
     assert files[-1] <= files[2], files
 
 
-def _histories_differ(rank):
+@on_ranks(8, timeout=60)
+def test_histories_that_differ_between_ranks_neither_hang_nor_cross_talk(rank):
     # Groups of its own, made between and before, must not change what others call theirs.
     if rank in (2, 3):
         dist.new_group([2, 3], use_local_synchronization=True)
@@ -102,7 +103,6 @@ def _histories_differ(rank):
     dist.barrier()
     ps.initialize_model_parallel(4)
     _check_all_reduce(rank)
-    return True
 
 
 def _check_all_reduce(rank):
@@ -112,49 +112,36 @@ def _check_all_reduce(rank):
         assert members.item() == sum(2.0**r for r in dist.get_process_group_ranks(group)), slot
 
 
-def test_histories_that_differ_between_ranks_neither_hang_nor_cross_talk():
-    assert all(run_ranks(8, _histories_differ, timeout=60))
-
-
-def _windows(rank):
+@on_ranks(8)
+def test_two_windows_hold_two_models(rank):
     offset = rank // 4 * 4
     ps.initialize_model_parallel(
         2 if offset else 4, rank_offset=offset, local_world_size=4, create_gloo_process_groups=True
     )
     _check_all_reduce(rank)
-    return dist.get_process_group_ranks(ps.get_data_parallel_group())
+    ranks = dist.get_process_group_ranks(ps.get_data_parallel_group())
+    assert ranks == [[0], [1], [2], [3], [4, 6], [5, 7], [4, 6], [5, 7]][rank]
 
 
-def test_two_windows_hold_two_models():
-    assert run_ranks(8, _windows) == [[0], [1], [2], [3], [4, 6], [5, 7], [4, 6], [5, 7]]
-
-
-def _barrier_after_each_group(rank):
+@on_ranks(8, timeout=60)
+def test_where_torch_waits_for_the_world_every_rank_takes_part(rank):
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     ps.initialize_model_parallel(2, 2)
     _check_all_reduce(rank)
-    agreement = ps.current_state().pool.agreement
-    return agreement.way, agreement.others, agreement.why
+    agreed = ps.current_state().pool.agreement
+    assert (agreed.way, agreed.others) == ("everyone", "everyone")
+    assert "TORCH_DIST_INIT_BARRIER" in agreed.why
 
 
-def test_where_torch_waits_for_the_world_every_rank_takes_part():
-    for way, others, why in run_ranks(8, _barrier_after_each_group, timeout=60):
-        assert (way, others) == ("everyone", "everyone") and "TORCH_DIST_INIT_BARRIER" in why
-
-
-def _arguments_differ(rank):
-    try:
+@on_ranks(8)
+def test_arguments_that_differ_are_refused_by_all_and_can_be_corrected(rank):
+    with pytest.raises(RuntimeError) as raised:
         ps.initialize_model_parallel(2 if rank == 3 else 4)
-    except RuntimeError as error:
-        assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
-        ps.initialize_model_parallel(2)  # a corrected start works in the same processes
-        _check_all_reduce(rank)
-        return str(error)
-
-
-def test_arguments_that_differ_are_refused_by_all_and_can_be_corrected():
-    (text,) = set(run_ranks(8, _arguments_differ))
+    (text,) = {*from_all(str(raised.value))}
     assert "tensor_model_parallel_size is 2 on rank 3 and 4 on rank 0" in text
+    assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
+    ps.initialize_model_parallel(2)  # a corrected start works in the same processes
+    _check_all_reduce(rank)
 
 
 def test_a_rank_makes_only_the_groups_that_it_belongs_to(fake_world):
