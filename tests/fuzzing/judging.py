@@ -27,7 +27,8 @@ from tests.parity.breaking import is_nonsense
 from tests.parity.recording import Recorder, is_deliberate, observed
 from tests.parity.repairs import repaired_stocks
 from tests.parity.surface import parameters
-from tests.stock import ROOT, load_stock
+from tests.support import ROOT
+from tests.support.stock import load_stock
 
 # What a message may name besides an argument.
 NAMED = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL configuration", "net_name", *CHOICES)
