@@ -1,5 +1,5 @@
-"""The faces that others' code expects, on hypergrid's core. Importing it loads neither torch nor
-megatron; ``compat.install()`` puts ``compat.parallel_state`` in megatron's place.
+"""Interfaces of Megatron and other frameworks on hypergrid. Importing this loads no torch and no
+megatron; ``compat.install()`` replaces ``megatron.core.parallel_state`` by ours.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def members_only(function: F) -> F:
-    """Declare that a replacement of ``create_group`` needs to be called by a group's members alone.
+    """Declare that only a group's members need to call this replacement of ``create_group``.
 
-    For functions put into the place of ``parallel_state.create_group`` or
-    ``torch.distributed.new_group``. Without it every rank calls the replacement for every group of
-    the world, as on stock; with it a rank calls it for the groups that it is in, and it must hand
-    the ranks on to torch's own ``new_group``.
+    For functions that replace ``parallel_state.create_group`` or ``torch.distributed.new_group``.
+    Without it every rank calls the replacement for every group of the world, as stock does. With
+    it a rank calls it for its own groups only, and it must pass the ranks to torch's ``new_group``.
     """
     function.__hypergrid_members_only__ = True  # type: ignore[attr-defined]
     return function

@@ -7,47 +7,22 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from compat.hyper_comm_grid import AnyGrid, core_of
-from compat.megatron.table import ROWS
-from hypergrid.groups.grid import BASE
+from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
+from hypergrid.views import BASE
 
 if TYPE_CHECKING:
     from compat.state import ParallelState
 
-# Field: the private global that holds its group. Newer releases have more fields.
-SLOTS = {
-    "tp": "_TENSOR_MODEL_PARALLEL_GROUP",
-    "pp": "_PIPELINE_MODEL_PARALLEL_GROUP",
-    "mp": "_MODEL_PARALLEL_GROUP",
-    "embd": "_EMBEDDING_GROUP",
-    "pos_embd": "_POSITION_EMBEDDING_GROUP",
-    "cp": "_CONTEXT_PARALLEL_GROUP",
-    "tp_cp": "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-    "hcp": "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-    "ep": "_EXPERT_MODEL_PARALLEL_GROUP",
-    "expt_tp": "_EXPERT_TENSOR_PARALLEL_GROUP",
-    "tp_ep": "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
-    "tp_ep_pp": "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
-    "tp_ep_pp_with_egtp_remat": "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
-    "tp_dp_cp": "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
-    "dp": "_DATA_PARALLEL_GROUP",
-    "dp_cp": "_DATA_PARALLEL_GROUP_WITH_CP",
-    "dp_cp_gtp_remat": "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-    "intra_dp_cp": "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    "expt_dp": "_EXPERT_DATA_PARALLEL_GROUP",
-    "expt_dp_gtp_remat": "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-    "intra_expt_dp": "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-    "inter_dist_opt": "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-    "intra_dist_opt": "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-    "gtp_remat": "_GTP_WEIGHT_REMAT_GROUP",
-    "expt_gtp_remat": "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
-    "dp_cp_ag": None,  # the caller's: create_all_gather_groups() gives them
-    "expt_dp_ag": None,
+# Field: the private global that holds its group. Newer releases have more fields. The second
+# all-gather groups are in none: create_all_gather_groups() returns them to its caller.
+SLOTS = {row.field: row.slot for row in ROWS if row.field} | {
+    row.field: None for row in EXTRA_ALL_GATHER
 }
-# Where a group is that of some dims, and no part of it, a grid has it too.
+# A grid has the groups that are all ranks of some dims.
 _ROWS = {
-    row.slot: row
+    row.field: row
     for row in ROWS
-    if row.dims and row.grid in ("decoder", "expert") and row.pick == "all" and not row.chunk
+    if row.grid in ("decoder", "expert") and row.pick == "all" and not row.chunk
 }
 
 
@@ -76,7 +51,7 @@ def from_state(state: ParallelState, required: Iterable[str] | None = None) -> A
 
 
 def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str = "expert") -> Any:
-    """The collection of the groups that ``grid`` has. *Local*: makes none.
+    """The collection of the groups that ``grid`` has. *Local*: creates none.
 
     Parameters
     ----------
@@ -86,7 +61,7 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
     required : iterable of str, optional
         Names of fields that must be filled; by default those whose groups ``grid`` has created.
     view : str
-        The view of expert layers; the grid itself where there is none of that name.
+        The view of expert layers; if ``grid`` has none of that name, the grid itself.
 
     Raises
     ------
@@ -99,11 +74,11 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
     collection, names = _fields(required)
     groups = {}
     for name in names:
-        row = _ROWS.get(SLOTS[name] or "")
+        row = _ROWS.get(name)
         if row is None:
             if required is not None:
                 raise ValueError(
-                    f"the group of {name!r} does not follow from dims: set it on the collection "
+                    f"the group of {name!r} is not one over dims: set it on the collection "
                     f"yourself."
                 )
             continue
@@ -127,7 +102,7 @@ def _fields(required: Iterable[str] | None) -> tuple[Any, list[str]]:
     for name in names:
         if name not in known:
             raise ValueError(
-                f"{name!r} is no field of this megatron-core's ProcessGroupCollection. Its "
-                f"fields are {known}."
+                f"invalid field {name!r} of this megatron-core's ProcessGroupCollection; allowed: "
+                f"{known}."
             )
     return ProcessGroupCollection, names

@@ -1,4 +1,4 @@
-"""Drop-in for ``megatron.core.hyper_comm_grid``."""
+"""Replaces ``megatron.core.hyper_comm_grid``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat.megatron.releases import HAS
 from hypergrid.groups import creation
-from hypergrid.groups.grid import BASE
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
+from hypergrid.views import BASE
 
-# Names of stock's module that outside code reads and replaces, beside those of this one.
+# Names of stock's module that outside code reads and replaces.
 HAVE_ABSL = find_spec("absl") is not None
 HAVE_EINOPS = find_spec("einops") is not None
 logging = _logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class _RankViewSpec:
 
 
 class HyperCommGrid:
-    """megatron-core's ``HyperCommGrid``: its interface, its words in errors, its private names.
+    """megatron-core's ``HyperCommGrid``: its interface, its error messages, its private names.
 
-    ``core`` is the ``hypergrid.HyperCommGrid`` that creates its groups and can do more with them
-    (``grid.core.device_mesh()``). Both answer with the same groups.
+    ``core`` is the ``hypergrid.HyperCommGrid`` that creates the groups; it has more methods, such
+    as ``grid.core.device_mesh()``. Both return the same groups.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class HyperCommGrid:
     Raises
     ------
     ValueError, RuntimeError
-        As there. The size of the world is ``WORLD_SIZE`` of the environment, where that is set.
+        As there. The size of the world is the variable ``WORLD_SIZE``, if that is set.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class HyperCommGrid:
         if layout.ranks.stop > world_size:
             raise RuntimeError(
                 f"Grid shape {shape} is over sized: it needs {layout.size} ranks from rank "
-                f"{layout.offset} on, and the world has {world_size}. Make the shape or the "
-                f"offset smaller, or start more ranks."
+                f"{layout.offset} on, and the world has {world_size}. Reduce the shape or the "
+                f"offset, or start more ranks."
             )
         self._hold(Core.over(layout, backend=backend, world_size=world_size))
         self.shape, self.dim_names = shape[:], dim_names[:]
 
     @classmethod
     def from_core(cls, core: Core) -> HyperCommGrid:
-        """``core`` for megatron's code, such as ``state.grid``: its views and groups, none made.
+        """``core``, such as ``state.grid``, for megatron's code: its views and its groups.
 
-        Groups that ``core`` only holds for others, as those of a ``DeviceMesh``, stay open when
-        this grid is destroyed.
+        Creates no group. Groups that ``core`` did not create, such as those of a ``DeviceMesh``,
+        stay open when this grid is destroyed.
         """
         grid = cls.__new__(cls)
         grid._hold(core)
@@ -103,9 +103,9 @@ class HyperCommGrid:
         self.backend = core.backend
         self._views = {
             name: _RankViewSpec(
-                name, list(view.layout.sizes), list(view.layout.dims), list(view.shared)
+                name, list(layout.sizes), list(layout.dims), list(core._views.shared[name])
             )
-            for name, view in core._views.items()
+            for name, layout in core.views.items()
         }
         self._borrowed = self._foreign()
 
@@ -127,10 +127,10 @@ class HyperCommGrid:
         dim_names: Sequence[str],
         shared_dims: Sequence[str] | None = None,
     ) -> None:
-        """Add another factorisation of the same ranks, as ``hypergrid.HyperCommGrid`` does."""
+        """Add another factorisation of the same ranks, as in ``hypergrid.HyperCommGrid``."""
         shared = list(shared_dims or ())
         if name in self._views:
-            raise ValueError(f"View {name!r} is already registered. Take another name.")
+            raise ValueError(f"View {name!r} is already registered. Choose another name.")
         _check_lengths(shape, dim_names)
         view = f"View {name!r}"
         if len(set(dim_names)) != len(dim_names):
@@ -145,43 +145,38 @@ class HyperCommGrid:
             )
         if len(set(shared)) != len(shared):
             raise ValueError(f"{view} has duplicate shared_dims: {shared}. Name each dim once.")
-        for dim in shared:
-            self._check_shared(f"Shared dim {dim!r}", [dim], name, shape, dim_names)
-        if len(shared) > 1:
-            self._check_shared(f"Shared dims {shared}", shared, name, shape, dim_names)
+        layouts = (
+            ("the base view", self.dim_names, self.shape),
+            ("the view's dim_names", dim_names, shape),
+        )
+        for dims in [[dim] for dim in shared] + [shared] * (len(shared) > 1):
+            what = f"Shared dim {dims[0]!r}" if len(dims) == 1 else f"Shared dims {dims}"
+            members = []
+            for where, names, sizes in layouts:
+                if not set(dims) <= set(names):
+                    raise ValueError(
+                        f"{what} of view {name!r} is not in {where} {names}. Remove it from "
+                        f"shared_dims."
+                    )
+                ordered, _ = self._order_dims_for(names, dims)
+                members.append(self._gen_rank_enum_for(sizes, names, ordered))
+            if members[0] != members[1]:
+                raise ValueError(
+                    f"{what} has different membership in the grid, {members[0][:4]}, and in view "
+                    f"{name!r}, {members[1][:4]}. Only groups with equal ranks can be shared."
+                )
         self.core.register_view(name, shape, dim_names, shared)
         self._views[name] = _RankViewSpec(name, list(shape), list(dim_names), shared)
-
-    def _check_shared(
-        self, what: str, dims: list[str], name: str, shape: Sequence[int], dim_names: Sequence[str]
-    ) -> None:
-        enumerations = []
-        for where, names, sizes in (
-            ("in the base view", self.dim_names, self.shape),
-            ("in the view's dim_names", dim_names, shape),
-        ):
-            if not set(dims) <= set(names):
-                raise ValueError(
-                    f"{what} of view {name!r} is not {where} {names}. Leave it out of shared_dims."
-                )
-            ordered, _ = self._order_dims_for(names, dims)
-            enumerations.append(self._gen_rank_enum_for(sizes, names, ordered))
-        ours, theirs = enumerations
-        if ours != theirs:
-            raise ValueError(
-                f"{what} has different membership in the grid, {ours[:4]}, and in view {name!r}, "
-                f"{theirs[:4]}. Only groups that are the same can be shared."
-            )
 
     def create_pg(
         self, dims: Dims, *, view: str | None = None, **kwargs: Any
     ) -> ProcessGroup | None:
-        """Create the groups over ``dims``, once, and give that of this rank. *Collective*.
+        """Create the groups over ``dims``, once; returns the group of this rank. *Collective*.
 
-        The core grid creates them, by their members alone where it can. It goes through
-        ``torch.distributed.new_subgroups_by_enumeration`` where that function has been replaced,
-        and where the ranks are others than those of the core grid: an attribute or a method that
-        enumerates ranks has been replaced.
+        The core grid creates them, by their members alone if possible.
+        ``torch.distributed.new_subgroups_by_enumeration`` creates them if that function has been
+        replaced, or if the ranks differ from the core grid's because an attribute or a method
+        that enumerates ranks has been replaced.
 
         Raises
         ------
@@ -191,12 +186,12 @@ class HyperCommGrid:
             A dim that the view does not have.
         """
         if "backend" in kwargs:
-            raise TypeError("the backend of a group is that of its grid: HyperCommGrid(backend=).")
+            raise TypeError("create_pg() takes no backend: it is that of its grid, set there.")
         key, spec, ordered = self._find(dims, view)
         if key in self._pgs:
             raise KeyError(
-                f"Process group {dims}{_in_view(key)} has already been created, and whether it "
-                f"has the same options cannot be told. Call get_pg() to have it."
+                f"Process group {dims}{_in_view(key)} has already been created, perhaps with other "
+                f"options. Call get_pg() to get it."
             )
         ranks = self._enumerate(spec, ordered)
         where = None if isinstance(key, str) else key[0]
@@ -219,10 +214,9 @@ class HyperCommGrid:
         if key not in self._pgs:
             raise KeyError(
                 f"Process group for {'-'.join(ordered)}{_in_view(key)} hasn't been created: call "
-                f"create_pg() on every rank of the grid first. Created so far: {list(self._pgs)}."
+                f"create_pg() on every rank of the grid first. Existing: {list(self._pgs)}."
             )
-        group: ProcessGroup | None = self._pgs[key]
-        return group
+        return self._pgs[key]
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
@@ -234,34 +228,31 @@ class HyperCommGrid:
         return bool(self.rank_offset <= dist.get_rank() < self.rank_offset + self.size)
 
     def destroy(self, *, abort: bool = False) -> None:
-        """Close every group of the grid; they can then be created anew.
+        """Destroy every group of the grid; they can then be created again.
 
-        *Local* with ``abort``; else NCCL waits until the other members close theirs.
+        *Local* with ``abort``; else NCCL waits until the other members destroy theirs.
         """
-        groups = {id(group): group for group in self._pgs.values()}
-        foreign = {id(group) for group in self._foreign()}
-        borrowed = {id(group) for group in self._borrowed}
-        for number in foreign - borrowed:
-            dist.destroy_process_group(groups[number])
+        for group in dict.fromkeys(self._foreign()):
+            if group not in self._borrowed:
+                dist.destroy_process_group(group)
         if self.core.pool is not None:
-            self.core.pool.close(groups.values(), abort=abort)
+            self.core.pool.close(self._pgs.values(), abort=abort)
         self._pgs.clear()
 
     def _foreign(self) -> list[Any]:
-        """The groups that no pool of ours has made."""
-        pool = self.core.pool
-        made = {id(pooled.group) for pooled in pool.groups} if pool is not None else set()
-        members = [group for group in self._pgs.values() if _is_process_group_member(group)]
-        return [group for group in members if id(group) not in made]
+        """The groups that the core grid did not create."""
+        created = [pooled.group for pooled in self.core.pool.groups] if self.core.pool else []
+        members = filter(_is_process_group_member, self._pgs.values())
+        return [group for group in members if group not in created]
 
     def _core_creates(
         self, key: Key, dims: list[str], view: str | None, ranks: list[list[int]]
     ) -> bool:
-        # Whether these are the core's groups, in a world that has their ranks.
+        # Whether the core grid has the same groups, in a world that has their ranks.
         if not dist.is_initialized() or self.core.layout.ranks.stop > dist.get_world_size():
             return False
         try:
-            known, _, _ = self.core._find(dims, view)
+            known, _, _ = self.core._views.find(dims, view)
             return known == key and self.core.get_rank_enum(dims, view=view) == ranks
         except (KeyError, ValueError):
             return False
@@ -287,8 +278,7 @@ class HyperCommGrid:
     ) -> list[list[int]]:
         layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
         # The last of the dims given is the fastest.
-        groups: list[list[int]] = layout.groups(list(dims)[::-1], as_given=True).tolist()
-        return groups
+        return layout.groups(list(dims)[::-1], as_given=True).tolist()
 
     def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
         return self._order_dims_for(self.dim_names, dims)
@@ -313,8 +303,8 @@ class HyperCommGrid:
         for dim in _listed(dims, view.dim_names):
             if dim not in view.dim_names:
                 raise ValueError(
-                    f"{dim!r} is not in view {view.name!r}, whose dims are {view.dim_names}. Take "
-                    f"one of them, or name the view that has it with view=."
+                    f"{dim!r} is not in view {view.name!r}, whose dims are {view.dim_names}. Use "
+                    f"one of them, or pass the view that has it as view=."
                 )
         return self._order_dims_for(view.dim_names, dims)
 

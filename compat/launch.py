@@ -22,7 +22,7 @@ environment variables, for launchers whose command line is fixed:
   HYPERGRID_ORDER=tp-cp-pp-dp  as --order        HYPERGRID_SWAP=0    as --no-swap
   HYPERGRID_REPORT=1           as --report       HYPERGRID_SHARE=all as --share all, and so on
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
-                               swaps in every python that starts, without this launcher
+                               swaps in every Python that starts, without this launcher
 """
 
 
@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> None:
     """Set up the swap as the flags say and run the script as ``__main__``.
 
-    What cannot be is refused in a sentence, once on each host, with exit status 2.
+    Invalid flags end the process with exit status 2, and one rank of each host prints why.
     """
     parser = _Parser(
         prog="compat.launch",
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--order", help="order of the dims; wins over the one the script passes")
+    parser.add_argument("--order", help="order of the dims; overrides the script's")
     parser.add_argument("--no-swap", action="store_true", help="run on megatron's own module")
     parser.add_argument("--report", action="store_true", help="print one line per group at rank 0")
     for name, choices in CHOICES.items():
@@ -61,18 +61,16 @@ def main(argv: list[str] | None = None) -> None:
     if options.script is None:
         parser.error("name the SCRIPT to run")
     if not options.module and not Path(options.script).is_file():
-        parser.error(f"there is no script {options.script!r}; its name comes after our own flags")
-    off = ""
-    if options.no_swap:
-        off = "--no-swap switches off: leave that out"
-    elif os.environ.get("HYPERGRID_SWAP", "1") == "0":
-        off = "HYPERGRID_SWAP=0 in the environment switches off: unset that"
+        parser.error(f"there is no script {options.script!r}; put it after the launcher's flags")
+    off = "--no-swap" if options.no_swap else ""
+    if not off and os.environ.get("HYPERGRID_SWAP", "1") == "0":
+        off = "HYPERGRID_SWAP=0 in the environment"
     given = {name: getattr(options, name) for name in ("order", *CHOICES)}
     given["report"] = "1" if options.report else None
     for name, value in given.items():
         if value is not None:
             if off:
-                parser.error(f"--{name} acts through hypergrid, which {off}")
+                parser.error(f"--{name} needs the swap, which {off} switches off: remove one")
             take_flag(name, value)
     if not off:
         try:
@@ -85,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(script: str, args: list[str], module: bool, *, swapping: bool) -> None:
     home = Path(__file__).parents[1].resolve()
     first = str(Path.cwd() if module else Path(script).resolve().parent)
-    # As `python SCRIPT` has it, unless we are imported from the directory that would go.
+    # As `python SCRIPT` does, unless hypergrid itself is imported from sys.path[0].
     if sys.path and Path(sys.path[0] or ".").resolve() != home:
         sys.path[0] = first
     else:

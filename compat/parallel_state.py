@@ -1,4 +1,4 @@
-"""Drop-in for ``megatron.core.parallel_state``: thin functions over the current ParallelState.
+"""Replaces ``megatron.core.parallel_state``: short functions over the current ParallelState.
 
 Every function answers as megatron-core does; where releases disagree, as the installed one. All
 are *local* unless they say otherwise. The private globals that outside code reads and writes
@@ -45,12 +45,12 @@ from compat.report import report
 from compat.state import SLOTS, ParallelState, current, make_current, speak_through
 from compat.swap import warn_of_a_second_state
 
-_current = current()  # what every function here speaks to; kept up to date by compat.state
+_current = current()  # what every function here asks; kept up to date by compat.state
 _lives = itertools.count(1)
 
 
 def current_state() -> ParallelState:
-    """The state that this module's functions speak to; one without groups before there are any."""
+    """The state that this module's functions answer from; at first one without groups."""
     return _current
 
 
@@ -91,13 +91,13 @@ def initialize_model_parallel(
     """Build the groups of one model and make them what every getter answers from.
 
     *Collective* over the window of ranks, which is the world unless ``rank_offset`` and
-    ``local_world_size`` say otherwise. Either all of it happens or nothing: after an error there
-    are no groups and the environment is as before.
+    ``local_world_size`` say otherwise. After an error there are no groups and the environment is
+    as before.
 
     Parameters
     ----------
     tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size : int
-        Sizes of the decoder grid's dims; dp is what is left of the world.
+        Sizes of the decoder grid's dims; dp is the world size divided by their product.
     expert_model_parallel_size, expert_tensor_parallel_size : int
         Sizes of the expert grid's dims. The expert tp is the tensor-parallel size unless given.
     virtual_pipeline_model_parallel_size : int, optional
@@ -119,35 +119,35 @@ def initialize_model_parallel(
     high_priority_stream_groups : list of str, optional
         Names, as in that file, whose communication runs on high-priority streams.
     distributed_timeout_minutes : float
-        Timeout of the groups, and of waiting for the other ranks to come.
+        Timeout of the groups, and of waiting for the other ranks to reach initialisation.
     order : str
-        Dims from fastest to slowest. ``HYPERGRID_ORDER`` in the environment wins over it.
+        Dims from fastest to slowest. ``HYPERGRID_ORDER`` in the environment takes precedence.
     encoder_tensor_model_parallel_size, encoder_pipeline_model_parallel_size : int
-        As megatron-core 0.12 and 0.13: an encoder of so many stages on ranks of its own, in front
-        of the decoder's. Its ranks may be in several pipelines; getters of the pipeline give lists.
+        As megatron-core 0.12 and 0.13: an encoder of so many stages on ranks of its own, before
+        the decoder's. On its ranks in several pipelines, getters of the pipeline return lists.
     get_embedding_ranks, get_position_embedding_ranks : function, optional
         From a pipeline's ranks to those that hold the embeddings.
     create_gloo_process_groups : bool
-        Make the gloo twins of the data-parallel groups.
+        Also create each data-parallel group with gloo.
     use_sharp, sharp_enabled_group : bool, {"dp", "dp_replica"}
-        Which groups are made first, with SHARP switched on.
+        Which groups are created with SHARP.
     create_all_gather_group : bool
         As megatron-core 0.16 and 0.17: a second data x context parallel group.
     rank_offset, local_world_size : int
         The window: its first rank, and how many ranks it has.
     share, connect, creation : str, optional
-        How groups are made, see ``hypergrid.policy.Policy``. Not upstream's; also as
-        ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT``, ``HYPERGRID_CREATION`` in the environment,
-        which wins.
+        How groups are created, see ``hypergrid.policy.Policy``. Not in upstream.
+        ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT`` and ``HYPERGRID_CREATION`` in the environment
+        take precedence.
 
     Raises
     ------
     RuntimeError
         The sizes do not divide the world; the order leaves out a dim that is larger than 1.
     AssertionError
-        Already initialised, torch.distributed is not, or sizes that do not go together.
-    ValueError, KeyError
-        A size below 1; a window outside the world; an unknown dim in the order.
+        Already initialised; torch.distributed is not; sizes that contradict each other.
+    TypeError, ValueError
+        A wrong type; a size below 1; a window outside the world; an unknown dim in the order.
     """
     arguments = dict(locals())
     arguments["order"], source = asked(order)
@@ -183,9 +183,9 @@ def initialize_model_parallel(
 def destroy_model_parallel(*, abort: bool = False) -> None:
     """Close every group that ``initialize_model_parallel`` made and forget all state; idempotent.
 
-    *Local* with ``abort``, which is not upstream's: it waits for no other rank, whatever state
-    NCCL's communicators are in. Without it NCCL waits until the other members close theirs.
-    Gloo closes in the same way with and without it.
+    Without ``abort`` NCCL waits until the other members close theirs. With ``abort``, which is not
+    in upstream, this is *local*: it waits for no other rank, in whatever state NCCL's communicators
+    are. Gloo closes in the same way with and without it.
     """
     _current.destroy(abort)
 
@@ -195,7 +195,7 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Second communicators for all-gather beside reduce-scatter. *Collective* over the window."""
+    """Second groups, to overlap all-gather and reduce-scatter. *Collective* over the window."""
     return _current.create_all_gather_groups(for_expert_parallelism, timeout, nccl_comm_cfgs)
 
 
@@ -210,7 +210,7 @@ def get_global_memory_buffer() -> Any:
 
 
 def _set_global_memory_buffer() -> None:
-    """Make the memory buffer; refused while there is one."""
+    """Make the memory buffer; AssertionError if there is one."""
     _current._set_global_memory_buffer()
 
 
@@ -225,7 +225,7 @@ def get_global_symmetric_memory_buffer() -> Any:
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    """Make the symmetric memory buffer; refused while there is one."""
+    """Make the symmetric memory buffer; AssertionError if there is one."""
     _current._set_global_symmetric_memory_buffer()
 
 
@@ -235,7 +235,7 @@ def destroy_global_symmetric_memory_buffer() -> None:
 
 
 def get_moe_layer_wise_logging_tracker() -> dict[str, Any]:
-    """Megatron 0.12's losses of experts by name, for who logs them."""
+    """Megatron 0.12's losses of experts by name, for logging."""
     return _current.get_moe_layer_wise_logging_tracker()
 
 
@@ -268,7 +268,7 @@ def get_data_parallel_group(
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
 ) -> ProcessGroup:
-    """Group over dp; optionally with cp, without gtp_remat, or one optimizer instance's part."""
+    """Group over dp; optionally with cp, without gtp_remat, or of one optimizer instance."""
     return _current.get_data_parallel_group(
         with_context_parallel, with_gtp_remat, partial_data_parallel, independent_all_gather
     )
@@ -372,7 +372,7 @@ def get_expert_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
-    """Group over the expert grid's dp; optionally without gtp_remat, or one instance's part."""
+    """Group over the expert grid's dp; optionally without gtp_remat, or of one instance."""
     return _current.get_expert_data_parallel_group(
         check_initialized, with_gtp_remat, partial_expert_data_parallel
     )
@@ -450,7 +450,7 @@ def get_pipeline_model_parallel_first_rank() -> int:
 
 
 def get_pipeline_model_parallel_last_rank() -> int | list[int]:
-    """Global rank of this pipeline's last stage; of each, on an encoder's rank in several."""
+    """Global rank of this pipeline's last stage; a list on an encoder's rank in several."""
     return _current.get_pipeline_model_parallel_last_rank()
 
 
@@ -612,7 +612,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def is_unitialized() -> bool:
-    """Former, misspelt opposite of ``is_initialized``."""
+    """The opposite of ``is_initialized``; deprecated."""
     return _current.is_unitialized()
 
 
@@ -645,7 +645,7 @@ def get_pipeline_model_parallel_split_rank() -> int | None:
 
 
 def get_pipeline_model_parallel_decoder_start() -> int | None:
-    """The decoder's first stage behind an encoder of its own; None without one."""
+    """The decoder's first stage after an encoder on ranks of its own; None without one."""
     return _current.get_pipeline_model_parallel_decoder_start()
 
 
@@ -685,22 +685,22 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Make the tensor-parallel size answer this; None lifts it."""
+    """Make the tensor-parallel size return this; None removes that."""
     _current.set_tensor_model_parallel_world_size(world_size)
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Make the tensor-parallel rank answer this; None lifts it."""
+    """Make the tensor-parallel rank return this; None removes that."""
     _current.set_tensor_model_parallel_rank(rank)
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Make the pipeline size answer this; None lifts it."""
+    """Make the pipeline size return this; None removes that."""
     _current.set_pipeline_model_parallel_world_size(world_size)
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Make the pipeline rank answer this; None lifts it."""
+    """Make the pipeline rank return this; None removes that."""
     _current.set_pipeline_model_parallel_rank(rank)
 
 
@@ -720,32 +720,32 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
-    """Make every data-parallel rank answer this; None lifts it."""
+    """Make every data-parallel rank return this; None removes that."""
     _current.set_data_parallel_rank(rank)
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Make the expert-parallel size answer this; None lifts it."""
+    """Make the expert-parallel size return this; None removes that."""
     _current.set_expert_model_parallel_world_size(world_size)
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Make the expert-parallel rank answer this; None lifts it."""
+    """Make the expert-parallel rank return this; None removes that."""
     _current.set_expert_model_parallel_rank(rank)
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Make the expert tensor-parallel size answer this; None lifts it."""
+    """Make the expert tensor-parallel size return this; None removes that."""
     _current.set_expert_tensor_parallel_world_size(world_size)
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Make the expert tensor-parallel rank answer this; None lifts it."""
+    """Make the expert tensor-parallel rank return this; None removes that."""
     _current.set_expert_tensor_parallel_rank(rank)
 
 
 def __getattr__(name: str) -> Any:
-    # Here and not on the class below: there it would slow every read of the module down.
+    # Not on the class below: there it would slow down every read of the module.
     if name in SLOTS:
         try:
             return getattr(_current, name)
@@ -754,7 +754,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _Face(ModuleType):
+class _Module(ModuleType):
     """This module, with upstream's private globals written through to the current state."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -767,7 +767,7 @@ class _Face(ModuleType):
             _current.ask_via(self if patched else _current)
 
     def __delattr__(self, name: str) -> None:
-        if name in SLOTS:  # mock.patch deletes what it set, then sets what was there
+        if name in SLOTS:  # mock.patch deletes, then sets the former value
             delattr(_current, name)
         else:
             super().__delattr__(name)
@@ -782,4 +782,4 @@ class _Face(ModuleType):
 _GETTERS = {name: globals()[name] for name in dir(Getters) if not name.startswith("_")}
 replaced.watch(globals())
 speak_through(globals())
-sys.modules[__name__].__class__ = _Face
+sys.modules[__name__].__class__ = _Module

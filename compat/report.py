@@ -1,4 +1,4 @@
-"""What was built, in words: one line per group, seen from one rank."""
+"""The groups of one rank as text: one line per group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def report(state: ParallelState) -> str:
     lines = [
         f"hypergrid: rank {dist.get_rank()} of {_grid(request.decoder)}; "
         f"expert grid {_grid(request.expert)}"
-        + (f"; in front the encoder {_grid(request.encoder)}" if request.encoder else ""),
+        + (f"; encoder {_grid(request.encoder)}" if request.encoder else ""),
         f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
         + (f" ({made.why})" if made.why else "")
         + (", connected on first use" if made.lazy else "")
         + (", each connected at creation" if request.policy.connect == "eager" else ""),
     ]
     if request.policy.connect == "lazy" and not made.lazy:
-        lines[-1] += ", connected at once: not every rank's torch can wait"
+        lines[-1] += ", connected at once: not every rank's torch can connect on first use"
     chosen = {"order": request.order, **asdict(request.policy)}
     lines.append(
         "hypergrid: "
@@ -53,7 +53,7 @@ def report(state: ParallelState) -> str:
 
 
 def _grid(layout: RankLayout) -> str:
-    # A dim that the reader's release has not is of size 1, unless somebody passed it all the same.
+    # A release without gtp_remat does not show it, unless it was set all the same.
     sizes = dict(zip(layout.dims, layout.sizes, strict=True))
     if not HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
         del sizes["gtp_remat"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,36 +13,25 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from compat.megatron import communicators, replaced
 from compat.megatron import helpers as group_helpers
-from compat.megatron.build import Built, build, environment_restored_on_failure
+from compat.megatron import replaced
+from compat.megatron.buffers import Buffers, release_megatrons
+from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import NUMBERS, Getters
-from compat.megatron.group_getters import DATA_PARALLEL, EXPERT_DATA_PARALLEL, missing
+from compat.megatron.getters import CACHED, OVERRIDE_SLOTS, Getters, Setters
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
-from compat.megatron.releases import HAS
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
-from compat.megatron.table import ROWS
+from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
-from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.plan import GroupPlan
 
 before_closing.add(te_process.release)
-GROUP_SLOTS = tuple(
-    dict.fromkeys(
-        name for row in ROWS for name in (row.slot, row.gloo and row.slot + "_GLOO") if name
-    )
-)
+_HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
+GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
-_DP_SIZE = "_MPU_DATA_PARALLEL_WORLD_SIZE"
-OVERRIDE_SLOTS = tuple(
-    dict.fromkeys(
-        (*(n.override for n in NUMBERS.values() if n.override), "_MPU_DATA_PARALLEL_RANK", _DP_SIZE)
-    )
-)
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
@@ -59,7 +46,7 @@ SLOTS = frozenset((*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS))
 _SOURCES = frozenset((*OVERRIDE_SLOTS, *GROUP_SLOTS))
 
 
-class ParallelState(Getters):
+class ParallelState(Getters, Setters, Buffers):
     """What one ``initialize_model_parallel`` built.
 
     Its attributes are named as upstream's private globals (``_TENSOR_MODEL_PARALLEL_GROUP`` ...)
@@ -70,9 +57,7 @@ class ParallelState(Getters):
     # Slots, not a dictionary: a getter is called millions of times.
     __slots__ = (
         *sorted(SLOTS),
-        *NUMBERS,
-        "_dp_groups",
-        *("_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
+        *CACHED,
         *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
     )
 
@@ -81,15 +66,14 @@ class ParallelState(Getters):
         _PIPELINE_MODEL_PARALLEL_SPLIT_RANK: int | None
         _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: int | None
         _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: int | None
-        _GLOBAL_MEMORY_BUFFER: Any
-        _GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
         self.request: Request | None = None
-        self._extra: list[tuple[bool, timedelta | None, Configs]] = []  # all-gather groups
+        # What create_all_gather_groups was asked for, for resume.
+        self._extra: list[tuple[Sequence[Row], timedelta | None, Configs]] = []
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
         # Of the groups while they are suspended, by label and ranks.
         self._names: dict[tuple[str, tuple[int, ...]], str] | None = None
@@ -110,8 +94,8 @@ class ParallelState(Getters):
     def create(cls, **arguments: Any) -> ParallelState:
         """Build the groups for the arguments of ``initialize_model_parallel``.
 
-        *Collective* over the window of ranks that the arguments lay out. If anything fails, the
-        groups made so far are given back and the environment is as before.
+        *Collective* over the window of ranks. After an error no group is left, and the
+        environment is as before.
 
         Raises
         ------
@@ -162,7 +146,7 @@ class ParallelState(Getters):
 
     @property
     def pool(self) -> GroupPool | None:
-        """The groups of this state, and how they were made; None on a rank outside the window."""
+        """The groups of this state, and how they were created; None outside the window."""
         return None if self._grid is None else self._grid.pool
 
     @property
@@ -182,19 +166,19 @@ class ParallelState(Getters):
         layout = self.request.decoder
         here = layout.coordinate(rank) if rank in layout else "outside the window"
         if self.request.encoder is not None and rank in self.request.encoder:
-            here = f"{self.request.encoder.coordinate(rank)} of the encoder in front"
-        resting = "" if self._names is None else ", suspended"
-        return f"ParallelState(rank {rank} at {here} of {layout!r}{resting})"
+            here = f"{self.request.encoder.coordinate(rank)} of the encoder"
+        suspended = "" if self._names is None else ", suspended"
+        return f"ParallelState(rank {rank} at {here} of {layout!r}{suspended})"
 
     def take_overrides(self, before: ParallelState) -> None:
-        """Keep what ``set_*`` was told before there were groups, as upstream does."""
+        """Keep the values of ``set_*`` from before initialisation, as upstream does."""
         for slot in (*OVERRIDE_SLOTS, "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"):
             object.__setattr__(self, slot, getattr(before, slot))
         self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
         self._renumber()
 
     def note_group(self, group: ProcessGroup) -> None:
-        """Let ``update_pg_timeout`` reach a group that the caller made and owns."""
+        """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
         if self._global_process_group_list is None:
             self._global_process_group_list = [None]
         self._global_process_group_list.append(group)
@@ -210,18 +194,18 @@ class ParallelState(Getters):
             Wait for no other rank, whatever state the communicators are in: NCCL drops what is
             under way. Gloo closes as without it.
         """
-        _release_megatron_buffers(abort)
+        release_megatrons(abort)
         if self._grid is not None:
             self._grid.destroy(abort=abort)
         self._forget()
 
     @contextmanager
     def activate(self) -> Iterator[ParallelState]:
-        """Let the functions of ``compat.parallel_state`` speak to this state inside. *Local*.
+        """Make this the state that ``compat.parallel_state`` answers from, inside. *Local*.
 
-        For the whole process, so that autograd's threads see it too; nests, and what was current
-        is so again afterwards, also after an error. Threads that need different states at the
-        same time ask the objects.
+        For the whole process, so that autograd's threads see it too. Activations nest: afterwards
+        the previous state is current again, also after an error. Threads that need different
+        states at the same time call the methods of the states.
 
         Raises
         ------
@@ -239,16 +223,16 @@ class ParallelState(Getters):
         make_current(before)
         if inside is not self:
             raise RuntimeError(
-                f"{inside!r} was made current while {self!r} was active and is so still: "
-                f"activations must nest. Threads that use two states at a time ask the objects."
+                f"{inside!r} was activated after {self!r} and has not ended before it: "
+                f"activations must nest. For two states at the same time, call their methods."
             )
 
     def suspend(self) -> None:
         """Close every communicator until ``resume``; NCCL waits until all members do.
 
-        Ranks, sizes and the plan can still be asked. Getters of groups give placeholders, which
-        refuse to be used and say why. References to the old groups that others keep (a model, an
-        optimizer, a ``DeviceMesh``) keep gloo's descriptors open: let go of them first.
+        Ranks, sizes and the plan stay available. Getters of groups return placeholders, which
+        raise on use. References to the old groups elsewhere (a model, an optimizer, a
+        ``DeviceMesh``) keep gloo's file descriptors open: delete them first.
 
         Raises
         ------
@@ -258,27 +242,27 @@ class ParallelState(Getters):
         if self.pool is None or self._grid is None or self._names is not None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         pooled = list(self.pool.groups)
-        stand_ins: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
+        placeholders: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
         self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
         was = {slot: getattr(self, slot) for slot in self._numbered}
         for slot in GROUP_SLOTS:
-            object.__setattr__(self, slot, exchanged(getattr(self, slot), stand_ins))
+            object.__setattr__(self, slot, exchanged(getattr(self, slot), placeholders))
         groups = self._global_process_group_list or []
-        self._global_process_group_list = [g for g in groups if g not in stand_ins]
+        self._global_process_group_list = [g for g in groups if g not in placeholders]
         self._numbered = {
             slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
             for slot, (group, rank, size) in self._numbered.items()
         }
-        del pooled, stand_ins, groups, was
+        del pooled, placeholders, groups, was
         self._grid.destroy()
         self._renumber()
 
     def resume(self) -> dict[str, ProcessGroup]:
-        """Make the groups again as they were planned. *Collective* as the first initialisation.
+        """Create the groups again as planned. *Collective* as the first initialisation.
 
-        Torch cannot revive a group: these are new ones, with the same ranks, options and
-        timeouts, also those set by ``update_pg_timeout``, and second all-gather groups are
-        made again too. Whoever holds an old one must fetch or be given the new one.
+        Torch cannot reopen a group: these are new ones, with the same ranks, options and
+        timeouts, also those of ``update_pg_timeout`` and ``create_all_gather_groups``. Replace
+        the old ones wherever they are kept.
 
         Returns
         -------
@@ -301,12 +285,12 @@ class ParallelState(Getters):
             self._take(built)
             try:
                 for slot, value in before.items():
-                    if not is_suspended(value):  # somebody else's group
+                    if not is_suspended(value):  # from outside code
                         object.__setattr__(self, slot, value)
                 listed = built.groups or ([None] if own else [])
                 self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
-                    self._make_all_gather_groups(*arguments)
+                    self._make_extra(*arguments)
                 if built.grid is not None and kept[0] is not None:
                     built.grid.renew(kept[0])
                 renewed = list(self.pool.groups) if self.pool else []
@@ -327,141 +311,25 @@ class ParallelState(Getters):
         known = {(each.label, each.ranks): each.group for each in renewed}
         return {name: known[key] for key, name in names.items() if key in known}
 
-    def _renumber(self) -> None:
-        """Work out every rank and size that can be known without asking a group each time.
-
-        Known are overrides, and the numbers of groups that this state made. Of a group that
-        somebody else put into a slot only the group can tell, each time.
-        """
-        put = functools.partial(object.__setattr__, self)
-        for name, (override, slot, kind) in NUMBERS.items():
-            number = None if override is None else getattr(self, override)
-            put(name, self._known(slot, kind) if number is None else number)
-        for kind, override in (("rank", "_MPU_DATA_PARALLEL_RANK"), ("size", _DP_SIZE)):
-            number = getattr(self, override)
-            fixed = dict.fromkeys(DATA_PARALLEL, number)
-            known = {key: self._known(self._dp_slot(*key), kind) for key in DATA_PARALLEL}
-            put(f"_dp_{kind}s", known if number is None else fixed)
-            experts = {key: self._edp_slot(*key) for key in EXPERT_DATA_PARALLEL}
-            put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in experts.items()})
-        put("_dp_groups", {key: getattr(self, self._dp_slot(*key)) for key in DATA_PARALLEL})
-        stage, stages = self._pp_rank, self._pp_size
-        known_stage = self._via is self and stage is not None and stages is not None
-        put("_is_first", stage == 0 if known_stage else None)
-        put("_is_last", stage == stages - 1 if known_stage else None)
-
-    def _known(self, slot: str, kind: str) -> int | None:
-        group, rank, size = self._numbered.get(slot, (None, None, None))
-        if group is None or group is not getattr(self, slot) or not self.asks_itself:
-            return None
-        return rank if kind == "rank" else size
-
     @property
     def is_in_use(self) -> bool:
-        """Whether it has groups, or its window is elsewhere; not if all were written to None."""
-        # Of an alias only some releases know that it is there: its group's own global counts.
-        rows = aliases(self.request) if self.request is not None else []
-        second = {row.slot + suffix for row in rows for suffix in ("", "_GLOO")}
+        """Whether it has groups or this rank is outside its window; not if all were set to None."""
+        # Aliases do not count: some releases lack them. The global that they are the same as does.
+        known = aliases(self.request) if self.request is not None else []
+        second = {slot for alias in known for slot in slots(alias)}
         if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
             return True
         return self.request is not None and self.pool is None
-
-    @property
-    def asks_itself(self) -> bool:
-        """Whether no getter of the module is patched at present."""
-        return self._via is self
 
     def ask_via(self, other: Any) -> None:
         """Let getters that are built from other getters ask those of ``other``."""
         self._via = other
         self._renumber()
 
-    def set_tensor_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_tensor_model_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_TENSOR_MODEL_PARALLEL_RANK = rank
-
-    def set_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_pipeline_model_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
-
-    def set_virtual_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_virtual_pipeline_model_parallel_rank(self, rank: int | None) -> None:
-        if HAS["vp_stage"]:
-            warnings.warn(
-                "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
-                "is_pipeline_first_stage() and its like.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
-
-    def set_pipeline_model_parallel_split_rank(self, rank: int | None) -> None:
-        self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = rank
-
-    def get_moe_layer_wise_logging_tracker(self) -> dict[str, Any]:
-        """Megatron 0.12's losses of experts by name, for who logs them."""
-        return self._MOE_LAYER_WISE_LOGGING_TRACKER
-
-    def set_data_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_DATA_PARALLEL_RANK = rank
-
-    def set_expert_model_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-    def set_expert_model_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_EXPERT_MODEL_PARALLEL_RANK = rank
-
-    def set_expert_tensor_parallel_world_size(self, world_size: int | None) -> None:
-        self._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
-
-    def set_expert_tensor_parallel_rank(self, rank: int | None) -> None:
-        self._MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
-
-    def get_global_memory_buffer(self) -> Any:
-        """Megatron's ``GlobalMemoryBuffer``, made when it is first asked for."""
-        buffer = self._group("_GLOBAL_MEMORY_BUFFER")
-        if isinstance(buffer, LazyBuffer):
-            buffer = self._GLOBAL_MEMORY_BUFFER = buffer.make()
-        return buffer
-
-    def _set_global_memory_buffer(self) -> None:
-        if self._GLOBAL_MEMORY_BUFFER is not None:
-            raise AssertionError("the global memory buffer is already initialized.")
-        buffer = LazyBuffer()
-        loaded = "megatron.core.utils" in sys.modules
-        self._GLOBAL_MEMORY_BUFFER = buffer.make() if loaded else buffer
-
-    def destroy_global_memory_buffer(self) -> None:
-        """Forget the memory buffer."""
-        self._GLOBAL_MEMORY_BUFFER = None
-
-    def _set_global_symmetric_memory_buffer(self) -> None:
-        if self._GLOBAL_SYMMETRIC_MEMORY_BUFFER is not None:
-            raise AssertionError("the global symmetric memory buffer is already initialized.")
-        from megatron.core.utils import GlobalSymmetricMemoryBuffer
-
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = GlobalSymmetricMemoryBuffer(
-            size_in_mb=256, process_group=self.get_tensor_model_parallel_group()
-        )
-
-    def get_global_symmetric_memory_buffer(self) -> Any:
-        """Megatron 0.16's buffer for inference; only where it was set up."""
-        return self._group("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-
-    def destroy_global_symmetric_memory_buffer(self) -> None:
-        """Forget the symmetric memory buffer."""
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
-
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
         """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``.
 
-        Where ``pg`` serves several names, a warning says whose timeout changes with it.
+        A warning names the groups that share the communicator of ``pg``: theirs changes too.
         """
         pool = self.pool.groups if self.pool else []
         served = [pooled.label for pooled in pool if pg is not None and pooled.group is pg]
@@ -488,10 +356,10 @@ class ParallelState(Getters):
         timeout: timedelta | None = None,
         nccl_comm_cfgs: Configs | None = None,
     ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """A second communicator over data x context parallel ranks, and over expert data ones.
+        """Second groups of data x context parallel ranks, and of expert-data-parallel ranks.
 
-        In the order and window that this state was built with. The second is None unless
-        ``for_expert_parallelism`` and there is expert parallelism. *Collective* over the window.
+        In the order and window of this state. The second is None without
+        ``for_expert_parallelism`` or expert parallelism. *Collective* over the window.
         """
         if self.request is None:
             raise RuntimeError(
@@ -500,64 +368,31 @@ class ParallelState(Getters):
             )
         if self.pool is None:
             return None, None
-        arguments = (for_expert_parallelism, timeout, nccl_comm_cfgs or {})
-        made = self._make_all_gather_groups(*arguments)
+        wanted = for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1
+        arguments = (EXTRA_ALL_GATHER[: 1 + wanted], timeout, nccl_comm_cfgs or {})
+        made = self._make_extra(*arguments)
         self._extra.append(arguments)
-        return made[0], made[1] if len(made) > 1 else None
+        return made[0], made[1] if wanted else None
 
-    def _make_all_gather_groups(
-        self,
-        for_expert_parallelism: bool,
-        timeout: timedelta | None,
-        configs: Configs,
-    ) -> list[ProcessGroup]:
+    def _make_extra(
+        self, rows: Sequence[Row], timeout: timedelta | None, configs: Configs
+    ) -> list[ProcessGroup | None]:
         assert self.request is not None and self.pool is not None
-        layouts, made = self.request.layouts, []
-        wanted = [("decoder", "dp-cp", "dp_cp", "DATA_PARALLEL_GROUP_WITH_CP_AG")]
-        if for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1:
-            wanted.append(("expert", "dp", "ep_dp", "EXPERT_DATA_PARALLEL_GROUP_AG"))
-        helpers = replaced.found()
-        options = helpers.get("get_nccl_options", communicators.get_nccl_options)
-        for grid, dims, section, label in wanted:
-            known = [pooled.label.rpartition("#")[0] for pooled in self.pool.groups]
-            name = f"{label}#{known.count(label) + 1}"
-            lists = functools.partial(self.request.rank_lists, grid, dims)
-            if any(creator in helpers for creator in replaced.CREATORS):
-                create = helpers.get("create_group", group_helpers.create_group)
-                epoch = self.pool.agreement.epoch
-                for number, ranks in enumerate(lists()):
-                    with creation.named_from(f"{name}, {number}", (), epoch):
-                        asked = {"timeout": timeout, "pg_options": options(section, configs)}
-                        group = create(ranks, group_desc=label, **asked)
-                    if dist.get_rank() in ranks:
-                        self.pool.adopt(name, ranks, group, tuple(dims.split("-")))
-                        made.append(group)
-                continue
-            (group,) = self.pool.make(
-                name,
-                {name: tuple(layouts[grid].group(dist.get_rank(), dims))},
-                lists,
-                dims=tuple(dims.split("-")),
-                timeout=timeout,
-                pg_options=options(section, configs),
-                group_desc=label,
-            )
-            self.note_group(group)
-            made.append(group)
-        return made
+        known = self.request, self.pool, self.note_group
+        return [build_extra(row, *known, timeout, configs) for row in rows]
 
 
-_current = ParallelState()  # what compat.parallel_state speaks to
-_module: dict[str, Any] = {}  # its names: its functions read a global of their own, the fastest
+_current = ParallelState()  # what compat.parallel_state answers from
+_module: dict[str, Any] = {}  # its names: for its functions a global of theirs is the fastest
 
 
 def current() -> ParallelState:
-    """The state that ``compat.parallel_state`` speaks to; without groups before there are any."""
+    """The state that ``compat.parallel_state`` answers from; at first one without groups."""
     return _current
 
 
 def make_current(state: ParallelState) -> None:
-    """Let ``compat.parallel_state`` speak to ``state``, also where its getters are patched."""
+    """Let ``compat.parallel_state`` answer from ``state``, also if its getters are patched."""
     global _current
     before, _current = _current, state
     via = before._via
@@ -574,26 +409,3 @@ def speak_through(module: dict[str, Any]) -> None:
 
 
 group_helpers.tell.append(lambda group: _current.note_group(group))
-
-
-class LazyBuffer:
-    """Stands where the memory buffer will be, so that initialising imports no megatron."""
-
-    def make(self) -> Any:
-        try:
-            from megatron.core.utils import GlobalMemoryBuffer
-        except ImportError as error:
-            raise missing("_GLOBAL_MEMORY_BUFFER") from error
-        return GlobalMemoryBuffer()
-
-
-def _release_megatron_buffers(abort: bool) -> None:
-    # Upstream's own teardown does this; what was never loaded has nothing to give back.
-    fused = sys.modules.get("megatron.core.transformer.moe.fused_a2a")
-    symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
-    for owner, name in (
-        (None if abort else fused, "nccl_ep_finalize"),  # may wait for other ranks
-        (getattr(symmetric, "SymmetricMemoryManager", None), "destroy"),
-    ):
-        with suppress(Exception):  # what cannot be released must not keep groups alive
-            getattr(owner, name, lambda: None)()

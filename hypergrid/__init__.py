@@ -1,4 +1,4 @@
-"""hypergrid: which ranks of a distributed job talk to each other.
+"""hypergrid: which ranks of a distributed job communicate with each other.
 
 ``RankLayout``, ``GroupPlan``, ``GroupTree`` and ``Topology`` are arithmetic and need no torch; the
 rest loads on first use.
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hypergrid.groups.dump import dump as dump
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
-    from hypergrid.groups.grid import validate_grids as validate_grids
     from hypergrid.groups.pool import GroupPool as GroupPool
+    from hypergrid.groups.validate import validate_grids as validate_grids
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
     from hypergrid.plan import GroupPlan as GroupPlan
@@ -41,7 +41,7 @@ _HOMES = {
     "RankLayout": "layout",
     "Topology": "topology",
     "dump": "groups.dump",
-    "validate_grids": "groups.grid",
+    "validate_grids": "groups.validate",
 }
 __all__ = [*_HOMES, "__version__"]
 

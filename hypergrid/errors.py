@@ -1,8 +1,8 @@
-"""What can go wrong between ranks."""
+"""Errors between ranks."""
 
 
 class AgreementError(RuntimeError):
-    """The ranks of a window were asked for different things, or one of them did not come."""
+    """The ranks of a window were asked for different groups, or one did not reach creation."""
 
 
 class CreationError(RuntimeError):

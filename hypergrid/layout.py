@@ -18,7 +18,7 @@ Dims: TypeAlias = str | Iterable[str]
 
 
 class LayoutError(ValueError):
-    """A layout, a dim or a rank that makes no sense; the message repeats the whole request."""
+    """An invalid layout, dim or rank; the message repeats the whole request."""
 
 
 def dims_of(order: str, known: Collection[str]) -> list[str]:
@@ -30,7 +30,7 @@ def dims_of(order: str, known: Collection[str]) -> list[str]:
     Raises
     ------
     LayoutError
-        An order that is no text, a name that is not ``known``, or one that comes twice.
+        The order is not a text, or has a name that is not ``known`` or is repeated.
     """
     if not isinstance(order, str):
         raise LayoutError(f"order must be a text such as 'tp-cp-dp', got {shown(order)}.")
@@ -159,9 +159,10 @@ class RankLayout:
         return "-".join(self.dims)
 
     @property
-    def long(self) -> tuple[str, ...]:
-        """The dims that are larger than 1, fastest first."""
-        return tuple(d for d, s in zip(self.dims, self.sizes, strict=True) if s > 1)
+    def trimmed(self) -> RankLayout:
+        """The same layout without the dims of size 1."""
+        long = {d: s for d, s in zip(self.dims, self.sizes, strict=True) if s > 1}
+        return RankLayout(tuple(long), tuple(long.values()), self.offset)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
@@ -174,8 +175,12 @@ class RankLayout:
         """Number of ranks in a group over ``dims``."""
         return prod(self.sizes[i] for i in self.axes(dims))
 
+    def size_of(self, dim: str) -> int:
+        """The size of one dim; 1 if the layout does not have it."""
+        return self.dim_size(dim) if dim in self.dims else 1
+
     def stride(self, dim: str) -> int:
-        """How many ranks apart two neighbours on ``dim`` are."""
+        """The difference of the ranks of two neighbours on ``dim``."""
         return self.strides[self.axes((dim,))[0]]
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -223,7 +228,7 @@ class RankLayout:
         ``dims`` is written; with ``as_given`` the members of a group run through ``dims`` in the
         order given, the first one fastest.
         """
-        import numpy as np  # here: with an order in its environment every Python reads this file
+        import numpy as np  # here: start-up code of every Python process may import this file
 
         axes = self.axes(dims)
         inner = axes if as_given else sorted(axes)

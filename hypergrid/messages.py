@@ -1,10 +1,9 @@
-"""What refusals say: values cut short, and what others raise retold in a sentence."""
+"""Values, ranks and errors as they appear in messages."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
@@ -18,30 +17,6 @@ def shown(value: object) -> str:
         return _short.repr(value)
     except Exception:  # such as a number of more digits than Python writes down
         return f"<{type(value).__name__}>"
-
-
-def retold(error: Exception, sentence: str) -> Exception:
-    """An error that is caught wherever ``error`` would be, and says ``sentence``."""
-    return _told(type(error), error.args, vars(error), sentence)
-
-
-def _told(
-    kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any], sentence: str
-) -> Exception:
-    body = {
-        "__str__": lambda _: sentence,
-        "__module__": kind.__module__,
-        # It must reach another process, also where `error` itself would not.
-        "__reduce__": lambda _: (_told, (kind, args, state, sentence)),
-    }
-    new: type[Exception] = type(kind.__name__, (kind,), body)
-    try:
-        told = new(*args)
-    except Exception:  # its constructor asks for more, such as arguments by keyword
-        told = new.__new__(new)
-        told.args = args
-    vars(told).update(state)
-    return told
 
 
 def in_words(error: BaseException) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ Ranks = tuple[int, ...]
 
 
 class Kind(NamedTuple):
-    """What must be equal, beside the ranks, for two names to use one communicator."""
+    """What must be equal, besides the ranks, for two names to use one communicator."""
 
     backend: str | None
     timeout: float | None
@@ -28,13 +29,13 @@ class Kind(NamedTuple):
     traffic: str = ""
 
     def among(self, members: int) -> Kind:
-        """The same for a group of so many: alone, no traffic waits for other traffic."""
+        """The same for a group of that many: in a group of one rank, traffic never waits."""
         return self if members > 1 else self._replace(traffic="")
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One name's groups over the whole span, as a rule and not as a list.
+    """All groups of one name, as a rule instead of a list.
 
     Parameters
     ----------
@@ -49,8 +50,7 @@ class GroupRow:
     pick : {"all", "ends", "first"}
         Keep all members, the first and the last, or the first alone.
     explicit : tuple of tuples of ranks, optional
-        The groups themselves, where a caller's function chose them and no rule describes them.
-        They may overlap.
+        The groups themselves, where a caller's function chose them. They may overlap.
     backend : str, optional
         None means the backend of the default group.
     timeout : float, optional
@@ -61,7 +61,7 @@ class GroupRow:
         What the group carries, in the caller's words; only compared. A communicator runs one
         operation at a time, so names whose traffic runs at the same time must differ in it.
     separate : bool
-        The group exists to be apart from others with the same ranks; it never shares.
+        The group never shares a communicator with another of the same ranks.
     """
 
     label: str
@@ -83,29 +83,22 @@ class GroupRow:
             return None
         return Kind(self.backend, self.timeout, self.options, self.traffic)
 
-    def cut(self, members: list[int], rank: int) -> Ranks:
-        """The part of ``members`` that ``rank`` communicates with; empty where it is left out."""
-        if self.chunk is not None:
-            start = members.index(rank) // self.chunk * self.chunk
-            members = members[start : start + self.chunk]
+    def parts(self, size: int) -> list[list[int]]:
+        """The groups made of one of ``size`` members, as the members' places in it."""
+        step = self.chunk or size
+        runs = [[*range(size)[start : start + step]] for start in range(0, size, step)]
         if self.pick == "first":
-            members = members[:1]
-        elif self.pick == "ends":
-            members = members[:1] if len(members) == 1 else [members[0], members[-1]]
-        return tuple(members) if rank in members else ()
+            return [run[:1] for run in runs]
+        return [run[:: max(1, len(run) - 1)] for run in runs] if self.pick == "ends" else runs
 
-    def cuts(self, whole: list[list[int]]) -> list[Ranks]:
-        """What ``cut`` makes of each of ``whole``, all parts in Megatron's order."""
-        return [
-            self.cut(members, members[start])
-            for members in whole
-            for start in range(0, len(members), self.chunk or len(members))
-        ]
+    def cuts(self, whole: Iterable[Sequence[int]]) -> list[Ranks]:
+        """The groups made of each of ``whole``, in Megatron's order."""
+        return [tuple(each[i] for i in part) for each in whole for part in self.parts(len(each))]
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The groups of one initialisation, in the order in which they are made.
+    """The groups of one initialisation, in the order of their creation.
 
     Symbolic: it holds layouts and rows, never the world's groups, so that it costs the same for a
     million ranks. Equal plans have equal fingerprints on every rank.
@@ -116,14 +109,14 @@ class GroupPlan:
 
     def __post_init__(self) -> None:
         if not self.layouts:
-            raise LayoutError("a plan needs a layout, and was given none.")
+            raise LayoutError("a plan needs a layout, and there is none.")
         for row in self.rows:
             if row.layout not in self.layouts:
                 raise LayoutError(
                     f"{shown(row.label)} is over the layout {shown(row.layout)}, and the plan "
                     f"has {', '.join(self.layouts)}."
                 )
-            self.layouts[row.layout].axes(row.dims)  # refuses dims that it has not
+            self.layouts[row.layout].axes(row.dims)  # refuses unknown dims
 
     @property
     def window(self) -> range:
@@ -131,7 +124,7 @@ class GroupPlan:
         return next(iter(self.layouts.values())).ranks
 
     def mine(self, row: GroupRow, rank: int) -> dict[str, Ranks]:
-        """The groups of ``row`` that ``rank`` belongs to, by a name that all members agree on.
+        """The groups of ``row`` that ``rank`` belongs to, by a name that is equal on all members.
 
         At most one, named by its label, unless the row is ``explicit``.
         """
@@ -141,8 +134,9 @@ class GroupPlan:
         layout = self.layouts[row.layout]
         if rank not in layout:
             return {}
-        ranks = row.cut(layout.group(rank, row.dims), rank)
-        return {row.label: ranks} if ranks else {}
+        cuts = row.cuts([layout.group(rank, row.dims)])
+        ranks = next((each for each in cuts if rank in each), None)
+        return {} if ranks is None else {row.label: ranks}
 
     def all(self, row: GroupRow) -> list[Ranks]:
         """Every group of ``row``, in Megatron's order. Costs O(world)."""
@@ -155,15 +149,13 @@ class GroupPlan:
         if row.explicit is not None:
             return [np.array([ranks], dtype=int) for ranks in row.explicit]
         whole = self.layouts[row.layout].groups(row.dims)
-        step = min(row.chunk or whole.shape[1], whole.shape[1])
-        full = whole.shape[1] // step * step
-        cut = [whole[:, :full].reshape(-1, step), whole[:, full:]]
-        ends: dict[str, Any] = {"all": slice(None), "first": slice(1), "ends": [0, -1]}
-        kept = [part[:, ends[row.pick]] if part.shape[1] > 1 else part for part in cut]
-        return [part for part in kept if part.size]
+        return [
+            whole[:, list(parts)].reshape(-1, size)
+            for size, parts in groupby(row.parts(whole.shape[1]), len)
+        ]
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
-        """As ``groups_of``, with the label whose communicator serves; None for one of its own."""
+        """As ``groups_of``, with the label whose communicator is used; None for its own."""
         owners: dict[tuple[Ranks, Kind], str] = {}
         for row, ranks in self.groups_of(rank):
             kind, owner = row.kind, row.label
@@ -191,15 +183,12 @@ class GroupPlan:
 
     @classmethod
     def from_json(cls, text: str) -> GroupPlan:
-        """Read back what ``to_json`` wrote. Raises ValueError on another schema.
-
-        LayoutError, which is one, where a row is over a layout or a dim that is not there.
-        """
+        """Read what ``to_json`` wrote. ValueError on another schema or invalid rows or layouts."""
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
             raise ValueError(
                 f"a plan of schema {data.get('schema')!r} cannot be read: this release of "
-                f"hypergrid knows schema {SCHEMA}."
+                f"hypergrid reads schema {SCHEMA}."
             )
         rows = tuple(map(_row, data["rows"]))
         return cls({name: RankLayout(**lay) for name, lay in data["layouts"].items()}, rows)

@@ -1,4 +1,4 @@
-"""How groups are made: shared or not, connected now or later, by whom. Arguments or environment."""
+"""How groups are created: shared, connected at once, by whom; by argument or environment."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _flags: dict[str, str] = {}
 
 
 def take_flag(name: str, value: str) -> None:
-    """Put what a launcher was given as ``--name value`` into the environment, as its own."""
+    """Put a launcher's ``--name value`` into the environment."""
     os.environ[_variable(name)] = _flags[name] = value
 
 
 def outermost(name: str, argument: Any = None) -> tuple[Any, str]:
-    """What is asked for ``name``, and by whom, in words. *Local*.
+    """The value for ``name``, and in words where it comes from. *Local*.
 
-    The outermost wins: a launcher's flag, then the environment, then the argument.
+    A launcher's flag wins over the environment, and that over the argument.
     """
     value = os.environ.get(_variable(name))
     if value is not None and value == _flags.get(name):
@@ -44,21 +44,20 @@ def _variable(name: str) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """One choice for all groups that are made together.
+    """One choice for all groups that are created together.
 
     Parameters
     ----------
     share : {"none", "singletons", "all"}
         Which names with equal ranks, backend, options, timeout and traffic use one communicator:
-        none of them, those of a single rank (whatever their traffic), all but groups that exist to
-        be separate. The default group serves no name.
+        none, those of a single rank (with any traffic), or all but groups that must be separate.
+        The default group is never shared.
     connect : {"torch", "eager", "lazy"}
-        When members connect: as torch does it, gloo at once and NCCL when the group is first
-        used; every backend at once, but NCCL not for a rank alone; all on first use, where
-        torch's gloo can.
+        When members connect: as torch does, gloo at once and NCCL on first use; every backend at
+        once, but NCCL not for a single rank; all on first use, if torch's gloo can.
     creation : {"auto", "members", "split", "everyone"}
-        Who takes part in creating a group. "auto" takes the first of the others that every rank
-        can do; the others insist.
+        Who takes part in creating a group. "auto" is the first of the others that every rank
+        supports; the others raise where they are impossible.
     """
 
     share: str = "none"
@@ -67,12 +66,9 @@ class Policy:
 
     @classmethod
     def resolve(cls, **given: str | None) -> Policy:
-        """The choices by ``outermost``: of ``HYPERGRID_SHARE`` and its like, given, by default.
+        """The choices of ``HYPERGRID_SHARE`` etc., else those given, else the defaults.
 
-        Raises
-        ------
-        ValueError
-            A choice that does not exist.
+        Raises ValueError on an invalid choice.
         """
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -90,7 +86,7 @@ class Policy:
         return cls(**values)
 
     def may_share(self, kind: object, ranks: Sequence[int]) -> bool:
-        """Whether a group of ``kind`` (None: it is there to be separate) may serve two names."""
+        """Whether a group of ``kind`` (None: it must be separate) may be used for two names."""
         return kind is not None and (
             self.share == "all" or (self.share == "singletons" and len(ranks) == 1)
         )

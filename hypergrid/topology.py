@@ -1,4 +1,4 @@
-"""Ranks to hosts, and which groups of a layout stay inside one. No torch."""
+"""The hosts of ranks, and which groups of a layout stay inside one host. No torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Topology:
     Parameters
     ----------
     layout : RankLayout
-        Whose groups are asked about.
+        The layout of the ranks.
     hosts : int, sequence of int, mapping of str to int, or sequence of str
-        Ranks per host, the same on each; the ranks of each host; the same with its name; or the
-        name of each rank's host. Hosts are counted from rank 0, also under a layout with an
-        offset.
+        Ranks per host, equal for all; the number of ranks of each host; the same by the host's
+        name; or the name of each rank's host. The first host has rank 0, also if the layout has
+        an offset.
 
     Raises
     ------
     LayoutError
-        Hosts that are none of these, or that have too few ranks.
+        Invalid hosts, or too few ranks on them.
 
     Examples
     --------
@@ -45,7 +45,8 @@ class Topology:
     layout: RankLayout
     hosts: Hosts
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _host: Any = field(init=False, repr=False, compare=False)  # the host's number, by global rank
+    # By global rank the number of its host, which is its place in names: an int array.
+    numbers: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names, host = _placed(self.hosts, self.layout.ranks.stop)
@@ -56,7 +57,7 @@ class Topology:
             )
         host.setflags(write=False)
         object.__setattr__(self, "names", names)
-        object.__setattr__(self, "_host", host)
+        object.__setattr__(self, "numbers", host)
 
     def __str__(self) -> str:
         """One line per dim."""
@@ -66,17 +67,11 @@ class Topology:
             for dim, count in counts.items()
         )
 
-    @property
-    def numbers(self) -> np.ndarray:
-        """The number of each rank's host, which is its place in ``names``; by global rank."""
-        numbers: np.ndarray = self._host
-        return numbers
-
     def host(self, rank: int) -> str:
         """The name of the host of ``rank``."""
         if rank not in self.layout:
             raise LayoutError(f"rank {shown(rank)} is outside {self.layout}.")
-        name: str = self.names[self._host[rank]]
+        name: str = self.names[self.numbers[rank]]
         return name
 
     def hosts_of(self, dims: Dims, rank: int) -> tuple[str, ...]:
@@ -95,7 +90,7 @@ class Topology:
         return groups
 
     def _crosses(self, dims: Dims) -> np.ndarray:
-        hosts = self._host[self.layout.groups(dims)]
+        hosts = self.numbers[self.layout.groups(dims)]
         crosses: np.ndarray = (hosts != hosts[:, :1]).any(axis=1)
         return crosses
 
@@ -118,7 +113,7 @@ def _placed(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
         names, sizes = [], []
     if not sizes or not all(map(_is_count, sizes)):
         raise LayoutError(
-            f"hosts={shown(hosts)} make no sense: give ranks per host (8), the ranks of each host "
+            f"invalid hosts={shown(hosts)}; allowed: ranks per host (8), the ranks of each host "
             f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
         )
     return tuple(map(str, names)), np.repeat(np.arange(len(sizes)), sizes)

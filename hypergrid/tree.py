@@ -6,20 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.messages import shown, span_of
 from hypergrid.topology import Hosts, Topology
 
-if TYPE_CHECKING:
-    from hypergrid.groups.grid import HyperCommGrid
-
 OPEN = -1  # the size of a leaf that takes what is left
 
 
 class TreeError(LayoutError, AssertionError):
-    """A tree that cannot be, or cannot be laid out; physicsnemo raises AssertionError."""
+    """An invalid tree, or one that cannot be laid out; physicsnemo raises AssertionError."""
 
 
 @dataclass(eq=False)
@@ -31,10 +28,10 @@ class GroupNode:
     name : str
         Unique in the tree.
     size : int, optional
-        Number of ranks; -1 on one leaf for what is left. Of parents it follows from the leaves.
+        Number of ranks; -1 on one leaf for the rest. Sizes of parents follow from the leaves.
     orthogonal_group : str or mapping of str to (str or None), optional
-        Name for the group over all that this one is not over, in the world. For several, or in
-        the scope of an ancestor: ``{name: ancestor}``, None for the world.
+        Name for the group over all dims that this one is not over, in the world. For several, or
+        inside an ancestor: ``{name: ancestor}``, None for the world.
     within : {"host"}, optional
         No group of this node may cross hosts.
     """
@@ -51,13 +48,13 @@ class GroupNode:
             self.size = _check_size(self.name, self.size)
         if self.within not in (None, "host"):
             raise TreeError(
-                f"{self.name!r} cannot stay within={shown(self.within)}: within='host' is all "
-                f"that is known. Leave it out for a group that may cross hosts."
+                f"invalid within={shown(self.within)} for {self.name!r}; allowed: 'host'. Leave "
+                f"it out for a group that may cross hosts."
             )
 
     @property
     def orthogonals(self) -> dict[str, str | None]:
-        """The names of its orthogonal groups, and in whose scope each is."""
+        """The names of its orthogonal groups, each with its ancestor or None."""
         given = self.orthogonal_group
         return {given: None} if isinstance(given, str) else dict(given or {})
 
@@ -68,9 +65,8 @@ Node = TypeVar("Node", bound=GroupNode)
 class GroupTree(Generic[Node]):
     """A model's groups as a tree: sizes are set on leaves, those of parents are products.
 
-    *Declared order* is depth first, siblings as they were added: that of the dims of
-    ``place``. The first leaf is the fastest dim, so its ranks are neighbours, as in
-    physicsnemo; and so are the ranks of each first child.
+    *Declared order* is depth first, siblings as they were added: the order of the dims of
+    ``place``. The first leaf is the fastest dim, so its ranks are neighbours, as in physicsnemo.
 
     Parameters
     ----------
@@ -137,7 +133,7 @@ class GroupTree(Generic[Node]):
         return list(self._children[self.get_node(name).name])
 
     def leaf_groups(self) -> list[str]:
-        """The names of all leaves in the order in which they were added, as physicsnemo's."""
+        """The names of all leaves in the order in which they were added, as in physicsnemo."""
         return [name for name in self._nodes if not self._children[name]]
 
     def breadth_first(self) -> list[str]:
@@ -150,20 +146,20 @@ class GroupTree(Generic[Node]):
     def set_leaf_group_sizes(
         self, group_sizes: Mapping[str, int], update_parent_sizes: bool = True
     ) -> None:
-        """Set sizes of leaves, all or, when one is refused, none.
+        """Set sizes of leaves; none if one is refused.
 
         Parameters
         ----------
         group_sizes : mapping of name to size
-            -1 for one leaf of the tree: it takes what is left of the world.
+            -1 for one leaf of the tree: it takes the rest of the world.
         update_parent_sizes : bool
-            Compute those of the parents too.
+            Also compute the sizes of the parents.
 
         Raises
         ------
         TreeError
-            No such group, not a leaf, no size, a second -1; a leaf that is left without a size
-            while parents are to be updated.
+            An unknown group, not a leaf, an invalid size, a second -1; a leaf without a size, if
+            parents are to be updated.
         """
         sizes = {name: self._nodes[name].size for name in self.leaf_groups()}
         for name, size in group_sizes.items():
@@ -180,9 +176,9 @@ class GroupTree(Generic[Node]):
             self.update_parent_sizes()
 
     def update_parent_sizes(self, verbose: bool = False) -> int:
-        """Make each parent's size the product of its children's; gives that of the root.
+        """Set each parent's size to the product of its children's; returns that of the root.
 
-        It is -1 above a leaf of that size. Raises TreeError if a leaf has no size.
+        It is -1 above a leaf of size -1. Raises TreeError if a leaf has no size.
         """
         _check_leaves({name: self._nodes[name].size for name in self.leaf_groups()})
         for name in reversed(self.breadth_first()):
@@ -199,14 +195,14 @@ class GroupTree(Generic[Node]):
     def place(
         self, world_size: int | None = None, *, offset: int = 0, hosts: Hosts | None = None
     ) -> Placement:
-        """Lay the tree out over ``world_size`` ranks. *Local*; the tree stays as it is.
+        """Lay the tree out over ``world_size`` ranks. *Local*; the tree is not changed.
 
         Parameters
         ----------
         world_size : int, optional
-            By default the size of the root. What the tree does not fill becomes the slowest dim,
-            named by the root's ``orthogonal_group``, else ``"outside"``. So does a part of a
-            parent whose own size is a multiple of its children's: ``"rest of NAME"``.
+            By default the size of the root. The rest of a larger world is the slowest dim, named
+            by the root's ``orthogonal_group``, else ``"outside"``. If the size of a parent is a
+            multiple of its children's, the rest is a dim ``"rest of NAME"``.
         offset : int
             The first rank.
         hosts : optional
@@ -216,7 +212,7 @@ class GroupTree(Generic[Node]):
         ------
         TreeError
             A leaf without a size, sizes that do not divide the world, an orthogonal group whose
-            name means other ranks already, a group that is to stay inside a host and does not.
+            name already means other ranks, a group with ``within="host"`` that crosses hosts.
         """
         _check_leaves({name: self._nodes[name].size for name in self.leaf_groups()})
         sizes: dict[str, int] = {}
@@ -227,8 +223,8 @@ class GroupTree(Generic[Node]):
             _close("the world", total, list(sizes), sizes, self._out)
         elif OPEN in sizes.values():
             raise TreeError(
-                f"{next(d for d in sizes if sizes[d] == OPEN)!r} takes what is left, and of how "
-                f"many ranks is not known: give world_size."
+                f"{next(d for d in sizes if sizes[d] == OPEN)!r} takes the rest of the ranks, "
+                f"whose number is not known: give world_size."
             )
         layout = RankLayout(tuple(sizes), tuple(sizes.values()), offset)
         placement = Placement(layout, spans, Topology(layout, hosts) if hosts is not None else None)
@@ -276,8 +272,8 @@ class GroupTree(Generic[Node]):
         taken = placement.dims(other) if other in {*spans, *placement.layout.dims} else dims
         if taken != dims:
             raise TreeError(
-                f"{other!r} cannot be orthogonal to {name!r}: it is over {list(taken)} already, "
-                f"and what is orthogonal is over {list(dims)}. Take another name."
+                f"{other!r} cannot be orthogonal to {name!r}: it is already over {list(taken)}, "
+                f"and the orthogonal group is over {list(dims)}. Take another name."
             )
         spans[other] = dims
 
@@ -285,6 +281,9 @@ class GroupTree(Generic[Node]):
 @dataclass(frozen=True)
 class Placement:
     """A tree laid out over ranks: each of its groups is a combination of dims.
+
+    ``grid = HyperCommGrid.over(placement.layout)`` is the grid of these dims, and
+    ``grid.create_pg(placement.dims(name))`` creates the groups of a node.
 
     Parameters
     ----------
@@ -301,7 +300,7 @@ class Placement:
     topology: Topology | None = None
 
     def dims(self, of: Dims) -> tuple[str, ...]:
-        """The dims of a node, of an orthogonal group's name, or of several names or dims."""
+        """The dims of a node, of an orthogonal group, or of several names or dims."""
         names = [of] if isinstance(of, str) else list(of)
         for name in names:
             if name not in self.spans and name not in self.layout.dims:
@@ -313,13 +312,9 @@ class Placement:
     def orthogonal(self, of: Dims, scope: Dims | None = None) -> tuple[str, ...]:
         """All dims that ``of`` is not over, in the world or in ``scope``, which contains it.
 
-        ``of`` and its orthogonal meet in exactly one rank and their sizes multiply to that of
-        the scope; the orthogonal of the orthogonal, in the same scope, is ``of``.
-
-        Raises
-        ------
-        TreeError
-            An unknown group; a scope that does not contain ``of``.
+        A group of ``of`` and one orthogonal to it have exactly one rank in common, and their sizes
+        multiply to that of the scope. Raises TreeError on an unknown group, or a scope that does
+        not contain ``of``.
         """
         dims = self.dims(of)
         whole = self.layout.dims if scope is None else self.dims(scope)
@@ -338,12 +333,6 @@ class Placement:
         """The ranks in the group of ``rank``, ascending."""
         return self.layout.group(rank, self.dims(of))
 
-    def grid(self, backend: str | None = None) -> HyperCommGrid:
-        """The grid of these dims: ``grid.create_pg(placement.dims(name))``. It has no groups."""
-        from hypergrid.groups.grid import HyperCommGrid
-
-        return HyperCommGrid.over(self.layout, backend=backend)
-
 
 def _check_size(name: str, size: object, least: int = OPEN) -> int:
     if isinstance(size, Integral) and not isinstance(size, bool) and size != 0:
@@ -359,18 +348,18 @@ def _check_leaves(sizes: Mapping[str, int | None], complete: bool = True) -> Non
     if missing and complete:
         raise TreeError(
             f"leaves {missing} have no size: give each one by set_leaf_group_sizes(), -1 for one "
-            f"that takes what is left."
+            f"that takes the rest."
         )
     for name, size in sizes.items():
         if size is not None:
             _check_size(name, size)
     left = [name for name, size in sizes.items() if size == OPEN]
     if len(left) > 1:
-        raise TreeError(f"{left} cannot all take what is left: give all but one a size.")
+        raise TreeError(f"{left} cannot all take the rest: give all but one a size.")
 
 
 def _close(owner: str, total: int, dims: list[str], sizes: dict[str, int], rest: str) -> None:
-    """Make ``dims`` multiply to ``total``: by the one that takes what is left, or by one more."""
+    """Make ``dims`` multiply to ``total``: by the one that takes the rest, or by one more."""
     known = {dim: sizes[dim] for dim in dims if sizes[dim] != OPEN}
     product = prod(known.values())
     if total % product:
@@ -389,15 +378,15 @@ def _check_within_host(placement: Placement, name: str) -> None:
     dims = placement.dims(name)
     if placement.topology is None:
         raise TreeError(
-            f"{name!r} is to stay inside a host, and which ranks share one is not known: give "
-            f"hosts=, such as the number of ranks per host."
+            f"{name!r} must stay inside a host, and the hosts are not known: give hosts=, such as "
+            f"the number of ranks per host."
         )
     crossing = placement.topology.crossing(dims)
     if crossing:
         first = crossing[0]
         touched = placement.topology.hosts_of(dims, first[0])
         raise TreeError(
-            f"{name!r} is to stay inside a host and does not: {len(crossing)} of its "
+            f"{name!r} must stay inside a host and does not: {len(crossing)} of its "
             f"{placement.layout.size // len(first)} groups cross hosts, the first with ranks "
             f"{span_of(first)} on {', '.join(touched)}. Make it smaller, declare it before others "
             f"(the first leaf's ranks are neighbours), or leave out within='host'."

@@ -298,7 +298,9 @@ class ChildError(RuntimeError):
 def child(script: str, *, timeout: float = 280, **job: Any) -> Any:
     """Run a job in a fresh interpreter and give its result."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HYPERGRID_")}
+    path = filter(None, [str(HERE.parent), environment.get("PYTHONPATH")])
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join(path)
     with subprocess.Popen(
         [sys.executable, str(HERE / script), json.dumps(job)],
         env=environment,

@@ -16,12 +16,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import forked
 import torch.distributed as dist
 from bench_sides import digest, load, rounds
 from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
+from tests.support import forked
 
 SIZES = {
     "tensor_model_parallel_size": 2,

@@ -75,7 +75,9 @@ def load(side: str) -> Any:
     sys.path.insert(0, str(ROOT))
     if side == "ours":
         return importlib.import_module("compat.parallel_state")
-    return importlib.import_module("tests.stock").load_stock(metadata.version("megatron-core"))
+    return importlib.import_module("tests.support.stock").load_stock(
+        metadata.version("megatron-core")
+    )
 
 
 def start_fake_world(rank: int, world: int) -> None:

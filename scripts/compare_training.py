@@ -77,11 +77,11 @@ def train(side: str, runs: list[str], ranks: int, steps: int) -> list[Results]:
         import compat
 
         compat.install()
-    sys.path.insert(0, str(HERE))
-    import forked
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
     import train_gpt
 
     from compat.swap import stray_bindings
+    from tests.support import forked
 
     assert side == "stock" or not stray_bindings(), stray_bindings()
     results = []

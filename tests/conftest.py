@@ -1,16 +1,29 @@
-"""Shared by all tests: torch and the package under test from this checkout."""
-
-import sys
-from pathlib import Path
+"""Shared by all tests: which are slow, and a world in this process."""
 
 import hypothesis
 import pytest
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
+from tests.support import ROOT
+
 hypothesis.settings.register_profile("hypergrid", deadline=None)  # machines may be busy
 hypothesis.settings.load_profile("hypergrid")
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+
+# What `scripts/test --fast` runs; everything else is marked slow.
+FAST = (
+    *("hypergrid", "analysis", "cli", "show"),
+    *("groups/test_grid.py", "groups/test_splits.py", "groups/test_sharing.py"),
+    *("megatron/test_job.py", "megatron/test_hyper_comm_grid.py"),
+    *("transformer_engine/test_transformer_engine.py", "scripts/test_torch_lines.py"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    fast = [ROOT / "tests" / each for each in FAST]
+    for item in items:
+        if not any(item.path.is_relative_to(each) for each in fast):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

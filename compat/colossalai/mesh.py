@@ -5,38 +5,36 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.known_groups import NOT_A_MEMBER, plain
-from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement, agree, refusing_together
+from hypergrid.groups.known_groups import NOT_A_MEMBER
+from hypergrid.groups.prepare import refusing_together
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
-from hypergrid.plan import Kind, Ranks
+from hypergrid.plan import Ranks
 from hypergrid.policy import Policy
 
 Axes: TypeAlias = int | Sequence[int]
 Indices: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 Coordinate: TypeAlias = tuple[int, ...]
-
-_MODES = ("raise", "wrap", "clip")
+Mode: TypeAlias = Literal["raise", "wrap", "clip"]
 
 
 class ProcessGroupMesh:
     """The world as an N-dimensional mesh, as ColossalAI 0.5's class of this name.
 
-    Row-major: the last axis is the fastest. ``grid`` is the same as a
+    Row-major: the last axis is the fastest. ``grid`` is the same mesh as a
     ``~hypergrid.HyperCommGrid``, with dims ``"axis0"``, ``"axis1"`` ...
 
-    A group is known by its members and its backend, whichever axes led to it. At home the cache
-    forgets the backend, and asking for gloo after NCCL gives the NCCL group.
+    Calls with the same members and backend return the same group, also over other axes. (ColossalAI
+    ignores the backend: asking for gloo after NCCL returns the NCCL group.)
 
     Parameters
     ----------
@@ -54,7 +52,7 @@ class ProcessGroupMesh:
     def __init__(self, *size: int) -> None:
         if not dist.is_initialized():
             raise AssertionError(
-                f"ProcessGroupMesh{size} needs a world: call "
+                f"ProcessGroupMesh{size} needs torch.distributed: call "
                 f"torch.distributed.init_process_group() first."
             )
         if not size:
@@ -63,7 +61,7 @@ class ProcessGroupMesh:
         if ranks != world:
             raise AssertionError(
                 f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {ranks} ranks and "
-                f"the world has {world}: the product of the sizes must be equal to it."
+                f"the world has {world}: the product of the sizes must be the world's size."
             )
         layout = _layout(size)
         self.grid = HyperCommGrid.over(layout)
@@ -73,11 +71,7 @@ class ProcessGroupMesh:
         self._start()
 
     def _start(self) -> None:
-        # One communicator for the same members and backend, whatever the names.
-        self._pool = GroupPool(
-            Agreement(epoch=""), replace(Policy.resolve(), share="all"), repr(self)
-        )
-        # Both also where this rank is no member: every rank knows all groups of the mesh.
+        # Groups of other ranks too: every rank knows all groups of the mesh.
         self._known: dict[tuple[str | None, Ranks], ProcessGroup] = {}
         self._asked: dict[str, ProcessGroup] = {}
 
@@ -99,49 +93,45 @@ class ProcessGroupMesh:
         return self._shape if dim is None else self._shape[self._axis(dim)]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
-        """Where this rank is on one axis, or on each."""
+        """The coordinate of this rank on one axis, or on each."""
         return self._coord if dim is None else self._coord[self._axis(dim)]
 
     @staticmethod
     def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
         """The coordinate of ``rank``. ValueError if it is outside ``shape``."""
-        layout = _layout(shape)
-        at = layout.coordinate(_whole(rank, "rank"))
-        return tuple(at.values())[::-1]
+        return tuple(_layout(shape).coordinate(_whole(rank, "rank")).values())[::-1]
 
     @staticmethod
-    def ravel(coord: Sequence[int], shape: Sequence[int], mode: str = "raise") -> int:
+    def ravel(coord: Sequence[int], shape: Sequence[int], mode: Mode = "raise") -> int:
         """The rank at ``coord``, as ``numpy.ravel_multi_index``.
 
         Parameters
         ----------
         mode : {"raise", "wrap", "clip"}
-            What to do with a number outside its axis: refuse it with a ValueError, go around, or
-            stay at the edge.
+            For a coordinate outside its axis: raise ValueError, take the remainder, or take the
+            nearest one inside.
         """
-        if mode not in _MODES:
+        if mode not in get_args(Mode):
             raise AssertionError(
-                f"mode {shown(mode)} is none of {', '.join(_MODES)}: coordinate {shown(coord)} "
-                f"cannot be made a rank of {shown(shape)}."
+                f"invalid mode {shown(mode)} for coordinate {shown(coord)} of shape "
+                f"{shown(shape)}; allowed: {', '.join(get_args(Mode))}."
             )
         layout = _layout(shape)
-        at = [_whole(each, "coordinate") for each in coord][::-1]
+        at = [_whole(each, "coordinate") for each in coord]
         if len(at) != len(layout.sizes):
             raise LayoutError(
                 f"coordinate {shown(coord)} has {len(at)} numbers and the shape {shown(shape)} "
                 f"has {len(layout.sizes)}: give one for each axis."
             )
-        if mode == "wrap":
-            at = [each % size for each, size in zip(at, layout.sizes, strict=True)]
-        elif mode == "clip":
-            at = [min(max(each, 0), s - 1) for each, s in zip(at, layout.sizes, strict=True)]
-        return layout.rank(**dict(zip(layout.dims, at, strict=True)))
+        if mode == "raise":
+            return layout.rank(**dict(zip(layout.dims, at[::-1], strict=True)))
+        return int(np.ravel_multi_index(at, shape, mode))
 
     @staticmethod
     def get_coords_along_axis(
         base_coord: Sequence[int], axis: Axes, indices_at_axis: Indices
     ) -> list[Coordinate]:
-        """``base_coord`` with each of the indices put at the axis, or at each of several axes."""
+        """``base_coord`` with each of the indices at the axis, or at each of several axes."""
         axes, indices = _listed(axis, indices_at_axis)
         coords = []
         for chosen in itertools.product(*indices):
@@ -157,16 +147,16 @@ class ProcessGroupMesh:
         indices_at_axis: Indices | None = None,
         backend: str | None = None,
     ) -> ProcessGroup:
-        """The groups along an axis, or over several; the one that this rank is in.
+        """Create the groups along an axis, or over several; returns the group of this rank.
 
-        *Collective* over the mesh, as at home: every rank calls it, whether anything is missing or
-        not. Where every group that is asked for exists, whichever axes and indices led to it,
-        nothing is created, and ranks may give different arguments. Otherwise they must be equal.
+        *Collective* over the mesh, also if all groups exist. If every group that is asked for
+        exists, also over other axes and indices, nothing is created, and ranks may give different
+        arguments. Otherwise their arguments must be equal.
 
         Parameters
         ----------
         axis : int or sequence of int
-            Along which ranks differ; all their other coordinates are equal.
+            Members differ on these, and are equal on all others.
         indices_at_axis : sequence of int, or one such sequence per axis, optional
             Only these positions; by default all.
         backend : str, optional
@@ -175,22 +165,22 @@ class ProcessGroupMesh:
         Returns
         -------
         ProcessGroup
-            ``torch.distributed.GroupMember.NON_GROUP_MEMBER`` where this rank is at none of the
-            indices. (At home it is None the first time, which torch takes for the whole world.)
+            ``torch.distributed.GroupMember.NON_GROUP_MEMBER`` if this rank is at none of the
+            indices. (ColossalAI returns None the first time, which means the world to torch.)
 
         Raises
         ------
         IndexError
-            An axis that does not exist; no indices. Raised, as ValueError, when the other ranks
-            have come and heard of it, after a minute at most.
+            An axis that does not exist; no indices. This and ValueError are raised after the
+            other ranks were told, or after a minute.
         ValueError
             An index that does not exist; an axis or index that repeats.
         AgreementError
-            The ranks were asked for different groups, and not all of these exist.
+            Ranks gave different arguments, and not all of their groups exist.
         CreationError
-            A group could not be created; nothing is left on any rank.
+            A group could not be created; no rank keeps one.
         """
-        return self._group(axis, indices_at_axis, backend, meeting=True)
+        return self._group(axis, indices_at_axis, backend, collective=True)
 
     def get_group_along_axis(
         self,
@@ -198,25 +188,24 @@ class ProcessGroupMesh:
         indices_at_axis: Indices | None = None,
         backend: str | None = None,
     ) -> ProcessGroup:
-        """As ``create_group_along_axis``; *local* where all of its groups exist, else collective.
+        """As ``create_group_along_axis``; *local* if all of its groups exist, else collective.
 
-        Which of the two it is, is equal on all ranks if their arguments are.
+        With equal arguments it is local on all ranks or on none.
         """
-        return self._group(axis, indices_at_axis, backend, meeting=False)
+        return self._group(axis, indices_at_axis, backend, collective=False)
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
-        for pooled in self._pool.groups:
-            if pooled.group is group:
-                return list(pooled.ranks)
+        for (_, ranks), known in self._known.items():
+            if known is group and group is not NOT_A_MEMBER:
+                return list(ranks)
         raise KeyError(
-            f"{shown(group)} is no group of {self!r} that has this rank. Ask "
-            f"torch.distributed.get_process_group_ranks() about groups made elsewhere."
+            f"{shown(group)} is not a group of this rank in {self!r}. For groups created elsewhere "
+            f"call torch.distributed.get_process_group_ranks()."
         )
 
     def destroy_mesh_process_groups(self) -> None:
-        """Give back every group of this mesh. *Local*; asked for again, they are made anew."""
-        self._pool.destroy()
+        """Destroy every group of this mesh. *Local*; they can be created again."""
         self.grid.destroy()
         self._start()
 
@@ -229,22 +218,20 @@ class ProcessGroupMesh:
 
     def _chosen(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
         """The axes and the positions chosen at each, ascending."""
-        if indices_at_axis is None:
-            axes = [self._axis(each) for each in _axes(axis)]
-            indices = [list(range(self._shape[each])) for each in axes]
-        else:
-            axes, indices = _listed(axis, indices_at_axis)
-            axes = [self._axis(each) for each in axes]
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"axes must not repeat, rank {self._rank} was given {shown(axis)}.")
-        for at, given in zip(axes, indices, strict=True):
+        chosen: dict[int, list[int]] = {}
+        axes, indices = _listed(axis, indices_at_axis)
+        for at, some in zip(map(self._axis, axes), indices, strict=True):
             size = self._shape[at]
+            given = list(range(size)) if some is None else some
+            if at in chosen:
+                raise ValueError(f"axes must not repeat, rank {self._rank} got {shown(axis)}.")
             if not given or len(set(given)) < len(given) or not {*given} <= {*range(size)}:
                 raise (ValueError if given else IndexError)(
                     f"indices {shown(given)} at axis {at} make no group in {self!r}: give at "
                     f"least one of 0 to {size - 1}, each once."
                 )
-        return {at: sorted(given) for at, given in sorted(zip(axes, indices, strict=True))}
+            chosen[at] = sorted(given)
+        return dict(sorted(chosen.items()))
 
     def _label(self, chosen: dict[int, list[int]], backend: str | None) -> str:
         dims = [
@@ -254,18 +241,18 @@ class ProcessGroupMesh:
         return "-".join(dims or ["alone"]) + (f"/{backend}" if backend else "")
 
     def _group(
-        self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, meeting: bool
+        self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
     ) -> ProcessGroup:
-        with refusing_together(self.grid.layout.ranks, self._pool.policy):
+        with refusing_together(self.grid.layout.ranks, Policy.resolve()):
             chosen = self._chosen(axis, indices_at_axis)
-        backend = plain(backend)
+        backend = plain_backend(backend)
         label = self._label(chosen, backend)
-        if meeting or label not in self._asked:
-            self._asked[label] = self._found_or_made(label, chosen, backend, meeting)
+        if collective or label not in self._asked:
+            self._asked[label] = self._found_or_created(label, chosen, backend, collective)
         return self._asked[label]
 
-    def _found_or_made(
-        self, label: str, chosen: dict[int, list[int]], backend: str | None, meeting: bool
+    def _found_or_created(
+        self, label: str, chosen: dict[int, list[int]], backend: str | None, collective: bool
     ) -> ProcessGroup:
         layout, dims = self.grid.layout, tuple(f"axis{axis}" for axis in chosen)
         # Which members of a whole line the indices pick is the same on every line.
@@ -273,24 +260,18 @@ class ProcessGroupMesh:
         places = whole[np.ix_(*chosen.values())].ravel()
         line = tuple(np.array(layout.group(self._rank, dims))[places].tolist())
         lines = [tuple(each) for each in layout.groups(dims)[:, places].tolist()]
-        # Those of other ranks too: a rank that misses a group would wait for those that do not.
-        missing = not self._known.keys() >= {(backend, each) for each in lines}
-        proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
-        if missing:
-            with self._pool.agreed(layout.ranks, proposal):
-                made = self._pool.make(
-                    label,
-                    {label: line} if self._rank in line else {},
-                    lambda: lines,
-                    dims=dims,
-                    kind=Kind(backend, None, None),
-                    backend=backend,
-                )
-            self._known.update({(backend, each): NOT_A_MEMBER for each in lines})
-            self._known[backend, line] = made[0] if made else NOT_A_MEMBER
-        elif meeting:
-            # Ranks that were given other indices may miss groups: they hear of it, and none waits.
-            agree(layout.ranks, proposal, self._pool.policy)
+        # Those of other ranks too: a rank that lacks a group would wait for those that have it.
+        missing = [each for each in lines if (backend, each) not in self._known]
+        if missing or collective:
+            proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
+            mine = {label: line} if self._rank in line and line in missing else {}
+            made = []
+            with self.grid.agreed(proposal, repr(self)) as pool:
+                if missing:
+                    made = pool.make(label, mine, missing.copy, dims=dims, backend=backend)
+            self._known.update({(backend, each): NOT_A_MEMBER for each in missing})
+            if made:
+                self._known[backend, line] = made[0]
         group = self._known[backend, line]
         if dims and backend is None and len(places) == whole.size:
             self.grid.hold(dims, group)
@@ -298,27 +279,24 @@ class ProcessGroupMesh:
 
 
 def _layout(shape: Sequence[int]) -> RankLayout:
-    """Named so that the last axis, which is the fastest, comes first."""
+    """Its dims are the axes, the last and fastest one first."""
     names = [f"axis{axis}" for axis in range(len(shape))]
     return RankLayout(tuple(names[::-1]), tuple(shape)[::-1])
 
 
-def _axes(axis: Axes) -> list[int]:
-    return [_whole(each, "axis") for each in (axis if isinstance(axis, Iterable) else [axis])]
-
-
-def _listed(axis: Axes, indices_at_axis: Indices) -> tuple[list[int], list[list[int]]]:
-    """Axes and the indices at each, whether one axis was given or several."""
+def _listed(axis: Axes, indices_at_axis: Indices | None) -> tuple[list[int], list[Any]]:
+    """The axes and the indices at each, None for all; one axis or several may be given."""
     several = isinstance(axis, Iterable)
+    axes = [_whole(each, "axis") for each in (axis if several else [axis])]  # type: ignore[union-attr]
+    if indices_at_axis is None:
+        return axes, [None] * len(axes)
     given: Any = indices_at_axis if several else [indices_at_axis]
-    indices = [[_whole(each, "index") for each in some] for some in given]
-    axes = _axes(axis)
-    if len(indices) != len(axes):
+    if len(axes) != len(given):
         raise ValueError(
-            f"{len(axes)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give a "
+            f"{len(axes)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give one "
             f"list for each axis."
         )
-    return axes, indices
+    return axes, [[_whole(each, "index") for each in some] for some in given]
 
 
 def _whole(value: Any, what: str) -> int:

@@ -9,23 +9,15 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from itertools import islice
 from math import prod
 from typing import Any
 
 from compat.megatron import communicators, encoder, replaced
 from compat.megatron.order import ARGUMENT
-from compat.megatron.rank_generator import (
-    OrderError,
-    RankGenerator,
-    check_order,
-    inject_gtp_remat_axis,
-    lay_out,
-)
-from compat.megatron.refusals import ArgumentError, SizeError
+from compat.megatron.rank_generator import RankGenerator, inject_gtp_remat_axis, lay_out
 from compat.megatron.releases import HAS
-from hypergrid.layout import RankLayout
-from hypergrid.messages import retold, shown
+from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.messages import shown
 from hypergrid.policy import CHOICES, Policy, outermost
 
 # The sizes that divide the world in each grid; dp is what is left of it.
@@ -44,6 +36,14 @@ _EXPERT = (
 
 _INSTANCES = "num_distributed_optimizer_instances"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+_NUMBERS = (
+    *(*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL, encoder.TENSOR, encoder.STAGES),
+    *("pipeline_model_parallel_split_rank", "rank_offset", "local_world_size"),
+)
+_FLAGS = (
+    *("use_sharp", "hybrid_context_parallel"),
+    *("create_gloo_process_groups", "create_all_gather_group"),
+)
 
 
 def _dist() -> Any:
@@ -63,28 +63,40 @@ _USUAL = "tp-gtp_remat-cp-ep-dp-pp"
 RankChooser = Callable[[list[int]], list[int]]
 
 
-def _levels(given: Any) -> Any:
-    if isinstance(given, str | bytes | Mapping):
-        return given or None
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError
+    return given
+
+
+def _levels(given: Any) -> list[int] | None:
+    if isinstance(given, str | bytes):
+        raise TypeError
     return [operator.index(size) for size in given[:]] or None
 
 
-def _names(given: Any) -> Any:
-    return given if isinstance(given, str) else list(islice(given, communicators.MOST_NAMES + 1))
+def _names(given: Any) -> list[Any]:
+    names = list(given)
+    hash(tuple(names))  # they are looked up in the NCCL configuration
+    return names
 
 
-# How a value is made plain: whole numbers and lists of them may come from numpy or torch.
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys((*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL), operator.index),
-    **dict.fromkeys(("rank_offset", "local_world_size"), operator.index),
-    **dict.fromkeys((encoder.TENSOR, encoder.STAGES), operator.index),
-    "pipeline_model_parallel_split_rank": operator.index,
-    "distributed_timeout_minutes": operator.index,  # a float stays what it is
-    **dict.fromkeys(("use_sharp", "hybrid_context_parallel"), bool),
-    **dict.fromkeys(("create_gloo_process_groups", "create_all_gather_group"), bool),
-    "hierarchical_context_parallel_sizes": _levels,
-    "high_priority_stream_groups": _names,
-    "nccl_communicator_config_path": os.fsdecode,
+def _minutes(given: Any) -> float:
+    return given if isinstance(given, float) else operator.index(given)
+
+
+# What an argument must be, in words, and how it is made of plain Python values: numbers and lists
+# may come from numpy or torch, paths from pathlib.
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(_NUMBERS, (operator.index, "a whole number")),
+    **dict.fromkeys(_FLAGS, (bool, "True or False")),
+    "order": (_text, "a text such as 'tp-cp-ep-dp-pp'"),
+    "pipeline_model_parallel_comm_backend": (_text, "'nccl', 'ucc' or None"),
+    "sharp_enabled_group": (_text, "'dp', 'dp_replica' or None"),
+    "distributed_timeout_minutes": (_minutes, "a number of minutes, such as 30"),
+    "hierarchical_context_parallel_sizes": (_levels, "a list of whole numbers, such as [2, 4]"),
+    "high_priority_stream_groups": (_names, "a list of names of groups, such as ['dp_cp']"),
+    "nccl_communicator_config_path": (os.fsdecode, "the path of a YAML file"),
 }
 
 
@@ -122,32 +134,31 @@ class Arguments:
     share: str | None = None
     connect: str | None = None
     creation: str | None = None
-    # Not arguments: the how-many-eth initialisation of the process; the ranks of a job that is
-    # planned without one, and only a request without it asks torch; the functions that outside
-    # code has put in the place of parallel_state's, by name; who asked for the order.
+    # Not arguments: this process's n-th initialisation; the number of ranks of a job that is only
+    # planned (without it, torch is asked); parallel_state's functions that outside code has
+    # replaced, by name; where the order comes from.
     life: int | None = None
     job_size: int | None = None
     helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     order_source: str = ARGUMENT
 
     def __post_init__(self) -> None:
-        # What cannot be made plain stays as it is, for its check to refuse in upstream's order.
-        for name, plain in _PLAIN.items():
-            value = getattr(self, name)
-            if value is not None:
-                with suppress(Exception):
-                    object.__setattr__(self, name, plain(value))
+        for name, (plain, _) in _KINDS.items():
+            with suppress(Exception):  # check() refuses it, and tells the other ranks
+                object.__setattr__(self, name, plain(getattr(self, name)))
 
     def check(self) -> None:
-        """Refuse what upstream refuses before it looks at its state, in upstream's order.
+        """Refuse wrong arguments, in upstream's order. The message says what to change.
 
         Raises
         ------
-        AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError
-            As upstream does for the same fault; the message says what to change.
+        AssertionError, RuntimeError
+            As upstream, where its source refuses the same fault.
+        TypeError, ValueError, OSError
+            A wrong type, a wrong value, a file that cannot be read.
         """
         replaced.check(self.helpers, self.policy.share, self.policy.creation)
-        self._check_flags()
+        self._check_kinds()
         self._check_sharp()
         if self.job_size is None and not _dist().is_initialized():
             raise AssertionError(
@@ -155,12 +166,10 @@ class Arguments:
                 "before initialize_model_parallel()."
             )
         encoder.check(self._encoder_sizes, self.tensor_model_parallel_size)
-        # Lazily, as upstream: the second is not looked at where the first is enough.
-        remat = (self.whole(name) > 1 for name in ("gtp_remat_size", "expert_gtp_remat_size"))
-        if any(remat) and self.whole(_INSTANCES) > 1:
+        if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and self.instances > 1:
             raise AssertionError(
-                f"gtp_remat with num_distributed_optimizer_instances={shown(self.instances)} is "
-                f"not supported: set one of them to 1."
+                f"gtp_remat with num_distributed_optimizer_instances={self.instances} is not "
+                f"supported: set one of them to 1."
             )
         if self.local_world_size is not None:
             self.positive("local_world_size")
@@ -168,9 +177,8 @@ class Arguments:
         if self.virtual_pipeline_model_parallel_size is not None:
             if self.pipeline_model_parallel_size <= 1:
                 raise RuntimeError(
-                    f"{_VIRTUAL}={shown(self.virtual_pipeline_model_parallel_size)} needs "
-                    f"pipeline_model_parallel_size > 1, which is "
-                    f"{self.pipeline_model_parallel_size}."
+                    f"{_VIRTUAL}={self.virtual_pipeline_model_parallel_size} needs "
+                    f"pipeline_model_parallel_size > 1, got {self.pipeline_model_parallel_size}."
                 )
             self.positive(_VIRTUAL)
         _ = self.nccl_configs
@@ -178,18 +186,17 @@ class Arguments:
         if self.pipeline_model_parallel_size > 1:
             if not self.order.endswith("pp") and dense.dim_size("dp") != expert.dim_size("dp"):
                 raise AssertionError(
-                    f"order {shown(self.order)} does not end in pp, so the dense data-parallel "
-                    f"size {shown(dense.dim_size('dp'))} and the expert one "
-                    f"{shown(expert.dim_size('dp'))} must be equal. Put pp last, or change the "
-                    f"expert sizes.{self._order_source}"
+                    f"order {shown(self.order)} does not end in pp, so the data-parallel sizes, "
+                    f"dense {dense.dim_size('dp')} and expert {expert.dim_size('dp')}, must be "
+                    f"equal. Put pp last, or change the expert sizes.{self._order_source}"
                 )
             strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
             if strides[0] != strides[1] and not self.decides_ranks:
                 raise AssertionError(
                     f"pipelines must be the same for dense and expert layers; with order "
-                    f"{shown(self.order)} their stages are {shown(strides[0])} and "
-                    f"{shown(strides[1])} ranks apart. Put pp last, or make tp x cp and expert "
-                    f"tp x ep equal.{self._order_source}"
+                    f"{shown(self.order)} their stages are {strides[0]} and {strides[1]} ranks "
+                    f"apart. Put pp last, or make tp x cp and expert tp x ep equal."
+                    f"{self._order_source}"
                 )
         if self.decides_ranks:
             stages = [self.rank_lists(grid, "pp") for grid in ("decoder", "expert")]
@@ -210,7 +217,7 @@ class Arguments:
     def _window(self) -> range:
         try:
             return range(self.rank_offset, self.rank_offset + self.world_size)
-        except TypeError:  # no numbers: whoever waits for this rank has another window
+        except TypeError:  # not numbers
             return range(self.world)
 
     @property
@@ -241,7 +248,7 @@ class Arguments:
 
     @cached_property
     def policy(self) -> Policy:
-        """How the groups are made."""
+        """How the groups are created."""
         _ = self.sources  # as the environment is now
         return Policy.resolve(share=self.share, connect=self.connect, creation=self.creation)
 
@@ -250,11 +257,10 @@ class Arguments:
         given = self.distributed_timeout_minutes
         try:
             return timedelta(minutes=given)
-        except Exception as error:
-            raise retold(
-                error,
-                f"distributed_timeout_minutes={shown(given)} is no time to wait: {error}. Give a "
-                f"number of minutes, such as 30.",
+        except (OverflowError, ValueError) as error:
+            raise ValueError(
+                f"invalid distributed_timeout_minutes={shown(given)}: {error}. Give a number of "
+                f"minutes, such as 30."
             ) from None
 
     @cached_property
@@ -277,10 +283,8 @@ class Arguments:
 
     @property
     def _encoder_sizes(self) -> tuple[int, int]:
-        none = self.encoder_pipeline_model_parallel_size is None
-        stages = 0 if none else self.whole(encoder.STAGES)
-        most = self.whole("tensor_model_parallel_size")
-        return encoder.sizes(self.whole(encoder.TENSOR), stages, most)
+        tensor, stages = (getattr(self, name) for name in (encoder.TENSOR, encoder.STAGES))
+        return encoder.sizes(tensor, stages or 0, self.tensor_model_parallel_size)
 
     @property
     def _encoder_size(self) -> int:
@@ -366,59 +370,48 @@ class Arguments:
         return layouts
 
     def _lay_out(self, sizes: dict[str, int], after: str, behind: int = 0) -> RankLayout:
-        check_order(self.order)
         named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
         try:
-            lay_out(self.order, own)  # refuses in the words of the order as it was given
-            if self.whole("rank_offset") < 0:
-                raise SizeError(
-                    f"rank_offset must be at least 0, the first rank of the window, got "
-                    f"{shown(self.rank_offset)}."
-                )
+            lay_out(self.order, own)  # first: its message shows the order as it was given
+            if self.rank_offset < 0:
+                raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
             offset = self.rank_offset + behind
             return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
-        except OrderError as error:
-            if self.decides_ranks:  # then for its sizes alone
+        except (LayoutError, RuntimeError) as error:
+            if self.decides_ranks:  # then only the sizes of the layout are used
                 return lay_out(_USUAL, sizes, self.rank_offset + behind)
-            raise OrderError(f"{error}{self._order_source}") from None
+            raise type(error)(f"{error}{self._order_source}") from None
 
     @property
     def _order_source(self) -> str:
         return "" if self.job_size is not None else f" The order comes from {self.order_source}."
 
     def _divide(self, *names: str) -> int:
-        """The data-parallel size that sizes leave of the world; refuses one that is not whole."""
+        """The world divided by these sizes, which is the data-parallel size; RuntimeError if a
+        remainder is left."""
         for name in names:
             self.positive(name)
         sizes = {name: self._size(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
-        asked = " x ".join(f"{n}={shown(size)}" for n, size in sizes.items() if size > 1)
+        asked = " x ".join(f"{n}={size}" for n, size in sizes.items() if size > 1)
         if names == _DENSE and (beside := prod(self._encoder_sizes)):
             model += beside * self.context_parallel_size
-            asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {shown(beside)}"
+            asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {beside}"
         elif names != _DENSE:
             world -= self._encoder_size
         if world % model:
             raise RuntimeError(
-                f"world size {shown(world)} is not divisible by {asked} = {shown(model)}: it "
-                f"leaves a remainder of {shown(world % model)}. Change a size or the number of "
-                f"ranks."
+                f"world size {world} is not divisible by {asked} = {model}: it leaves a remainder "
+                f"of {world % model}. Change a size or the number of ranks."
             )
         return world // model
 
-    def whole(self, name: str) -> int:
-        """The number ``name``; ArgumentError if it is no whole number."""
-        value = self._size(name)
-        if not isinstance(value, int):
-            raise ArgumentError(f"{name} must be a whole number, got {shown(value)}.")
-        return value
-
     def positive(self, name: str) -> None:
-        """Refuse the size ``name`` unless it is a whole number of at least 1."""
-        if self.whole(name) < 1:
-            raise SizeError(f"{name} must be at least 1, got {shown(self._size(name))}.")
+        """Refuse the size ``name`` if it is below 1."""
+        if self._size(name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {self._size(name)}.")
 
     def _size(self, name: str) -> Any:
         if name == "expert_tensor_parallel_size":
@@ -430,11 +423,15 @@ class Arguments:
         given = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if given is None else given
 
-    def _check_flags(self) -> None:
-        for name, plain in _PLAIN.items():
+    def _check_kinds(self) -> None:
+        for name, (plain, kind) in _KINDS.items():
             value = getattr(self, name)
-            if plain is bool and not isinstance(value, bool | None):
-                raise ArgumentError(f"{name} must be True or False, got {shown(value)}.")
+            if value is None and "None" in Arguments.__annotations__[name]:
+                continue
+            try:
+                plain(value)
+            except Exception:
+                raise TypeError(f"{name} must be {kind}, got {shown(value)}.") from None
 
     def _check_sharp(self) -> None:
         group = self.sharp_enabled_group
@@ -444,14 +441,12 @@ class Arguments:
                     f"sharp_enabled_group={shown(group)} needs use_sharp=True: set that, or leave "
                     f"the group out."
                 )
-        elif group is not None and not isinstance(group, str):
-            raise ArgumentError(f"sharp_enabled_group must be a name or None, got {shown(group)}.")
         elif group not in (None, "dp", "dp_replica"):
             raise AssertionError(
                 f"sharp_enabled_group={shown(group)} is not supported: use 'dp' or 'dp_replica'."
             )
-        elif group == "dp_replica" and self.whole(_INSTANCES) <= 1:
+        elif group == "dp_replica" and self.instances <= 1:
             raise AssertionError(
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
-                f"got {shown(self.instances)}."
+                f"got {self.instances}."
             )

@@ -1,11 +1,11 @@
-"""Creates the groups of a request on this rank, and says which private global holds which."""
+"""Creates the groups of a request on this rank, and the values of upstream's private globals."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,13 +18,13 @@ from compat.megatron import calls, communicators, replaced
 from compat.megatron import helpers as group_helpers
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import HAS
-from compat.megatron.table import ROWS, Planned
-from hypergrid.groups import creation
-from hypergrid.groups.grid import BASE, HyperCommGrid
+from compat.megatron.table import ROWS, Planned, Row, slots
+from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.views import BASE
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
 _COLLNET = "NCCL_COLLNET_ENABLE"
@@ -32,7 +32,7 @@ _COLLNET = "NCCL_COLLNET_ENABLE"
 
 @dataclass
 class Built:
-    """The outcome: values of upstream's private globals, and the grid that owns the groups.
+    """The result: values of upstream's private globals, and the grid that owns the groups.
 
     ``numbers`` has, for a global that holds one group, that group, this rank's place in it and
     its size.
@@ -45,9 +45,9 @@ class Built:
 
 
 def _before_there_are_groups() -> dict[str, Any]:
-    slots: dict[str, Any] = {"_HYBRID_DP_CP_GROUPS": {}}
+    slots: dict[str, Any] = {row.slot: {} for row in ROWS if row.holds == "sizes"}
     if HAS["plain_levels"]:
-        slots["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = []
+        slots |= {row.slot: [] for row in ROWS if row.holds == "levels"}
     return slots
 
 
@@ -58,7 +58,7 @@ def build(request: Request) -> Built:
     After a failure no group is left.
     """
     rank, built = dist.get_rank(), Built()
-    # Plan and options first: what they refuse must be refused before a group exists.
+    # Plan and options first: their errors must be raised before a group exists.
     with request.telling_others():
         plan, alone = request.plan, not replaced.creates(request.helpers)
         options = [alone and _options(p, request, rank) for p in request.planned]
@@ -82,11 +82,12 @@ def build(request: Request) -> Built:
                         _make(built, pool, plan, p, pg_options)
             else:
                 _call_helpers(built, pool, request)
-            for row in aliases(request):
-                for suffix in ("", "_GLOO") if row.gloo else ("",):
-                    built.slots[row.slot + suffix] = built.slots.get(row.same_as + suffix)
-                if row.same_as in built.numbers:
-                    built.numbers[row.slot] = built.numbers[row.same_as]
+            for alias in aliases(request):
+                for slot in slots(alias):
+                    suffix = slot.removeprefix(alias.slot)
+                    built.slots[slot] = built.slots.get(alias.same_as + suffix)
+                if alias.same_as in built.numbers:
+                    built.numbers[alias.slot] = built.numbers[alias.same_as]
     except BaseException:
         grid.destroy(abort=True)
         raise
@@ -97,14 +98,14 @@ def _check_window(request: Request, agreement: Agreement) -> None:
     world, window = dist.get_world_size(), len(request.participants)
     if agreement.way != "members" and window < world:
         raise RuntimeError(
-            f"a window of {window} of {world} ranks needs groups that their members create alone, "
-            f"and here every rank must take part: {agreement.why or 'creation was set so'}. Change "
-            f"that, or lay out the whole world."
+            f"a window of {window} of {world} ranks is only possible where the members of a group "
+            f"create it alone; here every rank must take part: "
+            f"{agreement.why or 'creation was set so'}. Change that, or use the whole world."
         )
 
 
 def _views(request: Request) -> dict[str, tuple[RankLayout, tuple[str, ...]]]:
-    """The other layouts as views of the decoder's grid; with it they share what is the same."""
+    """The other layouts as views of the decoder's grid; same pipelines share their groups."""
     views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
     for name, layout in request.layouts.items():
         if name != DECODER:
@@ -129,7 +130,7 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
         chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
         _place(built, p, group, chosen or list(ranks))
-        if p.slot in built.slots and not p.row.fan and len(set(ranks)) == len(ranks):
+        if p.key is None and p.slot in built.slots and len(set(ranks)) == len(ranks):
             place = sorted(ranks).index(rank), len(ranks)
             built.numbers[p.slot] = (built.slots[p.slot], *place)
         if row.chunk is None and row.pick == "all" and row.explicit is None:
@@ -137,20 +138,10 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
 
 
 def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
-    epoch, numbers = pool.agreement.epoch, itertools.count()
-    rank, alone = dist.get_rank(), replaced.by_members(request.helpers)
-    helpers = {**vars(group_helpers), **request.helpers}
-
-    def numbered(label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        # Alone, only the members count this call.
-        name = label if alone else f"call {next(numbers)} of helpers"
-        return creation.named_from(name, ranks if alone else (), epoch)
-
-    def around(rows: Sequence[Planned]) -> AbstractContextManager[None]:
-        return _sharp(rows, request, built)
-
+    around = functools.partial(_sharp, request=request, built=built)
+    what, epoch = "helpers", pool.agreement.epoch
     with pool.connecting(), group_helpers.collecting() as made:
-        through = calls.Calls(request, helpers, rank, numbered, around)
+        through = calls.Calls(request, request.helpers, dist.get_rank(), what, epoch, around)
         for p, ranks, group in through.groups():
             pool.adopt(p.group.label, ranks, group, p.group.dims)
             _place(built, p, group, ranks if p.chosen else list(ranks))
@@ -160,8 +151,44 @@ def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
     built.groups = [None, *made] if made else []  # upstream's own create_group keeps the list
 
 
+def build_extra(
+    row: Row,
+    request: Request,
+    pool: GroupPool,
+    note: Callable[[ProcessGroup], None],
+    timeout: timedelta | None,
+    configs: communicators.Configs,
+) -> ProcessGroup | None:
+    """One more group for ``row``, in the order and window of ``request``. *Collective* over it.
+
+    Calls ``note`` with the group, unless replaced helpers create it: ``create_group`` does then.
+    """
+    rank, helpers = dist.get_rank(), replaced.found()
+    options = helpers.get("get_nccl_options", communicators.get_nccl_options)
+    known = [pooled.label.rpartition("#")[0] for pooled in pool.groups]
+    name, dims = f"{row.label}#{known.count(row.label) + 1}", tuple(row.dims.split("-"))
+    lists, made = functools.partial(request.rank_lists, row.grid, row.dims), None
+
+    def arguments() -> dict[str, Any]:
+        pg_options = options(row.options, configs)
+        return {"timeout": timeout, "pg_options": pg_options, "group_desc": row.label}
+
+    if not replaced.creates(helpers):
+        mine = {name: tuple(request.layouts[row.grid].group(rank, row.dims))}
+        (made,) = pool.make(name, mine, lists, dims=dims, **arguments())
+        note(made)
+        return made
+    through = calls.Calls(request, helpers, rank, name, pool.agreement.epoch)
+    for ranks in lists():
+        group = through.create(name, ranks, arguments)
+        if rank in ranks:
+            pool.adopt(name, ranks, group, dims)
+            made = group
+    return made
+
+
 def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
-    """Let the grid answer with ``group``; a remat axis that was not asked for need not be named."""
+    """Let the grid answer with ``group``, also for its dims without a gtp_remat of size 1."""
     assert built.grid is not None
     view = None if row.layout == DECODER else row.layout
     layout = built.grid.views[view or BASE]
@@ -172,19 +199,19 @@ def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
 
 def _place(built: Built, p: Planned, group: Any, known: Any) -> None:
     built.groups.append(group)
-    if p.row.fan == "sizes":
+    if p.row.holds == "sizes":
         built.slots[p.slot][p.key] = group
-    elif p.row.fan == "levels":
+    elif p.row.holds == "levels":
         built.slots.setdefault(p.slot, []).append(group)
     else:
         before, ranks = built.slots.get(p.slot), p.row.ranks
-        if before is not None and p.row.several:
+        if before is not None and p.row.holds == "several":
             several = isinstance(before, list)
             group = [*before, group] if several else [before, group]
             earlier = built.slots[ranks]
             known = [*earlier, known] if several else [earlier, known]
         built.slots[p.slot] = group
-        if ranks and p.slot == p.row.slot:
+        if ranks and not p.is_twin:
             built.slots[ranks] = known
 
 
@@ -203,12 +230,12 @@ def _seconds(timeout: float | None) -> timedelta | None:
 
 @contextmanager
 def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[None]:
-    """Switch SHARP on around the rows that it serves, and off behind the last of them.
+    """Switch SHARP on while the rows that it serves are created, and off after the last of them.
 
-    Releases that leave switching it on to the user only write the 0.
+    With older releases the user switches it on, and only the 0 is written here.
 
-    NCCL connects on first use and takes SHARP for whatever connects while it is on: the group
-    that is to have it meets once before it is switched off.
+    NCCL connects on first use, and uses SHARP if it is on at that time: so there is a barrier on
+    the group before it is switched off.
     """
     served = [q for q in request.planned if q.row.sharp == request.sharp_group]
     if request.sharp_group is None or not any(p in served for p in rows):
@@ -220,7 +247,7 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
     if served[-1] in rows:
         sharp = request.sharp_group
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
-        if slot in built.slots:  # not on a rank outside the window that a function named
+        if slot in built.slots:  # not on a rank outside the window that a function chose
             dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
             torch.cuda.synchronize()
         os.environ[_COLLNET] = "0"
@@ -230,7 +257,7 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
 
 @contextmanager
 def environment_restored_on_failure() -> Iterator[None]:
-    """Put back, after an error, the variables that ``build`` sets."""
+    """Restore, after an error, the variables that ``build`` sets."""
     before = {name: os.environ.get(name) for name in (_COLLNET, *communicators.UCC_ENVIRONMENT)}
     try:
         yield

@@ -1,20 +1,22 @@
-"""The groups of a request, created through replaced helpers as stock's loops call them."""
+"""Creates the groups of a request through replaced helpers, called as in upstream's loops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, groupby
 from typing import Any
 
-from compat.megatron import communicators, rank_lists
+from compat.megatron import communicators, helpers, rank_lists
 from compat.megatron.planning import Request, rows_of
 from compat.megatron.releases import HAS
 from compat.megatron.replaced import HYBRID, LEVELS, by_members
 from compat.megatron.table import Planned, Row
+from hypergrid.groups import creation
 
-# The group that a helper made of these ranks, for a row of the plan.
+# A row of the plan, the ranks of one of its groups, and the group that a helper created.
 Made = tuple[Planned, Sequence[int], Any]
 
 
@@ -28,23 +30,46 @@ def options(request: Request, section: str) -> Any:
 
 @dataclass(frozen=True)
 class Calls:
-    """Creates the groups of a request through ``helpers``, as upstream calls them.
+    """Creates groups through the helpers of parallel_state, as upstream calls them.
 
-    ``numbered`` surrounds each call, so that its groups get names of their own, and ``around``
-    the calls that belong together.
+    Names of groups begin with ``what``; ``around`` surrounds the calls that belong together.
     """
 
     request: Request
-    helpers: Mapping[str, Callable[..., Any]]
+    replaced: Mapping[str, Callable[..., Any]]  # the helpers that outside code has replaced
     rank: int
-    numbered: Callable[[str, Sequence[int]], AbstractContextManager[None]]
-    around: Callable[[Sequence[Planned]], AbstractContextManager[None]]
+    what: str
+    epoch: str
+    around: Callable[[Sequence[Planned]], AbstractContextManager[None]] = lambda rows: nullcontext()
+    numbers: Iterator[int] = field(default_factory=count)
+
+    @property
+    def alone(self) -> bool:
+        """Whether only the members of a group make its call."""
+        return by_members(self.replaced)
+
+    def create(
+        self, label: str, members: Sequence[int], arguments: Callable[[], dict[str, Any]]
+    ) -> Any:
+        """Call ``create_group``, with ``arguments`` made for each call, as upstream does."""
+        if self.alone and self.rank not in members:
+            return None
+        with self._named(label, members):
+            return self._helper("create_group")(members, **arguments())
+
+    def _helper(self, name: str) -> Callable[..., Any]:
+        return self.replaced.get(name) or getattr(helpers, name)  # type: ignore[no-any-return]
+
+    def _named(self, label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        if self.alone:  # the others do not count this call
+            return creation.named_from(label, ranks, self.epoch)
+        return creation.named_from(f"{self.what}, {next(self.numbers)}", (), self.epoch)
 
     def groups(self) -> Iterator[Made]:
         """Every group that this rank is in, in upstream's order.
 
-        *Collective* over all ranks that initialise; over the members of each group where that
-        was declared.
+        *Collective* over all ranks that initialise; over the members of each group where the
+        helpers were declared with ``compat.members_only``.
         """
         for _, of_one_loop in groupby(rows_of(self.request), key=_loop):
             rows = list(of_one_loop)
@@ -61,11 +86,10 @@ class Calls:
         return self.around(self._planned(rows))
 
     def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
-        """What upstream makes of one list of ranks of a loop."""
-        alone = by_members(self.request.helpers)
-        leveled = [row for row in rows if (row.fan or row.has_levels) and not alone]
+        """The groups that upstream creates from one list of ranks of a loop."""
+        leveled = [row for row in rows if _is_cut_by_helper(row) and not self.alone]
         single = [row for row in rows if row not in leveled and not row.chunk]
-        for p in sorted(self._planned(single), key=_is_twin):
+        for p in sorted(self._planned(single), key=lambda p: p.is_twin):
             yield from (self._create(p, each) for each in self._cut(p, number, ranks))
         for row in rows:
             if row.chunk:
@@ -74,7 +98,7 @@ class Calls:
                     yield from (self._create(p, each) for p in both)
         if leveled:
             with self._all(leveled):
-                with self.numbered(f"{leveled[0].label}#", ranks):
+                with self._named(f"{leveled[0].label}#", ranks):
                     made = self._call(leveled, ranks)
                 for p, group in made:
                     groups = self._cut(p, number, ranks)
@@ -84,63 +108,60 @@ class Calls:
         return rank_lists.cut(self.request, p, number, ranks)
 
     def _create(self, p: Planned, members: Sequence[int]) -> Made:
-        if by_members(self.request.helpers) and self.rank not in members:
-            return p, members, None
-        with self.numbered(p.group.label, members):
-            group = self.helpers["create_group"](members, **_arguments(self.request, p))
-        return p, members, group
+        arguments = partial(_arguments, self.request, p)
+        return p, members, self.create(p.group.label, members, arguments)
 
     def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[Planned, Any]]:
-        """Call the helper that makes the groups of several sizes or levels at once."""
+        """Call the helper that creates the groups of all sizes or levels at once."""
         request, row, planned = self.request, rows[0], self._planned(rows)
-        if row.fan == "sizes":
-            made = self.helpers[HYBRID](self.rank, ranks, options(request, row.options))
+        if row.holds == "sizes":
+            made = self._helper(HYBRID)(self.rank, ranks, options(request, row.options))
             return [(p, made[p.key]) for p in planned if p.key in made]
         sizes, twins = rank_lists.level_sizes(request, row), []
         if HAS["plain_levels"]:
             size, given = request.context_parallel_size, options(request, row.options)
-            levels = self.helpers[LEVELS[1]](self.rank, ranks, size, sizes, given)
+            levels = self._helper(LEVELS[1])(self.rank, ranks, size, sizes, given)
         else:
             several = [options(request, each.options) for each in rows]
             both = row.gloo and request.create_gloo_process_groups
-            desc = "EXPERT_DATA_PARALLEL_GROUP" if row.gloo else "CONTEXT_PARALLEL_GROUP"
-            levels, twins = self.helpers[LEVELS[0]](
+            levels, twins = self._helper(LEVELS[0])(
                 *(self.rank, ranks, sizes),
                 create_gloo_process_groups=both,
-                pg_options=several if row.gloo else several[0],
+                pg_options=several if len(several) > 1 else several[0],
                 timeout=request.timeout,
-                group_desc=desc,
+                group_desc=row.levels,
             )
         if self.rank not in ranks:
             return []
-        return [(p, (twins if _is_twin(p) else levels)[rank_lists.level(p)]) for p in planned]
+        return [(p, (twins if p.is_twin else levels)[rank_lists.level(p)]) for p in planned]
 
 
 def _loop(row: Row) -> tuple[str, str, bool]:
-    """Rows with an equal one are made in the same loop of upstream's."""
-    return (*rank_lists.origin(row), row.fan == "sizes")
+    """A key that is equal for the rows of one loop of upstream."""
+    return (*rank_lists.origin(row), row.holds == "sizes")
+
+
+def _is_cut_by_helper(row: Row) -> bool:
+    """Whether one of upstream's helpers creates all levels, or all sizes, from one list."""
+    return bool(row.levels) or row.holds == "sizes"
 
 
 def _arguments(request: Request, p: Planned) -> dict[str, Any]:
-    """What upstream gives ``create_group`` beside the ranks: no more arguments, and no fewer."""
+    """Exactly the arguments that upstream passes to ``create_group`` besides the ranks."""
     given: dict[str, Any] = {"group_desc": p.group.label}
     if p.group.timeout is not None:
         given["timeout"] = request.timeout
-    if _is_twin(p):
+    if p.is_twin:
         given["backend"] = "gloo"
-    elif p.row.several:  # the pipeline's
+    elif p.row.backend:
         given["backend"] = p.group.backend
     if takes_options(p):
         given["pg_options"] = options(request, p.row.options)
-    elif not _is_twin(p):
+    elif not p.is_twin:
         given["pg_options"] = None
     return given
 
 
 def takes_options(p: Planned) -> bool:
     """Whether upstream asks for communicator options for this group."""
-    return p.row.twin_options if _is_twin(p) else p.group.backend != "ucc"
-
-
-def _is_twin(p: Planned) -> bool:
-    return p.slot != p.row.slot
+    return p.row.twin_options if p.is_twin else p.group.backend != "ucc"

@@ -1,22 +1,21 @@
-"""What communicators are told: NCCL's options, from the YAML file and the list of high-priority
-groups, and UCC's environment.
+"""Options of NCCL communicators, from the YAML file and the list of high-priority groups; the
+environment of UCC.
 """
 
 from __future__ import annotations
 
 import os
-import stat
+import re
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from compat.megatron.refusals import ArgumentError
 from compat.megatron.releases import HAS
-from hypergrid.messages import retold, shown
+from hypergrid.messages import shown
 
 Configs = dict[str, dict[str, Any]]
 
-# What a section may say, in the order in which torch is told, and what torch takes for it.
+# The options of a section, in the order in which torch gets them, and the values torch takes.
 _PRIORITY, _NETWORK = "is_high_priority_stream", "net_name"
 _TAKES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     _PRIORITY: ("true or false", lambda value: value is None or isinstance(value, int | float)),
@@ -30,16 +29,13 @@ _NETWORKS = ("ib", "socket")
 _HOPPER = {"cga_cluster_size": 4, "max_ctas": 32, "min_ctas": 1}
 
 
+# Limits against YAML bombs. There are about thirty groups of five options.
+_MOST_BYTES = 1 << 16
+_MOST_ALIASES = 40
+
+
 class _Asked(int):
-    """A priority that an argument asked for, where those of the file are not read."""
-
-
-# Bounds of the file, far above what thirty groups need: whoever can write it, and could make the
-# reader spin or fill the memory, cannot.
-MOST_NAMES = 10_000
-_LONGEST_FILE = 1 << 20
-_MOST_VALUES = 20_000
-_LONGEST_VALUE = 4096
+    """A priority from ``high_priority_stream_groups``; some releases ignore those of the file."""
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
@@ -49,8 +45,8 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
     ------
     RuntimeError
         ``net_name`` is neither IB nor Socket.
-    ArgumentError
-        The section is no mapping, or holds a value of a kind that torch does not take.
+    ValueError
+        The section is not a mapping, or has a value that torch does not take.
     AttributeError
         This torch was built without NCCL.
     """
@@ -62,7 +58,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
     if not hasattr(torch.distributed, "ProcessGroupNCCL"):
         raise AttributeError(
             f"NCCL options for {shown(pg_name)} need a torch that was built with NCCL. Leave out "
-            f"nccl_communicator_config_path and high_priority_stream_groups here."
+            f"nccl_communicator_config_path and high_priority_stream_groups."
         )
     priority = said.pop(_PRIORITY, False)
     options = torch.distributed.ProcessGroupNCCL.Options(
@@ -74,9 +70,9 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
 
 
 def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
-    """What ``configs`` says of the group ``pg_name``, known keys only; None if it has no section.
+    """The known options of the group ``pg_name``; None if it has no section.
 
-    Refuses what ``get_nccl_options`` does.
+    Raises as ``get_nccl_options``.
     """
     if pg_name not in configs:
         return None
@@ -89,7 +85,7 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
     for key, value in said.items():
         what, is_taken = _TAKES[key]
         if not is_taken(value):
-            raise ArgumentError(
+            raise ValueError(
                 f"{key} of {shown(pg_name)} in the NCCL configuration must be {what}, got "
                 f"{shown(value)}."
             )
@@ -104,7 +100,7 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
 def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs: Configs, pg_name: str, key_value_pair: tuple[str, Any]
 ) -> None:
-    """Set one value in the section ``pg_name``, which is added where it is missing."""
+    """Set one value in the section ``pg_name``, which is added if it is missing."""
     key, value = key_value_pair
     nccl_comm_cfgs.setdefault(pg_name, {})
     _mapping(pg_name, nccl_comm_cfgs)[key] = value
@@ -112,9 +108,9 @@ def overwrite_nccl_comm_cfgs(
 
 def _mapping(pg_name: str, configs: Configs) -> dict[str, Any]:
     if not isinstance(configs[pg_name], dict):
-        raise ArgumentError(
+        raise ValueError(
             f"the NCCL configuration's section {shown(pg_name)} must map options to values, such "
-            f"as 'max_ctas: 8', it holds {shown(configs[pg_name])}."
+            f"as 'max_ctas: 8', got {shown(configs[pg_name])}."
         )
     return configs[pg_name]
 
@@ -126,20 +122,9 @@ def read_configs(
 ) -> Configs:
     """The sections of the file at ``path``, with the high-priority groups set on top."""
     configs = {} if path is None else _read(path)
-    for name in _names(high_priority):
+    for name in high_priority or ():
         overwrite(configs, name, (_PRIORITY, _Asked(1) if HAS["nccl_defaults"] else True))
     return configs
-
-
-def _names(given: Any) -> list[Any]:
-    with suppress(Exception):
-        names = [name for name in given or () if hash(name) is not None]
-        if len(names) <= MOST_NAMES:
-            return names
-    raise ArgumentError(
-        f"high_priority_stream_groups must be a list of names of groups, such as ['dp_cp'], got "
-        f"{shown(given)}."
-    )
 
 
 def _read(path: str) -> Configs:
@@ -151,21 +136,30 @@ def _read(path: str) -> Configs:
             f"'hypergrid[megatron]'."
         ) from None
     named = f"nccl_communicator_config_path={shown(path)}"
-    if not isinstance(path, str):
-        raise ArgumentError(f"{named} must be the path of a YAML file.")
     try:
-        configs = _load(yaml, _text(path))
+        configs = _load(yaml, Path(path))
     except Exception as error:
-        raise retold(
-            error,
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(
             f"{named} cannot be read: {_reason(error)}. Give a YAML file that maps names of groups "
-            f"to options.",
-        ) from None
+            f"to options."
+        ) from error
     if not isinstance(configs, dict):
-        raise ArgumentError(
-            f"{named} must map names of groups to options, it holds {shown(configs)}."
-        )
+        raise ValueError(f"{named} must map names of groups to options, got {shown(configs)}.")
     return configs
+
+
+def _load(yaml: Any, file: Path) -> Any:
+    """``yaml.safe_load`` of a regular file, with limits against YAML bombs."""
+    if file.exists() and not file.is_file():
+        raise OSError("not a regular file")
+    with file.open() as stream:
+        text = stream.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"longer than {_MOST_BYTES} characters")
+    if len(re.findall(r"\*[\w-]", text)) > _MOST_ALIASES:
+        raise ValueError(f"more than {_MOST_ALIASES} aliases")
+    return yaml.safe_load(text)
 
 
 def _reason(error: Exception) -> str:
@@ -175,54 +169,7 @@ def _reason(error: Exception) -> str:
     return where + " ".join(text[:200].split())
 
 
-def _text(path: str) -> str:
-    """The text of a regular file of bounded length; never waits as for a pipe."""
-    with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise OSError("it is no regular file")
-        text = stream.read(_LONGEST_FILE + 1)
-    if len(text) > _LONGEST_FILE:
-        raise ValueError(f"it is longer than {_LONGEST_FILE} characters")
-    return text
-
-
-def _load(yaml: Any, text: str) -> Any:
-    """``yaml.safe_load``, which alone bounds neither time nor what aliases expand to."""
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(text)
-            self.sizes: dict[int, int] = {}  # values in a node, by its id, aliases expanded
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            is_alias = self.check_event(yaml.AliasEvent)
-            node = super().compose_node(parent, index)
-            if not is_alias:
-                self.sizes[id(node)] = self.size(node)
-            elif id(node) not in self.sizes:
-                raise ValueError("a value holds itself")
-            if len(self.sizes) > _MOST_VALUES or self.sizes[id(node)] > _MOST_VALUES:
-                raise ValueError(f"it holds more than {_MOST_VALUES} values")
-            return node
-
-        def size(self, node: Any) -> int:
-            if isinstance(node, yaml.ScalarNode):
-                if len(node.value) > _LONGEST_VALUE:
-                    raise ValueError(f"a value is longer than {_LONGEST_VALUE} characters")
-                return 1
-            inner = node.value
-            if isinstance(node, yaml.MappingNode):
-                inner = [each for pair in node.value for each in pair]
-            return 1 + sum(self.sizes[id(each)] for each in inner)
-
-    loader = Loader()
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
-# Variable: the value it needs, and whether the user's own wins.
+# Variable: the value that UCC needs, and whether a value that the user has set is kept.
 UCC_ENVIRONMENT = {
     "TORCH_UCC_BLOCKING_WAIT": ("none", True),
     "UCC_EC_CUDA_STREAM_TASK_MODE": ("driver", True),
@@ -235,15 +182,15 @@ UCC_ENVIRONMENT = {
 
 
 def check_ucc() -> None:
-    """Refuse the one setting under which UCC cannot overlap: AssertionError, as upstream."""
+    """Refuse the setting with which UCC cannot overlap: AssertionError, as upstream."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise AssertionError(
-            "the UCC backend needs CUDA_DEVICE_MAX_CONNECTIONS larger than 1, it is 1: with one "
+            "the UCC backend needs CUDA_DEVICE_MAX_CONNECTIONS larger than 1, got 1: with one "
             "connection its communication cannot overlap. Unset it or raise it."
         )
 
 
 def prepare_ucc() -> None:
     """Set the environment that UCC needs."""
-    for name, (value, users_wins) in UCC_ENVIRONMENT.items():
-        os.environ[name] = os.environ.get(name, value) if users_wins else value
+    for name, (value, is_kept) in UCC_ENVIRONMENT.items():
+        os.environ[name] = os.environ.get(name, value) if is_kept else value

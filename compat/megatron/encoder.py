@@ -1,6 +1,6 @@
-"""The encoder of megatron-core 0.12 and 0.13: ranks of its own, in front of the decoder's.
+"""The encoder of megatron-core 0.12 and 0.13, on ranks of its own before the decoder's.
 
-Its sizes, its pipelines, and what those releases ask of a stage.
+Its sizes, its pipelines, and the functions about stages that only those releases have.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from compat.megatron.refusals import SizeError
 from compat.megatron.releases import HAS
 from compat.megatron.table import Row
 from hypergrid.messages import shown
@@ -18,7 +17,7 @@ STAGES = "encoder_pipeline_model_parallel_size"
 
 
 def warn_of_its_end(what: str, stacklevel: int = 2) -> None:
-    """Say, where upstream does, that this goes away: a DeprecationWarning."""
+    """Warn, as upstream does, that this will be removed: a DeprecationWarning."""
     if HAS["encoder_deprecated"]:
         warnings.warn(
             f"{what} deprecated, as encoders with sizes of their own: lay out encoder and decoder "
@@ -32,9 +31,7 @@ def sizes(tensor: int, stages: int, decoder_tensor: int) -> tuple[int, int]:
     """The encoder's tensor-parallel size and its stages; without stages there is no encoder."""
     for name, size in ((TENSOR, tensor), (STAGES, stages)):
         if size < 0:
-            raise SizeError(
-                f"{name} must be at least 0, which means no encoder, got {shown(size)}."
-            )
+            raise ValueError(f"{name} must be at least 0 (no encoder), got {shown(size)}.")
     return decoder_tensor if tensor == 0 and stages > 0 else tensor, stages
 
 
@@ -53,7 +50,7 @@ def check(asked: tuple[int, int], decoder_tensor: int) -> None:
 def beside(
     row: Row, encoder: list[list[int]], decoder: list[list[int]], instances: int
 ) -> list[list[int]]:
-    """The lists of both: joined where a group goes through the encoder, else one after another."""
+    """The lists of both, as ``row.encoder`` says."""
     if row.loop == "dp":
         sizes = [len(lists[0]) for lists in (encoder, decoder)]
         if sizes[0] != sizes[1]:
@@ -62,15 +59,13 @@ def beside(
                 f"equal data parallel sizes of encoder and experts, they are {sizes[0]} and "
                 f"{sizes[1]}. Change the expert sizes, or have one instance."
             )
-    if row.slot == "_MODEL_PARALLEL_GROUP":
-        return [first + second for first, second in zip(encoder, decoder, strict=True)]
-    if row.dims != "pp":
+    if row.encoder == "apart":
         return encoder + decoder
-    # Neighbours share an encoder's pipeline; where they do not come out even, the first ones
-    # have one more.
-    share, more = divmod(len(decoder), len(encoder))
-    feeds = [pipe for i, pipe in enumerate(encoder) for _ in range(share + (i < more))]
-    return [first + second for first, second in zip(feeds, decoder, strict=True)]
+    if row.encoder == "shared":
+        # By consecutive pipelines of the decoder; of a remainder the first ones get one more each.
+        share, more = divmod(len(decoder), len(encoder))
+        encoder = [pipe for i, pipe in enumerate(encoder) for _ in range(share + (i < more))]
+    return [first + second for first, second in zip(encoder, decoder, strict=True)]
 
 
 def _deprecated(name: str) -> None:
@@ -115,7 +110,7 @@ class EncoderGetters:
     def is_inside_encoder(self, rank: int | None = None) -> bool:
         _deprecated("is_inside_encoder")
         stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
-        # Without an encoder of its own the first stage holds it beside the decoder's begin.
+        # Without an encoder on ranks of its own, it is in the first stage.
         return stage is None or (stage == 0 if start is None else stage < start)
 
     def is_inside_decoder(self, rank: int | None = None) -> bool:
@@ -124,7 +119,7 @@ class EncoderGetters:
         return stage is None or start is None or stage >= start
 
     def _stage(self, rank: int | None) -> int | None:
-        """The stage that is asked about; None where the pipeline has one stage alone."""
+        """``rank``, or else this rank's stage; None if the pipeline has one stage."""
         if self._via.get_pipeline_model_parallel_world_size() == 1:
             return None
         stage: int = self._via.get_pipeline_model_parallel_rank() if rank is None else rank

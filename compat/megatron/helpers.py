@@ -1,4 +1,4 @@
-"""Groups that a caller makes beside those of the state: create_group and what is built on it."""
+"""Groups that callers create themselves: create_group, and functions built on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from compat.megatron.replaced import now
 from hypergrid.groups import creation
 from hypergrid.layout import RankLayout
 
-_made: list[ProcessGroup] | None = None  # where they are gathered, while a state is built
-tell: list[Callable[[ProcessGroup], None]] = []  # called with each group that is made otherwise
+_made: list[ProcessGroup] | None = None  # their list, while a state is built
+tell: list[Callable[[ProcessGroup], None]] = []  # called with each other group
 
 
 def create_group(
@@ -28,9 +28,9 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> ProcessGroup:
-    """A group of the caller's own, as ``torch.distributed.new_group``. *Collective* as that is.
+    """Create a group as ``torch.distributed.new_group`` does. *Collective* as that is.
 
-    It stays the caller's: ``destroy_model_parallel`` does not close it.
+    The caller destroys it: ``destroy_model_parallel`` does not.
     """
     asked = {
         "timeout": timeout,
@@ -52,7 +52,7 @@ def create_group(
 
 @contextmanager
 def collecting() -> Iterator[list[ProcessGroup]]:
-    """Gather the groups of this rank that ``create_group`` makes inside, for who owns them."""
+    """List the groups of this rank that ``create_group`` creates inside."""
     global _made
     before, _made = _made, []
     try:
@@ -83,7 +83,7 @@ def create_hierarchical_groups(
             f"{layout.size}, but there are {len(ranks)} ranks."
         )
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
-    # A release whose levels have torch's timeout names none to whoever replaces create_group.
+    # A release whose levels have torch's timeout does not pass one, nor to a replaced create_group.
     unnamed = HAS["plain_levels"] and timeout is None
     waiting = {} if unnamed else {"timeout": timeout}
     groups: list[ProcessGroup] = []
@@ -110,7 +110,7 @@ def create_hierarchical_parallel_groups(
     hierarchical_group_sizes: list[int],
     pg_options: Any,
 ) -> list[ProcessGroup]:
-    """Former name of ``create_hierarchical_groups``, for context parallelism alone."""
+    """Former name of ``create_hierarchical_groups``, for context parallelism only."""
     if group_size != len(ranks):
         raise ValueError(f"group_size={group_size}, but there are {len(ranks)} ranks.")
     desc = "CONTEXT_PARALLEL_GROUP"

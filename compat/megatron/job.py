@@ -1,12 +1,11 @@
-"""A job that is planned without running it: its sizes, by our short names or from a launch line."""
+"""A job that is planned without running it, from sizes with short names or from a launch line."""
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -21,51 +20,48 @@ RANKS_PER_HOST = 8
 
 _NUMBER, _TEXT, _YES, _NO, _NUMBERS = "number", "text", "yes", "no", "numbers"
 
-# Flag: (argument of initialize_model_parallel, or a fact about the job in "_...", what it takes).
+# Flag: (argument of initialize_model_parallel, or "_..." for a fact about the job; kind of value).
 _FLAGS: dict[str, tuple[str, str]] = {
+    **{
+        name.replace("_", "-"): (name, takes)
+        for takes, names in {
+            _NUMBER: (
+                *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+                *("context_parallel_size", "expert_model_parallel_size"),
+                *("expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"),
+                *("num_distributed_optimizer_instances", "distributed_timeout_minutes"),
+            ),
+            _NUMBERS: ("hierarchical_context_parallel_sizes",),
+            _TEXT: ("order", "sharp_enabled_group"),
+            _YES: ("hybrid_context_parallel", "use_sharp", "create_all_gather_group"),
+        }.items()
+        for name in names
+    },
     "tp": ("tensor_model_parallel_size", _NUMBER),
-    "tensor-model-parallel-size": ("tensor_model_parallel_size", _NUMBER),
     "pp": ("pipeline_model_parallel_size", _NUMBER),
-    "pipeline-model-parallel-size": ("pipeline_model_parallel_size", _NUMBER),
     "vp": ("virtual_pipeline_model_parallel_size", _NUMBER),
     "num-virtual-stages-per-pipeline-rank": ("virtual_pipeline_model_parallel_size", _NUMBER),
     "cp": ("context_parallel_size", _NUMBER),
-    "context-parallel-size": ("context_parallel_size", _NUMBER),
     "hierarchical-cp": ("hierarchical_context_parallel_sizes", _NUMBERS),
-    "hierarchical-context-parallel-sizes": ("hierarchical_context_parallel_sizes", _NUMBERS),
-    "hybrid-context-parallel": ("hybrid_context_parallel", _YES),
     "ep": ("expert_model_parallel_size", _NUMBER),
-    "expert-model-parallel-size": ("expert_model_parallel_size", _NUMBER),
     "etp": ("expert_tensor_parallel_size", _NUMBER),
-    "expert-tensor-parallel-size": ("expert_tensor_parallel_size", _NUMBER),
     "instances": ("num_distributed_optimizer_instances", _NUMBER),
-    "num-distributed-optimizer-instances": ("num_distributed_optimizer_instances", _NUMBER),
-    "gtp-remat-size": ("gtp_remat_size", _NUMBER),
-    "expert-gtp-remat-size": ("expert_gtp_remat_size", _NUMBER),
-    "order": ("order", _TEXT),
     "use-tp-pp-dp-mapping": ("_tp_pp_dp", _YES),
     "disable-gloo-process-groups": ("create_gloo_process_groups", _NO),
     "no-gloo": ("create_gloo_process_groups", _NO),
-    "use-sharp": ("use_sharp", _YES),
-    "sharp-enabled-group": ("sharp_enabled_group", _TEXT),
-    "create-all-gather-group": ("create_all_gather_group", _YES),
-    "distributed-timeout-minutes": ("distributed_timeout_minutes", _NUMBER),
     "tp-comm-overlap": ("_user_buffers", _YES),
     "num-layers": ("_layers", _NUMBER),
     "num-layers-per-virtual-pipeline-stage": ("_layers_per_stage", _NUMBER),
-    # Where the ranks are: our own words, then those of torchrun, srun, mpirun and deepspeed.
+    # Where the ranks are: our own flags, then those of torchrun, srun, mpirun and deepspeed.
     "world-size": ("_world", _NUMBER),
-    "gpus-per-node": ("_per_host", _NUMBER),
     "hosts-per-rack": ("_hosts_per_rack", _NUMBER),
-    "nnodes": ("_hosts", _NUMBER),
-    "nodes": ("_hosts", _NUMBER),
-    "num-nodes": ("_hosts", _NUMBER),
-    "nproc-per-node": ("_per_host", _NUMBER),
-    "ntasks-per-node": ("_per_host", _NUMBER),
-    "num-gpus": ("_per_host", _NUMBER),
+    **dict.fromkeys(("nnodes", "nodes", "num-nodes"), ("_hosts", _NUMBER)),
+    **dict.fromkeys(
+        ("gpus-per-node", "nproc-per-node", "ntasks-per-node", "num-gpus"), ("_per_host", _NUMBER)
+    ),
     "ntasks": ("_world", _NUMBER),
 }
-# One-letter flags mean this only behind the launcher that has them.
+# One-letter flags have this meaning only after their launcher.
 _SHORT = {
     ("srun", "-N"): "nodes",
     ("srun", "-n"): "ntasks",
@@ -94,7 +90,7 @@ class Job:
     user_buffers : bool
         Whether Transformer Engine's user buffers are on (``--tp-comm-overlap``).
     assumed : tuple of str
-        What was not given and had to be taken for granted, in sentences.
+        What was not given and is assumed, in sentences.
     """
 
     arguments: Mapping[str, Any]
@@ -105,12 +101,12 @@ class Job:
     assumed: tuple[str, ...] = field(default=(), compare=False)
 
     def request(self) -> Request:
-        """What ``initialize_model_parallel`` would be asked; refuses what that refuses.
+        """The request of ``initialize_model_parallel``.
 
         Raises
         ------
         JobError
-            In the words of ``initialize_model_parallel``.
+            With the message of ``initialize_model_parallel``, where that would raise.
         """
         request = Request(**self.arguments, job_size=self.world_size)
         try:
@@ -121,7 +117,7 @@ class Job:
         return request
 
     def plan(self) -> GroupPlan:
-        """The groups that the job would make."""
+        """The groups that the job would create."""
         return self.request().plan
 
     def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
@@ -138,16 +134,16 @@ def from_line(text: str, **given: Any) -> Job:
     Parameters
     ----------
     text : str
-        As it stands in a script: continued lines, comments, ``NAME=value``, ``$NAME``,
-        ``${NAME:-8}``, ``$((A * B))``, ``ARGS=(...)`` and ``#SBATCH`` are understood. Flags that
-        do not bear on the layout are passed over.
+        As in a script: continued lines, comments, ``NAME=value``, ``$NAME``, ``${NAME:-8}``,
+        ``$((A * B))``, ``ARGS=(...)`` and ``#SBATCH`` are understood. Flags without effect on the
+        layout are ignored.
     **given
-        Settings that win over the line's, by their flags with ``_`` for ``-``: ``tp=4``.
+        Settings that override the line's, named as flags with ``_`` for ``-``: ``tp=4``.
 
     Raises
     ------
     JobError
-        A value that is missing, no number, or stands in a variable that the text does not set.
+        A value that is missing, not a number, or in a variable that the text does not set.
     """
     tokens, variables = _expanded(text)
     written = {
@@ -180,14 +176,14 @@ def from_line(text: str, **given: Any) -> Job:
                 values.append(tokens[i])
                 i += 1
         if not values:
-            raise JobError(f"{flag} has no value in the launch line. Write a number behind it.")
+            raise JobError(f"{flag} has no value in the launch line. Write a number after it.")
         written[key] = (flag, " ".join(values))
     said |= _by_key(given)
     return _job({key: _read(key, *text) for key, text in written.items() if key not in said} | said)
 
 
 def from_sizes(**given: Any) -> Job:
-    """The job with these settings, by their flags with ``_`` for ``-``: ``tp=4, world_size=64``."""
+    """The job with these settings, named as flags with ``_`` for ``-``: ``tp=4, world_size=64``."""
     return _job(_by_key(given))
 
 
@@ -201,7 +197,7 @@ def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(key: str, flag: str, text: str) -> Any:
-    """A setting's value from its text; ``flag`` is what it was written behind."""
+    """A setting's value from the text after ``flag``."""
     takes = next(takes for known, takes in _FLAGS.values() if known == key)
     if takes not in (_NUMBER, _NUMBERS):
         return text
@@ -209,8 +205,8 @@ def _read(key: str, flag: str, text: str) -> Any:
     for word in text.split():
         if "$" in word:
             raise JobError(
-                f"{flag} is {word} here, and the launch line does not say what that is. Paste the "
-                f"line that sets it too, or write the number."
+                f"{flag} is {word}, which the launch line does not set. Paste the line that sets "
+                f"it too, or write the number."
             )
         if not re.fullmatch(r"-?\d{1,18}", word):
             raise JobError(f"{flag} must be a whole number, got {shown(word)}.")
@@ -231,13 +227,13 @@ def _job(said: dict[str, Any]) -> Job:
     if world is None:
         least = _least(arguments)
         raise JobError(
-            f"the number of ranks is not said. Give --world-size (a multiple of {least}, which is "
-            f"what the sizes need), or torchrun's --nnodes and --nproc-per-node."
+            f"the number of ranks is missing. Give --world-size (a multiple of {least}, the "
+            f"product of the sizes), or torchrun's --nnodes and --nproc-per-node."
         )
     if per_host is None:
         per_host = -(-world // hosts) if hosts else min(RANKS_PER_HOST, world)
         if not hosts:
-            assumed.append(f"{per_host} ranks on each host; --gpus-per-node says otherwise")
+            assumed.append(f"{per_host} ranks on each host; --gpus-per-node changes it")
     for name, value in (("world-size", world), ("gpus-per-node", per_host)):
         if value < 1:
             raise JobError(f"--{name} must be at least 1, got {value}.")
@@ -263,7 +259,7 @@ def _least(arguments: Mapping[str, Any]) -> int:
 
 
 def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> None:
-    """As Megatron's own arguments: stages from layers; none where there is one pipeline stage."""
+    """As Megatron's arguments: from the layers of each virtual stage; none with one stage."""
     stages = arguments.get("pipeline_model_parallel_size", 1)
     name = "virtual_pipeline_model_parallel_size"
     if stages == 1:
@@ -282,7 +278,7 @@ def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> N
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 _SBATCH = re.compile(r"(?m)^#SBATCH\s+(--?[a-zA-Z-]+)[= ]\s*(\d+)")
-_SLURM = {  # what SLURM tells the script of what its head asked for
+_SLURM = {  # the variables that SLURM sets for an option of the script's head
     **dict.fromkeys(("-N", "--nodes"), ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
     "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
@@ -292,67 +288,42 @@ _SUM = re.compile(r"\$\(\((.*?)\)\)")
 
 
 def _expanded(text: str) -> tuple[list[str], dict[str, str]]:
-    """The words of a shell text, with the variables that it sets itself put in."""
+    """The words of a shell text, with the values of variables that it sets; and these."""
     variables: dict[str, str] = {}
     text = text.replace("\r\n", "\n").replace("\\\n", " ")
     for found in _SBATCH.finditer(text):
         for name in _SLURM.get(found[1], ()):
             variables[name] = found[2]
     text = re.sub(r"(?m)^#SBATCH\b", "srun", text)
-    text = re.sub(
-        r"([A-Za-z_]\w*)\+?=\(", " ", text
-    )  # ARGS=( ... ): its words stand for themselves
+    text = re.sub(r"[A-Za-z_]\w*\+?=\(", " ", text)  # of ARGS=( ... ) the words are read
     try:
         tokens = [
             token
             for line in text.splitlines()
-            for token in shlex.split(_SUM.sub(_quoted, line), comments=True)
+            for token in shlex.split(_SUM.sub(r"'\g<0>'", line), comments=True)
         ]
     except ValueError as error:
         raise JobError(f"the launch line cannot be read: {error}. Close its quotes.") from None
     words: list[str] = []
     for token in tokens:
         word = _SUM.sub(lambda found: _value(found[1], variables), token)
-        word = _put_in(word, variables)
+        word = _USED.sub(
+            lambda found: variables.get(found[1] or found[2]) or found[3] or found[0], word
+        )
         assigned = _ASSIGNED.fullmatch(word.rstrip(";"))
         if assigned is not None and not word.startswith("-"):
             variables[assigned[1]] = assigned[2]
-        # A variable may hold several words, which the shell would split as we do.
+        # The shell splits a variable's value into words too.
         words += word.rstrip(");").split()
     return words, variables
 
 
-def _quoted(found: re.Match[str]) -> str:
-    return "'" + found[0] + "'"
-
-
-def _put_in(word: str, variables: Mapping[str, str]) -> str:
-    return _USED.sub(
-        lambda found: variables.get(found[1] or found[2], found[3] or "") or found[0], word
-    )
-
-
-_OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Mult: operator.mul,
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Div: operator.floordiv,
-}
-
-
 def _value(formula: str, variables: Mapping[str, str]) -> str:
-    """``A * $B`` in numbers; as it was where that cannot be worked out."""
-
-    def of(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.Name):
-            return int(variables[node.id])
-        if isinstance(node, ast.BinOp):
-            return _OPERATORS[type(node.op)](of(node.left), of(node.right))
-        raise KeyError(formula)
-
-    try:
-        return str(of(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", formula), mode="eval").body))
-    except (SyntaxError, KeyError, ValueError, ZeroDivisionError):
-        return f"$(({formula}))"
+    """The value of ``A * $B``; the formula itself if it has no value."""
+    numbers = re.sub(
+        r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), formula
+    )
+    if re.fullmatch(r"[\d\s()+*/-]{1,99}", numbers) and "**" not in numbers:
+        with suppress(SyntaxError, TypeError, ZeroDivisionError):
+            return str(eval(numbers.replace("/", "//").strip()))
+    return f"$(({formula}))"

@@ -1,7 +1,7 @@
-"""The order of dims that is laid out: who asked for it, and whether any job could have it.
+"""The order of dims: where it comes from, and whether it is valid for any job.
 
-Every Python reads this file where the start-up directory is on its path. It imports next to
-nothing, and never ``releases``, which would look for megatron before the script says where.
+With the start-up directory on its path, every Python process imports this file. So it imports
+little, and never ``releases``, which would look for megatron before the script sets its path.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ DIMS = ("tp", "cp", "ep", "dp", "pp", "gtp_remat")  # of all releases
 
 
 def asked(argument: Any = None) -> tuple[Any, str]:
-    """The order to lay out instead of ``argument``, or that; and where it comes from."""
+    """The order to use, from a flag, the environment or ``argument``; and where it comes from."""
     from hypergrid.policy import outermost
 
     return outermost("order", argument)
 
 
 def check_choices() -> None:
-    """Refuse what the environment chooses if no job could have it. *Local*; without torch.
+    """Refuse variables of the environment that are invalid for every job. *Local*; without torch.
 
-    Whether an order leaves out a dim, or names one that this release has not, is known when the
-    sizes are.
+    Whether an order leaves out a dim, or names one that this release does not have, is checked
+    when the sizes are known.
 
     Raises
     ------
     ValueError
-        An order with a name that is no dim, or with one twice; a choice that does not exist.
+        An order with an unknown dim, or with one twice; an unknown choice.
     """
     if not any(name.startswith("HYPERGRID_") for name in os.environ):
-        return  # 10 ms, which every other Python is spared
+        return  # saves every other Python process 10 ms
     from hypergrid.layout import LayoutError, dims_of
     from hypergrid.policy import Policy
 
@@ -46,5 +46,5 @@ def check_choices() -> None:
 
 
 def first_of_host() -> bool:
-    """Whether no other rank of this host says the same: the others refuse without a word."""
+    """Whether this is the rank of its host that prints errors; the others exit silently."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,88 +1,55 @@
-"""From the table's rows and one request to the rows of a plan: what is made, cut how, for whom."""
+"""From the table's rows and one request to the rows of a plan, with the checks of each row."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import islice
 from math import prod
 from typing import Any
 
 from compat.megatron import communicators, rank_lists, replaced
 from compat.megatron.arguments import NO_ARGUMENTS, Arguments, real_world_size
-from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
-from compat.megatron.refusals import ArgumentError, SizeError
 from compat.megatron.releases import HAS, RELEASE
-from compat.megatron.table import ROWS, TWINS, Planned, Row
-from hypergrid.messages import retold, shown
+from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Check, Planned, Row
+from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan, GroupRow
 
 
-def facts(request: Arguments) -> dict[str, bool]:
-    """What the table's ``when`` may ask for."""
-    gtp, egtp = request.gtp_remat_size > 1, request.expert_gtp_remat_size > 1
-    several = request.instances > 1
-    return {
-        **HAS,
-        "": True,
-        "dp_later": not HAS["dp_first"],
-        "gtp_axis": gtp,
-        "no_gtp_axis": not gtp,
-        "egtp_axis": egtp,
-        "no_egtp_axis": not egtp,
-        "instances": several,
-        "one_instance": not several,
-        "dense_instances": several and HAS["instances_in_dense"],
-        "expert_instances": several and HAS["instances_in_expert"],
-        "one_expert_instance": not several and HAS["instances_in_expert"],
-        "all_gather": bool(request.create_all_gather_group),
-        "hybrid": bool(request.hybrid_context_parallel),
-        "hierarchical": _is_given(request.hierarchical_context_parallel_sizes),
-    }
-
-
 def rows_of(request: Arguments) -> list[Row]:
-    """Rows that make groups of their own."""
-    true = facts(request)
-    return [row for row in ROWS if not row.same_as and true[row.when]]
+    """Rows that the request makes groups for."""
+    return [row for row in ROWS if row.when(request)]
 
 
-def aliases(request: Arguments) -> list[Row]:
-    """Rows that hold the same group as another one."""
-    true = facts(request)
-    return [row for row in ROWS if row.same_as and true[row.when]]
+def aliases(request: Arguments) -> list[Alias]:
+    """Private globals that hold the same group as another one."""
+    return [alias for alias in ALIASES if alias.when(request)]
 
 
 def plan_rows(request: Arguments) -> list[Planned]:
     """The rows to create, in order.
 
-    Refuses what upstream refuses while it makes groups, row by row in the same order, so that of
-    two faults the same one is told.
+    Refuses what upstream refuses while it creates groups, row by row in the same order, so that
+    of two errors the same one is raised.
     """
     request.positive("num_distributed_optimizer_instances")
-    true, rows = facts(request), rows_of(request)
+    rows = rows_of(request)
     if HAS["dp_first"]:
         communicators.section(rows[0].options, request.nccl_configs)
     _check_instances(request, "data x context parallel size", _members(request))
     communicators.section(rows[0].options, request.nccl_configs)
     _check_window(request)
-    planned = [each for row in rows for each in _plan(request, row, true)]
+    planned = [each for row in rows for each in _plan(request, row)]
     return [replace(p, group=rank_lists.listed(request, p)) for p in planned]
 
 
-def _plan(request: Arguments, row: Row, true: dict[str, bool]) -> Iterator[Planned]:
-    backend, chosen = None, None
-    torchs_timeout = row.default_timeout is not None and true[row.default_timeout]
-    if row.slot in _CHECKS:
-        _CHECKS[row.slot](request)
-    if row.slot == "_PIPELINE_MODEL_PARALLEL_GROUP":
-        backend = request.pipeline_model_parallel_comm_backend
-    if row.slot in _CHOOSERS:
-        chosen = _chosen(request, row)
-    section = None if _is_ucc(backend) else communicators.section(row.options, request.nccl_configs)
+def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
+    if row.check is not None:
+        _CHECKS[row.check](request)
+    backend = getattr(request, row.backend) if row.backend else None
+    chosen = _chosen(request, row, *row.chooser) if row.chooser else None
+    section = None if backend == "ucc" else communicators.section(row.options, request.nccl_configs)
     _check_backend(backend)
     base = GroupRow(
         label=row.label,
@@ -92,18 +59,18 @@ def _plan(request: Arguments, row: Row, true: dict[str, bool]) -> Iterator[Plann
         pick="all" if chosen is not None else row.pick,
         explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
         backend=backend,
-        timeout=None if torchs_timeout else request.timeout.total_seconds(),
+        timeout=None if row.torch_timeout(request) else request.timeout.total_seconds(),
         options=None if section is None else tuple(section.items()),
         traffic=row.traffic,
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
-    if row.fan == "sizes":
+    if row.holds == "sizes":
         for size in rank_lists.hybrid_sizes(_members(request)):
-            group = replace(base, label=row.desc.format(size), chunk=size)
+            group = replace(base, label=row.label.format(size), chunk=size)
             yield Planned(row, row.slot, size, group)
-    elif row.fan == "levels":
-        for i in range(len(request.hierarchical_context_parallel_sizes or ())):
-            group = replace(base, label=row.desc.format(i), dims=(f"cp{i}",))
+    elif row.holds == "levels":
+        for i in range(len(rank_lists.level_sizes(request, row))):
+            group = replace(base, label=row.label.format(i), dims=(f"cp{i}",))
             yield Planned(row, row.slot, i, group)
     else:
         yield Planned(row, row.slot, None, base, chosen)
@@ -113,7 +80,7 @@ def _plan(request: Arguments, row: Row, true: dict[str, bool]) -> Iterator[Plann
             label=row.twin_label,
             backend="gloo",
             options=base.options if row.twin_options else None,
-            timeout=None if row.twin_default_timeout else base.timeout,
+            timeout=None if row.twin_torch_timeout else base.timeout,
             traffic=TWINS,
             separate=True,
         )
@@ -130,16 +97,10 @@ def _makes_gloo(request: Arguments, row: Row) -> bool:
     return request.create_gloo_process_groups and not sharded
 
 
-def _is_given(value: Any) -> bool:
-    try:
-        return bool(value)
-    except Exception:  # an array of several values has no truth; the row's check refuses it
-        return True
-
-
-def _chosen(request: Arguments, row: Row) -> list[Sequence[int]] | None:
-    """What the caller's function says of each pipeline; None where there is none, or upstream's."""
-    argument, default = _CHOOSERS[row.slot]
+def _chosen(
+    request: Arguments, row: Row, argument: str, default: Callable[..., list[int]]
+) -> list[Sequence[int]] | None:
+    """What the caller's function chooses of each pipeline; None without one of the caller's."""
     choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
     own = request.helpers.get(default.__name__, default)
     if choose is None and (split is not None or own is not default):
@@ -147,7 +108,7 @@ def _chosen(request: Arguments, row: Row) -> list[Sequence[int]] | None:
     if choose is None or choose is default:
         return None
     if not callable(choose):
-        raise ArgumentError(
+        raise TypeError(
             f"{argument} must be a function from a pipeline's ranks to some of them, got "
             f"{shown(choose)}."
         )
@@ -173,64 +134,54 @@ class _Split:
 def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]) -> Any:
     try:
         return choose(pipeline)
-    except Exception as error:
-        if isinstance(choose, _Split):
-            raise retold(
-                error,
-                f"pipeline_model_parallel_split_rank={shown(choose.at)} is no stage of a pipeline "
-                f"of {len(pipeline)}: {error}. Give one of 0 to {len(pipeline) - 1}.",
-            ) from None
+    except IndexError:
+        if not isinstance(choose, _Split):
+            raise
+        raise ValueError(
+            f"invalid pipeline_model_parallel_split_rank={choose.at} for a pipeline of "
+            f"{len(pipeline)} stages; allowed: 0 to {len(pipeline) - 1}."
+        ) from None
+    except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # the function's own error; others come of calling it at all
-        raise retold(
-            error,
+            raise  # an error inside the function; without a frame of its own, the call failed
+        raise TypeError(
             f"the function given as {argument} does not take a pipeline's ranks: {error}. Give one "
-            f"that takes a list of ranks and returns some of them.",
+            f"that takes a list of ranks and returns some of them."
         ) from None
 
 
 def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
     """What a caller's function returned: as it is if that is a list of ints, else made one."""
-    several: Iterator[Any] | None = None
-    with suppress(TypeError):
-        several = None if isinstance(given, str) else iter(given)
-    if several is None:
-        raise ArgumentError(
-            f"the function given as {argument} must return a list of ranks, it returned "
-            f"{shown(given)}."
-        )
-    ranks = []
-    for rank in islice(several, world + 1):  # it may have no end
+    if isinstance(given, list | tuple) and all(type(rank) is int for rank in given):
+        ranks = given
+    else:
         try:
-            ranks.append(operator.index(rank))
+            ranks = [operator.index(rank) for rank in given]
         except TypeError:
-            raise ArgumentError(
-                f"the function given as {argument} must return ranks, which are whole numbers; "
-                f"it returned {shown(rank)} among them."
+            raise TypeError(
+                f"the function given as {argument} must return a list of ranks, got {shown(given)}."
             ) from None
     if len(set(ranks)) != len(ranks) or any(rank not in range(world) for rank in ranks):
         raise ValueError(
             f"the function given as {argument} chose {shown(ranks)}: ranks must not repeat and "
             f"must be below the world size {world}."
         )
-    as_given = isinstance(given, list | tuple) and all(type(rank) is int for rank in given)
-    return given if as_given else ranks
+    return ranks
 
 
 def _check_window(request: Arguments) -> None:
     if request.decoder.ranks.stop > request.world:
         raise ValueError(
-            f"rank_offset={shown(request.rank_offset)} with local_world_size="
-            f"{shown(request.world_size)} is no "
-            f"window of the world's {request.world} ranks. Make one of them smaller."
+            f"rank_offset={request.rank_offset} + local_world_size={request.world_size} is larger "
+            f"than the world size {request.world}. Make one of them smaller."
         )
 
 
 def _check_instances(request: Arguments, what: str, size: int) -> None:
     if size % request.instances:
         raise AssertionError(
-            f"num_distributed_optimizer_instances={shown(request.instances)} does not divide the "
-            f"{what} {shown(size)}."
+            f"num_distributed_optimizer_instances={request.instances} does not divide the "
+            f"{what} {size}."
         )
 
 
@@ -243,42 +194,28 @@ def _check_hybrid(request: Arguments) -> None:
     if _members(request) % 2:
         raise AssertionError(
             f"hybrid_context_parallel needs an even data x context parallel size, got "
-            f"{shown(_members(request))}."
+            f"{_members(request)}."
         )
 
 
 def _check_levels(request: Arguments) -> None:
-    levels: Any = request.hierarchical_context_parallel_sizes
+    levels = request.hierarchical_context_parallel_sizes or []
     named = f"hierarchical_context_parallel_sizes={shown(levels)}"
-    if not isinstance(levels, list) or not all(isinstance(size, int) for size in levels):
-        raise ArgumentError(f"{named} must be a list of whole numbers, such as [2, 4].")
-    if len(levels) > _MOST_LEVELS:
-        raise ArgumentError(
-            f"{named} has {len(levels)} levels: give at most {_MOST_LEVELS}, and none of size 1."
-        )
     if prod(levels) != request.context_parallel_size:
         raise AssertionError(
-            f"{named} multiply to {shown(prod(levels))}, not to "
+            f"{named} multiply to {prod(levels)}, not to "
             f"context_parallel_size={request.context_parallel_size}."
         )
     if min(levels) < 1:
-        raise SizeError(f"{named} must be at least 1 each.")
+        raise ValueError(f"{named} must be at least 1 each.")
 
 
 def _check_ucc(request: Arguments) -> None:
-    if _is_ucc(request.pipeline_model_parallel_comm_backend):
+    if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.check_ucc()
 
 
-def _is_ucc(backend: Any) -> bool:
-    return isinstance(backend, str) and backend == "ucc"
-
-
-def _check_backend(backend: Any) -> None:
-    if backend is not None and not isinstance(backend, str):
-        raise ArgumentError(
-            f"pipeline_model_parallel_comm_backend must be a name or None, got {shown(backend)}."
-        )
+def _check_backend(backend: str | None) -> None:
     if backend not in (None, "nccl", "ucc"):
         raise AssertionError(
             f"pipeline_model_parallel_comm_backend={shown(backend)} is not supported: use 'nccl', "
@@ -286,19 +223,11 @@ def _check_backend(backend: Any) -> None:
         )
 
 
-_MOST_LEVELS = 64  # no world has more ranks than 64 levels of two
-_CHECKS: dict[str, Callable[[Any], None]] = {
-    "_HYBRID_DP_CP_GROUPS": _check_hybrid,
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": _check_levels,
-    "_PIPELINE_MODEL_PARALLEL_GROUP": _check_ucc,
-    "_EXPERT_DATA_PARALLEL_GROUP": _check_expert_instances,
-}
-_CHOOSERS: dict[str, tuple[str, Callable[..., list[int]]]] = {
-    "_EMBEDDING_GROUP": ("get_embedding_ranks", default_embedding_ranks),
-    "_POSITION_EMBEDDING_GROUP": (
-        "get_position_embedding_ranks",
-        default_position_embedding_ranks,
-    ),
+_CHECKS: dict[Check, Callable[[Arguments], None]] = {
+    Check.EVEN_DP_CP: _check_hybrid,
+    Check.LEVELS: _check_levels,
+    Check.UCC: _check_ucc,
+    Check.EXPERT_INSTANCES: _check_expert_instances,
 }
 
 
@@ -308,7 +237,7 @@ class Request(Arguments):
 
     @cached_property
     def planned(self) -> list[Planned]:
-        """The rows to create, in order. Refuses what upstream refuses as it makes groups."""
+        """The rows to create, in order. Refuses what upstream refuses while it creates groups."""
         return plan_rows(self)
 
     @cached_property
@@ -319,9 +248,9 @@ class Request(Arguments):
 
     @cached_property
     def participants(self) -> Sequence[int]:
-        """The ranks that create groups: the window, and whom a caller's function named besides."""
+        """The ranks that create groups: the window, and others that a caller's function chose."""
         window = self.decoder.ranks
-        if self.decides_ranks:  # of a world that may be said to be larger than it is
+        if self.decides_ranks:  # get_world_size() may be replaced, and say more
             return range(self.rank_offset, min(window.stop, real_world_size()))
         chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
         besides = {rank for ranks in chosen for rank in ranks if rank not in window}
@@ -336,23 +265,22 @@ class Request(Arguments):
         }
         if self.helpers:
             values["replaced in parallel_state"] = replaced.in_words(self.helpers)
-        chosen = {f"ranks chosen for {p.row.label}": p.chosen for p in self.planned if p.chosen}
+        chosen = [p for p in self.planned if p.chosen]
         given = {f"options of {p.row.label}": p.group.options for p in self.planned}
         return {
             **values,
-            **{name: self._places(each) for name, each in chosen.items()},
+            **{f"ranks chosen for {p.row.label}": self._places(p) for p in chosen},
             **{name: options for name, options in given.items() if options is not None},
             "megatron-core": RELEASE,
             "plan": self.plan.fingerprint(),
         }
 
-    def _places(self, chosen: list[Sequence[int]]) -> Any:
-        """The ranks as places in their pipelines, if in all of them the same: short for any W."""
-        (row,) = (p.row for p in self.planned if p.row.several)
-        pipelines = rank_lists.loops(self, row)
+    def _places(self, p: Planned) -> Any:
+        """The chosen ranks as places in their pipelines, if the same in all: short for any W."""
+        chosen = p.chosen or []
         places = [
             [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
-            for pipeline, ranks in zip(pipelines, chosen, strict=True)
+            for pipeline, ranks in zip(rank_lists.loops(self, p.row), chosen, strict=True)
         ]
         if all(each == places[0] for each in places):
             return f"places {places[0]} of each pipeline"

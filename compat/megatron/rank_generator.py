@@ -5,24 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from compat.megatron.refusals import ArgumentError
 from compat.megatron.releases import HAS, as_released
 from compat.megatron.replaced import now
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
-
-
-class OrderError(LayoutError, RuntimeError, KeyError, AssertionError):
-    """An order that leaves out a dim larger than 1 (upstream: RuntimeError), names none that
-    exists (KeyError) or names one twice (ValueError or AssertionError, by what it meets first)."""
-
-    __str__ = ValueError.__str__  # KeyError would quote the sentence
-
-
-def check_order(order: object) -> None:
-    """Refuse an order that is no text."""
-    if not isinstance(order, str):
-        raise ArgumentError(f"order must be a text such as 'tp-cp-ep-dp-pp', got {shown(order)}.")
 
 
 def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
@@ -30,28 +16,34 @@ def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout
 
     Raises
     ------
-    OrderError
-        A token that is no dim, a dim larger than 1 without a token or with two.
-    ArgumentError
-        An order that is no text.
+    RuntimeError
+        An order that leaves out a dim larger than 1.
+    LayoutError
+        A token that is not a dim, a dim larger than 1 twice.
+    TypeError
+        An order that is not a text.
     """
-    check_order(order)
+    if not isinstance(order, str):
+        raise TypeError(f"order must be a text such as 'tp-cp-ep-dp-pp', got {shown(order)}.")
+    tokens = order.lower().split("-")
     seen: set[str] = set()
     once = []
-    for token in order.lower().split("-"):
+    for token in tokens:
         if sizes.get(token) != 1 or token not in seen:
             once.append(token)
             seen.add(token)
     try:
         return RankLayout.from_order("-".join(once), sizes, offset)
     except LayoutError as error:
-        raise OrderError(str(error)) from None
+        if any(size != 1 and name not in seen for name, size in sizes.items()):
+            raise RuntimeError(str(error)) from None
+        raise
 
 
 def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
-    """``order`` with gtp_remat put behind ``after``, else behind tp, else first."""
+    """``order`` with gtp_remat inserted after ``after``, else after tp, else first."""
     tokens = order.split("-")
-    if "gtp_remat" in tokens:  # as upstream in small letters only: in capitals it gets a second
+    if "gtp_remat" in tokens:  # lower case only, as upstream: GTP_REMAT gets a second
         return order
     anchor = next((name for name in (after, "tp") if name in tokens), None)
     tokens.insert(0 if anchor is None else tokens.index(anchor) + 1, "gtp_remat")
@@ -69,7 +61,7 @@ def generate_masked_orthogonal_rank_groups(
     Raises
     ------
     AssertionError
-        ``world_size`` has room for more groups than the sizes make.
+        ``world_size`` is larger than the product of the sizes.
     """
     names = [str(i) for i in range(len(parallel_size))]
     picked = [name for name, wanted in zip(names, mask, strict=True) if wanted]
@@ -91,7 +83,7 @@ class RankGenerator:
     ------
     AssertionError
         Both ep and cp larger than 1: they belong to different grids.
-    OrderError
+    RuntimeError, LayoutError
         See ``lay_out``.
     """
 
@@ -155,7 +147,7 @@ class RankGenerator:
 
 @as_released
 def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
-    """First and last stage of a pipeline, and where it splits: where word embeddings live."""
+    """The ranks with word embeddings: first and last stage of a pipeline, and where it splits."""
     if len(pp_ranks) == 1:
         return [pp_ranks[0]]
     ends = [pp_ranks[0], pp_ranks[-1]]
@@ -168,7 +160,7 @@ def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) 
 def default_position_embedding_ranks(
     pp_ranks: list[int], split_rank: int | None = None
 ) -> list[int]:
-    """First stage of a pipeline, and where it splits: where position embeddings live."""
+    """The ranks with position embeddings: first stage of a pipeline, and where it splits."""
     if split_rank is None or pp_ranks[split_rank] == pp_ranks[0]:
         return [pp_ranks[0]]
     return [pp_ranks[0], pp_ranks[split_rank]]

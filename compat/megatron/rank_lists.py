@@ -1,4 +1,4 @@
-"""The ranks of Megatron's groups as lists, in the order in which upstream goes over them."""
+"""The ranks of Megatron's groups as lists, in the order of upstream's loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypergrid.plan import GroupRow
 
 
 def origin(row: Row) -> tuple[str, str]:
-    """The grid, and the dims of it, whose groups upstream loops over to make those of ``row``."""
+    """The grid, and the dims whose groups upstream loops over to make those of ``row``."""
     return row.grid.partition("_")[0], row.loop or row.dims
 
 
@@ -25,7 +25,7 @@ def loops(request: Arguments, row: Row) -> list[list[int]]:
     lists = request.rank_lists(grid, token)
     if request.encoder is not None:
         lists = encoder.beside(row, request.rank_lists("encoder", token), lists, request.instances)
-    if row.slot != "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
+    if not row.join:
         return lists
     if max(request.gtp_remat_size, request.expert_gtp_remat_size) > 1:
         return [sorted(chain.from_iterable(lists))]
@@ -35,19 +35,19 @@ def loops(request: Arguments, row: Row) -> list[list[int]]:
 
 
 def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
-    """The groups of a row that come of one list of its loop, the one of this ``number``."""
+    """The groups of a row that are cut from ``ranks``, list ``number`` of its loop."""
     row = p.row
     if p.chosen is not None:
         return [p.chosen[number]]
     if row.chunk == "between instances":
         places = len(ranks) // request.instances
         return [ranks[at::places] for at in range(places)]
-    if row.has_levels:
+    if row.levels:
         sizes = level_sizes(request, row)
         layout = RankLayout(tuple(map(str, range(len(sizes)))), tuple(sizes))
         places_of = layout.groups(str(level(p))).tolist()
         return [[ranks[place] for place in places] for places in places_of]
-    size = p.key if row.fan == "sizes" else None
+    size = p.key if row.holds == "sizes" else None
     if row.chunk == "instance":
         size = len(ranks) // request.instances
     rule = GroupRow("", "", (), chunk=size, pick=row.pick)
@@ -56,14 +56,14 @@ def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> list[S
 
 def level_sizes(request: Arguments, row: Row) -> list[int]:
     """The sizes of the levels that the groups over a dim are cut into, innermost first."""
-    if row.fan == "levels":
+    if row.holds == "levels":
         return request.hierarchical_context_parallel_sizes or []
     return [instance_size(request), request.instances]
 
 
 def level(p: Planned) -> int:
-    """Which level of those that one list is cut into, innermost first."""
-    return p.key or 0 if p.row.fan == "levels" else int(p.row.dims == "dp_inter")
+    """The level that the group belongs to, innermost first."""
+    return p.row.level if p.key is None else p.key
 
 
 def instance_size(request: Arguments) -> int:

@@ -1,4 +1,4 @@
-"""Which megatron-core release ``compat`` speaks as, and what differs between releases."""
+"""The megatron-core release that ``compat`` follows, and what differs between releases."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 from hypergrid.messages import shown
 
 Version = tuple[int, int]
-Span = tuple[Version, Version]  # the first and the last release in which something is so
+Span = tuple[Version, Version]  # the first and the last release with a behaviour
 F = TypeVar("F", bound=Callable[..., object])
 
 OLDEST: Version = (0, 12)
 NEWEST: Version = (0, 19)
-_LONGEST = 1 << 16  # characters of a package_info.py, which has some hundred
 
 
 def _until(last: Version) -> Span:
@@ -32,8 +31,8 @@ def _since(first: Version) -> Span:
     return first, NEWEST
 
 
-# Arguments that came or went: where a release has them. Elsewhere they are still taken by keyword,
-# and no signature shows them. "function.argument" where it is so in one function alone.
+# Arguments that were added or removed, and the releases that have them. In other releases they are
+# accepted by keyword only, and signatures do not show them. "function.argument": only there.
 ARGUMENTS: dict[str, Span] = {
     "pipeline_model_parallel_split_rank": _until((0, 13)),
     "encoder_tensor_model_parallel_size": _until((0, 13)),
@@ -65,42 +64,42 @@ ARGUMENTS: dict[str, Span] = {
     "with_egtp_remat": _since((0, 19)),
 }
 
-# Defaults that were others than those written in parallel_state.py, and where.
+# Defaults that differ from those in parallel_state.py, and in which releases.
 DEFAULTS: dict[str, tuple[Span, Any]] = {
     "ignore_virtual": (_until((0, 12)), False),
 }
 
-# What else a release does, by name.
+# Other behaviour of releases, by name.
 FACTS: dict[str, Span] = {
-    # the data-parallel group is made before the one with cp, and outside SHARP's reach
+    # the data-parallel group is created before the one with cp, and without SHARP
     "dp_first": _until((0, 12)),
-    # optimizer instances: the dense groups between them (later releases take the experts') ...
+    # optimizer instances: groups between them are dense (later releases use the experts') ...
     "instances_in_dense": _until((0, 12)),
-    # ... or the expert grid is cut too, and an instance has a group of all its ranks
+    # ... or the expert grid is split too, and an instance has a group of all its ranks
     "instances_in_expert": _since((0, 13)),
-    # the levels of hierarchical context parallelism: torch's timeout, and a list before there are
+    # hierarchical context parallelism: levels have torch's timeout, and are a list when unset
     "plain_levels": _until((0, 12)),
-    # a pipeline's default embedding ranks are asked with the stage at which it splits
+    # a pipeline's default embedding ranks depend on the stage at which it splits
     "splits": _until((0, 13)),
-    # NCCL options that a section leaves out are set to Hopper's; priorities are not read
+    # NCCL options that a section leaves out are set for Hopper; priorities are not read
     "nccl_defaults": _until((0, 12)),
-    # a rank or a size comes from torch, which takes None for the world; later from the group itself
+    # ranks and sizes come from torch, for which None is the world; later from the group itself
     "numbers_from_torch": _until((0, 12)),
-    # the virtual stage is an argument; before, it was the one set last
+    # the virtual stage is an argument; before, the one that was set last
     "vp_stage": _since((0, 13)),
-    # the stage asks torch for the rank first, which refuses in its own way before there is a world
+    # the stage asks torch for the rank first, which raises its own error without a world
     "stage_asks_torch": _until((0, 13)),
-    # ... and later takes the stage itself from torch, which refuses what is no group of its own
+    # ... and later for the stage, which raises an error for a group that torch did not create
     "stage_from_torch": _since((0, 14)),
-    # functions that tell an encoder from a decoder warn that they will go
+    # functions about encoder and decoder warn that they are deprecated
     "encoder_deprecated": _since((0, 13)),
-    # SHARP's variable is switched here; before, use_sharp set it to 0 behind the user's own 1
+    # SHARP's variable is set to 1 and 0; before, use_sharp only set it to 0
     "sharp_switched": _since((0, 14)),
     # the expert-parallel group has torch's timeout and not the one asked for
     "plain_ep": _until((0, 15)),
     # two more axes for weights, also in get_all_ranks() and RankGenerator
     "gtp_remat": _since((0, 19)),
-    # HyperCommGrid has views, and copies of its shape and names in them that groups are made from
+    # HyperCommGrid has views, which copy its shape and names; groups are created from the copies
     "grid_views": _since((0, 19)),
 }
 
@@ -110,8 +109,7 @@ def _checkout() -> str | None:
     for entry in sys.path:
         file = Path(entry or ".") / "megatron" / "core" / "package_info.py"
         if file.is_file():
-            with file.open(errors="replace") as stream:
-                text = stream.read(_LONGEST)
+            text = file.read_text(errors="replace")
             numbers = dict(re.findall(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", text, re.M))
             if len(numbers) == 2:
                 return f"{numbers['MAJOR']}.{numbers['MINOR']}"
@@ -128,16 +126,16 @@ def _read_release() -> Version:
     found = re.match(r"(\d{1,9})\.(\d{1,9})", text)
     if found is None:
         raise ValueError(
-            f"HYPERGRID_MEGATRON_RELEASE={shown(text)} is no release: write it as in '0.16.1'."
+            f"HYPERGRID_MEGATRON_RELEASE={shown(text)} is not a release: write it as in '0.16.1'."
         )
     release = (int(found[1]), int(found[2]))
     known = min(max(release, OLDEST), NEWEST)
     if release != known:
         end = "newer than {}.{}, the newest" if known == NEWEST else "older than {}.{}, the oldest"
         warnings.warn(
-            f"megatron-core {text} is {end.format(*known)} release that hypergrid knows: it speaks "
-            "as {}.{}. Compare the two releases' parallel_state, or take a hypergrid that knows "
-            "yours; HYPERGRID_MEGATRON_RELEASE={}.{} says that you did.".format(*known, *known),
+            f"megatron-core {text} is {end.format(*known)} release that hypergrid knows: it "
+            "behaves as {}.{}. Compare the two releases' parallel_state, or use a hypergrid that "
+            "knows yours; HYPERGRID_MEGATRON_RELEASE={}.{} silences this.".format(*known, *known),
             stacklevel=2,
         )
     return known
@@ -154,10 +152,10 @@ HAS: dict[str, bool] = {fact: _now(span) for fact, span in FACTS.items()}
 
 
 def as_released(function: F) -> F:
-    """Give the arguments of ``function`` the places and defaults that they have in ``RELEASE``.
+    """Give the arguments of ``function`` the positions and defaults that they have in ``RELEASE``.
 
     The function is written with the arguments of all releases in their common order. Those that
-    this release does not have are taken by keyword only, and its signature does not show them.
+    this release does not have are keyword-only, and its signature does not show them.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters
@@ -167,7 +165,7 @@ def as_released(function: F) -> F:
     other = {n: default for n, (span, default) in DEFAULTS.items() if n in written and _now(span)}
     released: Any = function
     if other or placed != list(parameters)[: len(placed)]:
-        # Written as source, as dataclasses do: a wrapper that sorts its arguments costs ten times
+        # Generated source, as in dataclasses: a wrapper that sorts its arguments costs ten times
         # as much.
         keyword_only = [n for n in parameters if n not in placed]
         missing = inspect.Parameter.empty

@@ -29,7 +29,7 @@ _own: dict[str, Callable[..., Any]] = {}
 
 
 def watch(namespace: Mapping[str, Any]) -> None:
-    """Look for replaced functions in ``namespace``, that of a module whose own it has now."""
+    """Look for replaced functions in ``namespace``, where those of now are the module's own."""
     global _namespace
     _namespace = namespace
     _own.update({name: namespace[name] for name in HELPERS if name in namespace})
@@ -48,7 +48,7 @@ def found() -> dict[str, Callable[..., Any]]:
 
 
 def now(function: F) -> F:
-    """What stands in the place of ``function`` at present: itself, if nobody has replaced it."""
+    """The function that is called for ``function`` now: itself, or what has replaced it."""
     current: F = _namespace.get(function.__name__, function)
     return current
 
@@ -65,24 +65,24 @@ def by_members(helpers: Helpers) -> bool:
 
 
 def in_words(helpers: Helpers) -> str:
-    """What was replaced, for reports; empty where nothing was."""
+    """The names of what was replaced, for messages; empty if nothing was."""
     return ", ".join(name for name in HELPERS if name in helpers)
 
 
 def check(helpers: Helpers, share: str, creation: str) -> None:
-    """Refuse what cannot be had together with the functions that were replaced: ValueError."""
+    """Refuse choices that do not work with the functions that were replaced: ValueError."""
     seen = [name for name in (*CREATORS, "get_nccl_options") if name in helpers]
     if seen and share != "none":
         raise ValueError(
-            f"share={share!r} would keep groups from {' and '.join(seen)}, which "
-            f"this process has replaced to see each of them. Leave share out, put the functions "
-            f"back, or declare a new_group by compat.members_only()."
+            f"share={share!r} is not possible here: this process has replaced "
+            f"{' and '.join(seen)}, which must be called for every group. Do not set share, "
+            f"restore the functions, or declare a new_group with compat.members_only()."
         )
     lockstep = creates(helpers) and not by_members(helpers)
     if lockstep and creation not in ("auto", "everyone"):
         raise ValueError(
             f"creation={creation!r} is not possible here: this process has replaced "
             f"{' and '.join(name for name in seen if name in CREATORS)}, which every rank calls "
-            f"for every group. Use 'auto', or declare by compat.members_only() that the members "
-            f"of a group are enough."
+            f"for every group. Use 'auto', or declare them with compat.members_only(): then only "
+            f"the members of a group call them."
         )

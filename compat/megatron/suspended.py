@@ -1,4 +1,4 @@
-"""What stands where the groups of a suspended ParallelState were."""
+"""Placeholders for the groups of a suspended ParallelState."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class SuspendedGroup:
-    """Stands where a group was that ``ParallelState.suspend`` gave back."""
+    """In place of a group that ``ParallelState.suspend`` closed; raises on use."""
 
     __slots__ = ("_label",)
 
@@ -14,28 +14,28 @@ class SuspendedGroup:
         self._label = label
 
     def __repr__(self) -> str:
-        return f"<{self._label}, suspended: call resume() on its ParallelState and fetch it anew>"
+        return f"<{self._label}, suspended: call resume() on its ParallelState and get it again>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
             f"{self._label} was used while it is suspended: call resume() on its ParallelState on "
-            f"all ranks, and fetch the group anew."
+            f"all ranks, and get the group again."
         )
 
 
 def is_suspended(value: Any) -> bool:
-    """Whether a private global holds such a group, alone or among others."""
+    """Whether a private global holds a placeholder, alone, in a list or in a dict."""
     values = value.values() if isinstance(value, dict) else value
     values = values if isinstance(value, dict | list) else [value]
     return any(isinstance(each, SuspendedGroup) for each in values)
 
 
-def exchanged(value: Any, stand_ins: dict[Any, Any]) -> Any:
-    """What a private global holds, with ``stand_ins`` in the place of their groups."""
+def exchanged(value: Any, others: dict[Any, Any]) -> Any:
+    """The value of a private global, with each group in ``others`` exchanged for what is there."""
     if isinstance(value, dict):
-        return {key: stand_ins.get(each, each) for key, each in value.items()}
+        return {key: others.get(each, each) for key, each in value.items()}
     if isinstance(value, list):
-        return [stand_ins.get(each, each) for each in value]
-    return stand_ins.get(value, value)
+        return [others.get(each, each) for each in value]
+    return others.get(value, value)

@@ -2,59 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from enum import Enum, auto
+from typing import Any, Literal
 
+from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
+from compat.megatron.releases import HAS
 from hypergrid.plan import GroupRow
+
+
+class Fact:
+    """What is true or false of a request; ``~a`` and ``a & b`` are facts too."""
+
+    def __init__(self, holds: Callable[[Any], object]) -> None:
+        self._holds = holds
+
+    def __call__(self, request: Any) -> bool:
+        return bool(self._holds(request))
+
+    def __invert__(self) -> Fact:
+        return Fact(lambda request: not self(request))
+
+    def __and__(self, other: Fact) -> Fact:
+        return Fact(lambda request: self(request) and other(request))
+
+
+def _released(name: str) -> Fact:
+    """What the installed release does, one of ``releases.FACTS``."""
+    return Fact(lambda request: HAS[name])
+
+
+ALWAYS = Fact(lambda request: True)
+NEVER = ~ALWAYS
+DP_FIRST = _released("dp_first")
+GTP = _released("gtp_remat")
+GTP_AXIS = Fact(lambda request: request.gtp_remat_size > 1)
+EGTP_AXIS = Fact(lambda request: request.expert_gtp_remat_size > 1)
+INSTANCES = Fact(lambda request: request.instances > 1)
+IN_DENSE, IN_EXPERT = _released("instances_in_dense"), _released("instances_in_expert")
+ALL_GATHER = Fact(lambda request: request.create_all_gather_group)
+HYBRID = Fact(lambda request: request.hybrid_context_parallel)
+HIERARCHICAL = Fact(lambda request: request.hierarchical_context_parallel_sizes)
+
+
+class Check(Enum):
+    """What a row needs of the request; ``planning`` has the function of each."""
+
+    EVEN_DP_CP = auto()
+    LEVELS = auto()
+    UCC = auto()
+    EXPERT_INSTANCES = auto()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One of upstream's private globals that holds a group.
+    """One of upstream's private globals that holds a group, or several.
 
     ``slot`` is the global; without its leading underscore it is the group's description too,
-    unless ``desc`` says otherwise. ``dims`` over ``grid`` are the group's; a row without dims is
-    the same group as ``same_as``. ``when`` names a fact (see ``request.facts``) that the row needs.
+    unless ``desc`` or ``levels`` says otherwise.
     """
 
     slot: str
-    dims: str = ""
+    dims: str
+    traffic: str  # one of TRAFFIC
+    options: str  # key of its section in the NCCL configuration file
     grid: str = "decoder"
-    options: str = ""  # key of its section in the NCCL configuration file
+    when: Fact = ALWAYS  # the row is made for requests of which this is true
+    check: Check | None = None
+    field: str = ""  # of ProcessGroupCollection
     ranks: str = ""  # private global with the group's ranks, where upstream keeps them
-    gloo: bool = False  # has a gloo twin, in slot + "_GLOO"
-    when: str = ""
-    same_as: str = ""
-    traffic: str = ""  # one of TRAFFIC; a row without dims carries what ``same_as`` does
     desc: str = ""
-    twin_desc: str = ""
+    backend: str = ""  # the argument that names it; without one, the default group's
+    # The argument whose function chooses the ranks, and upstream's own function.
+    chooser: tuple[str, Callable[..., list[int]]] | None = None
+    gloo: bool = False  # has a gloo twin, in slot + "_GLOO"
     twin_options: bool = False  # upstream hands the options to the twin too
-    default_timeout: str | None = None  # a fact under which upstream leaves the timeout to torch
-    twin_default_timeout: bool = False  # ... as it does for this twin alone
+    torch_timeout: Fact = NEVER  # where upstream leaves the timeout to torch
+    twin_torch_timeout: bool = False  # ... of the twin alone
+    # What the global holds: a group (a list, on ranks that are in "several"), a list of all
+    # "levels", or a dict by "sizes".
+    holds: Literal["one", "several", "levels", "sizes"] = "one"
     pick: Literal["all", "ends", "first"] = "all"  # of the pipeline
     # cut into runs; "instance": one for each instance of the distributed optimizer, "between
     # instances": members with the same place in each
     chunk: str = ""
-    several: bool = False  # a rank may be in more than one: the global holds a list then
+    levels: str = ""  # what upstream calls the groups that are cut into levels to make these
+    level: int = 0  # ... and which level this is, innermost first, if the row is one alone
     loop: str = ""  # dims whose groups upstream cuts or joins to make these, if not its own
-    fan: str = ""  # several groups in one slot: "levels" a list, "sizes" a dict
-    separate: bool = False  # never shares a communicator: it is there to run beside others
+    join: bool = False  # ... joins, to one group for each instance of the distributed optimizer
+    # Groups of an encoder's ranks: "apart" from the decoder's, each "joined" to one of the
+    # decoder's, or each "shared" by several pipelines.
+    encoder: Literal["apart", "joined", "shared"] = "apart"
+    separate: bool = False  # never shares a communicator: its operations overlap all others
     sharp: str = ""  # made while NCCL_COLLNET_ENABLE=1, if use_sharp picks this name
-    sharp_barrier: bool = False  # ... and brought to life before SHARP is switched off again
+    sharp_barrier: bool = False  # ... and connected before SHARP is switched off again
 
     @property
     def label(self) -> str:
+        """The group's description; with ``{}`` for its key where the global holds several."""
+        if self.levels:
+            return f"HIERARCHICAL_{self.levels}_L{'{}' if self.holds == 'levels' else self.level}"
         return self.desc or self.slot.lstrip("_")
 
     @property
-    def has_levels(self) -> bool:
-        """Whether the groups over one dim are cut into levels to make these."""
-        return self.loop in ("cp", "dp")
-
-    @property
     def twin_label(self) -> str:
-        return self.twin_desc or self.label + "_GLOO"
+        if self.levels:
+            return f"HIERARCHICAL_{self.levels}_GLOO_L{self.level}"
+        return self.label + "_GLOO"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A private global that holds the same group as another one."""
+
+    slot: str
+    same_as: str
+    when: Fact
+    gloo: bool = False  # and its twin the other's twin
+
+
+def slots(row: Row | Alias) -> tuple[str, ...]:
+    """The private globals of a row: its group's, and its gloo twin's."""
+    return (row.slot, row.slot + "_GLOO") if row.gloo else (row.slot,)
 
 
 @dataclass(frozen=True)
@@ -67,123 +137,168 @@ class Planned:
     group: GroupRow
     chosen: list[Sequence[int]] | None = None  # as the caller's function gave them
 
+    @property
+    def is_twin(self) -> bool:
+        """Whether it is the gloo twin of its row's group."""
+        return self.slot != self.row.slot
 
-# What a group carries, and why it must not wait for the rest: a communicator runs one operation at
-# a time, and rows of one kind are never in flight together, or follow each other anyway. Read in
-# megatron-core 0.16.1 and 0.19.2; where an option decides, the kinds are those of the overlap.
+
+# What a group carries. A communicator runs one operation at a time, so groups whose operations
+# overlap must not share one; operations of one kind never overlap. As in megatron-core 0.16.1 and
+# 0.19.2 with all options that overlap communication.
 TWINS = "checkpoint"
 TRAFFIC = {
-    "gradients": "buckets are reduced behind the backward pass, parameters gathered ahead of the "
-    "forward pass; DDP waits for neither",
-    "parameters": "gathered while gradients are reduced: what the second group is there for",
-    "expert gradients": "buckets of expert layers, reduced in the same backward pass in between",
+    "gradients": "buckets are reduced during the backward pass, parameters are gathered before "
+    "the forward pass; DDP overlaps both with computation",
+    "parameters": "gathered while gradients are reduced: the second group exists for this",
+    "expert gradients": "buckets of expert layers, reduced in the same backward pass",
     "gradients between instances": "a bucket is reduced between the instances of the optimizer "
-    "while the next one is reduced within each, on a stream of its own",
-    "weights": "sharded weights are gathered ahead of the layers that need them",
-    "expert weights": "sharded weights of expert layers, gathered ahead of them too",
-    "context": "the attention's ring or all-to-all, on streams of its own, beside its computation",
-    "tensor": "activations, beside weight gradients, and those of shared experts beside the tokens "
-    "of the others",
+    "while the next one is reduced within each, on its own stream",
+    "weights": "sharded weights, gathered before the layers that need them",
+    "expert weights": "sharded weights of expert layers, gathered before the layers that need them",
+    "context": "the attention's ring or all-to-all, on its own streams, overlapped with its "
+    "computation",
+    "tensor": "activations, at the same time as weight gradients; those of shared experts, at the "
+    "same time as the tokens of the other experts",
     "pipeline": "activations and their gradients between stages, sent and received while a stage "
     "computes",
-    "embeddings": "gradients of tied weights, once a step when all other gradients are there",
-    "optimizer": "norms and overflow flags, once a step in the optimizer, one after the other",
-    "statistics": "sums of router and FP8 statistics, token counts and losses, each small and "
-    "waited for where it is asked for, in the midst of everything else",
-    "expert tokens": "all-to-all of one microbatch while another one computes; the all-gather "
-    "over expert tp follows it",
-    "expert dispatch": "how many tokens go where, asked while another microbatch's tokens are on "
-    "the way; with other dispatchers the tokens themselves",
-    TWINS: "gloo on the host: optimizer states are gathered and scattered beside the training",
+    "embeddings": "gradients of tied weights, once per step, after all other gradients",
+    "optimizer": "norms and overflow flags, once per step in the optimizer, one after the other",
+    "statistics": "sums of router and FP8 statistics, token counts and losses: small, waited for "
+    "at once, at any time in a step",
+    "expert tokens": "all-to-all of one microbatch while another one computes, then the "
+    "all-gather over expert tp",
+    "expert dispatch": "number of tokens for each rank, exchanged while the tokens of another "
+    "microbatch are sent; with other dispatchers the tokens themselves",
+    TWINS: "gloo on the host: optimizer states are gathered and scattered during the training",
 }
 
-# The order is the order of creation: SHARP serves the communicators that come first.
+# In the order of creation: SHARP serves the communicators that are created first.
 # fmt: off
 ROWS: tuple[Row, ...] = (
-    Row("_GTP_WEIGHT_REMAT_GROUP", "gtp_remat", traffic="weights", options="gtp_remat",
-        ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS", when="gtp_remat"),
-    Row("_DATA_PARALLEL_GROUP", "dp", traffic="gradients", options="dp", gloo=True,
-        ranks="_DATA_PARALLEL_GLOBAL_RANKS", when="dp_first"),
-    Row("_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp", traffic="gradients", options="dp_cp", gloo=True,
+    # slot, dims
+    #     traffic, options, the rest
+    Row("_GTP_WEIGHT_REMAT_GROUP", "gtp_remat",
+        "weights",                     "gtp_remat",       when=GTP, field="gtp_remat",
+        ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
+    Row("_DATA_PARALLEL_GROUP", "dp",
+        "gradients",                   "dp",              when=DP_FIRST, field="dp", gloo=True,
+        ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
+    Row("_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
+        "gradients",                   "dp_cp",           field="dp_cp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", sharp="dp", sharp_barrier=True),
-    Row("_DATA_PARALLEL_GROUP_WITH_CP_AG", "dp-cp", traffic="parameters", options="dp_cp",
-        when="all_gather", separate=True, sharp="dp"),
-    Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp", traffic="gradients",
-        options="intra_dp_cp", gloo=True, when="instances", chunk="instance", sharp="dp"),
+    Row("_DATA_PARALLEL_GROUP_WITH_CP_AG", "dp-cp",
+        "parameters",                  "dp_cp",           when=ALL_GATHER, separate=True,
+        sharp="dp"),
+    Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
+        "gradients",                   "intra_dp_cp",     when=INSTANCES, field="intra_dp_cp",
+        chunk="instance", gloo=True, sharp="dp"),
     Row("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
-        traffic="gradients between instances", options="inter_dp_cp", when="dense_instances",
+        "gradients between instances", "inter_dp_cp",     when=INSTANCES & IN_DENSE,
         chunk="between instances", sharp="dp"),
-    Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", when="one_instance", gloo=True,
-        same_as="_DATA_PARALLEL_GROUP_WITH_CP"),
-    Row("_HYBRID_DP_CP_GROUPS", "dp-cp", traffic="context", options="dp_cp", when="hybrid",
-        fan="sizes", desc="HYBRID_DP_CP_GROUP_{}", default_timeout=""),
-    Row("_DATA_PARALLEL_GROUP", "dp", traffic="gradients", options="dp", gloo=True,
-        ranks="_DATA_PARALLEL_GLOBAL_RANKS", when="dp_later"),
-    Row("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp", traffic="statistics",
-        options="gtp_remat_dp", when="gtp_axis"),
-    Row("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", "gtp_remat-dp-cp", traffic="statistics",
-        options="gtp_remat_dp_cp", when="gtp_axis"),
-    Row("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", when="no_gtp_axis", same_as="_DATA_PARALLEL_GROUP"),
-    Row("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", when="no_gtp_axis",
-        same_as="_DATA_PARALLEL_GROUP_WITH_CP"),
-    Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", when="instances",
-        same_as="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"),
-    Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", when="one_instance",
-        same_as="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
-    Row("_CONTEXT_PARALLEL_GROUP", "cp", traffic="context", options="cp",
+    Row("_HYBRID_DP_CP_GROUPS", "dp-cp",
+        "context",                     "dp_cp",           when=HYBRID, check=Check.EVEN_DP_CP,
+        holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=ALWAYS),
+    Row("_DATA_PARALLEL_GROUP", "dp",
+        "gradients",                   "dp",              when=~DP_FIRST, field="dp", gloo=True,
+        ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
+    Row("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
+        "statistics",                  "gtp_remat_dp",    when=GTP_AXIS),
+    Row("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", "gtp_remat-dp-cp",
+        "statistics",                  "gtp_remat_dp_cp", when=GTP_AXIS, field="dp_cp_gtp_remat"),
+    Row("_CONTEXT_PARALLEL_GROUP", "cp",
+        "context",                     "cp",              field="cp",
         ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", grid="decoder_cp_levels", traffic="context",
-        options="hcp", when="hierarchical", loop="cp", fan="levels", default_timeout="plain_levels",
-        desc="HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{}"),
-    Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp", traffic="optimizer", options="mp",
+    Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "cp",
+        "context",                     "hcp",             when=HIERARCHICAL, check=Check.LEVELS,
+        grid="decoder_cp_levels", loop="cp", levels="CONTEXT_PARALLEL_GROUP", holds="levels",
+        field="hcp", torch_timeout=_released("plain_levels")),
+    Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp",
+        "optimizer",                   "mp",              field="mp", encoder="joined",
         ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
-    Row("_TENSOR_MODEL_PARALLEL_GROUP", "tp", traffic="tensor", options="tp",
+    Row("_TENSOR_MODEL_PARALLEL_GROUP", "tp",
+        "tensor",                      "tp",              field="tp",
         ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    Row("_PIPELINE_MODEL_PARALLEL_GROUP", "pp", traffic="pipeline", options="pp",
-        ranks="_PIPELINE_GLOBAL_RANKS", separate=True, several=True),
-    Row("_EMBEDDING_GROUP", "pp", traffic="embeddings", options="embd",
-        ranks="_EMBEDDING_GLOBAL_RANKS", pick="ends"),
-    Row("_POSITION_EMBEDDING_GROUP", "pp", traffic="embeddings", options="pos_embd",
-        ranks="_POSITION_EMBEDDING_GLOBAL_RANKS", pick="first"),
-    Row("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "tp-gtp_remat-dp-cp", traffic="statistics",
-        options="tp_dp_cp"),
-    Row("_TENSOR_AND_DATA_PARALLEL_GROUP", "tp-gtp_remat-dp", traffic="statistics",
-        options="tp_dp"),
-    Row("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp-cp", traffic="statistics", options="tp_cp"),
-    Row("_EXPERT_GTP_WEIGHT_REMAT_GROUP", "gtp_remat", "expert", traffic="expert weights",
-        options="expt_gtp_remat", ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", when="gtp_remat"),
-    Row("_EXPERT_MODEL_PARALLEL_GROUP", "ep", "expert", traffic="expert tokens", options="ep",
-        ranks="_EXPERT_MODEL_PARALLEL_RANKS", default_timeout="plain_ep"),
-    Row("_EXPERT_TENSOR_PARALLEL_GROUP", "tp", "expert", traffic="expert tokens", options="ep_tp"),
-    Row("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "tp-ep", "expert", traffic="expert dispatch",
-        options="tp_ep_mp"),
-    Row("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "tp-ep-pp", "expert", traffic="optimizer",
-        options="tp_ep_pp"),
-    Row("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "tp-ep-gtp_remat-pp", "expert",
-        traffic="optimizer", options="tp_ep_gtp_remat_pp", when="gtp_remat"),
-    Row("_EXPERT_DATA_PARALLEL_GROUP", "dp", "expert", traffic="expert gradients", options="ep_dp",
-        gloo=True, twin_default_timeout=True),
-    Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra", "expert_instances",
-        traffic="expert gradients", options="intra_ep_dp", gloo=True, when="expert_instances",
-        sharp="dp_replica", twin_options=True, loop="dp",
-        desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0",
-        twin_desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L0"),
-    Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter", "expert_instances",
-        traffic="gradients between instances", options="inter_ep_dp", when="expert_instances",
-        sharp="dp_replica", sharp_barrier=True, loop="dp",
-        desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1"),
-    Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", when="one_expert_instance", gloo=True,
-        same_as="_EXPERT_DATA_PARALLEL_GROUP"),
-    Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp", "expert",
-        traffic="statistics", options="ep_gtp_remat_dp", when="egtp_axis"),
-    Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", when="no_egtp_axis",
-        same_as="_EXPERT_DATA_PARALLEL_GROUP"),
-    Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", when="instances",
-        same_as="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
-    Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", when="one_instance",
-        same_as="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+    Row("_PIPELINE_MODEL_PARALLEL_GROUP", "pp",
+        "pipeline",                    "pp",              field="pp", encoder="shared",
+        ranks="_PIPELINE_GLOBAL_RANKS", holds="several", separate=True, check=Check.UCC,
+        backend="pipeline_model_parallel_comm_backend"),
+    Row("_EMBEDDING_GROUP", "pp",
+        "embeddings",                  "embd",            field="embd", encoder="shared",
+        ranks="_EMBEDDING_GLOBAL_RANKS", pick="ends",
+        chooser=("get_embedding_ranks", default_embedding_ranks)),
+    Row("_POSITION_EMBEDDING_GROUP", "pp",
+        "embeddings",                  "pos_embd",        field="pos_embd", encoder="shared",
+        ranks="_POSITION_EMBEDDING_GLOBAL_RANKS", pick="first",
+        chooser=("get_position_embedding_ranks", default_position_embedding_ranks)),
+    Row("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "tp-gtp_remat-dp-cp",
+        "statistics",                  "tp_dp_cp",        field="tp_dp_cp"),
+    Row("_TENSOR_AND_DATA_PARALLEL_GROUP", "tp-gtp_remat-dp",
+        "statistics",                  "tp_dp"),
+    Row("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp-cp",
+        "statistics",                  "tp_cp",           field="tp_cp"),
+    Row("_EXPERT_GTP_WEIGHT_REMAT_GROUP", "gtp_remat",
+        "expert weights",              "expt_gtp_remat",  grid="expert", field="expt_gtp_remat",
+        when=GTP, ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
+    Row("_EXPERT_MODEL_PARALLEL_GROUP", "ep",
+        "expert tokens",               "ep",              grid="expert", field="ep",
+        ranks="_EXPERT_MODEL_PARALLEL_RANKS", torch_timeout=_released("plain_ep")),
+    Row("_EXPERT_TENSOR_PARALLEL_GROUP", "tp",
+        "expert tokens",               "ep_tp",           grid="expert", field="expt_tp"),
+    Row("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "tp-ep",
+        "expert dispatch",             "tp_ep_mp",        grid="expert", field="tp_ep"),
+    Row("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "tp-ep-pp",
+        "optimizer",                   "tp_ep_pp",        grid="expert", field="tp_ep_pp"),
+    Row("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "tp-ep-gtp_remat-pp",
+        "optimizer",                   "tp_ep_gtp_remat_pp",
+        grid="expert", when=GTP, field="tp_ep_pp_with_egtp_remat"),
+    Row("_EXPERT_DATA_PARALLEL_GROUP", "dp",
+        "expert gradients",            "ep_dp",           grid="expert", field="expt_dp",
+        check=Check.EXPERT_INSTANCES, gloo=True, twin_torch_timeout=True),
+    Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra",
+        "expert gradients",            "intra_ep_dp",     grid="expert_instances",
+        when=INSTANCES & IN_EXPERT, field="intra_expt_dp", gloo=True, twin_options=True,
+        loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=0, sharp="dp_replica"),
+    Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter",
+        "gradients between instances", "inter_ep_dp",     grid="expert_instances",
+        when=INSTANCES & IN_EXPERT, field="inter_dist_opt",
+        loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=1, sharp="dp_replica",
+        sharp_barrier=True),
+    Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
+        "statistics",                  "ep_gtp_remat_dp", grid="expert", when=EGTP_AXIS,
+        field="expt_dp_gtp_remat"),
     Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp_intra-pp",
-        "expert_instances", traffic="optimizer", options="intra_dist_opt_instance",
-        when="instances_in_expert", loop="tp-ep-pp"),
+        "optimizer",                   "intra_dist_opt_instance",
+        grid="expert_instances", when=IN_EXPERT, field="intra_dist_opt",
+        loop="tp-ep-pp", join=True),
+)
+
+ALIASES: tuple[Alias, ...] = (
+    Alias("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+          "_DATA_PARALLEL_GROUP_WITH_CP",                   ~INSTANCES, gloo=True),
+    Alias("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+          "_DATA_PARALLEL_GROUP",                           ~GTP_AXIS),
+    Alias("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+          "_DATA_PARALLEL_GROUP_WITH_CP",                   ~GTP_AXIS),
+    Alias("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+          "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",     INSTANCES),
+    Alias("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+          "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",    ~INSTANCES),
+    Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+          "_EXPERT_DATA_PARALLEL_GROUP",                    ~INSTANCES & IN_EXPERT, gloo=True),
+    Alias("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+          "_EXPERT_DATA_PARALLEL_GROUP",                    ~EGTP_AXIS),
+    Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+          "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",      INSTANCES),
+    Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+          "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",     ~INSTANCES),
+)
+
+# What create_all_gather_groups() makes for its caller: no private global holds it.
+EXTRA_ALL_GATHER: tuple[Row, ...] = (
+    Row("_DATA_PARALLEL_GROUP_WITH_CP_AG", "dp-cp",
+        "parameters",                  "dp_cp",           field="dp_cp_ag"),
+    Row("_EXPERT_DATA_PARALLEL_GROUP_AG", "dp",
+        "parameters",                  "ep_dp",           grid="expert", field="expt_dp_ag"),
 )
 # fmt: on

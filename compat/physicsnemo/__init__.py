@@ -1,9 +1,9 @@
-"""physicsnemo.distributed's tree of groups and its manager, on hypergrid's. Modulus' names too."""
+"""physicsnemo.distributed's tree of groups and its manager, on hypergrid; also Modulus' names."""
 
 from __future__ import annotations
 
-from compat.physicsnemo.manager import DistributedManager
-from compat.physicsnemo.state import (
+from compat.physicsnemo.manager import (
+    DistributedManager,
     PhysicsNeMoUndefinedGroupError,
     PhysicsNeMoUninitializedDistributedManagerWarning,
 )
@@ -20,7 +20,7 @@ class ProcessGroupNode(GroupNode):
 class ProcessGroupConfig(GroupTree[ProcessGroupNode]):
     """A model's tree of groups: ``hypergrid.tree.GroupTree`` by upstream's name.
 
-    As nvidia-physicsnemo 1.3, but that it is no treelib tree: there is no ``config.tree``.
+    As in nvidia-physicsnemo 1.3, but not a treelib tree: there is no ``config.tree``.
     """
 
 

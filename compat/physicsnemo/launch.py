@@ -1,114 +1,80 @@
-"""How this process was launched, from the variables of torchrun, SLURM or OpenMPI."""
+"""What the launcher says about this process: the variables of torchrun, SLURM or OpenMPI."""
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
-
-import torch
-
-from compat.megatron.refusals import ArgumentError
+from collections.abc import Iterable
+from typing import Any
 
 OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
 )
-_NEEDED = {
-    "ENV": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+# The variables of each method, for these arguments of DistributedManager.setup() in this order.
+_ARGUMENTS = ("rank", "world_size", "local_rank", "addr", "port")
+_VARIABLES = {
+    "ENV": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
     "SLURM": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_LAUNCH_NODE_IPADDR"),
     "OPENMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
+_OPTIONAL = "LOCAL_RANK"
 _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
-class Launch(NamedTuple):
-    """Where this process stands, and where rank 0 listens."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    addr: str
-    port: str
-    method: str
-
-
 def method() -> str | None:
-    """The way that the environment asks for, or the first that is there; or None.
+    """The method that the environment asks for, else the first whose variables are set, or None.
 
-    One is there as upstream sees it: torchrun's if it is complete, the others by their rank.
-    Raises RuntimeError on a way that does not exist.
+    As upstream: "ENV" counts if all its variables are set, the others if that of the rank is.
+    Raises RuntimeError on an unknown method.
     """
-    for variable in OVERRIDES:
-        asked = os.environ.get(variable)
+    for override in OVERRIDES:
+        asked = os.environ.get(override)
         if asked:
-            if asked not in _NEEDED:
+            if asked not in _VARIABLES:
                 raise RuntimeError(
-                    f"{variable}={asked!r} is no way to initialise: use one of "
-                    f"{', '.join(_NEEDED)}, or unset it to take the first that is there."
+                    f"invalid {override}={asked!r}; allowed: {', '.join(_VARIABLES)}. Unset it to "
+                    f"take the first method whose variables are set."
                 )
             return asked
-    for name, needed in _NEEDED.items():
-        telling = needed if name == "ENV" else needed[:1]
-        if all(variable in os.environ for variable in telling):
+    for name, variables in _VARIABLES.items():
+        if not _missing(variables) or (name != "ENV" and variables[0] in os.environ):
             return name
     return None
 
 
 def missing() -> str:
-    """In words: what each way lacks."""
-    lacks = {
-        name: [variable for variable in needed if variable not in os.environ]
-        for name, needed in _NEEDED.items()
-    }
-    return "; ".join(f"{name} lacks {', '.join(each)}" for name, each in lacks.items() if each)
+    """For each method, which of its variables are not set."""
+    lacks = {name: ", ".join(_missing(variables)) for name, variables in _VARIABLES.items()}
+    return "; ".join(f"{name} lacks {variables}" for name, variables in lacks.items())
 
 
-def from_env() -> Launch:
-    """As torchrun sets it; without LOCAL_RANK, ranks take the devices in turn."""
-    rank, world_size = _whole("RANK"), _whole("WORLD_SIZE")
-    given = "LOCAL_RANK" in os.environ
-    local_rank = _whole("LOCAL_RANK") if given else default_local_rank(rank)
-    return Launch(rank, world_size, local_rank, _read("MASTER_ADDR"), _read("MASTER_PORT"), "env")
+def arguments(name: str) -> dict[str, Any]:
+    """The arguments of ``DistributedManager.setup`` that this method's variables give.
+
+    Raises ValueError if a variable other than LOCAL_RANK is not set, or is not a whole number
+    where it should be one.
+    """
+    for variable in _missing(_VARIABLES[name]):
+        raise ValueError(
+            f"{variable} is not set, and initialisation by {name} needs it: start the script with "
+            f"the launcher that sets it, or choose another method with {OVERRIDES[0]}."
+        )
+    found: dict[str, Any] = {"method": name.lower()}
+    for argument, variable in zip(_ARGUMENTS, _VARIABLES[name], strict=False):
+        text = os.environ.get(variable)
+        try:
+            if text is not None:
+                found[argument] = text if argument in ("addr", "port") else int(text)
+        except ValueError:
+            raise ValueError(f"{variable}={text!r} is not a whole number.") from None
+    return found
 
 
-def from_slurm(port: str) -> Launch:
-    """As srun sets it."""
-    rank, world_size, local_rank, addr = _NEEDED["SLURM"]
-    numbers = _whole(rank), _whole(world_size), _whole(local_rank)
-    return Launch(*numbers, _read(addr), port, "slurm")
-
-
-def from_open_mpi(addr: str, port: str) -> Launch:
-    """As mpirun sets it."""
-    rank, world_size, local_rank = _NEEDED["OPENMPI"]
-    return Launch(_whole(rank), _whole(world_size), _whole(local_rank), addr, port, "openmpi")
-
-
-def default_local_rank(rank: int) -> int:
-    """The devices of a host in turn; 0 where there is none."""
-    return rank % max(torch.cuda.device_count(), 1)
+def _missing(variables: Iterable[str]) -> list[str]:
+    return [each for each in variables if each != _OPTIONAL and each not in os.environ]
 
 
 def ranks_per_host() -> int | None:
-    """What the launcher says, where it does."""
+    """The number of ranks on each host, if the launcher says it."""
     told = (os.environ.get(variable, "") for variable in _PER_HOST)
     return next((int(text) for text in told if text.isdecimal()), None)
-
-
-def _read(variable: str) -> str:
-    if variable not in os.environ:
-        raise ArgumentError(
-            f"{variable} is not set, which this way of initialising needs: start the script with "
-            f"the launcher that sets it, or choose another by {OVERRIDES[0]}."
-        )
-    return os.environ[variable]
-
-
-def _whole(variable: str) -> int:
-    try:
-        return int(_read(variable))
-    except ValueError as error:
-        if isinstance(error, ArgumentError):
-            raise
-        text = os.environ[variable]
-        raise ArgumentError(f"{variable}={text!r} is no whole number.") from None

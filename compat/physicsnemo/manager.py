@@ -1,11 +1,13 @@
-"""DistributedManager: physicsnemo's singleton, its named groups made and owned by hypergrid."""
+"""DistributedManager: physicsnemo's singleton; hypergrid creates and owns its named groups."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import warnings
-from collections.abc import KeysView, Sequence, ValuesView
+from collections.abc import Iterator, KeysView, Mapping, Sequence, ValuesView
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,30 +16,43 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from compat.physicsnemo import launch
-from compat.physicsnemo.division import Division
-from compat.physicsnemo.state import (
-    PhysicsNeMoUndefinedGroupError,
-    PhysicsNeMoUninitializedDistributedManagerWarning,
-    State,
-    create,
-    make_mesh,
-    mesh_group,
-    mesh_shape_of,
-    orthogonal_names,
-    telling_all,
-)
+from compat.physicsnemo import groups, launch
 from hypergrid.groups.grid import HyperCommGrid
+from hypergrid.groups.pool import GroupPool
+from hypergrid.groups.prepare import telling_others
+from hypergrid.layout import RankLayout
 from hypergrid.topology import Hosts
 from hypergrid.tree import OPEN, GroupNode, GroupTree
+
+
+class PhysicsNeMoUndefinedGroupError(Exception):
+    """A process group, or a dim of the mesh, that has not been created."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no process group {name!r}: create it on every rank first.")
+
+
+class PhysicsNeMoUninitializedDistributedManagerWarning(Warning):
+    """Raised, as upstream does, by ``DistributedManager()`` before ``initialize()``."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "DistributedManager() was called before DistributedManager.initialize(): it has "
+            "neither a rank nor groups. Initialise it first, on every rank."
+        )
+
+
+def _read(attribute: str) -> Any:
+    return property(attrgetter(attribute))  # a property, so that it cannot be set
 
 
 class DistributedManager:
     """What this process knows about the job, as nvidia-physicsnemo 1.3: one for all objects.
 
-    ``initialize()`` first, on every rank; then ``DistributedManager()`` anywhere gives it. Groups
-    are made by their members alone, compared between ranks first, listed by ``hypergrid.dump()``
-    and given back by ``cleanup()``, which also runs at the exit of the process.
+    Call ``initialize()`` first, on every rank; ``DistributedManager()`` then returns the manager
+    anywhere. Groups are created by their members alone, after all ranks have compared them, and
+    listed by ``hypergrid.dump()``. ``cleanup()`` destroys them; it also runs when the process
+    exits.
 
     Raises
     ------
@@ -48,70 +63,67 @@ class DistributedManager:
     # The attributes of all objects, as upstream, since its users and tests write here: empty, the
     # manager is as new; with "_is_initialized" alone it is a job of a single process.
     _shared_state: ClassVar[dict[str, Any]] = {}
-    _state: State
+    _rank = 0
+    _world_size = 1
+    _local_rank = 0
+    _distributed = False
+    _initialization_method = "None"
+    _owns_default_group = False
+    _broadcast_buffers = False
+    _find_unused_parameters = False
+    _global_mesh: DeviceMesh | None = None
+    _cuda: bool
+    _device: torch.device
+    _groups: dict[str, ProcessGroup]
+    _group_names: dict[ProcessGroup, str]
+    _group_ranks: dict[str, list[list[int]]]
+    _mesh_dims: dict[str, int]
+    _mesh_groups: dict[DeviceMesh, ProcessGroup]
+    _owners: list[GroupPool | HyperCommGrid]
 
     def __init__(self) -> None:
-        self.__dict__ = DistributedManager._shared_state  # what it knows, it knows after cleanup()
+        known = self.__dict__ = DistributedManager._shared_state  # also after cleanup()
         if not self.is_initialized():
             raise PhysicsNeMoUninitializedDistributedManagerWarning()
-        self.__dict__.setdefault("_state", State())
+        known.setdefault("_cuda", torch.cuda.is_available())
+        known.setdefault("_device", torch.device("cuda:0" if self._cuda else "cpu"))
+        known.setdefault("_owners", [])
+        for name in ("groups", "group_names", "group_ranks", "mesh_dims", "mesh_groups"):
+            known.setdefault(f"_{name}", {})
 
     def __reduce__(self) -> tuple[type[DistributedManager], tuple[()]]:
         return type(self), ()  # a model that holds the manager can be copied
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and name[1:] in State.__dataclass_fields__:
-            return getattr(self._state, name[1:])
-        raise AttributeError(f"DistributedManager has no attribute {name!r}.")
-
     def __str__(self) -> str:
-        s = self._state
-        method = s.initialization_method
-        return f"rank {s.rank} of {s.world_size} on {s.device}, initialised by {method!r}"
+        method = self._initialization_method
+        return f"rank {self.rank} of {self.world_size} on {self.device}, initialised by {method!r}"
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self._state.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Its rank on its host."""
-        return self._state.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes in the job."""
-        return self._state.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """``cuda:LOCAL_RANK``, or the CPU."""
-        return self._state.device
-
-    @property
-    def distributed(self) -> bool:
-        """Whether there is a process group."""
-        return self._state.distributed
-
-    @property
-    def cuda(self) -> bool:
-        """Whether there is a GPU."""
-        return self._state.cuda
+    rank: int = _read("_rank")
+    """The rank of this process."""
+    local_rank: int = _read("_local_rank")
+    """The rank of this process on its host."""
+    world_size: int = _read("_world_size")
+    """Number of processes in the job."""
+    device: torch.device = _read("_device")
+    """``cuda:LOCAL_RANK``, or the CPU."""
+    distributed: bool = _read("_distributed")
+    """Whether there is a process group."""
+    cuda: bool = _read("_cuda")
+    """Whether there is a GPU."""
 
     @property
     def broadcast_buffers(self) -> bool:
         """For ``DistributedDataParallel``; only kept here."""
-        return self._state.broadcast_buffers
+        return self._broadcast_buffers
 
     @broadcast_buffers.setter
     def broadcast_buffers(self, broadcast: bool) -> None:
-        self._state.broadcast_buffers = broadcast
+        self._broadcast_buffers = broadcast
 
     @property
     def find_unused_parameters(self) -> bool:
         """For ``DistributedDataParallel``; only kept here."""
-        return self._state.find_unused_parameters
+        return self._find_unused_parameters
 
     @find_unused_parameters.setter
     def find_unused_parameters(self, find_params: bool) -> None:
@@ -121,14 +133,14 @@ class DistributedManager:
                 "where parameters stay without gradients.",
                 stacklevel=2,
             )
-        self._state.find_unused_parameters = find_params
+        self._find_unused_parameters = find_params
 
     # Groups by name.
 
     @property
     def group_names(self) -> KeysView[str]:
         """The names of all groups, in the order of creation."""
-        return self._state.groups.keys()
+        return self._groups.keys()
 
     def group(self, name: str | None = None) -> ProcessGroup | None:
         """This rank's group of that name; None, torch's default group, for None. *Local*.
@@ -140,9 +152,9 @@ class DistributedManager:
         """
         if name is None:
             return None
-        if name not in self._state.groups:
+        if name not in self._groups:
             raise PhysicsNeMoUndefinedGroupError(name)
-        return self._state.groups[name]
+        return self._groups[name]
 
     def group_size(self, name: str | None = None) -> int:
         """Number of ranks in the group of that name, or of the job."""
@@ -153,24 +165,12 @@ class DistributedManager:
         return self.rank if name is None else dist.get_rank(self.group(name))
 
     def group_name(self, group: ProcessGroup | None = None) -> str | None:
-        """The name of ``group``; None for None. Raises KeyError if it was not made here."""
+        """The name of ``group``; None for None. Raises KeyError if it was not created here."""
         if group is None:
             return None
         if group not in self._group_names:
-            raise KeyError(f"{group} has no name here. Groups with one: {list(self.group_names)}.")
+            raise KeyError(f"{group} was not created here. These were: {list(self.group_names)}.")
         return self._group_names[group]
-
-    @property
-    def _groups(self) -> dict[str, ProcessGroup]:
-        return self._state.groups
-
-    @property
-    def _group_names(self) -> dict[ProcessGroup, str]:
-        return {group: name for name, group in self._state.groups.items()}
-
-    @property
-    def _group_ranks(self) -> dict[str, list[list[int]]]:
-        return {name: division.ranks() for name, division in self._state.divisions.items()}
 
     # Start and end.
 
@@ -188,52 +188,46 @@ class DistributedManager:
     def initialize() -> None:
         """Join the job that this process was launched in. *Collective* over it.
 
-        From torchrun's variables, SLURM's or OpenMPI's, the first that are there;
-        ``PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD`` (or Modulus' name for it) set to ENV,
-        SLURM or OPENMPI takes that one. Without any, a job of a single process, with a warning.
-        Seeds numpy's generator with the rank, as upstream.
+        Reads the variables of torchrun, SLURM or OpenMPI, the first that are set, or those of
+        ``PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD`` (Modulus' name works too): ENV, SLURM or
+        OPENMPI. Without any, a job of a single process, with a warning. Seeds numpy's generator
+        with the rank, as upstream.
 
         Raises
         ------
         RuntimeError
-            That variable names no way, or one whose variables are missing; torch could not join.
+            The method is unknown, one of its variables is not set, or torch could not join.
         """
         if DistributedManager.is_initialized():
             warnings.warn("DistributedManager is already initialised.", stacklevel=2)
             return
-        method = launch.method()
-        addr = os.environ.get("MASTER_ADDR", "localhost")
-        port = os.environ.get("MASTER_PORT", "12355")
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        if method == "ENV":
-            DistributedManager.initialize_env()
-        elif method == "SLURM":
-            DistributedManager.initialize_slurm(port)
-        elif method == "OPENMPI":
-            DistributedManager.initialize_open_mpi(addr, port)
-        else:
+        method = launch.method()
+        if method is None:
             warnings.warn(
-                f"no launcher was found, this is taken for a job of a single process: "
-                f"{launch.missing()}.",
+                f"no launcher was found, so this is a job of a single process: {launch.missing()}.",
                 stacklevel=2,
             )
             DistributedManager._shared_state["_is_initialized"] = True
+        else:
+            port = os.environ.get("MASTER_PORT", "12355")
+            _join(method, addr=os.environ.get("MASTER_ADDR", "localhost"), port=port)
         np.random.seed(seed=DistributedManager().rank)
 
     @staticmethod
     def initialize_env() -> None:
         """Join from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
-        _join(launch.from_env())
+        _join("ENV")
 
     @staticmethod
     def initialize_slurm(port: str) -> None:
         """Join from SLURM's variables."""
-        _join(launch.from_slurm(port))
+        _join("SLURM", port=port)
 
     @staticmethod
     def initialize_open_mpi(addr: str, port: str) -> None:
         """Join from OpenMPI's variables."""
-        _join(launch.from_open_mpi(addr, port))
+        _join("OPENMPI", addr=addr, port=port)
 
     @staticmethod
     def setup(
@@ -245,59 +239,62 @@ class DistributedManager:
         backend: str = "nccl",
         method: str = "env",
     ) -> None:
-        """Make the default group, or take the one that exists, and be initialised.
+        """Create the default group, or use the one that exists, and be initialised.
 
         *Collective* over the job. After a failure the manager is as before.
 
         Raises
         ------
         RuntimeError
-            A default group exists, of another rank or world size.
+            A default group exists, with another rank or world size.
         """
-        cuda, distributed = torch.cuda.is_available(), dist.is_available()
-        state = State(initialization_method=method, distributed=distributed)
-        if distributed:
-            local = launch.default_local_rank(rank) if local_rank is None else local_rank
-            state.rank, state.world_size, state.local_rank = rank, world_size, local
-        state.device = torch.device(f"cuda:{state.local_rank}" if cuda else "cpu")
+        known: dict[str, Any] = {"_initialization_method": method}
+        if dist.is_available():
+            if local_rank is None:
+                local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
+            known |= {"_distributed": True, "_rank": rank, "_world_size": world_size}
+            known |= {"_local_rank": local_rank}
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", known.get("_local_rank", 0)) if cuda else torch.device("cpu")
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
-        if distributed and dist.is_initialized():
-            here = (dist.get_rank(), dist.get_world_size())
-            if here != (rank, world_size):
+        if dist.is_available() and dist.is_initialized():
+            existing = (dist.get_rank(), dist.get_world_size())
+            if existing != (rank, world_size):
                 raise RuntimeError(
-                    f"torch.distributed runs already, as rank {here[0]} of {here[1]}, and this "
-                    f"was launched as rank {rank} of {world_size}. Leave its initialisation to "
-                    f"DistributedManager, or start it with the same numbers."
+                    f"torch.distributed is already initialised, as rank {existing[0]} of "
+                    f"{existing[1]}, and this process was launched as rank {rank} of {world_size}. "
+                    f"Leave its initialisation to DistributedManager, or give it the same numbers."
                 )
-        elif distributed:
-            # Bound to its device, as upstream has it. Torch takes no CPU here.
-            device = state.device if cuda else None
-            dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device)
-            state.made_default = True
+        elif dist.is_available():
+            # Bound to its device, as upstream has it. Torch accepts no CPU here.
+            bound = device if cuda else None
+            dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=bound)
+            known["_owns_default_group"] = True
         if cuda:
-            torch.cuda.set_device(state.device)
+            torch.cuda.set_device(device)
             torch.cuda.empty_cache()
-        DistributedManager._shared_state.update(_is_initialized=True, _state=state)
+        DistributedManager._shared_state.update(known, _device=device, _is_initialized=True)
         atexit.unregister(DistributedManager.cleanup)
         atexit.register(DistributedManager.cleanup)
 
     @staticmethod
     def cleanup(barrier: bool = False) -> None:
-        """Give back every group, the default one too if it was made here, and forget all.
+        """Destroy every group, also the default group if it was created here, and forget all.
 
         Parameters
         ----------
         barrier : bool
             Wait for the other ranks first.
         """
-        state = DistributedManager._shared_state.get("_state")
-        if state is not None and state.distributed and dist.is_initialized():
-            if barrier:
-                dist.barrier(device_ids=[state.local_rank] if state.cuda else None)
-            for owner in reversed(state.owners):
-                owner.destroy()
-            if state.made_default:
-                dist.destroy_process_group()
+        if DistributedManager.is_initialized():
+            manager = DistributedManager()
+            if manager.distributed and dist.is_initialized():
+                if barrier:
+                    dist.barrier(device_ids=[manager.local_rank] if manager.cuda else None)
+                for owner in reversed(manager._owners):
+                    owner.destroy()
+                if manager._owns_default_group:
+                    dist.destroy_process_group()
         DistributedManager._shared_state = {}
 
     # New groups.
@@ -308,7 +305,7 @@ class DistributedManager:
     ) -> None:
         """Cut each group of ``group_name``, by default the world, into groups of ``size``.
 
-        *Collective* over the job, and each rank makes its own group only.
+        *Collective* over the job; each rank creates its own group only.
 
         Raises
         ------
@@ -317,28 +314,28 @@ class DistributedManager:
         KeyError
             There is no parent of that name.
         AgreementError
-            Another rank asked for something else.
+            Another rank has other arguments.
         """
-        manager = _distributed_manager()
-        with telling_all(manager._state):
-            if name in manager.group_names:
-                raise AssertionError(f"the group {name!r} exists already. Take another name.")
-            if group_name and group_name not in manager.group_names:
-                raise KeyError(
-                    f"the group {group_name!r}, which {name!r} is to be a part of, does not "
-                    f"exist. Existing: {list(manager.group_names) or 'none'}."
+        with _checking() as manager:
+            manager._check_new(name, AssertionError)
+            parent = [list(range(manager.world_size))]
+            if group_name:
+                parent = manager._ranks_of(group_name, KeyError, f"the parent of {name!r}")
+            if size < 1 or len(parent[0]) % size:
+                raise AssertionError(
+                    f"groups of {len(parent[0])} ranks cannot be cut into groups of {size}: "
+                    f"{len(parent[0])} / {size} leaves a remainder. Choose a size that divides it."
                 )
-            parent = manager._state.divisions[group_name] if group_name else None
-            division = (parent or Division.of_world(manager.world_size)).cut(size)
-        create(manager._state, {name: division}, verbose=verbose)
+            ranks: list[list[int]] = np.reshape(parent, (-1, size)).tolist()
+        manager._create({name: ranks}, verbose)
 
     @staticmethod
     def create_orthogonal_process_group(
         orthogonal_group_name: str, group_name: str, verbose: bool = False
     ) -> None:
-        """Group the first members of all groups of ``group_name``, the second, and so on.
+        """Group the first members of all groups of ``group_name``, the second members, and so on.
 
-        *Collective* over the job. The two meet in exactly one rank.
+        *Collective* over the job. Each new group shares exactly one rank with each old one.
 
         Raises
         ------
@@ -347,20 +344,11 @@ class DistributedManager:
         AssertionError
             No torch.distributed.
         """
-        manager = _distributed_manager()
-        with telling_all(manager._state):
-            if group_name not in manager.group_names:
-                raise ValueError(
-                    f"the group {group_name!r}, which {orthogonal_group_name!r} is to be "
-                    f"orthogonal to, does not exist. Existing: "
-                    f"{list(manager.group_names) or 'none'}."
-                )
-            if orthogonal_group_name in manager.group_names:
-                raise ValueError(
-                    f"the group {orthogonal_group_name!r} exists already. Take another name."
-                )
-            division = manager._state.divisions[group_name].orthogonal()
-        create(manager._state, {orthogonal_group_name: division}, verbose=verbose)
+        with _checking() as manager:
+            role = f"to which {orthogonal_group_name!r} is to be orthogonal"
+            ranks = manager._ranks_of(group_name, ValueError, role)
+            manager._check_new(orthogonal_group_name, ValueError)
+        manager._create({orthogonal_group_name: groups.transposed(ranks)}, verbose)
 
     @staticmethod
     def create_group_from_node(
@@ -375,7 +363,7 @@ class DistributedManager:
                 f"{node.name!r} has no size: call set_leaf_group_sizes() on its tree first."
             )
         DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
-        orthogonal = orthogonal_names(node)[0]
+        orthogonal = groups.orthogonal_names(node)[0]
         DistributedManager.create_orthogonal_process_group(orthogonal, node.name, verbose)
         return orthogonal
 
@@ -411,28 +399,18 @@ class DistributedManager:
         AgreementError
             Another rank has another tree.
         """
-        manager = _distributed_manager()
-        with telling_all(manager._state):
+        with _checking() as manager:
             nodes = [config.get_node(name) for name in config.breadth_first()]
             if hosts is None and any(node.within for node in nodes):
                 hosts = launch.ranks_per_host()
             placement = config.place(manager.world_size, hosts=hosts)
-            divisions: dict[str, Division] = {}
-            for node in nodes:
-                own = Division.of_dims(placement, placement.dims(node.name))
-                divisions.setdefault(node.name, own)
-                for name in orthogonal_names(node):
-                    scope = node.orthogonals.get(name)
-                    dims = placement.orthogonal(node.name, scope)
-                    other = Division.of_dims(placement, dims) if scope else own.orthogonal()
-                    divisions.setdefault(name, other)
-            taken = [name for name in divisions if name in manager.group_names]
-            if taken:
-                raise AssertionError(f"the groups {taken} exist already. Take other names.")
+            dims, ranks = groups.of_tree(placement, nodes)
+            for name in ranks:
+                manager._check_new(name, AssertionError)
             grid = HyperCommGrid.over(placement.layout)
-        create(manager._state, divisions, grid, verbose)
-        for name in [*config.breadth_first(), *divisions]:  # a node's own is what its dims give
-            grid.hold(divisions[name].inner, manager.group(name))
+        manager._create(ranks, verbose, grid, dims)
+        for name in [*config.breadth_first(), *ranks]:  # get_pg() prefers the groups of nodes
+            grid.hold(dims[name], manager.group(name))
         for name in config.leaf_groups():
             if config.get_node(name).size == OPEN:
                 config.set_leaf_group_sizes({name: placement.size(name)})
@@ -447,27 +425,25 @@ class DistributedManager:
 
     # The mesh.
 
-    @property
-    def mesh_dims(self) -> dict[str, int]:
-        """The mesh's names and sizes."""
-        return self._state.mesh_dims
+    mesh_dims: dict[str, int] = _read("_mesh_dims")
+    """The mesh's names and sizes."""
 
     def mesh_names(self) -> KeysView[str]:
         """The names of the mesh's dims."""
-        return self._state.mesh_dims.keys()
+        return self._mesh_dims.keys()
 
     def mesh_sizes(self) -> ValuesView[int]:
         """The sizes of the mesh's dims."""
-        return self._state.mesh_dims.values()
+        return self._mesh_dims.values()
 
     @property
     def global_mesh(self) -> DeviceMesh:
         """The mesh of the job; the first time, without ``initialize_mesh``, the flat world."""
-        return self._state.global_mesh or self.initialize_mesh((-1,), ("world",))
+        return self._global_mesh or self.initialize_mesh((-1,), ("world",))
 
     def mesh(self, name: str | None = None) -> DeviceMesh:
         """The mesh, or one dim of it. Raises PhysicsNeMoUndefinedGroupError if there is none."""
-        mesh = self._state.global_mesh
+        mesh = self._global_mesh
         if mesh is None or name not in (None, *self.mesh_names()):
             raise PhysicsNeMoUndefinedGroupError("the mesh" if name is None else name)
         return mesh if name is None else mesh[name]
@@ -491,32 +467,70 @@ class DistributedManager:
         AssertionError
             No torch.distributed.
         """
-        state = _distributed_manager()._state
-        with telling_all(state):
-            shape = mesh_shape_of(mesh_shape, mesh_dim_names, state.world_size)
-        return make_mesh(state, shape, tuple(mesh_dim_names))
+        with _checking() as manager:
+            layout = groups.mesh_layout(mesh_shape, mesh_dim_names, manager.world_size)
+        grid, mesh = groups.create_mesh(layout, "cuda" if manager.cuda else "cpu")
+        manager._owners.append(grid)
+        manager._mesh_dims = dict(zip(layout.dims[::-1], layout.sizes[::-1], strict=True))
+        manager._global_mesh = mesh
+        return mesh
 
     def get_mesh_group(self, mesh: DeviceMesh) -> ProcessGroup:
-        """The group of all ranks of ``mesh``, made once. *Collective* over them the first time.
+        """The group of all ranks of ``mesh``. *Collective* over them the first time.
 
         Raises
         ------
         RuntimeError
             The mesh is a part of the world, and its members cannot create a group alone.
         """
-        return mesh_group(self._state, mesh)
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        if mesh not in self._mesh_groups:
+            pool, self._mesh_groups[mesh] = groups.create_flattened(mesh)
+            self._owners.append(pool)
+        return self._mesh_groups[mesh]
+
+    def _check_new(self, name: str, error: type[Exception]) -> None:
+        if name in self._groups:
+            raise error(f"the group {name!r} exists already. Choose another name.")
+
+    def _ranks_of(self, name: str, error: type[Exception], role: str) -> list[list[int]]:
+        if name not in self._groups:
+            existing = list(self._groups) or "none"
+            raise error(f"there is no group {name!r}, {role}. Existing groups: {existing}.")
+        return self._group_ranks[name]
+
+    def _create(
+        self,
+        ranks: Mapping[str, list[list[int]]],
+        verbose: bool,
+        grid: HyperCommGrid | None = None,
+        dims: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        grid = grid or HyperCommGrid.over(RankLayout(("world",), (self.world_size,)))
+        made = groups.create(grid, ranks, dims or {})
+        self._owners.append(grid)
+        self._groups.update(made)
+        self._group_ranks.update(ranks)
+        self._group_names.update((group, name) for name, group in made.items())
+        if verbose and self.rank == 0:
+            for name, each in ranks.items():
+                print(f"{name}:", *each, sep="\n    ")
 
 
-def _join(where: launch.Launch) -> None:
+def _join(method: str, **given: Any) -> None:
     backend = DistributedManager.get_available_backend()
-    DistributedManager.setup(**where._asdict(), backend=backend)
+    DistributedManager.setup(**{**given, **launch.arguments(method)}, backend=backend)
 
 
-def _distributed_manager() -> DistributedManager:
+@contextmanager
+def _checking() -> Iterator[DistributedManager]:
+    """The manager. An error inside is raised on this rank and told to all others of the job."""
     manager = DistributedManager()
     if not manager.distributed:
         raise AssertionError(
-            "this job has a single process without torch.distributed, so there are no groups to "
-            "make: start it with torchrun, srun or mpirun."
+            "this job has a single process without torch.distributed, so it has no groups: start "
+            "it with torchrun, srun or mpirun."
         )
-    return manager
+    with telling_others(lambda: range(manager.world_size)):
+        yield manager

@@ -1,4 +1,4 @@
-"""install() and uninstall(): one module object under megatron's name and ours."""
+"""install() and uninstall(): one module object, under megatron's name and under ours."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from types import ModuleType
 from compat.swap import own_orders
 from compat.transformer_engine.process import warn_of_an_empty_package
 
-FACES = {
+OURS = {
     "megatron.core.parallel_state": "compat.parallel_state",
     "megatron.core.hyper_comm_grid": "compat.hyper_comm_grid",
 }
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Answers megatron's names of our modules with ours, finished; watches who orders by itself.
+    """Finds our modules under megatron's names, and wraps what ``own_orders`` lists.
 
-    Through the import system, and not by an entry in ``sys.modules``, so that the parent package
-    gets its attribute by every form of import and nothing is loaded before it is asked for.
+    A finder and not an entry in ``sys.modules``: every form of import then sets the attribute of
+    the parent package, and nothing is loaded before it is imported.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in FACES:
+        if fullname in OURS:
             return ModuleSpec(fullname, self)
         return own_orders.watched(fullname, path)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(FACES[spec.name])
+        module = import_module(OURS[spec.name])
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just written megatron's spec into our module: put ours back.
+        # The import system has just replaced our module's spec by megatron's: restore ours.
         spec = module.__spec__
         if spec is not None and spec.loader is self:
             module.__spec__ = spec.loader_state
@@ -50,16 +50,16 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Make ``megatron.core.parallel_state`` and its ``HyperCommGrid`` ours in this process.
+    """Replace ``megatron.core.parallel_state`` and ``HyperCommGrid`` by ours in this process.
 
-    Call it before megatron is imported; a second call does nothing. Afterwards
+    Call it before megatron is imported; it is idempotent. Afterwards
     ``megatron.core.parallel_state``, ``megatron.core.mpu`` and ``compat.parallel_state`` are one
     object, by every form of import.
 
     Raises
     ------
     RuntimeError
-        Megatron's own module has been imported already: others hold its functions by now.
+        Megatron's own module is already imported: other modules may hold its functions.
     """
     stock = _stock_modules()
     if stock:
@@ -73,7 +73,8 @@ def install() -> None:
     if other is not None:
         warnings.warn(
             f"{other} has the same name as hypergrid's package `compat`, which this process has "
-            f"loaded: `import compat` gives hypergrid's. Rename {other}, or keep it off sys.path.",
+            f"loaded: `import compat` imports hypergrid's. Rename {other}, or remove it from "
+            f"sys.path.",
             stacklevel=2,
         )
     warn_of_an_empty_package()
@@ -87,47 +88,47 @@ def uninstall(*, forget_megatron: bool = False) -> None:
     Parameters
     ----------
     forget_megatron : bool
-        Take every loaded megatron module out of ``sys.modules``, so that it is imported afresh.
-        Objects that were made from the old modules live on beside the new ones.
+        Remove every loaded megatron module from ``sys.modules``, so that it is imported again.
+        Objects of the old modules still exist beside the new ones.
 
     Raises
     ------
     RuntimeError
         Megatron was imported with our modules and ``forget_megatron`` is False.
     """
-    if any(name in sys.modules for name in FACES) and not _stock_modules() and not forget_megatron:
+    if any(name in sys.modules for name in OURS) and not _stock_modules() and not forget_megatron:
         raise RuntimeError(
             f"megatron is already imported with hypergrid's parallel_state, in "
-            f"{len(_importers())} modules. Start a fresh process for stock, or pass "
-            f"forget_megatron=True to import megatron anew in this one."
+            f"{len(_importers())} modules. Start a new process for stock, or pass "
+            f"forget_megatron=True to import megatron again in this one."
         )
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     if forget_megatron:
-        for name in [*_importers(), *FACES]:
+        for name in [*_importers(), *OURS]:
             sys.modules.pop(name, None)
 
 
 def is_installed() -> bool:
-    """Whether an import of megatron gets our modules."""
+    """Whether importing megatron imports our modules."""
     return _finder in sys.meta_path
 
 
 def stray_bindings() -> list[str]:
     """Names in loaded megatron modules that still mean megatron's own parallel_state."""
-    ours = {name: sys.modules.get(face) for name, face in FACES.items()}
+    ours = {name: sys.modules.get(module) for name, module in OURS.items()}
     strays = []
     for name in _importers():
         for key, value in list(vars(sys.modules[name]).items()):
-            home = value.__name__ if isinstance(value, ModuleType) else None
-            home = home or getattr(value, "__module__", None)
-            if home in ours and value is not ours[home] and name not in FACES:
+            where = "__name__" if isinstance(value, ModuleType) else "__module__"
+            home = getattr(value, where, None)
+            if home in ours and value is not ours[home] and name not in OURS:
                 strays.append(f"{name}.{key}")
     return strays
 
 
 def hiding() -> Path | None:
-    """A `compat` of somebody else's on ``sys.path``, which ours hides or is hidden by."""
+    """Another package `compat` on ``sys.path``: it hides ours, or ours hides it."""
     ours = Path(__file__).parents[1].resolve()
     for entry in sys.path:
         spec = PathFinder.find_spec("compat", [entry or "."])
@@ -139,12 +140,12 @@ def hiding() -> Path | None:
 
 
 def warn_of_a_second_state() -> None:
-    """Tell who initialises ours while megatron itself reads its own module."""
+    """Warn if ours is initialised while megatron itself uses its own module."""
     if _stock_modules():
         warnings.warn(
-            "megatron.core has loaded its own parallel_state, which stays without groups: only "
-            "code that imports compat.parallel_state sees these. Call compat.install() before "
-            "the first `import megatron` to have one state.",
+            "megatron.core has loaded its own parallel_state, which has no groups: only code that "
+            "imports compat.parallel_state gets these. Call compat.install() before the first "
+            "`import megatron` to have one state.",
             stacklevel=3,
         )
 
@@ -152,8 +153,8 @@ def warn_of_a_second_state() -> None:
 def _stock_modules() -> list[str]:
     return [
         name
-        for name, face in FACES.items()
-        if name in sys.modules and sys.modules[name] is not sys.modules.get(face)
+        for name, module in OURS.items()
+        if name in sys.modules and sys.modules[name] is not sys.modules.get(module)
     ]
 
 

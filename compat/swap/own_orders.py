@@ -1,7 +1,7 @@
-"""Megatron's modules that lay ranks out by themselves: the order asked for reaches them.
+"""Megatron's modules that lay out ranks by themselves: they get the order that was asked for.
 
-Where it cannot, there is a warning. Searched for in the wheels and the repository of all releases
-that hypergrid knows; docs/limits.md lists what was found and left alone.
+If they cannot follow it, there is a warning. The list comes from the wheels and the repository of
+all releases that hypergrid supports; docs/limits.md names what was found and not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Wrap = Callable[[Any, str], Any]
 
 
 def watched(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Megatron's own spec of such a module, whose names are wrapped; None for other modules."""
+    """Megatron's own spec of such a module, with a loader that wraps; None for other modules."""
     spec = PathFinder.find_spec(fullname, path) if fullname in MODULES else None
     if spec is not None and spec.origin is not None:
         spec.loader = _Watching(fullname, spec.origin)
@@ -30,46 +30,38 @@ class _Watching(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         for name, wrap in MODULES[module.__name__].items():
-            if hasattr(module, name):  # a release that comes may have moved it
+            if hasattr(module, name):  # a later release may have moved it
                 setattr(module, name, wrap(getattr(module, name), f"{module.__name__}.{name}"))
 
 
 def _laid_out_as_asked(make: Callable[..., Any], where: str) -> Callable[..., Any]:
-    """A grid whose dims are in the order that wins over the script's, where there is one."""
+    """Make a grid in the order of the launcher or the environment, if they give one."""
 
     @functools.wraps(make, updated=())
-    def lay_out(shape: Sequence[int], dim_names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    def ordered(shape: Sequence[int], dim_names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         order, source = asked()
         if order is not None:
-            shape, dim_names = _in_order(order, source, where, shape, dim_names)
+            from compat.megatron import rank_generator  # here: it needs megatron's release
+
+            given = dict(zip(dim_names, shape, strict=True))
+            try:
+                layout = rank_generator.lay_out(order, {**dict.fromkeys(DIMS, 1), **given})
+            except (ValueError, RuntimeError) as error:
+                raise type(error)(
+                    f"{error} The order comes from {source}, which also lays out the grids of "
+                    f"{where}."
+                ) from None
+            dim_names = [name for name in layout.dims if name in given]
+            shape = [given[name] for name in dim_names]
         return make(shape, dim_names, *args, **kwargs)
 
-    return lay_out
-
-
-def _in_order(
-    order: str, source: str, where: str, shape: Sequence[int], dim_names: Sequence[str]
-) -> tuple[list[int], list[str]]:
-    from compat.megatron.rank_generator import (  # here: it asks for megatron's release
-        OrderError,
-        lay_out,
-    )
-
-    try:
-        given = dict(zip(dim_names, shape, strict=True))
-        layout = lay_out(order, {**dict.fromkeys(DIMS, 1), **given})
-    except OrderError as error:
-        raise OrderError(
-            f"{error} The order comes from {source}, which also lays out the grids of {where}."
-        ) from None
-    names = [name for name in layout.dims if name in given]
-    return [given[name] for name in names], names
+    return ordered
 
 
 def _warned_of(over: str, remedy: str) -> Wrap:
-    """Wrap a class that takes consecutive places for the ranks of its ``tp_group``.
+    """Wrap a class that assumes that the ranks of its ``tp_group`` are consecutive.
 
-    The places are those in its group ``over``, or the ranks' numbers if that is empty.
+    In its group ``over``, or in the world if that is empty.
     """
 
     def wrap(kind: Any, where: str) -> Any:
@@ -83,8 +75,8 @@ def _warned_of(over: str, remedy: str) -> Wrap:
                 places = list(map(_ranks(getattr(self, over)).index, ranks))
             if places != list(range(places[0], places[0] + len(places))):
                 warnings.warn(
-                    f"{where} counts on tensor-parallel ranks side by side, and here they are "
-                    f"{ranks}: what it sends goes to other ranks than it means. {remedy}",
+                    f"{where} assumes that tensor-parallel ranks are consecutive, and here they "
+                    f"are {ranks}: it will send data to wrong ranks. {remedy}",
                     stacklevel=2,
                 )
 
@@ -102,7 +94,7 @@ def _ranks(group: Any) -> list[int]:
 
 _tp_before_ep = _warned_of("tp_ep_group", "Put tp before ep in the order.")
 
-# Module: names in it, and what becomes of them.
+# Module: names in it, and how each is wrapped.
 MODULES: dict[str, dict[str, Wrap]] = {
     "megatron.core.inference.shards": {"HyperCommGrid": _laid_out_as_asked},  # since 0.19
     "megatron.rl.parallel_utils": {"HyperCommGrid": _laid_out_as_asked},  # 0.16 to 0.18

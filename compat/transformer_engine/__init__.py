@@ -1,6 +1,6 @@
 """Transformer Engine without Megatron: the groups that it takes, from a grid or a state.
 
-Loads torch when one of its names is first asked for; ``process`` alone needs no torch.
+Loads torch when one of its names is first used; ``process`` alone needs no torch.
 """
 
 from __future__ import annotations

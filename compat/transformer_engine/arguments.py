@@ -1,8 +1,8 @@
 """Transformer Engine without Megatron: the groups that it takes, from a grid or a state.
 
 ``where`` is a ``HyperCommGrid`` with dims tp, cp, dp and ep (as many as there are), a
-``ParallelState``, or a ``Named`` grid. Everything is *local* but ``create_groups``, and
-nothing here imports Transformer Engine but ``probe``.
+``ParallelState``, or a ``Named`` grid. All functions are *local* except ``create_groups``;
+only ``probe`` imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from compat.hyper_comm_grid import AnyGrid
 from compat.transformer_engine.groups import Named as Named
-from compat.transformer_engine.groups import Where, groups_of, usable
+from compat.transformer_engine.groups import Where, source
 from compat.transformer_engine.process import Installation as Installation
 from compat.transformer_engine.process import empty_meta_package as empty_meta_package
 from compat.transformer_engine.process import forget_sizes, release
@@ -46,7 +46,7 @@ class ContextParallel(NamedTuple):
 
 
 def create_groups(where: AnyGrid | Named, *, a2a_size: int | None = None) -> None:
-    """Create the groups of a grid that Transformer Engine can be given and that it lacks.
+    """Create the groups that Transformer Engine takes and that the grid does not have yet.
 
     *Collective* over the grid. Those over tp, cp, tp-cp, tp-dp-cp and, in the view of expert
     layers, tp and tp-ep; with ``a2a_size`` also the two of hierarchical context parallelism.
@@ -56,21 +56,22 @@ def create_groups(where: AnyGrid | Named, *, a2a_size: int | None = None) -> Non
 
 
 def tp_kwargs(where: Where, *, expert: bool = False) -> dict[str, Any]:
-    """``tp_group`` and ``tp_size``: of every module of ``te.pytorch`` that has them.
+    """``tp_group`` and ``tp_size``, for every module of ``te.pytorch`` that takes them.
 
     Parameters
     ----------
     where : HyperCommGrid, ParallelState or Named
         A grid without tp gives None and 1, which means no tensor parallelism.
     expert : bool
-        Those of expert layers, for ``GroupedLinear``.
+        Of expert layers, for ``GroupedLinear``.
 
     Raises
     ------
     KeyError
-        The grid has not created the group; names the call that does. So do all below.
+        The grid has not created the group; the message names the call that does. All functions
+        below raise it too.
     """
-    group = usable(groups_of(where).tp(expert))
+    group = source(where).group("tp", expert)
     return {"tp_group": group, "tp_size": 1 if group is None else group.size()}
 
 
@@ -86,7 +87,7 @@ def cp_args(
     a2a_size : int, optional
         For "a2a+p2p": how many consecutive ranks of cp exchange heads; the others form rings.
     cp_stream : torch.cuda.Stream, optional
-        By default one for the process and device.
+        By default one that this process uses for all calls on the device.
 
     Returns
     -------
@@ -96,60 +97,63 @@ def cp_args(
         ``cp_global_ranks[(r + 1) % p2p * a2a + a2a_rank]``.
     """
     if comm_type not in COMM_TYPES:
-        raise ValueError(f"comm_type={shown(comm_type)}: it is one of {', '.join(COMM_TYPES)}.")
+        raise ValueError(
+            f"invalid value for comm_type: {shown(comm_type)}; allowed: {', '.join(COMM_TYPES)}."
+        )
     if a2a_size is not None and comm_type != "a2a+p2p":
-        raise ValueError(f"a2a_size={shown(a2a_size)} belongs to 'a2a+p2p', not {comm_type!r}.")
-    groups = groups_of(where)
-    group = usable(groups.hierarchy(a2a_size) if comm_type == "a2a+p2p" else groups.cp())
+        raise ValueError(f"a2a_size={shown(a2a_size)} is for 'a2a+p2p' only, not {comm_type!r}.")
+    groups = source(where)
+    group = groups.hierarchy(a2a_size) if comm_type == "a2a+p2p" else groups.group("cp")
     if group is None:
-        raise ValueError(f"there is no context parallelism: {groups.layout} has no dim of cp.")
-    return ContextParallel(group, list(groups.cp_ranks), cp_stream or _stream(), comm_type)
+        raise ValueError(f"there is no context parallelism: {groups.layout} has no dim cp.")
+    if cp_stream is None and torch.cuda.is_available():
+        cp_stream = _stream_of(torch.cuda.current_device())
+    return ContextParallel(group, list(groups.cp_ranks), cp_stream, comm_type)
 
 
 def amax_group(where: Where, tp_only: bool = False) -> ProcessGroup:
     """The group over which maxima of quantised tensors are reduced: tp x dp x cp, or tp x cp.
 
-    Always the same object, as Transformer Engine keeps its state by it; and never None, which it
-    takes for the world.
+    Always the same object, since Transformer Engine keeps state for each object; and never None,
+    which means the world to it.
     """
-    group = usable(groups_of(where).amax(tp_only))
-    return _never_the_world(group, "tp, cp" if tp_only else "tp, dp, cp")
+    return _never_the_world(where, "tp-cp" if tp_only else "tp-dp-cp")
 
 
 def autocast_kwargs(where: Where, tp_only: bool = False) -> dict[str, ProcessGroup]:
-    """``amax_reduction_group``: of ``autocast`` and ``make_graphed_callables``."""
+    """``amax_reduction_group``, for ``autocast`` and ``make_graphed_callables``."""
     return {"amax_reduction_group": amax_group(where, tp_only)}
 
 
 def checkpoint_kwargs(where: Where) -> dict[str, ProcessGroup]:
-    """``tp_group``: of ``checkpoint``, which takes None for the world."""
-    return {"tp_group": _never_the_world(usable(groups_of(where).tp(False)), "tp")}
+    """``tp_group``, for ``checkpoint``, to which None means the world."""
+    return {"tp_group": _never_the_world(where, "tp")}
 
 
 def ops_kwargs(where: Where, op: str | type = "Linear") -> dict[str, ProcessGroup]:
     """The tensor-parallel group under the name by which an operation of ``te.ops`` takes it.
 
     ``op`` is the operation or its name: "Linear", "BasicLinear", "Bias", "AllGather",
-    "ReduceScatter" or "AllReduce". They too take None for the world.
+    "ReduceScatter" or "AllReduce". None means the world to them too.
     """
     name = op if isinstance(op, str) else op.__name__
     if name not in OPS:
-        raise ValueError(f"no operation {shown(name)} takes a group: those that do are {[*OPS]}.")
-    return {OPS[name]: _never_the_world(usable(groups_of(where).tp(False)), "tp")}
+        raise ValueError(f"invalid operation {shown(name)}: those that take a group are {[*OPS]}.")
+    return {OPS[name]: _never_the_world(where, "tp")}
 
 
 def cross_entropy_group(where: Where) -> ProcessGroup | None:
     """``dist_process_group`` of ``parallel_cross_entropy``; None without tensor parallelism."""
-    return usable(groups_of(where).tp(False))
+    return source(where).group("tp")
 
 
 def ep_group(where: Where) -> ProcessGroup:
     """``ep_group`` of ``ep_bootstrap``: tp x ep of expert layers, two ranks or more."""
-    group = _never_the_world(usable(groups_of(where).ep()), "tp, ep")
+    group = _never_the_world(where, "tp-ep", expert=True)
     if group.size() < 2:
         raise ValueError(
-            "tp x ep of expert layers is one rank: ep_bootstrap needs at least two. Without "
-            "expert parallelism leave it out."
+            "tp x ep of expert layers is one rank, and ep_bootstrap needs at least two: do not "
+            "call it without expert parallelism."
         )
     return group
 
@@ -171,19 +175,20 @@ def apply(
         Modules of the model that are expert layers, with all they contain: their tensor
         parallelism is that of the experts.
     comm_type, a2a_size, cp_stream
-        As for ``cp_args``; ``set_context_parallel_group`` is left alone where cp is one rank.
+        As for ``cp_args``; ``set_context_parallel_group`` is not called if cp is one rank.
 
     Raises
     ------
     ValueError
-        No module has a setter, as those of ``te.ops``; or one was built for another ``tp_size``.
+        No module has a setter (those of ``te.ops`` have none), or one was built for another
+        ``tp_size``.
     """
-    forget_sizes()  # one that was asked before torch.distributed was initialised is wrong
+    forget_sizes()  # those cached before torch.distributed was initialised are wrong
     named = list(module.named_modules())
     of_experts = {part for expert in experts for part in expert.modules()}
     attention = [m for _, m in named if hasattr(m, "set_context_parallel_group")]
     given = []
-    # Experts last: a layer's own setter goes down into the experts that it contains.
+    # Experts last: a layer's own setter also sets the experts that it contains.
     for expert in (False, True) if of_experts else (False,):
         tp = tp_kwargs(where, expert=expert)
         for name, m in named:
@@ -192,10 +197,10 @@ def apply(
                 given.append((m, tp["tp_group"]))
     if not given and not attention:
         raise ValueError(
-            f"no module of {type(module).__name__} takes a group after it was built. Modules of "
-            f"te.ops take theirs when they are built: ops_kwargs()."
+            f"no module of {type(module).__name__} takes a group after it was built. Pass groups "
+            f"to modules of te.ops when you build them: ops_kwargs()."
         )
-    several = attention and groups_of(where).cp_size > 1
+    several = attention and len(source(where).cp_ranks) > 1
     context = cp_args(where, comm_type, a2a_size, cp_stream=cp_stream) if several else None
     for m, group in given:
         m.set_tensor_parallel_group(group)
@@ -205,20 +210,20 @@ def apply(
 
 
 def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) -> None:
-    """Refuse a layout for which ``initialize_ub`` would choose other ranks than tp has.
+    """Refuse a layout for which ``initialize_ub`` would choose other ranks than those of tp.
 
-    It takes no group and puts ranks ``i * tp ... i * tp + tp - 1`` of the world together: tp must
-    be the fastest dim, and start at a multiple of its size.
+    It takes no group: it uses ranks ``i * tp ... i * tp + tp - 1`` of the world. So tp must be the
+    fastest dim, and start at a multiple of its size.
 
     Raises
     ------
     ValueError
-        Says which ranks it would take, and which tp has.
+        Names the ranks that it would choose, and those of tp.
     """
     if isinstance(where, RankLayout):
         layout, dims = where, ["tp"] if "tp" in where.dims else []
     else:
-        groups = groups_of(where)
+        groups = source(where)
         layout = groups.layout
         dims = groups.dims("tp") if isinstance(groups, Named) else ["tp"]
     size = layout.dim_size(dims)
@@ -227,24 +232,25 @@ def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) 
     theirs = list(range(start, start + size))
     if ours != theirs:
         raise ValueError(
-            f"Userbuffers would take ranks {theirs} for tensor parallelism, and {layout} has "
+            f"Userbuffers would use ranks {theirs} for tensor parallelism, and {layout} has "
             f"{ours}: initialize_ub counts {size} consecutive ranks from rank 0 on. Make tp the "
-            f"fastest dim, first in the order, and the offset a multiple of it; or do without "
-            f"ub_overlap_*."
+            f"fastest dim, first in the order, and the offset a multiple of its size; or do not "
+            f"use ub_overlap_*."
         )
     world = world_size or (dist.get_world_size() if dist.is_initialized() else layout.size)
     if world % size:
         raise ValueError(
             f"Userbuffers divide the world of {world} ranks into parts of tp={size}, which leaves "
-            f"{world % size} over."
+            f"a remainder of {world % size}."
         )
 
 
-def _never_the_world(group: ProcessGroup | None, dims: str) -> ProcessGroup:
+def _never_the_world(where: Where, roles: str, expert: bool = False) -> ProcessGroup:
+    group = source(where).group(roles, expert)
     if group is None:
         raise ValueError(
-            f"the grid has no dim of {dims}, and Transformer Engine takes None for the world: "
-            f"give the grid such a dim of size 1, and create_pg() of it."
+            f"the grid has no dim of {roles.split('-')}, and None means the world to Transformer "
+            f"Engine: give the grid such a dim of size 1, and create_pg() over it."
         )
     return group
 
@@ -256,10 +262,6 @@ def _check_size(name: str, module: Any, size: int) -> None:
             f"{name or type(module).__name__} was built for tp_size={built}, and tp has {size} "
             f"ranks: its weights are of another size. Build it with tp_kwargs()."
         )
-
-
-def _stream() -> Any:
-    return _stream_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 @functools.cache

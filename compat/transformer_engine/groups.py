@@ -1,8 +1,8 @@
-"""Where the groups for Transformer Engine come from: one set of questions to a grid or a state."""
+"""The groups for Transformer Engine, from a grid or from a state, by the same methods."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
@@ -10,12 +10,22 @@ from torch.distributed import ProcessGroup
 
 from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.megatron.suspended import is_suspended
-from hypergrid.groups.grid import BASE
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
+from hypergrid.views import BASE
 
 if TYPE_CHECKING:
     from compat.state import ParallelState
+
+# What Transformer Engine takes: over which roles, whether of expert layers, and a state's getter.
+GROUPS: dict[tuple[str, bool], Callable[[ParallelState], ProcessGroup]] = {
+    ("tp", False): lambda state: state.get_tensor_model_parallel_group(),
+    ("cp", False): lambda state: state.get_context_parallel_group(),
+    ("tp-cp", False): lambda state: state.get_amax_reduction_group(True, tp_only_amax_red=True),
+    ("tp-dp-cp", False): lambda state: state.get_amax_reduction_group(True),
+    ("tp", True): lambda state: state.get_expert_tensor_parallel_group(),
+    ("tp-ep", True): lambda state: state.get_expert_tensor_and_model_parallel_group(),
+}
 
 
 class Named:
@@ -24,12 +34,12 @@ class Named:
     Parameters
     ----------
     grid : HyperCommGrid
-        A dim that it lacks has size 1.
+        A dim that it does not have counts as size 1.
     tp, cp, dp, ep : str, optional
-        What they are called there; several dims joined by "-" count as one. Two dims for ``cp``
+        Their names in the grid; several dims joined by "-" count as one. Two dims for ``cp``
         are its hierarchy, the faster one for a2a.
     view : str
-        The view of expert layers; the grid itself where there is none of that name.
+        The view of expert layers; the grid itself if it has no view of that name.
 
     Examples
     --------
@@ -61,19 +71,19 @@ class Named:
         return self.grid.layout
 
     def dims(self, roles: str, view: str = BASE) -> list[str]:
-        names = [name for role in roles.split("-") for name in self._names[role]]
-        return [name for name in names if name in self.grid.views[view].dims]
+        known = self.grid.views[view].dims
+        return [dim for role in roles.split("-") for dim in self._names[role] if dim in known]
 
-    def group(self, dims: Sequence[str], view: str = BASE) -> ProcessGroup:
+    def group(self, roles: str, expert: bool = False) -> ProcessGroup | None:
+        view = self.view if expert else BASE
+        dims = self.dims(roles, view)
+        return self._over(dims, view) if dims else None
+
+    def _over(self, dims: Sequence[str], view: str) -> ProcessGroup:
         group = self.grid.get_pg(dims, view=view)
         if group is None:
             raise RuntimeError(f"rank {dist.get_rank()} is outside {self.grid}: it has no groups.")
         return group
-
-    def tp(self, expert: bool) -> ProcessGroup | None:
-        view = self.view if expert else BASE
-        dims = self.dims("tp", view)
-        return self.group(dims, view) if dims else None
 
     @property
     def cp_size(self) -> int:
@@ -83,30 +93,17 @@ class Named:
     def cp_ranks(self) -> list[int]:
         return self.layout.group(dist.get_rank(), self.dims("cp"))
 
-    def cp(self) -> ProcessGroup | None:
-        dims = self.dims("cp")
-        return self.group(dims) if dims else None
-
     def hierarchy(self, a2a_size: int | None) -> list[ProcessGroup]:
         view, dims = self.split(a2a_size)
         if view not in self.grid.views:
             raise KeyError(
-                f"the groups of cp={self.cp_size} in parts of {a2a_size} "
-                f"have not been created: call create_groups(grid, a2a_size={a2a_size}) on every "
-                f"rank of the grid first."
+                f"the groups of cp={self.cp_size} in parts of {a2a_size} have not been created: "
+                f"call create_groups(grid, a2a_size={a2a_size}) on every rank of the grid first."
             )
-        return [self.group([dim], view) for dim in dims]
-
-    def amax(self, tp_only: bool) -> ProcessGroup | None:
-        dims = self.dims("tp-cp" if tp_only else "tp-dp-cp")
-        return self.group(dims) if dims else None
-
-    def ep(self) -> ProcessGroup | None:
-        dims = self.dims("tp-ep", self.view)
-        return self.group(dims, self.view) if dims else None
+        return [self._over([dim], view) for dim in dims]
 
     def split(self, a2a_size: int | None) -> tuple[str, list[str]]:
-        """The view and the two dims, a2a first, that cp consists of."""
+        """The view with the two dims of cp, and these, a2a first."""
         dims, layout, size = self.dims("cp"), self.layout, self.cp_size
         if len(dims) == 2:
             dims.sort(key=layout.dims.index)
@@ -115,14 +112,14 @@ class Named:
         if a2a_size is None or a2a_size < 1 or size % a2a_size:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
             raise ValueError(
-                f"a2a_size={shown(a2a_size)} is no part of cp={size}: a2a+p2p needs the number of "
-                f"neighbours that exchange heads. Take one of {divisors}."
+                f"a2a_size={shown(a2a_size)} does not divide cp={size}: a2a+p2p needs the number "
+                f"of consecutive ranks that exchange heads. Allowed: {divisors}."
             )
         return f"a2a={a2a_size}", ["a2a", "p2p"]
 
     def create(self, a2a_size: int | None) -> None:
-        wanted = [(self.dims(roles), BASE) for roles in ("tp", "cp", "tp-cp", "tp-dp-cp")]
-        wanted += [(self.dims(roles, self.view), self.view) for roles in ("tp", "tp-ep")]
+        views = [(roles, self.view if expert else BASE) for roles, expert in GROUPS]
+        wanted = [(self.dims(roles, view), view) for roles, view in views]
         if a2a_size is not None:
             view, dims = self.split(a2a_size)
             if view not in self.grid.views:
@@ -136,7 +133,7 @@ class Named:
 
 
 class OfState:
-    """The same questions, answered by the getters of a state."""
+    """The groups of a state, by its getters."""
 
     def __init__(self, state: ParallelState) -> None:
         self._state = state
@@ -144,27 +141,18 @@ class OfState:
     @property
     def layout(self) -> RankLayout:
         if self._state.grid is None:
-            raise RuntimeError(f"there is no layout to look at: {self._state!r}.")
+            raise RuntimeError(f"there is no layout to check: {self._state!r} has no groups.")
         return self._state.grid.layout
 
-    def tp(self, expert: bool) -> ProcessGroup:
-        if expert:
-            return self._state.get_expert_tensor_parallel_group()
-        return self._state.get_tensor_model_parallel_group()
-
-    @property
-    def cp_size(self) -> int:
-        return self._state.get_context_parallel_world_size()
+    def group(self, roles: str, expert: bool = False) -> ProcessGroup:
+        return _usable(GROUPS[roles, expert](self._state))
 
     @property
     def cp_ranks(self) -> list[int]:
         return self._state.get_context_parallel_global_ranks()
 
-    def cp(self) -> ProcessGroup:
-        return self._state.get_context_parallel_group()
-
     def hierarchy(self, a2a_size: int | None) -> list[ProcessGroup]:
-        groups = usable(self._state.get_hierarchical_context_parallel_groups())
+        groups = _usable(self._state.get_hierarchical_context_parallel_groups())
         if len(groups) != 2:
             raise ValueError(
                 f"Transformer Engine takes two levels of context parallelism, a2a and p2p, and "
@@ -174,19 +162,11 @@ class OfState:
         _check_a2a(a2a_size, groups[0].size(), "hierarchical_context_parallel_sizes[0]")
         return groups
 
-    def amax(self, tp_only: bool) -> ProcessGroup:
-        return self._state.get_amax_reduction_group(
-            with_context_parallel=True, tp_only_amax_red=tp_only
-        )
-
-    def ep(self) -> ProcessGroup:
-        return self._state.get_expert_tensor_and_model_parallel_group()
-
 
 Where: TypeAlias = "AnyGrid | ParallelState | Named"
 
 
-def groups_of(where: Where) -> Named | OfState:
+def source(where: Where) -> Named | OfState:
     if isinstance(where, Named):
         return where
     if isinstance(where, AnyGrid):
@@ -199,8 +179,8 @@ def groups_of(where: Where) -> Named | OfState:
     )
 
 
-def usable(group: Any) -> Any:
-    # Transformer Engine looks at a group's type, and passes over one that only stands in.
+def _usable(group: Any) -> Any:
+    # Transformer Engine ignores a group of another type without an error.
     if is_suspended(group):
         raise RuntimeError(f"{group!r}.")
     return group

@@ -1,4 +1,4 @@
-"""Transformer Engine in this process: how it is installed, and what it must forget. No torch."""
+"""Transformer Engine in this process: its installation, and what it caches. No torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class Installation(NamedTuple):
 
 
 def probe() -> Installation:
-    """Import ``transformer_engine.pytorch`` and say how that went. *Local*; never raises.
+    """Try to import ``transformer_engine.pytorch``. *Local*; never raises.
 
-    A broken installation raises ``ImportError``, ``RuntimeError``, ``OSError`` or
-    ``AssertionError``, depending on what is missing: all are caught, and what a failed import
-    leaves in ``sys.modules`` is taken out again.
+    Catches what a broken installation raises: ``ImportError``, ``RuntimeError``, ``OSError`` or
+    ``AssertionError``. What a failed import leaves in ``sys.modules`` is removed.
     """
     version = _version("transformer-engine")
     before = set(sys.modules)
@@ -48,14 +47,14 @@ def probe() -> Installation:
 def empty_meta_package() -> bool:
     """Whether Transformer Engine is installed without its libraries. *Local*; imports nothing.
 
-    ``pip install transformer-engine`` alone leaves it so: its Python files are there, and
-    importing them raises ``RuntimeError``, which megatron-core does not expect.
+    ``pip install transformer-engine`` installs its Python files only. Importing them raises
+    ``RuntimeError``, which megatron-core does not expect.
     """
     if PathFinder.find_spec("transformer_engine") is None:
         return False
     if "NVTE_PROJECT_BUILDING" in os.environ and os.environ.get("NVTE_RELEASE_BUILD", "0") == "0":
-        return False  # Transformer Engine itself does not look then
-    from importlib import metadata  # 20 ms, which a start of Python without it is spared
+        return False  # then Transformer Engine itself does not check
+    from importlib import metadata  # here: 20 ms, at each start of Python
 
     try:
         wheel = metadata.distribution("transformer-engine").read_text("WHEEL") or ""
@@ -66,11 +65,11 @@ def empty_meta_package() -> bool:
 
 
 def warn_of_an_empty_package(stacklevel: int = 2) -> None:
-    """Say what to do before ``import megatron.core`` fails over such an installation."""
+    """Warn before ``import megatron.core`` fails because of such an installation."""
     if "transformer_engine" not in sys.modules and empty_meta_package():
         warnings.warn(
             f"transformer-engine {_version('transformer-engine')} is installed without its "
-            f"libraries, as `pip install transformer-engine` leaves it: `import megatron.core` "
+            f"libraries, as by `pip install transformer-engine`: `import megatron.core` "
             f"will raise RuntimeError. {remedy()}",
             stacklevel=stacklevel + 1,
         )
@@ -87,26 +86,25 @@ def remedy() -> str:
 
 
 def release(groups: Sequence[Any], abort: bool = False) -> None:
-    """Let Transformer Engine forget ``groups``, which are about to be destroyed.
+    """Make Transformer Engine forget ``groups``, which are about to be destroyed.
 
-    Its sizes and ranks of groups are asked anew from then on, and its expert parallelism ends if
-    it borrows the communicator of one of them: in its own way, which may wait for other ranks,
-    or with ``abort`` by being forgotten. Nothing happens, and nothing is imported, where
-    Transformer Engine is not loaded.
+    Clears its cached sizes and ranks of groups. Ends its expert parallelism if that uses one of
+    ``groups``: by ``ep_finalize()``, which may wait for other ranks, or with ``abort`` by
+    forgetting it. Does nothing, and imports nothing, if Transformer Engine is not loaded.
     """
     expert = sys.modules.get("transformer_engine.pytorch.ep")
-    borrowed = getattr(expert, "_EP_GROUP", None)
-    if borrowed is None or not any(group is borrowed for group in groups):
+    used = getattr(expert, "_EP_GROUP", None)
+    if used is None or not any(group is used for group in groups):
         pass
     elif abort:
         vars(expert).update(_EP_GROUP=None, _BOOTSTRAPPED=False)
     else:
         try:
             expert.ep_finalize()  # type: ignore[union-attr]
-        except Exception as error:  # must keep no group alive
+        except Exception as error:  # the groups are destroyed all the same
             warnings.warn(
                 f"Transformer Engine could not end its expert parallelism over "
-                f"{borrowed.group_name}, which is destroyed now: {in_words(error)}",
+                f"{used.group_name}, which is destroyed now: {in_words(error)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -114,7 +112,7 @@ def release(groups: Sequence[Any], abort: bool = False) -> None:
 
 
 def forget_sizes() -> None:
-    """Let Transformer Engine ask again how large groups are, also the world."""
+    """Clear the sizes and ranks of groups, also of the world, that Transformer Engine caches."""
     cached = sys.modules.get("transformer_engine.pytorch.distributed")
     for name in _CACHED:
         with suppress(AttributeError):

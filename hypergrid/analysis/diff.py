@@ -1,4 +1,4 @@
-"""Two plans, or a plan and what lives in a job: which ranks move, which groups change members."""
+"""Two plans, or a plan and a job's live groups: which ranks move, which groups change members."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import numpy as np
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
 
-# What a rank keeps of the weights depends on these dims of each layout.
-_SHARDS = {"decoder": ("tp", "pp"), "expert": ("tp", "ep", "pp")}
-
 
 @dataclass(frozen=True)
 class Moved:
@@ -21,7 +18,7 @@ class Moved:
 
     layout: str
     dim: str
-    sizes: tuple[int, int]  # before, after; 1 where the dim is not there
+    sizes: tuple[int, int]  # before, after; 1 if the layout does not have the dim
     ranks: int  # in both jobs, whose coordinate on it changes
 
 
@@ -36,7 +33,7 @@ class Regrouped:
 
 @dataclass(frozen=True)
 class Resharded:
-    """What a checkpoint's weights of one layout face."""
+    """How the weights of one layout in a checkpoint must be resharded."""
 
     layout: str
     dims: tuple[str, ...]
@@ -45,7 +42,7 @@ class Resharded:
 
     @property
     def is_cut_anew(self) -> bool:
-        """Whether the parts themselves have other borders."""
+        """Whether the weights are divided into other parts."""
         return self.sizes[0] != self.sizes[1]
 
 
@@ -61,27 +58,36 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the two are the same to every rank."""
+        """Whether no rank sees a difference."""
         changed = (*self.moved, *self.regrouped, *self.resharded)
         return self.ranks[0] == self.ranks[1] and not changed
 
 
-def difference(before: GroupPlan, after: GroupPlan) -> Difference:
-    """What changes from one plan to the other. Costs O(ranks) for each name."""
+def difference(
+    before: GroupPlan,
+    after: GroupPlan,
+    shards: Mapping[str, tuple[str, ...]] | None = None,
+) -> Difference:
+    """What changes from one plan to the other. Costs O(ranks) for each name.
+
+    ``shards`` names the layouts to compare, each with the dims whose coordinates say which part
+    of the weights a rank has. By default all layouts that both have, and no weights.
+    """
+    if shards is None:
+        shards = dict.fromkeys((name for name in before.layouts if name in after.layouts), ())
     common = range(
         max(before.window.start, after.window.start), min(before.window.stop, after.window.stop)
     )
     moved, resharded = [], []
-    for name in _layouts(before, after):
+    for name, dims in shards.items():
         one, other = before.layouts[name], after.layouts[name]
         for dim in dict.fromkeys((*one.dims, *other.dims)):
             pair = _coordinates(one, dim, common), _coordinates(other, dim, common)
-            sizes = (_size(one, dim), _size(other, dim))
+            sizes = (one.size_of(dim), other.size_of(dim))
             ranks = int((pair[0] != pair[1]).sum())
             if ranks or sizes[0] != sizes[1]:
                 moved.append(Moved(name, dim, sizes, ranks))
-        dims = _SHARDS.get(name, ())
-        cut = [tuple(_size(each, dim) for dim in dims) for each in (one, other)]
+        cut = [tuple(each.size_of(dim) for dim in dims) for each in (one, other)]
         parts = [np.stack([_coordinates(x, d, common) for d in dims]) for x in (one, other) if dims]
         if dims and (cut[0] != cut[1] or (parts[0] != parts[1]).any()):
             changed = len(common) if cut[0] != cut[1] else (parts[0] != parts[1]).any(axis=0).sum()
@@ -98,10 +104,10 @@ def difference(before: GroupPlan, after: GroupPlan) -> Difference:
 
 
 def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
-    """What lives on a rank and was not planned so, in sentences; empty where all is as planned.
+    """Differences between the live groups of a rank and the plan, in sentences.
 
-    ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and the groups
-    that others made have no label and are left out.
+    ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and groups created by
+    outside code have no label and are left out.
     """
     rank = dump["rank"]
     if rank not in plan.window:
@@ -116,30 +122,15 @@ def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
     said = []
     for label in dict.fromkeys((*planned, *live)):
         if label not in live:
-            said.append(f"rank {rank}: {label} was planned and does not live.")
+            said.append(f"rank {rank}: {label} was planned but not created.")
         elif label not in planned:
-            said.append(f"rank {rank}: {label} lives and was not planned.")
+            said.append(f"rank {rank}: {label} exists but was not planned.")
         elif sorted(planned[label]) != sorted(live[label]):
             said.append(
-                f"rank {rank}: {label} lives over {_short(live[label])}, planned over "
+                f"rank {rank}: {label} has the ranks {_short(live[label])}, planned were "
                 f"{_short(planned[label])}."
             )
     return said
-
-
-def _layouts(*plans: GroupPlan) -> list[str]:
-    """What is in all plans; of Megatron's the two grids, and experts' only where it is another."""
-    there = [name for name in plans[0].layouts if all(name in each.layouts for each in plans)]
-    if "decoder" not in there:
-        return there
-    same = all(_long(p.layouts["decoder"]) == _long(p.layouts.get("expert")) for p in plans)
-    return [name for name in _SHARDS if name in there and not (same and name == "expert")]
-
-
-def _long(layout: RankLayout | None) -> list[tuple[str, int]]:
-    if layout is None:
-        return []
-    return [(d, s) for d, s in zip(layout.dims, layout.sizes, strict=True) if s > 1]
 
 
 def _short(groups: Sequence[Sequence[int]]) -> str:
@@ -147,10 +138,6 @@ def _short(groups: Sequence[Sequence[int]]) -> str:
         "[" + ", ".join(map(str, ranks[:8])) + (", ...]" if len(ranks) > 8 else "]")
         for ranks in groups
     )
-
-
-def _size(layout: RankLayout, dim: str) -> int:
-    return layout.dim_size(dim) if dim in layout.dims else 1
 
 
 def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a plan comes to: for each name how many groups, how large, across how many hosts."""
+"""A plan in numbers: for each name how many groups, how large, across how many hosts."""
 
 from __future__ import annotations
 
@@ -14,48 +14,20 @@ from hypergrid.topology import Topology
 
 @dataclass(frozen=True)
 class Summary:
-    """One name's groups over the whole job.
-
-    Parameters
-    ----------
-    label : str
-        The name.
-    layout : str
-        The plan's layout that ``dims`` refers to.
-    dims : tuple of str
-        What the groups are over, without dims of size 1; empty for groups of one rank.
-    pick : {"all", "ends", "first"}
-        Which members they keep.
-    groups : int
-        How many there are.
-    size : tuple of int
-        Ranks of the smallest and of the largest.
-    hosts : tuple of int
-        How many hosts a group touches, at least and at most.
-    crossing : int
-        How many groups touch more than one host.
-    backend : str, optional
-        None for the default group's.
-    same_as : str, optional
-        The first name with the same groups that may share its communicator; None if there is none.
-    separate : bool
-        Whether this name never shares.
-    traffic : str
-        What the groups carry; names share a communicator only where it is the same.
-    """
+    """One name's groups over the whole job."""
 
     label: str
     layout: str
-    dims: tuple[str, ...]
+    dims: tuple[str, ...]  # larger than 1; empty for groups of one rank
     pick: str
-    groups: int
-    size: tuple[int, int]
-    hosts: tuple[int, int]
-    crossing: int
-    backend: str | None
-    same_as: str | None
-    separate: bool
-    traffic: str
+    groups: int  # how many
+    size: tuple[int, int]  # ranks of the smallest and of the largest
+    hosts: tuple[int, int]  # that a group touches, at least and at most
+    crossing: int  # groups on more than one host
+    backend: str | None  # None: the default group's
+    same_as: str | None  # the first name with the same groups that may share its communicator
+    separate: bool  # whether it never shares
+    traffic: str  # names share a communicator only where it is equal
 
 
 def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
@@ -107,7 +79,7 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
 
 
 def dims_in_words(dims: Sequence[str], pick: str = "all") -> str:
-    """What groups over ``dims`` are called: ``"tp-dp"``, ``"pp ends"``; without any ``"alone"``."""
+    """Groups over ``dims`` in words: ``"tp-dp"``, ``"pp ends"``; ``"alone"`` without dims."""
     return "-".join(dims) + (f" {pick}" if pick != "all" else "") if dims else "alone"
 
 
@@ -119,10 +91,10 @@ def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
 
 
 def _kinds_of_ranks(plan: GroupPlan) -> list[int]:
-    """Ranks that between them have every number of groups that there is.
+    """Ranks that together have every number of groups that a rank can have.
 
-    Groups look the same from each rank, but for those that keep the ends of a pipeline, those cut
-    into runs of which the last may be shorter, and those that somebody chose.
+    Each rank has equally many groups, except for rows that keep the ends of a pipeline, rows cut
+    into runs of which the last may be shorter, and rows with explicit groups.
     """
     if any(row.explicit is not None for row in plan.rows):
         return list(plan.window)

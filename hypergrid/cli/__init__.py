@@ -1,5 +1,5 @@
-"""The command line: the one room that knows ``compat`` from below, for it stands at the door.
+"""The command line: the only package of the core that imports ``compat``.
 
-``app`` has the commands, ``source`` reads what one is about, ``prints`` says what came of it, and
-``machine`` looks at this one.
+``app`` has the commands, ``source`` reads a layout, ``prints`` prints results, and ``machine``
+examines this machine.
 """

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
+from compat.megatron.checks import rules
 from compat.megatron.job import JobError
+from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
-from hypergrid.analysis.summary import dims_in_words, names
-from hypergrid.analysis.traffic import VOLUMES, ranked
+from hypergrid.analysis.summary import communicators, dims_in_words, names
+from hypergrid.analysis.traffic import ranked
 from hypergrid.cli.prints import (
     SCHEMA,
     as_data,
@@ -29,15 +32,14 @@ from hypergrid.cli.prints import (
     print_json,
     print_orders,
     print_rank,
-    shares,
     span,
 )
 from hypergrid.cli.source import Subject, about_a_layout, read, read_json, refusing
 from hypergrid.layout import LayoutError
 
 app = typer.Typer(
-    help="Which ranks of a training job talk to each other: seen, judged and compared, without "
-    "a GPU. Nothing here but parity and doctor needs torch.",
+    help="Shows, checks and compares which ranks of a training job communicate with each other, "
+    "without a GPU. Only parity and doctor need torch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,7 +60,7 @@ def _top(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
     ] = False,
 ) -> None:
-    """Only what stands before the command."""
+    """Options before the command."""
 
 
 @app.command()
@@ -68,7 +70,7 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The groups that will be made: how many, how large, across how many hosts."""
+    """The groups that will be created: how many, how large, across how many hosts."""
     if rank is not None and rank not in subject.plan.window:
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
@@ -89,26 +91,27 @@ def plan(
         dims = dims_in_words(line.dims, line.pick)
         table.add_row(dims, span(line.size), str(line.groups), across, label)
     out.print(table)
-    made = ", ".join(f"{span(n)} with share={share}" for share, n in shares(subject).items())
+    made = communicators(subject.plan)
+    shares = ", ".join(f"{span(n)} with share={share}" for share, n in made.items())
     out.print(
         "\nhosts: how many one group touches. = NAME: same ranks and traffic, could share "
         "communicators."
     )
-    out.print(f"Each rank is in {span(names(subject.plan))} groups; communicators: {made}.")
+    out.print(f"Each rank is in {span(names(subject.plan))} groups; communicators: {shares}.")
 
 
 @app.command()
 @about_a_layout
 def show(
     subject: Subject,
-    by: Annotated[str | None, typer.Option(help="Whose groups have a colour; tp if any.")] = None,
+    by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
     view: Annotated[str, typer.Option(help="Which layout: decoder or expert.")] = "decoder",
     hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page to look around in.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
-    """Where each rank stands: a table per host, a picture, or a page."""
+    """The ranks of each host: as a table, a picture, or a page."""
     layout = subject.layouts.get(view)
     if layout is None:
         raise LayoutError(f"there is no view {view!r}: there are {', '.join(subject.layouts)}.")
@@ -120,17 +123,18 @@ def show(
     if html is not None:
         from hypergrid.show.page import page
 
-        html.write_text(page(subject.plan, subject.ranks_per_host), "utf-8")
+        offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
+        html.write_text(page(subject.plan, subject.ranks_per_host, offered=offered), "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(f"wrote {', '.join(written)}")
         return
     from hypergrid.show.terminal import table
 
-    long = layout.long or layout.dims[:1]
+    long = layout.trimmed.dims or layout.dims[:1]
     chosen = by or ("tp" if "tp" in long else long[0])
     out = console()
-    # All of it first: what is refused is refused before anything is printed.
+    # All lines first, so that an error comes before any output.
     only = _numbers(hosts)
     lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=out.width))
     print_head(out, subject)
@@ -151,12 +155,14 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Judge a layout: what is dear, why, and which order avoids it.
+    """Check a layout: which placements are expensive, why, and which order avoids them.
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
     weights = _volumes(volumes)
-    orders = ranked(subject.order, subject.layouts_in, subject.hosts, weights)
+    orders = ranked(
+        subject.order, subject.layouts_in, subject.hosts, partial(flows_of, volumes=weights)
+    )
     asked = next(each for each in orders if each.order == subject.order)
     better = [
         (each, subject.layouts_in(each.order) or {})
@@ -164,11 +170,11 @@ def check(
         if each.total <= asked.total and each is not asked
     ]
     found = findings(
+        rules(subject.job is not None and subject.job.user_buffers),
         subject.layouts,
         subject.hosts,
         better,
         racks_of=subject.racks if subject.hosts_per_rack else None,
-        user_buffers=subject.job is not None and subject.job.user_buffers,
     )
     status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
@@ -182,7 +188,7 @@ def check(
     for finding in found:
         print_finding(out, finding)
     if not found:
-        out.print("Nothing to say against it.")
+        out.print("No findings.")
     if suggest:
         print_orders(out, asked, orders, top)
     raise typer.Exit(status)
@@ -197,9 +203,9 @@ def diff(
     ],
     as_json: Json = False,
 ) -> None:
-    """What changes between two layouts, or between a plan and what lives in a job.
+    """What differs between two layouts, or between a plan and the live groups of a job.
 
-    Exit status 0 if nothing does, 1 if something does.
+    Exit status 0 if nothing differs, 1 if something does.
     """
     one = read(before)
     dumps = [_dump(text) for text in after]
@@ -212,7 +218,8 @@ def diff(
         raise typer.Exit(1 if said else 0)
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
-    found = difference(one.plan, read(after[0]).plan)
+    other = read(after[0])
+    found = difference(one.plan, other.plan, shards_of(one.plan, other.plan))
     if as_json:
         print_json({"schema": SCHEMA, **asdict(found)})
     else:
@@ -230,7 +237,7 @@ def parity(subject: Subject) -> None:
     from hypergrid.cli.machine import compared
 
     if subject.job is None:
-        raise JobError("a saved plan does not say what Megatron was asked: give sizes instead.")
+        raise JobError("a saved plan has no arguments of Megatron: give sizes instead.")
     release, rows = compared(subject.job)
     out = console()
     print_head(out, subject)
@@ -249,7 +256,7 @@ def parity(subject: Subject) -> None:
 @app.command()
 @refusing
 def doctor() -> None:
-    """This machine: versions, how groups would be made, whether the swap works, and remedies.
+    """This machine: versions, how groups would be created, whether the swap works, and remedies.
 
     Exit status 1 if something needs a remedy.
     """
@@ -280,6 +287,9 @@ def _volumes(text: str | None) -> Mapping[str, float]:
         given = {name: float(value) for name, value in (p.split("=") for p in text.split(","))}
     except ValueError:
         raise JobError(f"--volumes {text} is not like tp=8,ep=8,cp=3,dp=0.4,pp=0.25.") from None
+    unknown = sorted(set(given) - set(VOLUMES))
+    if unknown:
+        raise JobError(f"volumes are for {', '.join(VOLUMES)}; not {', '.join(unknown)}.")
     return {**VOLUMES, **given}
 
 

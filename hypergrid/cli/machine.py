@@ -1,4 +1,4 @@
-"""What only this machine can tell: the installed megatron-core's own groups, and what is amiss."""
+"""This machine: the groups of the installed megatron-core, and what is wrong with the setup."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ print("" if parallel_state is ours else "megatron.core.parallel_state is not our
 
 
 def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
-    """The job's groups beside those of the installed megatron-core's ``RankGenerator``.
+    """The job's groups compared with those of the installed megatron-core's ``RankGenerator``.
 
-    Returns
-    -------
-    str
-        The release that was compared.
-    list of (grid, dims, number of groups, whether all are equal)
-        A line for each combination of dims that the job's plan uses.
+    Returns its release, and for each combination of dims that the job's plan uses: the grid, the
+    dims, how many groups, and whether all are equal.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # megatron's, of what else is missing
@@ -45,7 +41,7 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
     except ImportError as error:
         raise JobError(
             f"megatron-core cannot be imported: {error}. pip install 'hypergrid[megatron]', and "
-            f"`hypergrid doctor` says what else is amiss."
+            f"`hypergrid doctor` says what else is wrong."
         ) from None
     request = job.request()
     rows = []
@@ -66,7 +62,7 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
 
 
 def examined() -> Iterator[tuple[str, str, str]]:
-    """What there is to know of this machine: (name, state, remedy); no remedy where all is well."""
+    """The state of this machine: (name, state, remedy); no remedy if all is well."""
     yield "python", f"{platform.python_version()} ({sys.executable})", ""
     yield _distribution("hypergrid")
     yield from _torch()
@@ -97,7 +93,7 @@ def _torch() -> Iterator[tuple[str, str, str]]:
 
 
 def _creation() -> str:
-    """How groups would be created here, as far as one process without a job can tell."""
+    """How groups would be created here, as seen by one process without a job."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -139,7 +135,7 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
 
 
 def _trial() -> tuple[str, str]:
-    """What comes of importing megatron with ours in its place, and a remedy."""
+    """The result of importing megatron with our parallel_state, and a remedy."""
     try:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _TRIAL],
@@ -156,7 +152,7 @@ def _trial() -> tuple[str, str]:
         return "works: megatron.core.parallel_state is ours after compat.install()", ""
     if _EMPTY_TE in done.stderr:
         return f"importing megatron fails: {last}", te_process.remedy()
-    return f"fails: {last}", "Mend that import first; `python -c 'import megatron.core'` shows it."
+    return f"fails: {last}", "Fix that import first; `python -c 'import megatron.core'` shows it."
 
 
 def _transformer_engine() -> Iterator[tuple[str, str, str]]:

@@ -13,10 +13,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diff import Difference
 from hypergrid.analysis.summary import Summary, communicators, long_dims, names, summaries
-from hypergrid.analysis.traffic import Ranked, has_experts
+from hypergrid.analysis.traffic import Ranked
 from hypergrid.cli.source import Subject
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
@@ -32,7 +33,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
         **subject.to_json(),
         "groups": [asdict(line) for line in lines_of(subject)],
         "groups_of_a_rank": [fewest, most],
-        "communicators_of_a_rank": shares(subject),
+        "communicators_of_a_rank": communicators(subject.plan),
     }
 
 
@@ -61,15 +62,13 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
 
 
 def print_rank(out: Console, subject: Subject, rank: int) -> None:
-    """Where one rank stands, and its groups."""
+    """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
-    for name in ("decoder", "expert"):
+    for name in SHARDS:
         if name in data["coordinates"]:
-            layout = subject.plan.layouts[name]
             place = ", ".join(
                 f"{dim}={at}"
-                for dim, at in data["coordinates"][name].items()
-                if layout.dim_size(dim) > 1
+                for dim, at in subject.plan.layouts[name].trimmed.coordinate(rank).items()
             )
             out.print(f"rank {rank} on {data['host']}, {name}: {place or 'alone'}")
     table = new_table("dims", ">ranks", ">hosts", "name, and the members")
@@ -82,7 +81,7 @@ def print_rank(out: Console, subject: Subject, rank: int) -> None:
 
 
 def print_head(out: Console, subject: Subject) -> None:
-    """What is looked at, in a line or two; and what had to be assumed."""
+    """The job in a line or two, and the assumptions."""
     layouts = subject.layouts
     hosts = len(subject.hosts(layouts["decoder"]).names)
     ranks = layouts["decoder"].size
@@ -98,11 +97,11 @@ def print_head(out: Console, subject: Subject) -> None:
 
 
 def _sizes(layout: RankLayout) -> str:
-    if not layout.long:
+    layout = layout.trimmed
+    if not layout.dims:
         return "one rank"
-    return " ".join(f"{d}={layout.dim_size(d)}" for d in layout.long) + (
-        f", order {'-'.join(layout.long)}"
-    )
+    sizes = " ".join(f"{d}={s}" for d, s in zip(layout.dims, layout.sizes, strict=True))
+    return f"{sizes}, order {layout.order}"
 
 
 def print_finding(out: Console, finding: Finding) -> None:
@@ -149,14 +148,14 @@ def _explained(best: Ranked, asked: Ranked, many: int) -> Iterable[str]:
         )
     yield (
         "Unit: one activation tensor a layer and micro-batch; the model is in "
-        "hypergrid/analysis/traffic.py, --volumes changes it."
+        "compat/megatron/traffic.py, --volumes changes it."
     )
 
 
 def print_difference(out: Console, found: Difference) -> None:
-    """What moves, what is regrouped, what a checkpoint faces."""
+    """Which ranks move, which groups change, and whether weights must be resharded."""
     if found.is_empty:
-        out.print("The same to every rank.")
+        out.print("No differences.")
         return
     if found.ranks[0] != found.ranks[1]:
         out.print(
@@ -191,11 +190,6 @@ def print_difference(out: Console, found: Difference) -> None:
 def lines_of(subject: Subject) -> list[Summary]:
     """The plan in a line for each name."""
     return list(summaries(subject.plan, subject.hosts(subject.layouts["decoder"])))
-
-
-def shares(subject: Subject) -> dict[str, tuple[int, int]]:
-    """For each setting of share the communicators of a rank, fewest and most."""
-    return communicators(subject.plan)
 
 
 def new_table(*columns: str) -> Table:

@@ -1,4 +1,4 @@
-"""What a command is about: sizes, a pasted launch line, or a saved plan."""
+"""The layout of a command: from sizes, a pasted launch line, or a saved plan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 
 from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
 from compat.megatron.planning import Request
+from compat.megatron.traffic import SHARDS, flows_of
 from hypergrid.analysis.traffic import ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
@@ -35,7 +36,7 @@ class Subject:
 
     @property
     def layouts(self) -> dict[str, RankLayout]:
-        """The plan's, where the first stands for dense layers if none is called so."""
+        """The plan's; without a "decoder", the first is used as that."""
         layouts = dict(self.plan.layouts)
         layouts.setdefault("decoder", next(iter(layouts.values())))
         return layouts
@@ -52,7 +53,7 @@ class Subject:
         """The layouts under another order; None where it is not allowed."""
         if self.job is not None:
             return self.job.layouts(order)
-        both = {n: each for n, each in self.layouts.items() if n in ("decoder", "expert")}
+        both = {n: each for n, each in self.layouts.items() if n in SHARDS}
         try:
             turned = {name: _turned(layout, order) for name, layout in both.items()}
         except LayoutError:
@@ -83,18 +84,20 @@ def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
     """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
     data = read_json(path)
     if "layouts" not in data:
-        raise JobError(f"{path} is no plan: it has no layouts. `hypergrid plan --json` writes one.")
+        raise JobError(
+            f"{path} is not a plan: it has no layouts. `hypergrid plan --json` writes one."
+        )
     try:
         plan = GroupPlan.from_json(json.dumps(data))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = str(error).removesuffix(".")
-        raise JobError(f"{path} is no plan that can be read: {why}.") from None
+        raise JobError(f"{path} is not a valid plan: {why}.") from None
     known = range(plan.window.stop)  # an encoder's ranks are in front of the window
     for what, ranks in _ranks_named(plan):
         outside = next((rank for rank in ranks if rank not in known), None)
         if outside is not None:
             raise JobError(
-                f"{path} is no plan that can be read: {what} has rank {outside}, and the first "
+                f"{path} is not a valid plan: {what} has rank {outside}, and the first "
                 f"layout, which the plan is for, ends at rank {known[-1]}."
             )
     given = ranks_per_host or data.get("ranks_per_host")
@@ -114,13 +117,15 @@ def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of JSON, of bounded size."""
     if path.stat().st_size > _LONGEST:
-        raise JobError(f"{path} is larger than {_LONGEST >> 20} MiB: it is no plan and no dump.")
+        raise JobError(
+            f"{path} is larger than {_LONGEST >> 20} MiB: too large for a plan or a dump."
+        )
     try:
         data = json.loads(path.read_text())
     except ValueError as error:
-        raise JobError(f"{path} is no JSON: {error}.") from None
+        raise JobError(f"{path} is not JSON: {error}.") from None
     if not isinstance(data, dict):
-        raise JobError(f"{path} holds no JSON object.")
+        raise JobError(f"{path} does not hold a JSON object.")
     return data
 
 
@@ -129,9 +134,8 @@ def of_job(job: Job) -> Subject:
     try:
         return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
     except JobError as error:
-        allowed = ranked(
-            Request.order, job.layouts, lambda each: Topology(each, job.ranks_per_host)
-        )
+        hosts = lambda each: Topology(each, job.ranks_per_host)  # noqa: E731
+        allowed = ranked(Request.order, job.layouts, hosts, flows_of)
         if not allowed or "order" not in job.arguments:
             raise
         raise JobError(f"{error} order={allowed[0].order} can be laid out.") from None
@@ -166,7 +170,7 @@ _FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
 
 
 def about_a_layout(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags that say what it is about; it takes the ``Subject`` first."""
+    """Give a command the flags of a layout; the command takes the ``Subject`` first."""
     flags = [_parameter(*flag) for flag in _FLAGS]
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     parameters = [*flags, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
@@ -204,7 +208,7 @@ def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
 
 
 def refusing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn what a command refuses into one line and exit status 2."""
+    """Print an expected error as one line, with exit status 2."""
 
     @functools.wraps(command)
     def run(**given: Any) -> None:

@@ -1,4 +1,4 @@
-"""The end of creation: all ranks have their groups, or all of them say which one had not."""
+"""Phase 2 of the two-phase commit: all ranks have their groups, or all of them roll back."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from hypergrid.messages import in_words
 
 @contextmanager
 def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
-    """What is created inside is created on all ``ranks`` or reported by all as not created.
+    """What is created inside is created on all ``ranks``, or every rank raises.
 
-    *Collective* over ``ranks``, once for each ``epoch`` that they have agreed on. A rank leaves it
-    without an error only when all have come to its end; whoever fails tells those that are there.
-    To give back what was made is the caller's.
+    *Collective* over ``ranks``, once for each ``epoch`` that they have agreed on. A rank that fails
+    tells those that are there. The caller destroys its groups.
 
     Raises
     ------
     CreationError
-        Another rank failed, or did not come to the end within ``timeout`` and a little.
+        Another rank failed, or did not finish within ``timeout`` and a little.
     """
     store = shared_store()
     if store is None:
@@ -67,6 +66,6 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
             with suppress(RuntimeError):  # what has been read stands, also if the store is lost
                 phase.leave_after_a_failure(store, all_come=True)
             raise CreationError(
-                f"rank {rank} rolled its groups back, another rank could not create its own: "
+                f"rank {rank} rolled back its groups, as another rank could not create its own: "
                 f"{failure}"
             )

@@ -1,4 +1,4 @@
-"""Makes a planned group on this rank: by its members alone, by a split, or with every rank."""
+"""Creates one group on this rank: by its members alone, by a split, or with every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _private = threading.RLock()  # outside code may create groups while it is calle
 
 
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
-    """A group's name from what it is: 128 bits, which torch writes in decimal."""
+    """A group's name from what it is: 128 bits, which torch writes as a decimal number."""
     digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)
     digest.update(np.asarray(ranks, dtype="<i8").tobytes())
     return int.from_bytes(digest.digest(), "big")
@@ -39,7 +39,7 @@ def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessG
         try:
             group: ProcessGroup = dist.new_group(list(ranks), **own(options))
         except RuntimeError:
-            # A dry run on a fake default group: no store through which a real backend connects.
+            # A dry run on a fake default group: no store for a real backend to connect through.
             if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
                 raise
             group = dist.new_group(list(ranks), **{**options, "backend": "fake"})
@@ -52,9 +52,9 @@ def by_split(
     """Split disjoint ``groups`` off the default group, in one call. *Collective* over the world.
 
     A rank that is in none of them takes part too, as NCCL demands. ``options`` are those of
-    ``torch.distributed.new_group``: nothing is taken over from the default group. Torch lines
-    whose split takes no name derive one from what each rank made before, so that the members of
-    one group may know it by different names.
+    ``torch.distributed.new_group``; nothing is inherited from the default group. Torch releases
+    whose split takes no name derive one from what each rank created before, so that the name of a
+    group may differ between its members.
     """
     default, rank = c10d._get_default_group(), dist.get_rank()
     backend = c10d.Backend(options.pop("backend", None) or c10d._world.pg_map[default][0])
@@ -100,8 +100,8 @@ def by_split(
 
 
 def _tell_its_ranks(default: ProcessGroup) -> None:
-    # Torch reads them when it splits, and leaves them out where the default group is not the
-    # first that this process has had of its backend: it then reads beyond the end of the list.
+    # Torch reads them when it splits, but does not set them if the default group is not the first
+    # of its backend in this process: it then reads beyond the end of the list.
     for device in default._device_types:
         backend = default._get_backend(device)
         if backend.supports_splitting and not backend.options.global_ranks_in_group:
@@ -133,10 +133,10 @@ def splits_take_names() -> bool:
 def by_everyone(
     label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
-    """Create all ``groups`` and give those of this rank. *Collective* over the whole world.
+    """Create all ``groups``; returns those of this rank. *Collective* over the whole world.
 
-    A partition goes through ``torch.distributed.new_subgroups_by_enumeration``; groups that
-    overlap are created one by one, which it refuses.
+    Disjoint groups go through ``torch.distributed.new_subgroups_by_enumeration``, which refuses
+    groups that overlap: these are created one by one.
     """
     if not groups:
         return []
@@ -158,7 +158,7 @@ def by_everyone(
 def by_world(
     way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
-    """Create ``groups`` with all ranks, by a split if that is the ``way`` and can give them."""
+    """Create ``groups`` with all ranks, by a split if that is the ``way`` and possible."""
     if way != "split" or not disjoint(groups) or not _is_part_of_default(options.get("backend")):
         return by_everyone(label, groups, epoch, **options)
     mine = by_split(label, groups, epoch, **options) if groups else None
@@ -168,10 +168,10 @@ def by_world(
 def close(
     groups: Iterable[ProcessGroup], abort: bool = False
 ) -> list[tuple[ProcessGroup, RuntimeError]]:
-    """Close ``groups`` that torch knows; gives those that it could not, and why. *Local*.
+    """Destroy ``groups`` that torch knows; returns those that failed, with the error. *Local*.
 
-    In the order in which ``torch.distributed.destroy_process_group()`` closes all: NCCL may wait
-    for the other members, and theirs may be closed by that. ``abort`` waits for nobody.
+    In the order in which ``torch.distributed.destroy_process_group()`` destroys all groups, as
+    NCCL may wait for the other members. ``abort`` waits for no rank.
     """
     world, failed = c10d._world, list[tuple[ProcessGroup, RuntimeError]]()
     end = getattr(c10d, "_abort_process_group", None) if abort else None
@@ -185,7 +185,7 @@ def close(
             except RuntimeError as error:
                 failed.append((group, error))
             if tag is not None and not world.tags_to_pg.get(tag, True):
-                del world.tags_to_pg[tag]  # torch leaves an empty list for every group there was
+                del world.tags_to_pg[tag]  # torch leaves an empty list for every past group
     return failed
 
 
@@ -212,11 +212,10 @@ def disjoint(groups: Sequence[Ranks]) -> bool:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What this process can do, as ranks tell each other before they create.
+    """What this process can do, as ranks tell each other in the prepare phase.
 
-    ``obstacle`` keeps every group from being created by its members alone; ``bound`` only those
-    of the default group's backend, because the default group is bound to a device and each new
-    one is split from it. Each is a reason in words, or None.
+    ``obstacle`` says why no group can be created by its members alone; ``bound`` why none of the
+    default group's backend can: it is bound to a device, and each new group is split from it.
     """
 
     obstacle: str | None = None
@@ -226,9 +225,9 @@ class Abilities:
 
 
 def abilities(insisted: str = "auto") -> Abilities:
-    """Look at torch, its default group and the environment.
+    """What torch, its default group and the environment allow.
 
-    ``insisted`` is the policy's way of creation: gloo can be split, and is only if that is asked.
+    ``insisted`` is the policy's way of creation: gloo is split only if the policy says so.
     """
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
@@ -256,11 +255,17 @@ def devices_of(backend: str | None) -> dict[str, str]:
     return {device: str(each) for device, each in config.get_device_backend_map().items()}
 
 
-def split_off(backend: str | None) -> bool:
-    """Whether torch splits a group of ``backend`` off the default one, where that is bound.
+def plain_backend(backend: str | None) -> str | None:
+    """None for the default group's backend, whichever way it is written; else in lower case."""
+    same = backend is None or devices_of(backend) == devices_of(None)
+    return None if backend is None or same else backend.lower()
 
-    It does so for NCCL, whatever else the group has. A default group without NCCL is split only
-    where that was asked for, and for groups of its own backend. Equal on all ranks.
+
+def split_off(backend: str | None) -> bool:
+    """Whether torch splits a group of ``backend`` off the default one, if that is bound.
+
+    It does so for NCCL, whichever other backends the group has. A default group without NCCL is
+    split only on request, and for groups of its own backend. Equal on all ranks.
     """
     device = _split_device()
     return devices_of(backend).get(device) == devices_of(None)[device]
@@ -276,7 +281,7 @@ def _is_part_of_default(backend: str | None) -> bool:
 
 
 def _backend_of(default: ProcessGroup) -> Any:
-    """What groups are split from; None where that cannot be split."""
+    """The backend that groups are split from; None if it cannot be split."""
     try:
         backend = default._get_backend(torch.device(_split_device()))
         return backend if backend.supports_splitting else None
@@ -310,17 +315,17 @@ def names_can_be_set() -> bool:
 
 @functools.cache
 def can_connect_lazily() -> bool:
-    """Whether this torch's gloo can put off connecting until a group is first used."""
+    """Whether this torch's gloo can connect on first use of a group."""
     gloo = getattr(dist, "ProcessGroupGloo", None)
     return "lazy_init" in (getattr(getattr(gloo, "create_device", None), "__doc__", None) or "")
 
 
 def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None:
-    """The timeout to create a group with, for it to be given up within ``timeout`` altogether.
+    """The timeout with which creation fails within ``timeout``; None: its own timeout.
 
-    Gloo takes five times as long before it gives up a member that has said where it is and does
-    not answer there. None where the group can be created with its own timeout; also where it must
-    be: with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch gives each a helper that keeps the first one.
+    Gloo needs five times its timeout to give up a member that has published its address and does
+    not answer. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` a group must be created with its own
+    timeout, as torch's helper group keeps the first one.
     """
     known = hasattr(c10d, "_set_pg_timeout") and dist.get_backend() != "fake"
     if not known or c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
@@ -336,7 +341,7 @@ def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None
 
 @contextmanager
 def connecting(lazily: bool | None) -> Iterator[None]:
-    """Let gloo groups that are created inside connect when first used, or not; None: as set."""
+    """Gloo groups created inside connect on first use, or at once; None: as torch is set."""
     if lazily is None:
         yield
         return
@@ -353,7 +358,7 @@ def connecting(lazily: bool | None) -> Iterator[None]:
 
 
 def own(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` with backend options for one group alone: torch writes its name into them.
+    """``options`` with a copy of the backend options: torch writes the group's name into them.
 
     Those that cannot be copied are gloo's, which torch does not read.
     """
@@ -364,31 +369,28 @@ def own(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def connects_later(group: ProcessGroup) -> bool:
-    """Whether the members of ``group`` have not connected, where gloo does so at once."""
+    """Whether the members of ``group`` connect on first use; gloo connects at once."""
     return group.size() > 1 and {*devices_of(c10d._world.pg_map[group][0]).values()} != {"gloo"}
 
 
 def connect(group: ProcessGroup, timeout: timedelta) -> None:
-    """Let the members of ``group`` connect, by a barrier. *Collective* over them.
+    """Connect the members of ``group`` by a barrier. *Collective* over them.
 
-    Raises
-    ------
-    RuntimeError
-        They could not, or not within ``timeout``. The barrier may then still be under way.
+    Raises RuntimeError if it fails or exceeds ``timeout``; the barrier may then still run.
     """
     device = getattr(group, "bound_device_id", None)  # a thread of its own has no current device
     here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
     index = here if device is None else device.index
     failures: list[BaseException] = []
 
-    def meet() -> None:
+    def barrier() -> None:
         try:
             dist.barrier(group, device_ids=None if index is None else [index])
         except BaseException as error:
             failures.append(error)
 
-    # NCCL waits without a limit for a member that does not come.
-    thread = threading.Thread(target=meet, name=f"connecting {group.group_name}", daemon=True)
+    # NCCL waits without a limit for a member that is missing.
+    thread = threading.Thread(target=barrier, name=f"connecting {group.group_name}", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
     if thread.is_alive():
@@ -398,9 +400,9 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def is_replaced(function: object) -> bool:
-    """Whether outside code has put its own in the place of this function of torch.distributed.
+    """Whether outside code has replaced this function of torch.distributed.
 
-    By where the code is: a wrapper may carry torch's name and module.
+    By the file of its code: a wrapper may have torch's name and module.
     """
     code = getattr(function, "__code__", None)
     return code is None or not code.co_filename.startswith(os.path.dirname(dist.__file__))
@@ -408,9 +410,9 @@ def is_replaced(function: object) -> bool:
 
 @contextmanager
 def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
-    """Let the groups that others' code creates inside have names that begin at this one's.
+    """Groups that outside code creates inside have names that count up from this one's.
 
-    Each has a name of its own, the same on every rank that makes the same calls inside.
+    Each has its own name, equal on every rank that makes the same calls inside.
     """
     with _running_number(group_name(label, ranks, epoch) if names_can_be_set() else None):
         yield
@@ -418,8 +420,8 @@ def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
 
 @contextmanager
 def _running_number(number: int | None) -> Iterator[None]:
-    # The only private thing of torch's that creation depends on: new_group turns this counter
-    # into the name. Put back afterwards, so groups made by others keep their numbers.
+    # The only private part of torch that creation depends on: new_group turns this counter into
+    # the name. Restored afterwards, so that groups of outside code keep their numbers.
     if number is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What lives in this process, as JSON: to be read beside torch's flight recorder."""
+"""The live groups of this process as JSON, to be read with torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
     -------
     str
         JSON: ``{"schema": 1, "rank", "world_size", "host", "pid", "groups": [...]}``. Each group
-        has ``owner`` and ``label`` (null for a group that was not made here), ``dims``, ``ranks``
+        has ``owner`` and ``label`` (null for a group of outside code), ``dims``, ``ranks``
         in the order of the group, ``backend``, ``name`` and ``description`` as torch's flight
         recorder writes them, and ``shared_with``: the label whose communicator it is, or null.
     """
@@ -49,7 +49,8 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _groups() -> list[dict[str, Any]]:
-    rows, ours = [], {c10d._get_default_group()}
+    default = c10d._get_default_group()
+    rows, ours = [], {default}
     for pool in live_pools():
         for pooled in pool.groups:
             if pooled.group in c10d._world.pg_map:
@@ -57,13 +58,9 @@ def _groups() -> list[dict[str, Any]]:
                 known = {"owner": pool.owner, "label": pooled.label, "dims": list(pooled.dims)}
                 rows.append({**known, **_seen(pooled.group), "shared_with": pooled.shares})
     unknown = {"owner": None, "label": None, "dims": None}
-    default = {**unknown, **_seen(c10d._get_default_group()), "shared_with": None}
-    others = [
-        {**unknown, **_seen(group), "shared_with": None}
-        for group in c10d._world.pg_map
-        if group not in ours
-    ]
-    return [default, *rows, *others]
+    others = [default, *(group for group in c10d._world.pg_map if group not in ours)]
+    seen = [{**unknown, **_seen(group), "shared_with": None} for group in others]
+    return [seen[0], *rows, *seen[1:]]
 
 
 def _seen(group: ProcessGroup) -> dict[str, Any]:

@@ -7,14 +7,22 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups.grid import BASE, HyperCommGrid
-from hypergrid.groups.known_groups import NOT_A_MEMBER, KnownGroups, Place, State, groups_of, plain
+from hypergrid.groups.creation import plain_backend
+from hypergrid.groups.grid import HyperCommGrid
+from hypergrid.groups.known_groups import (
+    NOT_A_MEMBER,
+    KnownGroups,
+    Labelled,
+    Place,
+    State,
+    groups_of,
+)
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, refusing_together
 from hypergrid.layout import Dims, RankLayout
@@ -25,6 +33,8 @@ from hypergrid.policy import Policy
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Group: TypeAlias = ProcessGroup | str | None  # a group, or its name
+
 
 class EnvironmentTable:
     """What ColossalAI's issue 3051 proposed: one object to ask about ranks, groups and meshes.
@@ -34,22 +44,22 @@ class EnvironmentTable:
     1. *How is a group or mesh created?* ``create_process_group("dp-tp")`` over dims of a grid,
        ``create_process_group("io", [0, 4])`` over ranks, ``create_device_mesh("train", (2, 4),
        ("dp", "tp"))``.
-    2. *Duplicates?* A group with the members and backend of one that is in the table is refused,
-       with that one's name; ``share=True`` makes it a second name. The default group is not in the
-       pool and counts for none.
-    3. *Who initialises?* torch: ``init_process_group()`` comes first, the table launches nothing.
-    4. *Groups and meshes?* A mesh is a view of groups that are in the pool; both hand out the same.
-    5. *What is the key?* What the group is: its dims in any order (``"dp-tp"``), the mesh or view
-       that they are of (``"train/dp"``, ``"expert/ep"``), or the label it was given.
+    2. *Duplicates?* A group with the members and backend of one in the table is refused with the
+       name of that one; ``share=True`` makes the new name a second one. The default group does
+       not count.
+    3. *Who initialises?* torch: call ``init_process_group()`` first; the table launches nothing.
+    4. *Groups and meshes?* A mesh is a view of groups in the table; both return the same ones.
+    5. *What is the key?* What the group is: its dims in any order (``"dp-tp"``), after the mesh or
+       view that they are of (``"train/dp"``, ``"moe/ep"``), or the label it was given.
 
-    No singleton: a job may hold several; each gives back what it made. Methods that create are
-    *collective*, the others *local*. What they refuse is raised when the other ranks have come
-    and heard of it, after a minute at most.
+    A job may hold several tables; each destroys what it created. Methods that create are
+    *collective*, the others *local*. A collective method that refuses its arguments raises when
+    the other ranks know of it, after a minute at most.
 
     Parameters
     ----------
     source : HyperCommGrid or ParallelState, optional
-        Whose groups are in the table too. They stay the source's.
+        Whose groups are in the table too. The table does not destroy them.
     local_rank : int, optional
         By default ``LOCAL_RANK``, which torchrun sets.
 
@@ -91,11 +101,11 @@ class EnvironmentTable:
 
     @classmethod
     def from_grid(cls, grid: HyperCommGrid, **options: Any) -> EnvironmentTable:
-        """A table with the groups of ``grid``, those made later too."""
+        """A table with the groups of ``grid``, also those that it creates later."""
         if not isinstance(grid, HyperCommGrid):
             raise TypeError(
                 f"from_grid() takes a hypergrid.HyperCommGrid, not one of {type(grid).__module__}. "
-                f"Where that holds one, give it: from_grid(grid.core)."
+                f"If it holds one, use that: from_grid(grid.core)."
             )
         return cls(grid, **options)
 
@@ -103,7 +113,7 @@ class EnvironmentTable:
     def from_state(cls, state: State, **options: Any) -> EnvironmentTable:
         """A table with the groups of a ``ParallelState``, by their labels and by their dims."""
         if state.grid is None:
-            raise RuntimeError(f"{state!r} has no groups: create or initialise it first.")
+            raise RuntimeError(f"{state!r} has no groups: initialise it first.")
         return cls(state, **options)
 
     def __repr__(self) -> str:
@@ -131,32 +141,21 @@ class EnvironmentTable:
         """Every mesh by its name."""
         return dict(self._meshes)
 
-    def is_master(
-        self,
-        process_group: ProcessGroup | str | None = None,
-        *,
-        group: ProcessGroup | str | None = None,
-    ) -> bool:
+    def is_master(self, process_group: Group = None, *, group: Group = None) -> bool:
         """Whether this rank is the first of a group, given or named; by default of the world."""
         return self.get_rank(process_group, group=group) == 0
 
-    def get_rank(
-        self,
-        process_group: ProcessGroup | str | None = None,
-        *,
-        group: ProcessGroup | str | None = None,
-    ) -> int:
+    def get_rank(self, process_group: Group = None, *, group: Group = None) -> int:
         """This rank's place in a group, given or named; -1 outside it."""
         return dist.get_rank(self._group(process_group, group))
 
-    def get_world_size(
-        self,
-        process_group: ProcessGroup | str | None = None,
-        *,
-        group: ProcessGroup | str | None = None,
-    ) -> int:
+    def get_world_size(self, process_group: Group = None, *, group: Group = None) -> int:
         """The size of a group, given or named; -1 outside it."""
         return dist.get_world_size(self._group(process_group, group))
+
+    def _group(self, process_group: Group, group: Group) -> ProcessGroup | None:
+        given = group if process_group is None else process_group
+        return self.get_process_group(given) if isinstance(given, str) else given
 
     def get_process_group(self, name: Dims) -> ProcessGroup:
         """The group of this name, or over these dims; torch's non-member marker outside it.
@@ -197,20 +196,20 @@ class EnvironmentTable:
         pg_options: Any = None,
         share: bool = False,
     ) -> ProcessGroup:
-        """Create a group and give it. *Collective* over the world, or over the grid of the dims.
+        """Create a group. *Collective* over the world, or over the grid of the dims.
 
         Parameters
         ----------
         name_or_dims : str or iterable of str
-            Dims of the source (``"dp-tp"``), of a view (``"expert/ep"``) or of a mesh made here
+            Dims of the source (``"dp-tp"``), of a view (``"moe/ep"``) or of a mesh made here
             (``"train/dp-tp"``). With ``ranks``, a label of your choice.
         ranks : iterable of int, or several of them, optional
-            The members. Several groups under one label have no rank in common; each rank's own is
-            the one that the label gives it.
+            The members. Several groups under one label have no rank in common; on each rank the
+            label means its own one.
         backend, timeout, pg_options
-            As for ``torch.distributed.new_group``. Over dims the grid's backend holds.
+            As for ``torch.distributed.new_group``. Groups over dims have the grid's backend.
         share : bool
-            Where the same members and backend have a group, make this a second name of it.
+            If a group with the same members and backend exists, make this a second name of it.
 
         Returns
         -------
@@ -220,18 +219,19 @@ class EnvironmentTable:
         Raises
         ------
         ValueError
-            A duplicate, a name that is taken, ranks that make no group.
+            A duplicate, a name that is taken, invalid ranks.
         KeyError
             Without ``ranks``: no dims of a known grid.
         AgreementError, CreationError
-            Ranks asked for different things, or a group could not be created; none is left.
+            Ranks asked for different things, or a group could not be created; all roll back.
         """
         options = {"timeout": timeout, "pg_options": pg_options}
         if ranks is not None:
             return self._create_labelled(name_or_dims, ranks, backend, share, options)
         place = self._place(name_or_dims)
         with refusing_together(place.grid.participants(), self._policy):
-            if backend is not None and plain(backend) != plain(place.grid.backend):
+            same = backend is None or plain_backend(backend) == plain_backend(place.grid.backend)
+            if not same:
                 raise ValueError(
                     f"the groups over {place.name!r} have the backend of their grid, not "
                     f"{backend!r}. Leave it out, or give ranks and a label."
@@ -244,7 +244,7 @@ class EnvironmentTable:
         return self.get_process_group(place.name)
 
     def hold(self, name: str, group: ProcessGroup, ranks: Iterable[Iterable[int]]) -> None:
-        """Know a group that somebody else made, and keeps, by a label of your choice. *Local*.
+        """Add a group that the caller created and will destroy, under a label. *Local*.
 
         Parameters
         ----------
@@ -258,14 +258,12 @@ class EnvironmentTable:
         Raises
         ------
         ValueError
-            The name is taken, or the ranks make no groups.
+            The name is taken, or the ranks are invalid.
         """
         groups = groups_of(ranks, name, self.world_size)
-        if name in self.process_group_pool or self._known.find(name):
-            raise ValueError(_taken("process group", name, self.rank))
-        backend = None if group is NOT_A_MEMBER else plain(dist.get_backend(group))
-        self._known.labels[name] = group
-        self._known.labelled[name] = (backend, groups)
+        self._check_free(name)
+        backend = None if group is NOT_A_MEMBER else plain_backend(dist.get_backend(group))
+        self._known.labelled[name] = Labelled(group, backend, groups)
 
     def create_device_mesh(
         self,
@@ -277,7 +275,7 @@ class EnvironmentTable:
         backend: str | None = None,
         share: bool = False,
     ) -> DeviceMesh:
-        """Create a mesh whose groups are in the pool. *Collective* as for a group.
+        """Create a mesh whose groups are in the table. *Collective* as for a group.
 
         Parameters
         ----------
@@ -291,27 +289,45 @@ class EnvironmentTable:
         backend : str, optional
             Of a new mesh; by default the default group's.
         share : bool
-            As for a group. A dim of size 1 uses a group that is there without being asked.
+            As for a group. A dim of size 1 always uses a group that exists.
 
         Raises
         ------
         As ``create_process_group``.
         """
-        if shape is not None:
-            return self._new_mesh(name_or_dims, shape, dim_names, device_type, backend, share)
-        place = self._place(name_or_dims)
-        with refusing_together(place.grid.participants(), self._policy):
-            if place.view is not None:
+        place = self._place(name_or_dims) if shape is None else None
+        ranks = range(self.world_size) if place is None else place.grid.participants()
+        with refusing_together(ranks, self._policy):
+            mesh: Any = name_or_dims if place is None else place.name
+            if place is None:
+                place = self._new_grid(mesh, shape, dim_names, backend)
+            elif place.view is not None:
                 raise ValueError(
                     f"there is no device mesh over a view, as {place.name!r}: give shape and "
                     f"dim_names for a mesh of its own."
                 )
-            if place.name in self._meshes:
-                raise ValueError(_taken("device mesh", place.name, self.rank))
-            wanted = self._single_dims(place.grid, place.dims, place.prefix, share)
-        self._create_over(place.grid, wanted, {})
-        mesh = self._meshes[place.name] = place.grid.device_mesh(place.dims, device_type)
-        return mesh
+            grid = place.grid
+            if mesh in self._meshes:
+                raise ValueError(_taken("device mesh", mesh, self.rank))
+            # A mesh needs a group for each dim; one of size 1 may always be shared.
+            wanted = {
+                each: self._known.duplicates(
+                    each.name, each.groups, grid.backend, share or len(each.groups[0]) == 1, {}
+                )
+                for each in (Place(place.prefix + dim, grid, (dim,)) for dim in place.dims)
+                if each.dims[0] not in grid.groups
+            }
+        try:
+            self._create_over(grid, wanted, {}, "" if shape is None else mesh)
+            made = grid.device_mesh(place.dims, device_type)
+        except BaseException:
+            if shape is not None:
+                grid.destroy()
+            raise
+        if shape is not None:
+            self._known.grids[mesh] = grid
+        self._meshes[mesh] = made
+        return made
 
     def _place(self, name_or_dims: Dims) -> Place:
         base = self._known.base
@@ -319,70 +335,37 @@ class EnvironmentTable:
         with refusing_together(everybody, self._policy):
             return self._known.place(name_or_dims)
 
-    def _new_mesh(
-        self,
-        name: Any,
-        shape: Sequence[int],
-        dim_names: Sequence[str] | None,
-        device_type: str | None,
-        backend: str | None,
-        share: bool,
-    ) -> DeviceMesh:
-        with refusing_together(range(self.world_size), self._policy):
-            if not isinstance(name, str) or not name or "/" in name:
-                raise ValueError(
-                    f"a mesh's name is a text without '/', rank {self.rank} was given "
-                    f"{shown(name)}: its groups are called name/dim."
-                )
-            views = self._known.base.views if self._known.base else ()
-            if name in self._meshes or name in views or self._known.find(name):
-                raise ValueError(_taken("device mesh", name, self.rank))
-            layout = RankLayout(tuple(dim_names or ())[::-1], tuple(shape)[::-1])
-            if layout.size != self.world_size:
-                raise ValueError(
-                    f"device mesh {name!r} of shape {shown(shape)} has {layout.size} ranks and "
-                    f"the world has {self.world_size}. For a part of it, make a HyperCommGrid "
-                    f"with a rank_offset and ask EnvironmentTable.from_grid()."
-                )
-            grid = HyperCommGrid.over(layout, backend=plain(backend))
-            wanted = self._single_dims(grid, grid.layout.dims, f"{name}/", share)
-        try:
-            self._create_over(grid, wanted, {}, name)
-            mesh = grid.device_mesh(device_type=device_type)
-        except BaseException:
-            grid.destroy()
-            raise
-        self._known.grids[name], self._meshes[name] = grid, mesh
-        return mesh
+    def _new_grid(
+        self, name: Any, shape: Any, dim_names: Sequence[str] | None, backend: str | None
+    ) -> Place:
+        """All dims of the grid of a new mesh over the world."""
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(
+                f"the name of a mesh must be a text without '/', as its groups are called "
+                f"name/dim; rank {self.rank} was given {shown(name)}."
+            )
+        views = self._known.base.views if self._known.base else ()
+        if name in self._meshes or name in views or self._known.find(name):
+            raise ValueError(_taken("device mesh", name, self.rank))
+        layout = RankLayout(tuple(dim_names or ())[::-1], tuple(shape)[::-1])
+        if layout.size != self.world_size:
+            raise ValueError(
+                f"device mesh {name!r} of shape {shown(shape)} has {layout.size} ranks and the "
+                f"world has {self.world_size}. For a part of it, make a HyperCommGrid with a "
+                f"rank_offset and use EnvironmentTable.from_grid()."
+            )
+        grid = HyperCommGrid.over(layout, backend=plain_backend(backend))
+        return Place(f"{name}/{grid.name(layout.dims)}", grid, layout.dims)
 
     def destroy(self) -> None:
-        """Give back every group that this table made and forget the rest. *Local*.
+        """Destroy every group that this table created and forget the others. *Local*.
 
-        Groups over the source's dims are the source's, also when the table was asked for them.
+        Groups over the source's dims belong to the source, also if the table created them.
         """
         self._pool.destroy()
         for grid in self._known.grids.values():
             grid.destroy()
         self._start()
-
-    def _group(
-        self, process_group: ProcessGroup | str | None, group: ProcessGroup | str | None
-    ) -> ProcessGroup | None:
-        given = group if process_group is None else process_group
-        return self.get_process_group(given) if isinstance(given, str) else given
-
-    def _single_dims(
-        self, grid: HyperCommGrid, dims: Sequence[str], prefix: str, share: bool
-    ) -> dict[Place, dict[Ranks, str]]:
-        """What a mesh over ``dims`` still lacks, each with the groups that it can share."""
-        places = [Place(prefix + dim, grid, (dim,)) for dim in dims]
-        return {
-            place: self._known.duplicates(
-                place.name, place.groups, grid.backend, share or grid.dim_size(place.dims) == 1, {}
-            )
-            for place in places
-            if place.dims[0] not in grid.groups
-        }
 
     def _create_over(
         self,
@@ -391,44 +374,42 @@ class EnvironmentTable:
         options: Mapping[str, Any],
         mesh: str = "",
     ) -> None:
-        """Create what is wanted and not found, all or none, and let the grid answer for it."""
+        """Create the groups that are wanted and not found, all or none; the grid holds them."""
         if not wanted:
             return
-        if self.rank not in grid.participants():
-            for place in wanted:
-                grid.create_pg(place.dims, view=place.view)
-            return
-        proposal = {
-            "layouts": {name: repr(layout) for name, layout in grid.views.items()},
-            "mesh": mesh,
-            "groups": {place.name: sorted({*found.values()}) for place, found in wanted.items()},
-            "backend": grid.backend,
-            "timeout": options.get("timeout"),
-        }
-        owner = f"{self!r}, mesh {mesh!r}" if mesh else None
         made: dict[Place, ProcessGroup] = {}
-        with grid.agreed(proposal, owner) as pool:
-            for place, found in wanted.items():
-                layout = grid.views[place.view or BASE]
-                inside = grid.is_current_rank_in_grid()
-                mine = tuple(layout.group(self.rank, place.dims)) if inside else ()
-                if mine in found:
-                    made[place] = self.get_process_group(found[mine])
-                label = place.name.removeprefix(f"{mesh}/")
-                created = pool.make(
-                    label,
-                    {} if not mine or mine in found else {label: mine},
-                    lambda place=place, found=found: [  # type: ignore[misc]
-                        ranks for ranks in place.groups if tuple(sorted(ranks)) not in found
-                    ],
-                    dims=place.dims,
-                    backend=grid.backend,
-                    **options,
-                )
-                if created:
-                    made[place] = created[0]
+        if self.rank in grid.participants():
+            proposal = {
+                "layouts": {name: repr(layout) for name, layout in grid.views.items()},
+                "mesh": mesh,
+                "groups": {each.name: sorted({*found.values()}) for each, found in wanted.items()},
+                "backend": grid.backend,
+                "timeout": options.get("timeout"),
+            }
+            with grid.agreed(proposal, f"{self!r}, mesh {mesh!r}" if mesh else None) as pool:
+                for place, found in wanted.items():
+                    label, own = place.name.removeprefix(f"{mesh}/"), {**options}
+                    own |= {"dims": place.dims, "backend": grid.backend}
+                    made[place] = self._make(pool, label, place.groups, found, own)
         for place in wanted:
-            grid.hold(place.dims, made.get(place), view=place.view)
+            group = made.get(place, NOT_A_MEMBER)
+            grid.hold(place.dims, None if group is NOT_A_MEMBER else group, view=place.view)
+
+    def _make(
+        self,
+        pool: GroupPool,
+        label: str,
+        groups: Sequence[Ranks],
+        found: Mapping[Ranks, str],
+        options: Mapping[str, Any],
+    ) -> ProcessGroup:
+        """This rank's one of ``groups``: as found under another name, or created now."""
+        mine = next((ranks for ranks in groups if self.rank in ranks), ())
+        missing = [ranks for ranks in groups if ranks not in found]
+        created = {label: mine} if mine in missing else {}
+        made = pool.make(label, created, lambda: missing, **options)
+        shared = self.get_process_group(found[mine]) if mine in found else NOT_A_MEMBER
+        return made[0] if made else shared
 
     def _create_labelled(
         self,
@@ -442,17 +423,15 @@ class EnvironmentTable:
         with refusing_together(everybody, self._policy):
             if not isinstance(name, str) or not name:
                 raise ValueError(
-                    f"with ranks, a group's name is a text; rank {self.rank} was given "
+                    f"with ranks, the name of a group must be a text; rank {self.rank} was given "
                     f"{shown(name)}."
                 )
-            groups, backend = groups_of(ranks, name, self.world_size), plain(backend)
-            if share and self._known.labelled.get(name) == (backend, groups):
-                return self._known.labels[name]
-            if name in self.process_group_pool or self._known.find(name):
-                raise ValueError(_taken("process group", name, self.rank))
+            groups, backend = groups_of(ranks, name, self.world_size), plain_backend(backend)
+            known = self._known.labelled.get(name)
+            if share and known is not None and known[1:] == (backend, groups):
+                return known.group
+            self._check_free(name)
             found = self._known.duplicates(name, groups, backend, share, options)
-        missing = [each for each in groups if each not in found]
-        mine = next((each for each in groups if self.rank in each), ())
         proposal = {
             "group": name,
             "ranks": [span_of(each) for each in groups[:8]],
@@ -462,17 +441,13 @@ class EnvironmentTable:
             "timeout": options["timeout"],
         }
         with self._pool.agreed(everybody, proposal):
-            made = self._pool.make(
-                name,
-                {name: mine} if mine in missing else {},
-                lambda: missing,
-                backend=backend,
-                **options,
-            )
-        shared = self.get_process_group(found[mine]) if mine in found else NOT_A_MEMBER
-        self._known.labels[name] = made[0] if made else shared
-        self._known.labelled[name] = (backend, groups)
-        return self._known.labels[name]
+            group = self._make(self._pool, name, groups, found, {**options, "backend": backend})
+        self._known.labelled[name] = Labelled(group, backend, groups)
+        return group
+
+    def _check_free(self, name: str) -> None:
+        if name in self.process_group_pool or self._known.find(name):
+            raise ValueError(_taken("process group", name, self.rank))
 
 
 def _taken(what: str, name: str, rank: int) -> str:

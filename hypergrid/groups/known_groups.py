@@ -1,4 +1,4 @@
-"""Which groups there are under which names: of a grid, a state, meshes, and labels of one's own."""
+"""Which groups exist under which names: of a grid or a state, of meshes, and under labels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups.grid import BASE, HyperCommGrid
+from hypergrid.groups.creation import plain_backend
+from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import Dims, LayoutError
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Ranks
+from hypergrid.views import BASE
 
 NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -41,25 +43,32 @@ class Place(NamedTuple):
 
     @property
     def groups(self) -> list[Ranks]:
-        return [tuple(each) for each in self.grid.get_rank_enum(self.dims, view=self.view)]
+        return [tuple(sorted(x)) for x in self.grid.get_rank_enum(self.dims, view=self.view)]
+
+
+class Labelled(NamedTuple):
+    """This rank's group of a label, and what all ranks know: the backend, and every group."""
+
+    group: ProcessGroup
+    backend: str | None
+    groups: list[Ranks]
 
 
 class KnownGroups:
-    """Names and what they mean. Whatever is compared here is alike on all ranks.
+    """Names and what they mean. What is compared here is equal on all ranks.
 
-    ``"dp-tp"`` are dims of the source, ``"expert/ep"`` those of its view, ``"train/dp"`` those of
-    the mesh ``train``; every other name is a label.
+    ``"dp-tp"`` are dims of the source, ``"moe/ep"`` of its view, ``"train/dp"`` of the mesh
+    ``train``; every other name is a label.
     """
 
     def __init__(self, source: HyperCommGrid | State | None) -> None:
         self._source = source
-        self.labels: dict[str, ProcessGroup] = {}
-        self.labelled: dict[str, tuple[str | None, list[Ranks]]] = {}  # backend and all groups
+        self.labelled: dict[str, Labelled] = {}
         self.grids: dict[str, HyperCommGrid] = {}  # of meshes, by their names
 
     def names(self) -> dict[str, ProcessGroup]:
         """Every group by its names; torch's non-member marker where this rank is outside."""
-        names: dict[str, ProcessGroup] = dict(self.labels)
+        names = {name: each.group for name, each in self.labelled.items()}
         for prefix, grid in self._all_grids():
             for name, group in grid.groups.items():
                 names[prefix + name] = NOT_A_MEMBER if group is None else group
@@ -76,7 +85,7 @@ class KnownGroups:
         return source if source is None or isinstance(source, HyperCommGrid) else source.grid
 
     def _rows(self) -> Iterator[tuple[GroupPlan, GroupRow]]:
-        """What a state has made beside its dims; none while it is suspended."""
+        """The rows of a state's plan; none while it is suspended."""
         plan = getattr(self._source, "plan", None)
         if plan is not None and self.base is not None and self.base.pool is not None:
             yield from ((plan, row) for row in plan.rows)
@@ -87,7 +96,7 @@ class KnownGroups:
         yield from ((f"{name}/", grid) for name, grid in self.grids.items())
 
     def find(self, name: Dims) -> Place | None:
-        """The place that a name or dims mean, whether its groups exist or not."""
+        """The place that a name or dims mean, whether or not its groups exist."""
         where, _, dims = name.rpartition("/") if isinstance(name, str) else ("", "", tuple(name))
         grid, view = self.grids.get(where), None
         if grid is None and self.base is not None:
@@ -110,19 +119,19 @@ class KnownGroups:
             ]
             raise KeyError(
                 f"{shown(name)} names no dims that rank {dist.get_rank()} knows: {dims or 'none'}. "
-                f"Give ranks too, for a group with that label, or shape and dim_names, for a mesh."
+                f"For a group with that label, give ranks; for a mesh, shape and dim_names."
             )
         return place
 
     def _families(self) -> Iterator[tuple[str, str | None, Iterable[Ranks]]]:
-        """Each name with its backend and its groups, those of other ranks too: alike on all."""
+        """Each name with its backend and all its groups; equal on all ranks."""
         for prefix, grid in self._all_grids():
             for name in grid.groups:
                 place = self.find(prefix + name)
                 if place is not None:
                     yield place.name, grid.backend, place.groups
-        for name, (backend, groups) in self.labelled.items():
-            yield name, backend, groups
+        for name, each in self.labelled.items():
+            yield name, each.backend, each.groups
         for plan, row in self._rows():
             yield row.label, row.backend, plan.all(row)
 
@@ -134,10 +143,13 @@ class KnownGroups:
         share: bool,
         options: Mapping[str, Any],
     ) -> dict[Ranks, str]:
-        """Which of ``groups`` exist, and under which name; refused unless they may be shared."""
-        wanted, found = {tuple(sorted(ranks)) for ranks in groups}, dict[Ranks, str]()
+        """Which of ``groups`` (ascending) exist, and under which name.
+
+        Raises ValueError unless they may be shared.
+        """
+        wanted, found = {*groups}, dict[Ranks, str]()
         for known, theirs, members in self._families():
-            if plain(theirs) == plain(backend):
+            if plain_backend(theirs) == plain_backend(backend):
                 for ranks in {tuple(sorted(each)) for each in members} & wanted:
                     found.setdefault(ranks, known)
         if not found:
@@ -151,17 +163,10 @@ class KnownGroups:
             )
         if any(value is not None for value in options.values()):
             raise ValueError(
-                f"process group {name!r} would share that of {known!r}, which has its timeout and "
-                f"options: leave them out, or leave share out and choose other ranks."
+                f"process group {name!r} would share the one of {known!r}, whose timeout and "
+                f"options are set: leave them out, or leave share out and choose other ranks."
             )
         return found
-
-
-def plain(backend: str | None) -> str | None:
-    """None for the default group's backend, however it was asked for."""
-    if backend is None or backend.lower() == dist.get_backend():
-        return None
-    return backend.lower()
 
 
 def groups_of(ranks: Any, name: str, world_size: int) -> list[Ranks]:

@@ -1,4 +1,4 @@
-"""GroupPool: owns the process groups that were made together; nobody else destroys one."""
+"""GroupPool: owns the process groups that were created together, and alone destroys them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hypergrid.plan import Kind
 from hypergrid.policy import Policy
 
 DEFAULT = "the default group"
-# Called with the groups of a pool that are about to be closed, and whether other ranks must not be
-# waited for: for others' code that borrows them.
+# For code that uses groups of a pool: called with those that are about to be destroyed, and
+# whether it must not wait for other ranks.
 before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class PooledGroup:
-    """A label's group: its global ranks, torch's group, its dims and whose communicator it is.
+    """A label's group: its global ranks, torch's group, its dims, and whose communicator it is.
 
-    ``shares`` is None for a group made for this label; else the label that it was made for, or
-    ``DEFAULT`` where outside code made it so.
+    ``shares`` is None for a group created for this label; else the label that it was created for,
+    or ``DEFAULT`` where outside code returned the default group.
     """
 
     label: str
@@ -46,7 +46,7 @@ class PooledGroup:
 
 
 class GroupPool:
-    """Live groups of this process, in the order in which they were made; ``owner`` in words."""
+    """Live groups of this process in the order of creation; ``owner`` is for messages."""
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
@@ -64,29 +64,33 @@ class GroupPool:
         timeout: timedelta | None = None,
         life: int | None = None,
     ) -> Iterator[None]:
-        """Make inside what the ranks agree on here: all of them or none. *Collective* over them.
+        """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
 
-        Arguments as for ``hypergrid.groups.prepare.agree``. Whoever makes groups at several times
-        agrees each time: each has an epoch of its own.
+        Arguments as for ``hypergrid.groups.prepare.agree``; each call has an epoch of its own.
 
         Raises
         ------
         AgreementError
-            The ranks were asked for different groups, or one of them refused or did not come.
+            The ranks were asked for different groups, or one of them refused or did not arrive.
         CreationError
-            A rank could not create its group; nothing is left on any.
+            A rank could not create its group; all have rolled back.
         """
         with one_thread(ranks, proposal) as turn:
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
-            before, owners = len(self.groups), dict(self._owners)
-            try:
-                with all_or_none(self.agreement.epoch, ranks, timeout or c10d.default_pg_timeout):
-                    yield
-                    turn.end()
-            except BaseException:
-                self.destroy(before, abort=True)  # the others may never close theirs
-                self._owners = owners
-                raise
+            timeout = timeout or c10d.default_pg_timeout
+            with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
+                yield
+                turn.end()
+
+    @contextmanager
+    def _rolling_back(self) -> Iterator[None]:
+        before, owners = len(self.groups), dict(self._owners)
+        try:
+            yield
+        except BaseException:
+            self.destroy(before, abort=True)  # other ranks may never destroy theirs
+            self._owners = owners
+            raise
 
     def make(
         self,
@@ -98,27 +102,23 @@ class GroupPool:
         kind: Kind | None = None,
         **options: Any,
     ) -> list[ProcessGroup]:
-        """Create the groups of one label and give those of this rank, often one or none.
+        """Create the groups of one label; returns those of this rank, often one or none.
 
         *Collective* over the members of each group, or over the world where the agreement says
-        that members alone cannot create. After a failure nothing of this call is left.
+        that members alone cannot create. A failed call rolls back.
 
         Parameters
         ----------
         label : str
             The name; also the description, unless ``group_desc`` is given.
         mine : mapping of name to ranks
-            The groups that this rank belongs to; their members know them by the same name.
+            The groups that this rank belongs to; the name is equal on all members.
         everyone : function
-            Gives all groups of the label; asked only where members alone cannot create.
-        dims : tuple of str
-            What the groups are over, for who asks later.
+            Returns all groups of the label; called only where members alone cannot create.
         kind : Kind, optional
-            What must be equal, beside the ranks, for labels to share a communicator; None for a
-            group that is never shared.
+            What must be equal, besides the ranks, to share a communicator; None: never shared.
         **options
-            As for ``torch.distributed.new_group``: backend, timeout (timedelta), pg_options,
-            group_desc.
+            As for ``torch.distributed.new_group``; ``dims`` are for ``hypergrid.dump``.
 
         Raises
         ------
@@ -126,13 +126,12 @@ class GroupPool:
             Torch could not create a group; its own error is the cause.
         """
         options.setdefault("group_desc", label)
-        before, owners = len(self.groups), dict(self._owners)
-        timeout = options.get("timeout")
+        before, timeout = len(self.groups), options.get("timeout")
         shorter = creation.patience(options.get("backend"), timeout)
         if shorter is not None:
             options["timeout"] = shorter
         try:
-            with self.connecting():
+            with self._rolling_back(), self.connecting():
                 if self.agreement.way_of(options.get("backend")) == "members":
                     made = self._make_mine(label, mine, kind, options)
                 else:
@@ -143,17 +142,15 @@ class GroupPool:
                     if shorter is not None and shares is None:
                         c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
         except BaseException as error:
-            self.destroy(before, abort=True)  # the others may never close theirs
-            self._owners = owners
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, mine, options, error) from error
             raise
         return [pooled.group for pooled in self.groups[before:]]
 
     def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
-        """Own, from here on, a group that others' code made for ``label``; no other object.
+        """Own from now on a group that outside code created for ``label``.
 
-        One that it has handed out before, or torch's default group, is shared.
+        A group that it has returned before, or torch's default group, is shared.
         """
         if isinstance(group, ProcessGroup):
             shares = DEFAULT if group is c10d._get_default_group() else None
@@ -164,7 +161,7 @@ class GroupPool:
 
     def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
         eager = self.policy.connect == "eager" and pooled.shares is None
-        eager = eager and pooled.group in c10d._world.pg_map  # and not others' wrapper of one
+        eager = eager and pooled.group in c10d._world.pg_map  # not a wrapper by outside code
         if not eager or not creation.connects_later(pooled.group):
             return
         backend = dist.get_backend(pooled.group)
@@ -175,7 +172,7 @@ class GroupPool:
             raise self._failure(pooled.label, mine, options, error) from error
 
     def connecting(self) -> AbstractContextManager[None]:
-        """Inside, gloo groups connect at once or later, as the ranks have agreed."""
+        """Inside, gloo groups connect at once or on first use, as the ranks have agreed."""
         at_once = self.policy.connect == "eager"
         return creation.connecting(self.agreement.lazy or (False if at_once else None))
 
@@ -198,7 +195,7 @@ class GroupPool:
         kind: Kind | None,
         options: dict[str, Any],
     ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
-        # In lockstep: every rank leaves out the same groups, those of others too.
+        # Every rank leaves out the same groups, including those that it is not in.
         owners = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
         missing = [ranks for ranks in groups if owners[tuple(ranks)] is None]
         way = self.agreement.way_of(options.get("backend"))
@@ -218,7 +215,7 @@ class GroupPool:
         )
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
-        """Whose communicator serves ``ranks``; None, and it is the label's own, if it is new."""
+        """Whose communicator ``ranks`` use; None for a new one, which is then the label's."""
         if kind is None or not self.policy.may_share(kind, ranks):
             return None
         owner = self._owners.setdefault((tuple(ranks), kind.among(len(ranks))), label)
@@ -230,23 +227,17 @@ class GroupPool:
         return group
 
     def destroy(self, keep: int = 0, *, abort: bool = False) -> None:
-        """Close every group but the first ``keep``; those that torch has lost already too.
+        """Destroy every group but the first ``keep``.
 
-        No rank has to call it, but NCCL waits until the other members close the group as well:
-        *Local* where they do, or with ``abort``. A group that torch cannot close, and a function
-        of ``before_closing`` that raises, are warned about and keep none of the others alive.
-
-        Parameters
-        ----------
-        keep : int
-            How many groups stay, the oldest ones.
-        abort : bool
-            Wait for no other rank: NCCL drops what is under way. Gloo closes as without it.
+        *Local* with ``abort``; else NCCL waits until the other members destroy the group too. A
+        group that torch cannot destroy, and a function of ``before_closing`` that raises, cause a
+        warning, and the other groups are destroyed.
+        With ``abort`` NCCL drops operations in progress.
         """
         self._drop(self.groups[keep:], abort)
 
     def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
-        """Close those of ``groups`` that are this pool's, as ``destroy``, and keep all others."""
+        """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
         asked = {id(group) for group in groups}
         self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
 
@@ -262,13 +253,13 @@ class GroupPool:
             try:
                 tell([*closing], abort)
             except Exception as error:
-                _warn(f"{shown(tell)} raised while groups are closed: {in_words(error)}")
+                _warn(f"{shown(tell)} raised while groups are destroyed: {in_words(error)}")
         for group, why in creation.close(closing, abort):
-            _warn(f"rank {dist.get_rank()} could not close {closing[group]}: {in_words(why)}")
+            _warn(f"rank {dist.get_rank()} could not destroy {closing[group]}: {in_words(why)}")
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=5)  # at whoever closes the pool
+    warnings.warn(text, RuntimeWarning, stacklevel=5)  # at the caller of destroy
 
 
 def live_pools() -> list[GroupPool]:

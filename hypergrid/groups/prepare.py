@@ -1,4 +1,4 @@
-"""Ranks agree, through the store, on what they are about to create, how, and under which epoch."""
+"""Phase 1 of the two-phase commit: ranks agree on what they will create, how, and the epoch."""
 
 from __future__ import annotations
 
@@ -33,34 +33,20 @@ from hypergrid.messages import shown, some_of, span_of
 from hypergrid.policy import Policy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Agreements of each span that no store numbered. Begun anew with each default group, as a process
-# begins that takes a dead one's place: the others count what it counts.
+# Number of agreements of each span without a store. A new default group starts at 0 again, as a
+# restarted process does: all ranks must count alike.
 _alone: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks of a window have agreed on.
+    """What the ranks of a window have agreed on."""
 
-    Parameters
-    ----------
-    epoch : str
-        Part of every group's name; never used twice in the life of the store.
-    way : {"members", "split", "everyone"}
-        Who creates groups that torch splits off a default group that is bound to a device.
-    others : {"members", "everyone"}
-        Who creates all others.
-    why : str
-        What stands in the way of "members"; empty where nothing does.
-    lazy : bool
-        Whether gloo connects on first use.
-    """
-
-    epoch: str
-    way: str = "members"
-    others: str = "members"
-    why: str = ""
-    lazy: bool = False
+    epoch: str  # part of every group's name; never used twice in the life of the store
+    way: str = "members"  # who creates groups that torch splits off a bound default group
+    others: str = "members"  # who creates all others: "members" or "everyone"
+    why: str = ""  # why members alone cannot create; empty if they can
+    lazy: bool = False  # whether gloo connects on first use
 
     def way_of(self, backend: str | None) -> str:
         """Who creates groups of ``backend``; the same on all ranks."""
@@ -76,32 +62,30 @@ def agree(
 ) -> Agreement:
     """Compare ``proposal`` and what each process can do over ``ranks``. *Collective* over them.
 
-    Each rank writes one key and counts itself in; whoever comes last looks whether all were
-    equal and tells the others. Costs a handful of store operations per rank, none of them with
-    the proposals of others unless they differ. ``HYPERGRID_AGREEMENT=0`` on all ranks leaves it
-    out: each then believes that the others do as it does.
+    Each rank writes one key and counts itself; the last one checks whether all are equal and tells
+    the others. Costs a constant number of store operations per rank; proposals of other ranks are
+    read only if they differ. ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
 
     Parameters
     ----------
     ranks : sequence of int
-        The ranks that create groups together, ascending; this rank is one of them.
+        The ranks that create groups together, ascending, with this one.
     proposal : mapping
-        What this rank is about to create, as values that JSON can hold.
+        What this rank will create, as values that JSON can hold.
     policy : Policy
-        Compared too. "auto" takes the best way that all ranks can.
+        Compared too. "auto" is the best way that all ranks support.
     timeout : timedelta, optional
         How long to wait for the last rank. Default 30 minutes.
     life : int, optional
-        For windows of which a rank is in one at a time: the how-many-eth of this process. Two
-        that overlap in the same life are refused, since one would wait for the other's ranks.
+        For windows of which a rank is in one at a time: this process's n-th one. Windows that
+        overlap in the same life are refused, as one would wait for the ranks of the other.
 
     Raises
     ------
     AgreementError
-        On every rank, with the same text, when proposals differ, when a rank has refused its own
-        (``refuse``), when the way of creation that the policy insists on is not open to all,
-        when windows overlap, when two threads of a process create at once, or when a rank does
-        not come within ``timeout``. Also when the store is lost.
+        On every rank, with the same text: proposals differ, a rank has refused its own
+        (``refuse``) or does not arrive within ``timeout``, the policy's way of creation is
+        impossible, windows overlap, or two threads of a process create. Also on a lost store.
     """
     with one_thread(ranks, proposal) as turn:
         try:
@@ -139,21 +123,15 @@ def _counted(ranks: Sequence[int]) -> int:
 
 
 def expected(policy: Policy) -> Agreement:
-    """What the ranks will agree on, as far as this one can tell. *Local*.
-
-    Raises
-    ------
-    AgreementError
-        This rank cannot create in the way that the policy insists on.
-    """
+    """What the ranks will probably agree on, as seen from this one; or AgreementError. *Local*."""
     return _accept(_choose("", policy, [abilities(policy.creation)]))
 
 
 def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
     """Tell the other ranks that this one has refused its arguments, so that none waits for it.
 
-    The others raise with this error's text once all have come. This rank waits ten seconds for
-    that, so that none is a call ahead of the others; it has then said so, and goes on.
+    The others raise with this error's text once all have arrived. This rank waits for that ten
+    seconds at most, so that it is not a call ahead.
     """
     if not dist.is_initialized() or dist.get_rank() not in ranks:
         return
@@ -178,7 +156,7 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
 
 @contextmanager
 def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) -> Iterator[None]:
-    """Let ``ranks``, asked for only then, hear by ``refuse`` of what is refused inside."""
+    """Tell ``ranks()`` about an error inside, by ``refuse``."""
     try:
         yield
     except Exception as error:
@@ -189,10 +167,10 @@ def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) 
 
 @contextmanager
 def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
-    """What is refused inside is raised when the other ranks have heard of it. *Collective*.
+    """An error inside is raised when the other ranks know of it. *Collective*.
 
-    For calls that may be refused several times in a row, on some ranks or on all: each meets the
-    others as ``agree`` does, so that none is a call ahead. It waits a minute at most.
+    For calls that may fail several times in a row, on some ranks or on all: each takes part in one
+    ``agree``, so that no rank is a call ahead. Waits a minute at most.
     """
     try:
         yield
@@ -206,16 +184,16 @@ def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
 
 @dataclass
 class _Turn:
-    """The one thread of this process that creates; another that comes meanwhile is refused."""
+    """The one thread of this process that creates groups; any other fails meanwhile."""
 
     ranks: Sequence[int]
     proposal: Mapping[str, Any]
     thread: int = field(default_factory=threading.get_ident)
     decided: threading.Event = field(default_factory=threading.Event)  # its agreement is over
-    mistakable: str = ""  # why its ranks may have met those of another thread
+    mistakable: str = ""  # why other ranks may have agreed with another thread
 
     def end(self) -> None:
-        """Refuse this thread too, if its ranks cannot be told from another's. Before it is over."""
+        """Fail if other ranks may have agreed with another thread. Called before the commit."""
         if self.mistakable:
             raise AgreementError(self.mistakable)
 
@@ -226,11 +204,11 @@ _alternately = threading.RLock()
 
 @contextmanager
 def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_Turn]:
-    """Let no other thread of this process agree or create meanwhile: it is refused on all ranks.
+    """Only one thread of this process may agree or create: another fails on all ranks.
 
-    Ranks cannot know whose groups belong together where threads take turns in another order on
-    each of them. What another thread asks for at the same time, alike in everything, could have
-    met this one's: ``end`` then refuses both.
+    Ranks cannot know which groups belong together if their threads take turns in different orders.
+    If another thread asks for the same groups at the same time, other ranks may have agreed with
+    it instead: ``end`` then makes both fail.
     """
     global _turn
     if not _alternately.acquire(blocking=False):
@@ -254,8 +232,8 @@ def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_T
 def _two_threads(ranks: Sequence[int]) -> AgreementError:
     return AgreementError(
         f"two threads of rank {dist.get_rank()} create groups at the same time, one of them those "
-        f"of ranks {span_of(ranks)}, and no rank can know which of them it meets. Create them in "
-        f"one thread, or one after the other, in the same order on all ranks."
+        f"of ranks {span_of(ranks)}, and other ranks cannot know which of them belong together. "
+        f"Create them in one thread, or one after the other, in the same order on all ranks."
     )
 
 
@@ -339,7 +317,7 @@ class _Round:
         return (int(number), int(digest)) if span == self.span and digest else None
 
     def overlaps(self, life: int) -> bool:
-        """Make this window known to the others of its life; refuse it and those it overlaps."""
+        """Register this window; if it overlaps others of the same life, all of them fail."""
         lives = PrefixStore("hypergrid/windows", self.store)
         windows = PrefixStore(str(life), lives)
         known = windows.add("count", 1)
@@ -405,7 +383,7 @@ class _Round:
 
 
 def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[str, Any]:
-    """The best way that all can take, or why the one that was insisted on is not open."""
+    """The best way of creation that all ranks can use, or why the requested one is impossible."""
     obstacle = next((can.obstacle for can in everybody if can.obstacle), None)
     bound = next((can.bound for can in everybody if can.bound), None)
     why = {
@@ -419,7 +397,7 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
         way = next(each for each, reason in why.items() if reason is None)
     elif why[way] is not None:
         return {"error": f"creation={way!r} is not possible here: {why[way]}. Use 'auto'."}
-    # With a bound default group, torch lets those outside a gloo group wait for a split.
+    # With a bound default group, ranks outside a gloo group wait in torch for a split.
     members_alone = obstacle is None and (policy.creation != "everyone" or bound is not None)
     return asdict(
         Agreement(
@@ -432,10 +410,10 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
     )
 
 
-def _accept(verdict: dict[str, Any]) -> Agreement:
-    if "error" in verdict:
-        raise AgreementError(verdict["error"])
-    return Agreement(**verdict)
+def _accept(outcome: dict[str, Any]) -> Agreement:
+    if "error" in outcome:
+        raise AgreementError(outcome["error"])
+    return Agreement(**outcome)
 
 
 def _difference(said: list[tuple[dict[str, Any], int, int]], span: str) -> str:
@@ -446,7 +424,7 @@ def _difference(said: list[tuple[dict[str, Any], int, int]], span: str) -> str:
     for proposal, rank, _ in said:
         if "refused" in proposal:
             return (
-                f"rank {rank} refused its arguments, so no rank of {span} made a group: "
+                f"rank {rank} refused its arguments, so no rank of {span} created a group: "
                 f"{proposal['refused']}"
             )
     first, base, _ = min(said, key=lambda each: each[1])
@@ -457,9 +435,9 @@ def _difference(said: list[tuple[dict[str, Any], int, int]], span: str) -> str:
     fields = "; ".join(
         f"{key} is {shown(other.get(key))} on {where} and {shown(first.get(key))} on rank {base}"
         for key in keys
-        if key != "plan" or keys == ["plan"]  # a digest says less than whatever it follows from
+        if key != "plan" or keys == ["plan"]  # the plan's digest says less than other fields
     )
     return (
         f"ranks {span} were asked for different groups: {fields}. "
-        f"Start all of them with the same arguments. No group was made."
+        f"Start all of them with the same arguments. No group was created."
     )

@@ -1,4 +1,4 @@
-"""The store that ranks share, and what is said, in time, when it cannot be reached any more."""
+"""The store that ranks share: what ranks decide through it, and errors when it is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SOCKETS = "/proc/self/fd"
 
 
 def shared_store() -> Store | None:
-    """The default group's store, where it is one that ranks really share; else None."""
+    """The store of the default group, if ranks share it; else None."""
     switched_off = os.environ.get("HYPERGRID_AGREEMENT", "1") == "0"
     if switched_off or not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
         return None
@@ -31,7 +31,7 @@ def shared_store() -> Store | None:
 
 
 def forget(store: Store, *keys: str) -> None:
-    """Take keys away, where the store can: one of torchelastic's, in etcd, cannot."""
+    """Delete keys, if the store can: that of torchelastic in etcd cannot."""
     with suppress(RuntimeError):
         for key in keys:
             store.delete_key(key)
@@ -76,19 +76,19 @@ def lines(store: Store, key: str) -> list[str]:
 
 
 def another_connection(store: Store) -> Store:
-    """The same store for a second thread: a client that waits for a key lets no other call in."""
+    """The same store for a second thread: a client that waits for a key blocks other calls."""
     own: Any = store
     try:
         another: Store = own.clone()
-    except (AttributeError, RuntimeError):  # of an older torch; of somebody's own in Python
+    except (AttributeError, RuntimeError):  # an older torch; a store written in Python
         return store
     return another
 
 
 def stay_until(told: Callable[[], bool], store: Store) -> None:
-    """Where this process serves ``store``, wait for others to be ``told``, five seconds at most.
+    """If this process serves ``store``, wait until others are ``told``, five seconds at most.
 
-    A rank that has failed ends, as a rule, and takes the store with it.
+    A rank that has failed usually ends, and its store with it.
     """
     if _serves(store):
         end = time.monotonic() + 5
@@ -98,13 +98,13 @@ def stay_until(told: Callable[[], bool], store: Store) -> None:
 
 
 def bounded(timeout: timedelta) -> timedelta:
-    """A time that a store can wait for: to torch's, none at all means without end."""
+    """A time that a store can wait for: torch's stores take 0 as no limit."""
     return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))
 
 
 @contextmanager
 def telling_of_a_lost_store() -> Iterator[None]:
-    """Turn what torch raises inside when the store is gone into an AgreementError."""
+    """Turn torch's error about a lost store into an AgreementError."""
     try:
         yield
     except (AgreementError, CreationError):
@@ -113,18 +113,17 @@ def telling_of_a_lost_store() -> Iterator[None]:
         raise AgreementError(
             f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
             f"The process or the host that serves it has ended, or the network to it is cut. "
-            f"This rank has made no group."
+            f"This rank has created no group."
         ) from error
 
 
 @contextmanager
 def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
-    """While inside, let calls of a ``TCPStore`` fail within ``timeout`` when its host is gone.
+    """Inside, calls of a ``TCPStore`` fail within ``timeout`` when its host is gone.
 
-    Torch's client waits for an answer without a limit: a cut link or a host that lost power ends
-    such a call only when TCP gives up, which Linux does after some 15 minutes. A store that is
-    merely slow is waited for as before. Only where the system has these options (Linux); for
-    other stores it does nothing.
+    Torch's client waits for an answer without a limit: after a cut link or a power loss such a
+    call ends only when TCP gives up, on Linux after some 15 minutes. A slow store is not affected.
+    Only where the system has these socket options (Linux), and not for other stores.
     """
     seconds = timeout.total_seconds()
     wanted = {
@@ -137,7 +136,7 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
     for connection in _connections(store):
         for (level, option), value in wanted.items():
             if option is not None:
-                with suppress(OSError):  # a value that this system does not take
+                with suppress(OSError):  # a value that this system does not accept
                     before.append((connection, level, option, connection.getsockopt(level, option)))
                     connection.setsockopt(level, option, value)
     try:
@@ -169,7 +168,7 @@ def _serves(store: Store) -> bool:
     if not hasattr(served, "port"):
         return False
     if not os.path.isdir(_SOCKETS):
-        return dist.get_rank() == 0  # as torch has it, unless a launcher serves the store
+        return dist.get_rank() == 0  # torch's choice, unless a launcher serves the store
 
     def listens(connection: socket.socket) -> bool:
         listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -201,8 +200,8 @@ def _plain(address: str) -> str:
 def _sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:
     """Duplicates of those of this process's internet sockets that are ``wanted``."""
     found: list[socket.socket] = []
-    # Python sets every socket object to non-blocking where the process has a default timeout, and
-    # with it the original, whose state it shares; but not one that is said to be so already.
+    # If the process has a default timeout, Python makes every new socket object non-blocking, and
+    # so the original, which shares its state; but not one that is created as non-blocking.
     kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
     for name in os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else ():
         with suppress(OSError):  # closed meanwhile

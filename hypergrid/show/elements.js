@@ -15,11 +15,9 @@ const hosts = data.hosts.map(({ name, runs }) => ({
 const span = [...layouts.values()][0];
 const hostOf = new Map(hosts.flatMap((host) => host.ranks.map((rank) => [rank, host])));
 const sequence = hosts.flatMap((host) => host.ranks); // as drawn, for the arrow keys
-// Of Megatron's layouts the two that people know; the others are splits of these.
-const known = layouts.has("decoder") ? ["decoder", "expert"] : [...layouts.keys()];
 const grids = [...layouts].filter(
   ([name, layout]) =>
-    known.includes(name) && layout.offset === span.offset && layout.size === span.size,
+    data.offered.includes(name) && layout.offset === span.offset && layout.size === span.size,
 );
 
 const cells = new Map(); // rank -> element

@@ -1,4 +1,4 @@
-"""Which ranks of a layout each host holds: the boxes that every drawing is made of."""
+"""Which ranks of a layout each host has: the boxes that every drawing consists of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from hypergrid.topology import Hosts, Topology
 
 
 def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
-    """The ranks of ``layout`` on each host that has any, ascending; hosts by their first rank.
-
-    Raises
-    ------
-    LayoutError
-        As ``hypergrid.Topology``.
-    """
+    """The ranks of ``layout`` on each host that has any, ascending; hosts by their first rank."""
     topology, boxes = Topology(layout, hosts), dict[str, list[int]]()
     for rank in layout.ranks:
         boxes.setdefault(topology.host(rank), []).append(rank)

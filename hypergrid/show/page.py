@@ -7,37 +7,36 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
 from hypergrid.topology import Hosts
 
-# One script in these parts: arithmetic, elements, the grid, the panel, what one does.
+# One script in these parts: arithmetic, elements, the grid, the panel, events.
 SCRIPTS = ("plan.js", "elements.js", "board.js", "panel.js", "page.js")
 
 
-def page(plan: GroupPlan, hosts: Hosts, title: str = "Who talks to whom") -> str:
+def page(
+    plan: GroupPlan,
+    hosts: Hosts,
+    title: str = "Who talks to whom",
+    *,
+    offered: Sequence[str] | None = None,
+) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
-    Parameters
-    ----------
-    plan : GroupPlan
-        Its first layout gives the span of ranks; layouts over the same span can be switched to.
-    hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As ``hypergrid.Topology``.
-    title : str
-        The heading.
+    ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
+    that can be switched to, if they are over the ranks of the first one; by default all.
 
-    Raises
-    ------
-    LayoutError
-        Hosts that make no sense, or that have too few ranks.
+    Raises LayoutError on invalid hosts, or too few ranks on them.
     """
     boxes = ranks_by_host(next(iter(plan.layouts.values())), hosts)
     data = {
         "title": title,
         "plan": json.loads(plan.to_json()),
+        "offered": list(plan.layouts if offered is None else offered),
         "hosts": [{"name": name, "runs": _runs(ranks)} for name, ranks in boxes.items()],
     }
     style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))

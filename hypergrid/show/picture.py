@@ -51,28 +51,18 @@ def picture(
     Each panel shows one dim: its groups by colour, the group of the first rank outlined, and the
     links of that group's ring.
 
-    Parameters
-    ----------
-    plan : GroupPlan
-        Whose layouts are drawn.
-    hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As ``hypergrid.Topology``.
-    path : str or Path
-        Its suffix gives the format: ``.png``, ``.svg`` or ``.pdf``.
-    layout : str, optional
-        One of the plan's layouts; "decoder", or the first where there is none of that name.
-    by : str, optional
-        The one dim to show; by default each that is larger than 1.
+    ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
+    ``.svg`` or ``.pdf``. ``layout`` is one of the plan's, by default the first, and ``by`` the one
+    dim to show, by default each that is larger than 1.
 
     Raises
     ------
     LayoutError
-        An unknown layout, dim or suffix, or hosts that make no sense.
+        An unknown layout, dim or suffix, or invalid hosts.
     ImportError
         matplotlib is missing.
     """
-    default = "decoder" if "decoder" in plan.layouts else next(iter(plan.layouts))
-    chosen = default if layout is None else layout
+    chosen = next(iter(plan.layouts)) if layout is None else layout
     if chosen not in plan.layouts:
         raise LayoutError(
             f"invalid layout {shown(chosen)}. Valid layouts are {list(plan.layouts)}."
@@ -85,7 +75,7 @@ def picture(
             f"a picture cannot be written to {shown(str(path))}: name a .png, .svg or .pdf file."
         )
     boxes = ranks_by_host(drawn, hosts)
-    dims = [by] if by is not None else drawn.long or drawn.dims[:1]
+    dims = [by] if by is not None else drawn.trimmed.dims or drawn.dims[:1]
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -117,11 +107,11 @@ def _compose(figure: Figure, panels: list[_Panel]) -> None:
     heights = [max(panel.height for panel in line) + MARGIN for line in lines]
     width = max(across * each + MARGIN, 5.0)
 
-    wide = [dim for dim in layout.dims if layout.dim_size(dim) > 1]
+    wide = layout.trimmed
     title = f"{layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
-    if wide:
-        sizes = " ".join(f"{dim}={layout.dim_size(dim)}" for dim in wide)
-        title += f": {sizes}, order {'-'.join(wide)}"
+    if wide.dims:
+        sizes = " ".join(f"{dim}={size}" for dim, size in zip(wide.dims, wide.sizes, strict=True))
+        title += f": {sizes}, order {wide.order}"
     heading = textwrap.wrap(title, int((width - 2 * MARGIN) * 9.5), break_on_hyphens=False)
     note = f"Outlined: the group of rank {layout.offset}."
     if any(layout.size // len(panel.members) > len(HUES) for panel in panels):

@@ -1,4 +1,4 @@
-"""Where each rank stands, as a table per host for a terminal."""
+"""The ranks of each host as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -30,22 +30,13 @@ def table(
 ) -> Iterator[Text]:
     """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
 
-    Parameters
-    ----------
-    layout : RankLayout
-        Which ranks.
-    hosts : int, sequence of int, mapping of str to int, or sequence of str
-        As ``hypergrid.Topology``.
-    by : str
-        The dim, or dims joined by ``"-"``, whose groups share a colour.
-    only : sequence of int, optional
-        Which hosts, by number. By default all, or above 256 ranks the first and the last.
-    width : int
-        Columns of the terminal; a host with more ranks than fit goes on in further lines.
+    ``hosts`` is as for ``hypergrid.Topology``; ``by`` one or several dims, joined by ``"-"``. By
+    default all hosts are shown, or above 256 ranks the first and the last; ``only`` names others
+    by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
     """
     group = _group_numbers(layout, by)
     shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
-    label = max(map(len, (*shown, *layout.long, f"{by} group"))) + 4
+    label = max(map(len, (*shown, *layout.trimmed.dims, f"{by} group"))) + 4
     cell = max(len(str(layout.ranks[-1])), len(str(group.max()))) + 2
     step = max(1, (width - label) // cell)
     for i, (name, ranks) in enumerate(shown.items()):
@@ -72,7 +63,7 @@ def _block(
         line.append(str(rank).rjust(cell - 1) + " ", style=colour)
     yield line
     places = [layout.coordinate(rank) for rank in ranks]
-    for dim in layout.long:
+    for dim in layout.trimmed.dims:
         cells = "".join(str(place[dim]).rjust(cell - 1) + " " for place in places)
         yield Text("  " + dim.ljust(label - 2) + cells.rstrip())
     numbers = "".join(f"{group[rank - layout.offset]}".rjust(cell - 1) + " " for rank in ranks)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from tests.stock import RELEASES
+from tests.support.stock import RELEASES
 
 Step = tuple[str, Any]
 Sizes = dict[str, int]

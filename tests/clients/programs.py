@@ -14,7 +14,7 @@ from tests.clients import (
     nvrx,
     slime,
 )
-from tests.stock import RELEASES
+from tests.support.stock import RELEASES
 
 EIGHT = {
     "tensor_model_parallel_size": 2,

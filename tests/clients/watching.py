@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from forked import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.clients import Client, Program
 from tests.parity.patching import agree
 from tests.parity.recording import Recorder, observed, raised
 from tests.parity.surface import Call, getter_calls, private_globals
-from tests.stock import load_stock
+from tests.support.forked import run_ranks
+from tests.support.stock import load_stock
 
 Seen = dict[str, Any]
 BEFORE = "before"

@@ -1,10 +1,8 @@
-"""Runs one set of arguments with ours and with stock, and says what is the matter."""
+"""Runs one set of arguments with ours and with stock, and lists what is wrong."""
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import math
 import operator
 import os
 import re
@@ -14,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,38 +22,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tests.fuzzing.wild import CHOICES, MARKER, ArgumentSet, Hang, Made, Unspeakable
+from tests.fuzzing.wild import CHOICES, FLAGS, MARKER, NUMBERS, ArgumentSet, Hang, Made
 from tests.parity.breaking import is_nonsense
-from tests.parity.recording import Recorder, observed
+from tests.parity.recording import Recorder, is_deliberate, observed
 from tests.parity.repairs import repaired_stocks
 from tests.parity.surface import parameters
-from tests.stock import ROOT, load_stock
+from tests.support import ROOT
+from tests.support.stock import load_stock
 
-SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "local_world_size"),
-    *("expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"),
-    "num_distributed_optimizer_instances",
-)
-ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
-FLAGS = (
-    *("use_sharp", "hybrid_context_parallel", "create_gloo_process_groups"),
-    "create_all_gather_group",
-)
-# Beside the arguments themselves, what a message may name as being at fault.
-NAMED = (
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL configuration", "net_name"),
-    *CHOICES,
-)
+# What a message may name besides an argument.
+NAMED = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL configuration", "net_name", *CHOICES)
 _LONGEST_MESSAGE = 1000
 _PATIENCE = 20.0  # seconds, for ours
 _STOCKS_PATIENCE = 2.0
-_LARGEST_WINDOW = 4096  # of which stock, in Python, is done in time
+_LARGEST_WINDOW = 4096  # a larger one takes stock too long
 
 
 @dataclass
 class Outcome:
-    """What came of one call: what it raised, what it made, what it left behind."""
+    """What one call raised, created and left behind."""
 
     error: BaseException | None = None
     created: Counter[Any] = field(default_factory=Counter)
@@ -66,18 +52,9 @@ class Outcome:
         return f"raises {type(self.error).__name__} ({str(self.error)[:200]})"
 
 
-@dataclass
-class Verdict:
-    """``ours`` is what came of the set; ``told`` says how it was compared with stock."""
-
-    ours: Outcome
-    complaints: list[str]
-    told: str = "as stock"
-
-
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `Hang` after so many seconds; in the main thread alone."""
+    """Raise `Hang` after so many seconds; only in the main thread."""
 
     def ring(*_: Any) -> None:
         raise Hang(f"not done after {seconds} seconds")
@@ -92,7 +69,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def attempt(module: ModuleType, given: ArgumentSet, ours: bool = False) -> Outcome:
-    """Call ``module.initialize_model_parallel``; of ours also look at what is left afterwards."""
+    """Call ``module.initialize_model_parallel``; of ours also list what is left afterwards."""
     recorder = Recorder(module, given.config, given.rank, given.release)
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as folder, observed(recorder):
@@ -133,7 +110,7 @@ def _left(
         yield "a file is open"
     if MARKER.exists():
         MARKER.unlink()
-        yield "what a value said was run"
+        yield "code in a value was run"
 
 
 def _groups() -> Iterator[str]:
@@ -146,35 +123,24 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def judge(given: ArgumentSet, candidate: ModuleType) -> Verdict:
-    """Run ``given`` with ``candidate`` and with stock.
+def judge(given: ArgumentSet, candidate: ModuleType) -> tuple[Outcome, list[str]]:
+    """What ``candidate`` does with ``given``, and what is wrong with it.
 
-    A complaint is: a hang; a refusal that is no sentence, or not our own; one that is not of
-    stock's type; a refusal of what stock accepts; other groups than stock's; accepting what stock
-    refuses; anything left behind by a refusal.
+    That is: a hang; anything left behind; a message that is not a sentence of ours which names an
+    argument; accepting what stock refuses, refusing what stock accepts; other groups than stock's;
+    another type of exception than stock's where stock refuses on purpose.
     """
     ours = attempt(candidate, given, ours=True)
     complaints = [f"left behind: {what}" for what in ours.left]
     if isinstance(ours.error, Hang):
-        return Verdict(ours, [*complaints, "hang"])
-    if ours.error is not None and not _is_callbacks_own(ours.error):
+        return ours, [*complaints, "hang"]
+    if ours.error is not None and not _is_callers_own(ours.error):
         complaints += words_missing(ours.error, [*parameters(given.release), *NAMED])
-    if isinstance(ours.error, ValueError) and str(ours.error).startswith(CHOICES):
-        return Verdict(ours, complaints, "no opinion")
-    stocks = _stock(given)
-    if stocks is None:
-        return Verdict(ours, complaints, "no opinion")
-    difference = _difference(given, stocks, ours)
-    if not difference:
-        return Verdict(ours, complaints)
-    for told, other in _second_opinions(given, ours):
-        if not _difference(given, other, ours):
-            return Verdict(ours, complaints, told)
-    return Verdict(ours, [*complaints, difference])
+    return ours, complaints + _differences(given, ours)
 
 
 def words_missing(error: BaseException, names: Sequence[str]) -> list[str]:
-    """What keeps a refusal from being a sentence of ours that says what is at fault."""
+    """What keeps a message from being a sentence of ours that names what is wrong."""
     found = []
     text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -191,121 +157,90 @@ def words_missing(error: BaseException, names: Sequence[str]) -> list[str]:
     return found
 
 
-def _is_callbacks_own(error: BaseException) -> bool:
+def _is_callers_own(error: BaseException) -> bool:
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return last.endswith(("tests/fuzzing/wild.py", "tests/parity/configurations.py"))
 
 
-def _stock(given: ArgumentSet, module: ModuleType | None = None) -> Outcome | None:
-    """What stock makes of ``given``; None where it has no opinion."""
-    values = given.wild.values()
-    if any(isinstance(value, Made) and not value.comparable for value in values):
-        return None
-    if _index(given.wild.get("nccl_communicator_config_path")) is not None:
-        return None  # an open file's number, the interpreter's own among them
-    window = _index(given.wild.get("local_world_size"))
-    if window is not None and window > _LARGEST_WINDOW:
-        return None
-    outcome = attempt(module or load_stock(given.release), given)
-    text = str(outcome.error)
-    if isinstance(outcome.error, Hang | MemoryError) or "Exceeds the limit" in text:
-        return None
-    if text == Unspeakable.WORDS:
-        return None
-    repeated = any(isinstance(given.wild.get(name), str | list | tuple | bytes) for name in SIZES)
-    if isinstance(outcome.error, OverflowError) and repeated:
-        return None  # a text times a huge number
-    return outcome
+def _differences(given: ArgumentSet, ours: Outcome) -> list[str]:
+    """How ours differs from stock; from stock with the `REPAIRS`, where they apply."""
+    wild = {name: _plain(name, value) for name, value in given.wild.items()}
+    window = wild.get("local_world_size")
+    if isinstance(window, int) and window > _LARGEST_WINDOW:
+        return []
+    if isinstance(wild.get("nccl_communicator_config_path"), int):
+        return []  # stock would close this file of the process
+    if any(isinstance(value, Made) and not value.comparable for value in wild.values()):
+        return []
+    if isinstance(ours.error, ValueError) and str(ours.error).startswith(CHOICES):
+        return []
+    simple = {name: value for name, value in wild.items() if _is_simple(name, value)}
+    seen = given.config | {"kwargs": given.config["kwargs"] | simple}
+    first = ""
+    for module in chain([load_stock(given.release)], repaired_stocks(given.release, seen)):
+        stock = attempt(module, replace(given, wild=wild))
+        difference = _difference(given, stock, ours)
+        if not difference or isinstance(stock.error, Hang | MemoryError):
+            return []
+        first = first or difference
+    return [first]
 
 
 def _difference(given: ArgumentSet, stock: Outcome, ours: Outcome) -> str:
-    """In which way ours is not as stock, and should be; empty if it is or need not be."""
-    if ours.error is not None and (
-        nonsense(given) or any(name in str(ours.error) for name in may_refuse(given))
-    ):
-        return ""
-    if stock.error is None and ours.error is None:
+    if ours.error is None and stock.error is None:
         shares = given.wild.get("share") not in (None, "", "none")
         if shares or stock.created == ours.created:
             return ""
         groups = sorted({made[0] for made in (stock.created - ours.created)})
         groups += sorted({made[0] for made in (ours.created - stock.created)})
         return f"other groups than stock's: {groups}"
-    if stock.error is None:
-        return f"stock accepts, ours {ours}"
     if ours.error is None:
         return f"stock {stock}, ours accepts"
-    kind = next(each for each in type(stock.error).__mro__ if hasattr(builtins, each.__name__))
-    return "" if isinstance(ours.error, kind) else f"stock {stock}, ours {ours}"
+    if may_refuse(given):
+        return ""
+    if stock.error is None:
+        return f"stock accepts, ours {ours}"
+    is_one_fault = len(given.wild) < 2 and given.config["kind"] == "sound"
+    if is_one_fault and is_deliberate(stock.error):
+        return "" if isinstance(ours.error, type(stock.error)) else f"stock {stock}, ours {ours}"
+    return ""
 
 
-def _second_opinions(given: ArgumentSet, ours: Outcome) -> Iterator[tuple[str, Outcome]]:
-    """Stock with what `tests.fuzzing` allows for."""
-    plain = replace(given, wild={name: _plain(name, v) for name, v in given.wild.items()})
-    outcome = _stock(plain)
-    # Where stock has none about plain values, arrays that overflow before say nothing either.
-    yield ("no opinion", ours) if outcome is None else ("plain values", outcome)
-    numbers = {n: _index(v) for n, v in plain.wild.items() if isinstance(_index(v), int)}
-    order = {n: v for n, v in plain.wild.items() if n == "order" and isinstance(v, str)}
-    flags = {n: v for n, v in plain.wild.items() if n == "use_sharp" and isinstance(v, bool)}
-    levels = {n: v for n, v in plain.wild.items() if n.startswith("hierarchical") and _whole(v)}
-    seen = {**given.config, "kwargs": given.config["kwargs"] | numbers | order | flags | levels}
-    for module in repaired_stocks(given.release, seen):
-        outcome = _stock(plain, module)
-        if outcome is not None:
-            yield "repaired stock", outcome
-    if ours.error is None:
-        return
-    for part in (*given.parts(), *plain.parts()):
-        outcome = _stock(part)
-        if outcome is not None and outcome.error is not None:
-            yield "another fault first", outcome
-
-
-def nonsense(given: ArgumentSet) -> bool:
-    """Whether any refusal is right: numbers below what they count, a token twice."""
-    wild = given.wild
-    levels = wild.get("hierarchical_context_parallel_sizes")
-    sizes = list(levels) if isinstance(levels, list | tuple) else []
-    sizes += [wild[name] for name in SIZES if name in wild]
-    base = {n: v for n, v in given.config["kwargs"].items() if n not in wild}
-    if isinstance(wild.get("order"), str):
-        base["order"] = wild["order"]
-    # In capitals stock gives the order a second gtp_remat.
-    order = base.get("order", "")
+def may_refuse(given: ArgumentSet) -> bool:
+    """Whether any refusal is right: a value of the wrong kind, or nonsense as in the parity."""
+    wild, kwargs = given.wild, given.config["kwargs"]
+    if any(_is_odd(name, value) for name, value in wild.items()):
+        return True
+    numbers = {n: v for n, v in wild.items() if n in NUMBERS or n == "order"}
+    order = {**kwargs, **numbers}.get("order", "")
+    # Stock adds a second gtp_remat to an order that names it in capitals.
     capitals = "gtp_remat" in order.lower() and "gtp_remat" not in order.split("-")
+    levels = wild.get("hierarchical_context_parallel_sizes") or []
     return (
-        any(_number(size) < 1 for size in sizes)
-        or any(_number(wild.get(name)) < 0 for name in ("rank_offset", *ENCODER))
-        or (capitals and "gtp_remat_size" in parameters(given.release))
-        or is_nonsense({"kwargs": base})
+        (capitals and "gtp_remat_size" in parameters(given.release))
+        or any(level < 1 for level in levels)
+        or is_nonsense({"kwargs": {**kwargs, **numbers}})
+        or any((wild.get(n) or 1) < 1 for n in ("virtual_pipeline_model_parallel_size",))
     )
 
 
-def may_refuse(given: ArgumentSet) -> list[str]:
-    """Arguments that ours may refuse where stock does not look, or has no use for the value."""
-    unused = ("virtual_pipeline_model_parallel_size", "rank_offset")
-    unused += ("num_distributed_optimizer_instances",)
-    return [
-        name
-        for name, value in given.wild.items()
-        if (isinstance(value, Made) and value.refusable)
-        or (name in unused and value is not None and _index(value) is None)
-        or (name in (*SIZES, *ENCODER) and isinstance(value, np.bool_))
-        or (
-            name == "high_priority_stream_groups" and isinstance(value, str) and len(value) > 10_000
-        )
-        or (name.startswith("hierarchical") and isinstance(value, list) and not _levels(value))
-        or (name.startswith("hierarchical") and isinstance(value, bytes))
-    ]
-
-
-def _levels(sizes: list[Any]) -> bool:
-    return len(sizes) <= 64 and all(_index(size) is not None for size in sizes)
-
-
-def _whole(sizes: Any) -> bool:
-    return isinstance(sizes, list) and all(_index(size) is not None for size in sizes)
+def _is_odd(name: str, value: Any) -> bool:
+    """Whether ``value`` is not of the kind that the argument ``name`` is documented to be."""
+    if isinstance(value, Made):
+        return value.refusable
+    if value is None:
+        return name in NUMBERS or name == "order"
+    if name in NUMBERS:
+        return _index(value) is None
+    if name == "hierarchical_context_parallel_sizes":
+        return not isinstance(value, list | tuple) or any(_index(each) is None for each in value)
+    if name == "high_priority_stream_groups":
+        return not isinstance(value, list | tuple)
+    if name == "distributed_timeout_minutes":
+        return not isinstance(value, int | float)
+    if name in FLAGS:
+        return not isinstance(_plain(name, value), bool)
+    return not isinstance(value, str)
 
 
 def _index(value: Any) -> int | None:
@@ -315,24 +250,20 @@ def _index(value: Any) -> int | None:
         return None
 
 
-def _number(value: Any) -> float:
-    """A number to compare with; infinite if ``value`` is none."""
-    number = _index(value)
-    if number is None:
-        return float(value) if isinstance(value, float | np.floating) else math.inf
-    return max(min(number, 2**60), -(2**60))
-
-
 def _plain(name: str, value: Any) -> Any:
     """Flags, numbers and lists of numpy and torch as Python's own."""
     if name in FLAGS:
         with contextlib.suppress(Exception):
             return bool(value)
-    number = None if name.startswith("hierarchical") else _index(value)
-    if number is not None:
-        return number
-    if isinstance(value, np.ndarray | torch.Tensor):
+    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple | range):
         return [each if _index(each) is None else _index(each) for each in value]
     return value
+
+
+def _is_simple(name: str, value: Any) -> bool:
+    """Whether the conditions of the `REPAIRS` can be asked of ``value``."""
+    if name == "hierarchical_context_parallel_sizes":
+        return isinstance(value, list) and all(isinstance(each, int) for each in value)
+    return isinstance(value, str if name == "order" else int)

@@ -15,7 +15,7 @@ What may differ, and nothing else:
 * *leftovers*: stock forgets part of its state on destroy. Afterwards the candidate may answer as
   stock does or as stock did before the first initialisation;
 * *failures*: a failed initialisation of stock leaves some globals set. Only the exception's type is
-  compared: the candidate's has to be an instance of stock's, or any where stock's is not a builtin;
+  compared, if an ``assert`` or ``raise`` in stock's own source made it (`recording.is_deliberate`);
 * *nonsense* (`breaking.is_nonsense`): sizes below one, negative offsets and repeated tokens, which
   stock sometimes lets pass. The candidate may refuse them with any exception;
 * *unreachable groups* (`recording.UNREACHABLE`): groups that stock makes and no getter returns;

@@ -13,7 +13,7 @@ from types import ModuleType
 from tests.parity import run
 from tests.parity.mutants import mutants_of, run_mutant
 from tests.parity.patching import run_patched
-from tests.stock import load_stock, source_dir
+from tests.support.stock import load_stock, source_dir
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,9 @@ Difference = tuple[str, Any, Any]
 
 
 def same_refusal(stock: dict[str, Any], candidate: dict[str, Any]) -> bool:
-    kind, theirs = stock["raises"][0], candidate.get("raises", ())
-    return kind in theirs if hasattr(builtins, kind) else bool(theirs)
+    """Whether the candidate refuses too, with stock's type where stock refuses on purpose."""
+    theirs = candidate.get("raises", ())
+    return stock["raises"][0] in theirs if stock["deliberate"] else bool(theirs)
 
 
 def _agree(stock: Any, candidate: Any) -> bool:

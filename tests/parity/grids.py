@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compat.hyper_comm_grid import HyperCommGrid
-from tests.stock import load_stock_grid, source_dir
+from tests.support.stock import load_stock_grid, source_dir
 
 NAMES = ("tp", "cp", "ep", "pp", "dp")
 

@@ -6,7 +6,7 @@ import functools
 
 from tests.parity.repairs import replaced
 from tests.parity.running import Report, run
-from tests.stock import load_stock, source
+from tests.support.stock import load_stock, source
 
 # What to replace, in the spelling of the release that spells it so: newer ones quote with ".
 MUTANTS: dict[str, tuple[str, str]] = {

@@ -32,7 +32,7 @@ from tests.parity.surface import (
     parameters,
     private_globals,
 )
-from tests.stock import load_stock
+from tests.support.stock import load_stock
 
 Answers = dict[str, Any]
 OPTIONS = "get_nccl_options"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -176,7 +177,20 @@ class Recorder:
 
 def raised(error: BaseException) -> dict[str, Any]:
     """An exception as data: the names of its classes, the most special first."""
-    return {"raises": [base.__name__ for base in type(error).__mro__[:-1]]}
+    names = [base.__name__ for base in type(error).__mro__[:-1]]
+    return {"raises": names, "deliberate": is_deliberate(error)}
+
+
+def is_deliberate(error: BaseException) -> bool:
+    """Whether an ``assert`` or ``raise`` in Megatron's source made this error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    is_raised = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return is_raised and code.co_filename.startswith("<megatron-core")
 
 
 @contextlib.contextmanager

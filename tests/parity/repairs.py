@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from tests.parity.surface import Config
-from tests.stock import load_stock, source
+from tests.support.stock import load_stock, source
 
 
 def replaced(*pairs: tuple[str, str]) -> Callable[[str], str]:

@@ -16,7 +16,7 @@ from tests.parity.configurations import random_config
 from tests.parity.repairs import repaired_stocks
 from tests.parity.snapshots import snapshot
 from tests.parity.surface import compare_surface
-from tests.stock import load_stock
+from tests.support.stock import load_stock
 
 
 @dataclass

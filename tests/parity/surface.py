@@ -10,7 +10,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-from tests.stock import load_stock, source
+from tests.support.stock import load_stock, source
 
 Config = dict[str, Any]
 Call = tuple[str, str, tuple[Any, ...], dict[str, Any]]

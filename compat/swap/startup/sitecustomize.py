@@ -14,12 +14,12 @@ _here = os.path.dirname(os.path.abspath(__file__))
 def _end(sentence: str) -> None:
     if sentence:
         print(f"hypergrid: {sentence}", file=sys.stderr, flush=True)
-    os._exit(2)  # what this file raises Python prints in a line, and goes on without the swap
+    os._exit(2)  # Python would print an exception in a line, and continue without the swap
 
 
 def _swap() -> None:
     try:
-        # By their place beside this file: the path may lead to others of the same name, or to none.
+        # From beside this file: sys.path may have other packages of these names, or none.
         home = os.path.abspath(os.path.join(_here, "..", "..", ".."))
         for name in ("hypergrid", "compat"):
             spec = PathFinder.find_spec(name, [home])
@@ -33,9 +33,9 @@ def _swap() -> None:
         install()
     except Exception as error:
         _end(
-            f"the start-up directory {_here} cannot put compat.parallel_state in megatron's "
-            f"place: {type(error).__name__}: {error}. Repair the installation; to run stock, take "
-            f"it off PYTHONPATH or set HYPERGRID_SWAP=0."
+            f"the start-up directory {_here} cannot replace megatron's parallel_state: "
+            f"{type(error).__name__}: {error}. Repair the installation; to run stock, remove "
+            f"it from PYTHONPATH or set HYPERGRID_SWAP=0."
         )
     try:
         order.check_choices()
@@ -46,7 +46,7 @@ def _swap() -> None:
 if os.environ.get("HYPERGRID_SWAP", "1") != "0":
     _swap()
 
-# Python runs one sitecustomize only, the first on the path: the next one must not go missing.
+# Python runs only the first sitecustomize on the path: run the next one too.
 _others = [entry for entry in sys.path if os.path.abspath(entry) != _here]
 _next = PathFinder.find_spec("sitecustomize", _others)
 if _next is not None and _next.loader is not None:

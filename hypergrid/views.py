@@ -1,0 +1,92 @@
+"""Views: several layouts of the same ranks, and which of their groups are the same. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from hypergrid.layout import Dims, LayoutError, RankLayout
+
+BASE = "base"
+Key: TypeAlias = str | tuple[str, tuple[str, ...]]  # of a group: "dp-cp", or the view and its dims
+
+
+class Views:
+    """The layouts of one span of ranks by name; ``"base"`` is the first.
+
+    ``shared`` has, for each view, the dims whose groups are those of the base.
+    """
+
+    def __init__(self, base: RankLayout) -> None:
+        self.layouts = {BASE: base}
+        self.shared: dict[str, tuple[str, ...]] = {BASE: ()}
+
+    def register(self, name: str, layout: RankLayout, shared: Sequence[str] | None) -> None:
+        """Add a view. Raises ValueError as ``HyperCommGrid.register_view`` says."""
+        if name in self.layouts:
+            raise ValueError(f"the view {name!r} is already registered. Take another name.")
+        base, shared = self.layouts[BASE], tuple(shared or ())
+        if layout.size != base.size:
+            raise LayoutError(
+                f"the view {name!r} has {layout.size} ranks, {layout.sizes} multiplied, and the "
+                f"grid has {base.size}. A view lays out the same ranks."
+            )
+        if len(set(shared)) != len(shared):
+            raise LayoutError(f"shared dims must not repeat, got {list(shared)}.")
+        for where, each in (("the grid", base), (f"the view {name!r}", layout)):
+            for dim in shared:
+                if dim not in each.dims:
+                    raise LayoutError(
+                        f"shared dim {dim!r} is not a dim of {where}, which has "
+                        f"{list(each.dims)}. Leave it out of shared_dims."
+                    )
+        for dims in (*((dim,) for dim in shared), shared):
+            # Equal sizes and strides: the same groups, without listing a million ranks.
+            if all(
+                (base.dim_size(dim), base.stride(dim)) == (layout.dim_size(dim), layout.stride(dim))
+                for dim in dims
+            ):
+                continue
+            ours, theirs = (groups_over(x, ordered(x, dims)) for x in (base, layout))
+            if not np.array_equal(ours, theirs):
+                raise LayoutError(
+                    f"shared dims {list(dims)} have different members: {ours.tolist()[:4]} in the "
+                    f"grid and {theirs.tolist()[:4]} in the view {name!r}. Only groups that are "
+                    f"the same can be shared."
+                )
+        self.layouts[name], self.shared[name] = layout, shared
+
+    def layout(self, name: str | None) -> RankLayout:
+        """The layout of a view, by default of the base. KeyError if there is none."""
+        if (name or BASE) not in self.layouts:
+            raise KeyError(
+                f"there is no view {name!r}: call register_view() first. Known: "
+                f"{list(self.layouts)}."
+            )
+        return self.layouts[name or BASE]
+
+    def find(self, dims: Dims, view: str | None) -> tuple[Key, RankLayout, list[str]]:
+        """The key of the groups over ``dims``, and the layout and dims that enumerate them."""
+        layout, base = self.layout(view), self.layouts[BASE]
+        names = ordered(layout, dims)
+        if view in (None, BASE) or set(names) <= set(self.shared[str(view)]):
+            names = ordered(base, names)
+            return "-".join(names), base, names
+        return (str(view), tuple(names)), layout, names
+
+
+def name_of(key: Key) -> str:
+    """Of the groups with this key: ``"dp-cp"``, or ``"moe/ep"`` in a view."""
+    return key if isinstance(key, str) else f"{key[0]}/{'-'.join(key[1])}"
+
+
+def ordered(layout: RankLayout, dims: Dims) -> list[str]:
+    """``dims``, the slowest first."""
+    return [layout.dims[i] for i in sorted(layout.axes(dims), reverse=True)]
+
+
+def groups_over(layout: RankLayout, slowest_first: list[str]) -> np.ndarray:
+    """All groups, of shape (groups, size), in upstream's order: the last dim given is fastest."""
+    return layout.groups(slowest_first[::-1], as_given=True)

@@ -1,0 +1,315 @@
+"""The command line: what it prints, at 80 columns and without colour, and how it ends."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+from typer.testing import CliRunner
+
+import hypergrid
+from hypergrid import GroupPlan, GroupRow, RankLayout
+from hypergrid.cli import machine
+from hypergrid.cli.app import app
+from tests.support import ROOT
+
+HOSTS = "--world-size 64 --gpus-per-node 8"
+SIZES = f"{HOSTS} --tp 4 --cp 2 --pp 2 --ep 4 --order tp-cp-ep-dp-pp"
+FAR = f"{HOSTS} --tp 4 --pp 2 --order dp-tp-cp-ep-pp"
+LINE = (
+    "torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 "
+    "--context-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
+)
+WIDER = {name: {"dims": ["dp"], "sizes": [n]} for name, n in (("decoder", 4), ("expert", 6))}
+
+
+def run(command, status=0, **environment):
+    given = {"NO_COLOR": "1", "COLUMNS": "80", **environment}
+    done = CliRunner().invoke(app, shlex.split(command), env=given, prog_name="hypergrid")
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def rows(said):
+    """The cells of each line of a table that begins a name, by that name."""
+    lines = [line.split() for line in said.splitlines() if line.strip()]
+    return {cells[-1]: cells[:-1] for cells in lines if cells[0] != "="}
+
+
+def test_the_plan_is_a_table_of_names():
+    said = run("plan " + SIZES)
+    assert said.startswith("64 ranks on 8 hosts of 8: tp=4 cp=2 dp=4 pp=2, order tp-cp-dp-pp\n")
+    assert "experts: tp=4 ep=4 dp=2 pp=2" in said
+    table = rows(said)
+    assert table["TENSOR_MODEL_PARALLEL_GROUP"] == ["tp", "4", "16", "1"]
+    assert table["DATA_PARALLEL_GROUP_WITH_CP"] == ["dp-cp", "8", "8", "4"]
+    assert table["POSITION_EMBEDDING_GROUP"] == ["pp", "first", "1", "32", "1"]
+    assert "19-20 with share=none" in said
+    assert "= DATA_PARALLEL_GROUP_WITH_CP" in run(f"plan {HOSTS} --tp 4")
+
+
+def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
+    saved = tmp_path / "plan.json"
+    saved.write_text(run(f"plan {SIZES} --json"))
+    said = run("plan " + SIZES)
+    assert run(f"plan --from-args '{LINE}'") == said
+    assert run(f"plan --plan {saved}") == said
+    assert run(f"check --plan {saved}", 1) == run("check " + SIZES, 1)
+    assert run(f"check --suggest --plan {saved}", 1).count("best") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": 99}, "a plan of schema 99 cannot be read"),
+        ({"layouts": {}}, "a plan needs a layout"),
+        ({"rows": 5}, "is not a valid plan"),
+        ({"layouts": WIDER, "rows": []}, "layout 'expert' has rank 5, and the first layout"),
+        ({"layout": "attic"}, "is over the layout 'attic', and the plan has decoder, expert"),
+        ({"dims": ["xp"]}, "invalid dim 'xp'"),
+        ({"chunk": 0}, "a row cannot have chunk=0"),
+        ({"pick": "some"}, "a row cannot have pick='some'"),
+        ({"explicit": "ab"}, "a row cannot have explicit='ab'"),
+        ({"explicit": [[0, 7], [7, 8]]}, "a group of 'DATA_PARALLEL_GROUP_WITH_CP' has rank 8,"),
+        ({"explicit": [[-1, 2]]}, "which the plan is for, ends at rank 7"),
+        ({"label": 5}, "a row cannot have label=5"),
+        ({"options": {"a": 1}}, "a row cannot have options={'a': 1}"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", ["plan --plan", "check --plan", "show --plan", "diff"])
+def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(tmp_path, command, change, said):
+    data = json.loads(run("plan --world-size 8 --json"))
+    data |= change if change.keys() <= data.keys() else {"rows": [{**data["rows"][0], **change}]}
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    told = run(f"{command} {tmp_path / 'plan.json'}" + " '--world-size 8'" * (command == "diff"), 2)
+    assert told.startswith("hypergrid: ") and told.count("\n") == 1 and said in told
+
+
+def test_a_saved_plan_may_have_an_encoders_ranks_in_front(tmp_path):
+    layouts = {"decoder": RankLayout(("dp",), (6,), 2)}
+    plan = GroupPlan(layouts, (GroupRow("MODEL", "decoder", ("dp",), explicit=((0, 1, 2),)),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert rows(run(f"plan --plan {tmp_path / 'plan.json'}"))["MODEL"] == ["dp", "3", "1", "1"]
+
+
+def test_a_flag_beside_a_launch_line_wins():
+    assert "tp=8" in run(f"plan --from-args '{LINE}' --tp 8")
+
+
+def test_the_json_of_a_plan_is_a_plan_and_its_counts():
+    data = json.loads(run(f"plan {SIZES} --json"))
+    plan = GroupPlan.from_json(json.dumps(data))
+    assert data["schema"] == 1 and data["ranks_per_host"] == 8
+    assert [each["label"] for each in data["groups"]] == [row.label for row in plan.rows]
+    (ep,) = [each for each in data["groups"] if each["label"] == "EXPERT_MODEL_PARALLEL_GROUP"]
+    assert (ep["groups"], ep["size"], ep["hosts"], ep["crossing"]) == (16, [4, 4], [2, 2], 16)
+    assert data["communicators_of_a_rank"]["none"] == data["groups_of_a_rank"]
+
+
+def test_one_rank_has_its_place_and_its_groups():
+    said = run(f"plan {SIZES} --rank 37")
+    assert "rank 37 on host4, decoder: tp=1, cp=1, dp=0, pp=1" in said
+    assert " 36, 37, 38, 39" in said
+    data = json.loads(run(f"plan {SIZES} --rank 37 --json"))
+    (tp,) = [each for each in data["groups"] if each["label"] == "TENSOR_MODEL_PARALLEL_GROUP"]
+    assert tp["ranks"] == [36, 37, 38, 39] and tp["hosts"] == ["host4"]
+
+
+def test_where_each_rank_stands():
+    said = run(f"show {HOSTS} --tp 4 --by tp --hosts 7")
+    lines = {line[:12].strip(): line[12:].split() for line in said.splitlines()}
+    assert lines["host7"] == [str(rank) for rank in range(56, 64)]
+    assert lines["tp"] == ["0", "1", "2", "3"] * 2
+    assert lines["dp"] == ["14"] * 4 + ["15"] * 4
+    assert lines["tp group"] == ["14"] * 4 + ["15"] * 4
+    assert "  ep " in run(f"show {SIZES} --view expert")
+
+
+def test_a_large_world_is_folded():
+    said = run("show --world-size 16384 --tp 8 --gpus-per-node 8")
+    assert "2043 hosts between" in said and "host2047" in said and len(said.splitlines()) < 50
+    assert len(run("show --world-size 256 --gpus-per-node 8").splitlines()) > 90
+
+
+def test_a_host_of_many_ranks_goes_on_in_the_next_line():
+    said = run("show --world-size 72 --gpus-per-node 72 --tp 8")
+    assert said.count("host0") > 1 and " 71 " in said
+
+
+def test_tp_that_leaves_the_host_is_seen_and_the_order_that_fixes_it():
+    said = run("check --suggest " + FAR, 1)
+    assert "error: tp-across-hosts" in said
+    assert "-> order=tp-" in said
+    assert "best" in said and "yours" in said
+    best = next(line.split()[1] for line in said.splitlines() if line.startswith("best"))
+    assert f"hypergrid-launch --order {best}" in " ".join(said.split())
+    assert "tp-across-hosts" not in run(f"check {HOSTS} --tp 4 --pp 2 --order {best}")
+
+
+def test_the_judgement_as_json():
+    data = json.loads(run(f"check --suggest --json {FAR}", 1))
+    assert data["findings"][0]["rule"] == "tp-across-hosts"
+    assert data["orders"][0]["total"] == min(each["total"] for each in data["orders"])
+    heavy = json.loads(run(f"check --suggest --json --volumes dp=1000 {FAR}", 1))
+    assert heavy["orders"][0]["flows"]["tp"] > 0
+
+
+def test_a_good_layout_has_status_0():
+    assert "No findings." in run(f"check {HOSTS} --tp 8")
+
+
+def test_two_layouts_are_compared():
+    said = run(f"diff '{HOSTS} --tp 4' '{HOSTS} --tp 8'", 1)
+    assert "4 -> 8" in said and "cut anew, tp x pp from 4 x 1 to 8 x 1" in " ".join(said.split())
+    assert run(f"diff '{HOSTS} --tp 4' '{HOSTS} --tp 4'") == "No differences.\n"
+    assert json.loads(run(f"diff '{HOSTS} --tp 4' '{HOSTS} --tp 8' --json", 1))["common"] == 64
+
+
+def test_a_plan_is_compared_with_what_lives(tmp_path, fake_world):
+    from compat.state import ParallelState
+
+    fake_world(16, 5)
+    state = ParallelState.create(tensor_model_parallel_size=4)
+    dump = tmp_path / "rank5.json"
+    hypergrid.dump(dump)
+    state.destroy()
+    assert "as planned" in run(f"diff '--world-size 16 --tp 4' {dump}")
+    said = run(f"diff '--world-size 16 --tp 2' {dump} {dump}", 1)
+    assert "TENSOR_MODEL_PARALLEL_GROUP has the ranks [4, 5, 6, 7], planned were [4, 5]" in said
+
+
+def test_the_installed_megatron_is_compared_and_named():
+    said = run(f"parity {SIZES}")
+    assert "RankGenerator: all groups equal." in said and "megatron-core 0." in said
+    from megatron.core import parallel_state
+
+    with mock.patch.object(parallel_state.RankGenerator, "get_ranks", return_value=[[0]]):
+        assert "kinds of groups differ" in run(f"parity {SIZES}", 1)
+
+
+def test_the_doctor_finds_this_machine_well():
+    said = run("doctor")
+    assert "works: megatron.core.parallel_state is ours" in said
+    assert "creation" in said and "members" in said and "gloo" in said
+
+
+@pytest.fixture
+def a_path_with(tmp_path, monkeypatch):
+    def make(name, text):
+        package = tmp_path / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+        return tmp_path
+
+    return make
+
+
+def test_the_doctor_names_an_empty_transformer_engine_and_the_remedy(a_path_with):
+    a_path_with(
+        "transformer_engine", "raise RuntimeError('Found empty `transformer-engine` meta package')"
+    )
+    state, remedy = machine._trial()
+    assert "empty `transformer-engine` meta package" in state
+    assert "pip uninstall transformer-engine" in remedy
+
+
+def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
+    path = a_path_with("einops", "raise OSError('libmagic.so: cannot open')")
+    (path / "megatron").mkdir()
+    (path / "megatron" / "__init__.py").write_text("import einops")
+    state, remedy = machine._trial()
+    assert state == "fails: OSError: libmagic.so: cannot open" and "Fix" in remedy
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("plan", "the number of ranks is missing"),
+        ("plan --world-size 8 --tp 3", "not divisible by tensor_model_parallel_size=3"),
+        ("plan --world-size 8 --rank 8", "there is no rank 8: they go from 0 to 7"),
+        ("plan --world-size 8 --order tp-xp", "'xp', which has no size"),
+        (
+            "check --world-size 16 --tp 2 --ep 4 --pp 2 --order tp-pp-ep-dp",
+            "does not end in pp, so the data-parallel sizes, dense 4 and expert 1, must be "
+            "equal. Put pp last, or change the expert sizes. order=tp-cp-ep-dp-pp can be laid out.",
+        ),
+        ("plan --plan nowhere.json", "No such file"),
+        ("plan --plan pyproject.toml", "is not JSON"),
+        ("plan --plan x --tp 2", "--plan holds the whole layout"),
+        ("show --world-size 8 --by xp", "invalid dim 'xp'"),
+        ("show --world-size 8 --view xp", "there is no view 'xp'"),
+        ("show --world-size 8 --hosts 9", "there is no host 9"),
+        ("show --world-size 8 --hosts a", "neither a number nor a span"),
+        ("check --world-size 8 --volumes tp:3", "is not like tp=8"),
+        ("check --world-size 8 --volumes xp=3", "not xp"),
+        ("diff a b", "neither a file nor sizes"),
+        ("diff '--world-size 8' '--world-size 8' '--world-size 8'", "give two layouts"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_2(command, said, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out = run(command, 2)
+    assert said in out and out.startswith("hypergrid: ") and out.count("\n") == 1
+
+
+def in_a_process(code, **environment):
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+PLANNING = (
+    f"plan {SIZES}",
+    f"plan {SIZES} --json",
+    f"plan {SIZES} --rank 3",
+    f"show {SIZES}",
+    f"check --suggest {SIZES}",
+    f"diff '{SIZES}' '{HOSTS}'",
+    "plan --world-size 16384 --tp 8 --cp 2 --pp 8 --ep 8",
+)
+
+
+@pytest.mark.parametrize("command", PLANNING)
+def test_planning_imports_no_torch_and_fits_80_columns_without_colour(command):
+    words = ["hypergrid", *shlex.split(command)]
+    code = "import sys, runpy; sys.modules['torch'] = None; sys.modules['megatron'] = None;"
+    code += f"sys.argv = {words!r}; runpy.run_module('hypergrid', run_name='__main__')"
+    status, out, err = in_a_process(code, NO_COLOR="1", FORCE_COLOR="1")
+    assert status in (0, 1) and err == ""
+    out = re.sub(r"\x1b\[[012]m", "", out)  # bold and dim are no colours
+    assert "\x1b" not in out
+    if "--json" not in command:
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_colours_tell_groups_apart():
+    code = f"import sys; sys.argv = ['hypergrid', 'show', *{HOSTS.split()!r}, '--tp', '4'];"
+    code += "from hypergrid.__main__ import main; main()"
+    _, out, _ = in_a_process(code, FORCE_COLOR="1", TERM="xterm-256color", COLORTERM="truecolor")
+    line = next(line for line in out.splitlines() if "host0" in line)
+    assert len({part.split("m")[0] for part in line.split("\x1b[") if "48;2" in part}) == 2
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_the_command_says_what_to_install(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['hypergrid', 'plan'];"
+    code += "from hypergrid.__main__ import main; main()"
+    status, _, err = in_a_process(code)
+    assert status == 2 and err == (
+        f"hypergrid: the command line needs {missing}: pip install 'hypergrid[cli]'\n"
+    )

@@ -1,0 +1,157 @@
+"""README and docs are true: every block runs, the site builds, and the tests they name exist."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zlib
+
+import pytest
+from typer.testing import CliRunner
+
+import hypergrid
+from hypergrid.cli.app import app
+from tests.support import ROOT, commands, pages
+
+FOUND = {page: pages.blocks(page) for page in pages.PAGES}
+BLOCKS = [block for found in FOUND.values() for block in found]
+CHAINS = [chain for found in FOUND.values() for chain in pages.chains(found)]
+FILES = {block.file for block in BLOCKS if block.file}
+
+
+@pytest.fixture(scope="session")
+def python_blocks():
+    """What went wrong in each Python block, by the block's name; all are run at once."""
+    worlds = [
+        {
+            "world": chain[0].said.get("run", "alone").split()[0],
+            "steps": [[str(block), block.said.get("given", ""), block.text] for block in chain],
+        }
+        for chain in CHAINS
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.run_pages"],
+        input=json.dumps(worlds),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0
+    told = json.loads(done.stdout)
+    return {
+        str(block): error
+        for chain, errors in zip(CHAINS, told, strict=True)
+        for block, error in zip(chain, errors, strict=True)
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_runs(block, request, tmp_path):
+    if block.language == "python":
+        assert request.getfixturevalue("python_blocks")[str(block)] == ""
+    elif block.language == "bash":
+        (tmp_path / "docs").mkdir()
+        tried = commands.split(block.text)
+        assert tried
+        for command in tried:
+            commands.check(command, tmp_path, FILES)
+    elif block.language == "console":
+        shows_what_it_prints(block)
+    else:
+        assert block.language in ("", "text"), f"nothing here runs {block.language!r}"
+        assert block.said.get("output"), (
+            "say in <!-- output: ... --> what it is and why it is not run"
+        )
+
+
+def shows_what_it_prints(block):
+    """One command of hypergrid's, which ends where its quotes are closed, and its output."""
+    lines, command = block.text.splitlines(), ""
+    while not command or command.count('"') % 2:
+        command += lines.pop(0) + "\n"
+    assert command.startswith("$ hypergrid ")
+    assert not [line for line in lines if line.startswith("$ ")], "one command for each block"
+    words = shlex.split(command)[2:]
+    done = CliRunner().invoke(app, words, env={"NO_COLOR": "1", "COLUMNS": "80"})
+    printed = [line.rstrip() for line in done.output.rstrip().splitlines()]
+    assert printed == [line.rstrip() for line in lines]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install 'hypergrid[docs]'")
+    out = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # an advertisement
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search("WARNING|ERROR", done.stderr), done.stderr
+    return out
+
+
+def test_the_site_builds_strictly_and_asks_nobody_else(site):
+    written = sorted(site.rglob("*.html"))
+    assert len(written) > 20
+    loads = r"<(?:script|img|iframe|source|link)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
+    foreign = [(page.name, tag) for page in written for tag in re.findall(loads, page.read_text())]
+    styles = [
+        re.findall(r"(?:url\(|@import)[\"' ]*(?:https?:)?//", file.read_text())
+        for file in site.rglob("*.css")
+    ]
+    assert not foreign and not any(styles)
+    shown = [page.name for page in written if re.search(r":(meth|func|class):", page.read_text())]
+    assert not shown, "markup of another documentation tool"
+
+
+def test_the_reference_is_complete(site):
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    named = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines() if line}
+    core = {f"hypergrid.{name}" for name in hypergrid.__all__} - {"hypergrid.__version__"}
+    source = ast.parse((ROOT / "compat" / "parallel_state.py").read_text())
+    functions = {
+        f"compat.parallel_state.{node.name}"
+        for node in source.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    assert len(functions) > 70
+    assert core | functions <= named, sorted((core | functions) - named)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_pages_outside_the_site_resolve(page):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    assert not [t for t in targets if "://" not in t and not (ROOT / t).exists()]
+
+
+FILES_OF_TESTS = {file.name: file for file in (ROOT / "tests").rglob("test_*.py")}
+NAMED = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / "promises.md").read_text())
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED)
+def test_each_promise_names_a_test_that_exists(file, name):
+    assert f"def {name}(" in FILES_OF_TESTS[file].read_text()
+
+
+def test_the_map_names_what_exists_and_every_package():
+    blocks = FOUND[ROOT / "CONTRIBUTING.md"]
+    (tree,) = (block for block in blocks if block.said.get("output", "").startswith("the map"))
+    path, named = [], set()
+    for line in tree.text.splitlines():
+        path[(len(line) - len(line.lstrip())) // 2 :] = [line.split()[0]]
+        named.add(ROOT / "".join(path))
+    packages = {
+        file.parent for top in ("hypergrid", "compat") for file in (ROOT / top).rglob("*.py")
+    }
+    assert not [path for path in named if not path.exists()]
+    assert not packages - named

@@ -1,0 +1,399 @@
+"""Wrong arguments: refused in a sentence that names the argument, at once, nothing left behind.
+
+What is promised holds for one release in this process, that of the installed megatron-core, and
+for the others in processes of their own. ``scripts/fuzz`` runs far more of the same.
+"""
+
+import json
+import math
+import os
+import time
+from types import ModuleType
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from compat import parallel_state as ps
+from compat.megatron import communicators as nccl
+from compat.megatron.planning import Request
+from compat.megatron.rank_generator import lay_out
+from compat.megatron.releases import RELEASE
+from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.messages import shown
+from tests.fuzzing import judging, wild
+from tests.fuzzing.judging import NAMED, judge, words_missing
+from tests.fuzzing.wild import CODE, MARKER, ArgumentSet, Made, draw
+from tests.parity.surface import DEFAULT_ORDER, parameters
+from tests.support import warm
+from tests.support.stock import MAIN, RELEASES, have_stock
+
+HERE = next((each for each in RELEASES if each.startswith("{}.{}.".format(*RELEASE))), "")
+OTHERS = [each for each in MAIN if each != HERE]
+
+needs_stock = pytest.mark.skipif(not (HERE and have_stock(HERE)), reason="no source of stock")
+quick = settings(
+    deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    yield
+    ps.destroy_model_parallel()
+
+
+def as_release(release, *command):
+    """Run Python in a process of its own, where compat speaks as `release`."""
+    environment = {"HYPERGRID_MEGATRON_RELEASE": release, "OMP_NUM_THREADS": "1"}
+    return warm.run(*command, timeout=600, **environment)
+
+
+@pytest.mark.parametrize("release", OTHERS)
+def test_all_of_this_holds_for_other_releases(release):
+    if not have_stock(release):
+        pytest.skip(f"megatron-core {release} is not here")
+    if os.environ.get("PYTEST_FUZZ_ALONE"):
+        pytest.skip("each release asks for the others once")
+    with mock.patch.dict(os.environ, PYTEST_FUZZ_ALONE="1"):
+        done = as_release(release, "-m", "pytest", "-q", __file__)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("release", MAIN)
+def test_random_argument_sets_give_no_complaint(release):
+    if os.environ.get("PYTEST_FUZZ_ALONE") or not have_stock(release):
+        pytest.skip(f"megatron-core {release} is not here, or has its turn elsewhere")
+    command = ["scripts/fuzz", "--release", release, "-n", "100"]
+    done = as_release(release, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{release} 100 sets, "), done.stdout
+
+
+def call(wild, world=4, rank=0, **kwargs):
+    config = {"world_size": world, "window": world, "kwargs": kwargs, "environment": {}}
+    return ArgumentSet(HERE, config | {"kind": "sound", "positional": 0}, rank, wild)
+
+
+def complaints(given, candidate=ps):
+    return judge(given, candidate)[1]
+
+
+@needs_stock
+@quick
+@given(rng=st.randoms(use_true_random=False))
+def test_any_set_of_arguments_is_taken_or_refused_as_stock_does(rng):
+    given = draw(rng, HERE)
+    note(str(given))
+    assert not complaints(given)
+
+
+ANYTHING = st.one_of(
+    st.none() | st.booleans() | st.integers(-5, 20) | st.integers() | st.floats(),
+    st.text(max_size=20) | st.binary(max_size=5) | st.just("x" * 100_000),
+    st.lists(st.integers(-2, 5) | st.text(max_size=3) | st.floats(), max_size=4),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@needs_stock
+@quick
+@given(name=st.sampled_from([*parameters(HERE or "0.16.1"), *wild.CHOICES]), value=ANYTHING)
+def test_any_value_of_any_argument_is_taken_or_refused_as_stock_does(name, value):
+    assert not complaints(call({name: value}))
+
+
+@needs_stock
+@quick
+@given(order=st.text() | st.lists(st.sampled_from([*wild.PIECES]), max_size=12).map("".join))
+def test_any_text_as_an_order_is_taken_or_refused_as_stock_does(order):
+    assert not complaints(call({"order": order}, tensor_model_parallel_size=2))
+
+
+@quick
+@given(content=st.binary() | st.lists(st.sampled_from("{}[]:&*!-?|>'\"%@ \n<a1")).map("".join))
+def test_any_content_of_a_configuration_file_is_read_or_refused_in_a_sentence(tmp_path, content):
+    path = tmp_path / "options.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    try:
+        assert isinstance(nccl.read_configs(str(path), None), dict)
+    except Exception as error:
+        assert not words_missing(error, ["nccl_communicator_config_path"])
+
+
+@quick
+@given(dims=ANYTHING, sizes=ANYTHING, offset=ANYTHING)
+def test_any_layout_is_made_or_refused_with_a_layout_error(dims, sizes, offset):
+    made = lambda: RankLayout(dims, sizes, offset)  # noqa: E731
+    ordered = lambda: RankLayout.from_order(dims, {"tp": 2, "dp": 1}, offset)  # noqa: E731
+    for make in (made, ordered):
+        try:
+            make()
+        except LayoutError as error:
+            assert not words_missing(error, ["dim", "size", "offset", "order"])
+
+
+def _told(arguments, kind):
+    with pytest.raises(kind) as caught:
+        ps.initialize_model_parallel(**arguments)
+    assert not words_missing(caught.value, [*Request.__dataclass_fields__, *NAMED])
+    return str(caught.value)
+
+
+REFUSED = {
+    "a size in words": (
+        {"tensor_model_parallel_size": "two"},
+        TypeError,
+        "whole number, got 'two'",
+    ),
+    "a size of None": ({"pipeline_model_parallel_size": None}, TypeError, "whole number, got None"),
+    "half a size": ({"context_parallel_size": 1.5}, TypeError, "whole number, got 1.5"),
+    "a size of nothing": ({"tensor_model_parallel_size": 0}, ValueError, "at least 1"),
+    "a huge size": ({"tensor_model_parallel_size": 10**30}, RuntimeError, "not divisible"),
+    "a size that leaves a remainder": (
+        {"tensor_model_parallel_size": 3},
+        RuntimeError,
+        "leaves a remainder of 1",
+    ),
+    "virtual stages in words": (
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": "two"},
+        TypeError,
+        "virtual_pipeline_model_parallel_size must be a whole number",
+    ),
+    "no order": ({"order": None}, TypeError, "order must be a text"),
+    "an order in bytes": ({"order": b"tp-dp"}, TypeError, "order must be a text"),
+    "an order of format marks": ({"order": "dp-{0.__class__}"}, ValueError, "'{0.__class__}'"),
+    "an order with another hyphen": ({"order": "tp\u2010cp"}, RuntimeError, "Known: "),
+    "an order without a size": (
+        {"order": "cp-dp-pp", "tensor_model_parallel_size": 2},
+        RuntimeError,
+        "leaves out 'tp', whose size is 2",
+    ),
+    "sizes of levels in words": (
+        {"hierarchical_context_parallel_sizes": "22"},
+        TypeError,
+        "must be a list of whole numbers",
+    ),
+    "time in words": ({"distributed_timeout_minutes": "30"}, TypeError, "number of minutes"),
+    "time without end": ({"distributed_timeout_minutes": math.inf}, ValueError, "minutes"),
+    "no time": ({"distributed_timeout_minutes": math.nan}, ValueError, "minutes"),
+    "a number as names": ({"high_priority_stream_groups": 5}, TypeError, "list of names"),
+    "no function": ({"get_embedding_ranks": [0]}, TypeError, "must be a function"),
+    "a function that returns nothing": (
+        {"get_embedding_ranks": lambda ranks: None},
+        TypeError,
+        "get_embedding_ranks must return a list of ranks, got None",
+    ),
+    "a function of nothing": (
+        {"get_position_embedding_ranks": lambda: [0]},
+        TypeError,
+        "get_position_embedding_ranks does not take a pipeline's ranks",
+    ),
+    "foreign ranks": ({"get_embedding_ranks": lambda r: [99]}, ValueError, "below the world size"),
+    "a missing file": (
+        {"nccl_communicator_config_path": "absent.yaml"},
+        OSError,
+        "'absent.yaml' cannot be read: No such file",
+    ),
+    "a folder": ({"nccl_communicator_config_path": "/"}, OSError, "not a regular file"),
+    "a zero byte": ({"nccl_communicator_config_path": "a\0b"}, ValueError, "cannot be read"),
+    "a number as a path": ({"nccl_communicator_config_path": 0}, TypeError, "path of a YAML file"),
+    "a choice that is none": ({"share": ["all"]}, ValueError, "use one of none, singletons, all"),
+}
+
+
+@pytest.mark.parametrize("arguments, kind, words", REFUSED.values(), ids=REFUSED)
+def test_a_refusal_names_the_argument_and_says_what_to_change(fake_world, arguments, kind, words):
+    fake_world(4)
+    assert words in _told({"create_gloo_process_groups": False, **arguments}, kind)
+
+
+FILES = {
+    "a list": ("- dp", "must map names of groups to options, got ['dp']"),
+    "nothing": ("", "got None"),
+    "no YAML": ("dp: [1", "line 1: expected ',' or ']'"),
+    "no text": (b"\xff\xff", "cannot be read: "),
+    "a section of no options": ("dp:", "section 'dp' must map options to values"),
+    "a text for a number": ("dp: {max_ctas: many}", "max_ctas of 'dp'"),
+    "a number for a name": ("dp: {net_name: 5}", "net_name of 'dp'"),
+    "code": (CODE, "constructor"),
+    "a long file": ("#" + " " * (1 << 20), "longer than 65536 characters"),
+    "a bomb of aliases": (wild.bomb(12), "more than 40 aliases"),
+    "a deep nest": ("[" * 60_000, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("content, words", FILES.values(), ids=FILES)
+def test_a_bad_configuration_file_is_refused_at_once(fake_world, tmp_path, content, words):
+    fake_world(4)
+    path = tmp_path / "options.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    started = time.monotonic()
+    assert words in _told({"nccl_communicator_config_path": str(path)}, ValueError)
+    assert time.monotonic() - started < 10
+    assert not MARKER.exists()
+
+
+def test_a_pipe_as_a_configuration_file_is_refused_and_not_waited_for(fake_world, tmp_path):
+    fake_world(4)
+    os.mkfifo(tmp_path / "pipe")
+    with judging.limited(5):
+        text = _told({"nccl_communicator_config_path": tmp_path / "pipe"}, OSError)
+    assert "not a regular file" in text
+
+
+def test_only_known_options_reach_the_plan(fake_world, tmp_path):
+    fake_world(4)
+    path = tmp_path / "options.yaml"
+    path.write_text("x: &x {max_ctas: 8}\ndp: {<<: *x, unknown: *x, 1: 2, net_name: IB}\n")
+    request = Request(nccl_communicator_config_path=path)
+    (row,) = (row for row in request.plan.rows if row.label == "DATA_PARALLEL_GROUP")
+    assert dict(row.options) == {"max_ctas": 8, "net_name": "IB"}
+
+
+def test_options_without_an_nccl_in_torch_are_refused_in_a_sentence(fake_world, monkeypatch):
+    fake_world(4)
+    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+    text = _told({"high_priority_stream_groups": ["dp"]}, AttributeError)
+    assert "a torch that was built with NCCL" in text
+
+
+@pytest.mark.parametrize(
+    "number", [np.int64(2), np.uint8(2), np.array(2), torch.tensor(2)], ids=repr
+)
+def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones(fake_world, number):
+    fake_world(8)
+    names = ("tensor_model_parallel_size", "context_parallel_size", "distributed_timeout_minutes")
+    mine = Request(**dict.fromkeys(names, number), hierarchical_context_parallel_sizes=(number,))
+    plain = Request(**dict.fromkeys(names, 2), hierarchical_context_parallel_sizes=[2])
+    assert json.dumps(mine.proposal()) == json.dumps(plain.proposal())
+    ps.initialize_model_parallel(number, number, create_gloo_process_groups=False)
+    assert type(ps.get_tensor_model_parallel_world_size()) is int
+
+
+def test_what_can_be_read_but_once_is_proposed_by_its_content(fake_world):
+    fake_world(4)
+    given = Request(high_priority_stream_groups=(name for name in ["dp", "tp"]))
+    assert given.proposal()["high_priority_stream_groups"] == ["dp", "tp"]
+    assert given.nccl_configs.keys() == {"dp", "tp"}
+
+
+@pytest.mark.parametrize(
+    "several",
+    [np.array([0, 3]), (n for n in (0, 3)), {0: 1, 3: 1}],
+    ids=["array", "generator", "dict"],
+)
+def test_ranks_may_come_in_anything_that_holds_them(fake_world, several):
+    fake_world(4)
+    ps.initialize_model_parallel(
+        1, 4, get_embedding_ranks=lambda ranks: several, create_gloo_process_groups=False
+    )
+    assert ps._EMBEDDING_GLOBAL_RANKS == [0, 3]
+
+
+def test_an_error_of_the_callers_function_comes_through_as_it_is(fake_world):
+    fake_world(4)
+    own = LookupError()
+
+    def fail(ranks):
+        raise own
+
+    with pytest.raises(LookupError) as caught:
+        ps.initialize_model_parallel(get_embedding_ranks=fail)
+    assert caught.value is own and not ps.is_initialized()
+
+
+@pytest.mark.parametrize("order", ["tp-" * 50_000 + "tp", "x" * 10**6, "-" * 100_000])
+def test_a_long_order_is_taken_or_refused_at_once_and_never_repeated_in_full(order):
+    started = time.monotonic()
+    sizes = dict.fromkeys(DEFAULT_ORDER.split("-"), 1)
+    try:
+        lay_out(order, sizes)
+    except LayoutError as error:
+        assert len(str(error)) < 1000
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, [10**5000], {1: [[[[[1]]]]]}])
+def test_a_message_shows_any_value_in_few_words(value):
+    assert 0 < len(shown(value)) < 200
+
+
+def _broken(**functions):
+    module = ModuleType("broken")
+    vars(module).update({name: getattr(ps, name) for name in dir(ps) if name[0] != "_"})
+    vars(module).update(functions)
+    return module
+
+
+def _raising(error):
+    def initialize(**arguments):
+        if arguments.get("order"):
+            raise error
+        ps.initialize_model_parallel(**arguments)
+
+    return initialize
+
+
+def _waiting(**arguments):
+    if arguments.get("order"):
+        time.sleep(60)
+    ps.initialize_model_parallel(**arguments)
+
+
+def _accepting(**arguments):
+    ps.initialize_model_parallel(create_gloo_process_groups=False)
+
+
+def _littering(**arguments):
+    if arguments.get("order"):
+        dist.new_group([0])
+    ps.initialize_model_parallel(**arguments)
+
+
+BROKEN = {
+    "hangs": (_waiting, "hang"),
+    "raises a bare word": (_raising(KeyError("zz")), "no sentence"),
+    "uses another's words": (_raising(KeyError("order 'zz' is wrong.")), "not our own words"),
+    "names nothing": (_raising(KeyError("Something went very wrong here.")), "names no argument"),
+    "floods the log": (_raising(KeyError("order " + "z" * 2000 + " is not.")), "a message of"),
+    "accepts it": (_accepting, "ours accepts"),
+    "leaves a group": (_littering, "left behind: the group"),
+}
+
+
+@needs_stock
+@pytest.mark.parametrize("initialize, complaint", BROKEN.values(), ids=BROKEN)
+def test_the_judge_notices_one_that(initialize, complaint):
+    broken = _broken(initialize_model_parallel=initialize)
+    with mock.patch.object(judging, "_PATIENCE", 0.5):
+        found = complaints(call({"order": "zz"}), broken)
+    assert any(complaint in each for each in found), found
+
+
+@needs_stock
+def test_the_judge_notices_one_that_refuses_what_stock_takes():
+    def refuse(**arguments):
+        raise ValueError("order is not to our taste.")
+
+    found = complaints(call({"order": "pp-dp-ep-cp-tp"}), _broken(initialize_model_parallel=refuse))
+    assert any("stock accepts" in each for each in found)
+
+
+@needs_stock
+def test_the_judge_notices_another_type_than_that_of_a_refusal_on_purpose():
+    refuse = _raising(ValueError("order 'tp-dp' leaves out pp."))
+    given = call({"order": "tp-dp"}, pipeline_model_parallel_size=2)
+    found = complaints(given, _broken(initialize_model_parallel=refuse))
+    assert any("stock raises RuntimeError" in each for each in found), found
+
+
+@needs_stock
+def test_the_judge_runs_a_value_anew_for_each_side():
+    made = []
+    value = Made("a value", lambda _: made.append(1) or "dp-pp-tp-cp-ep")
+    assert not complaints(call({"order": value})) and len(made) == 2

@@ -1,0 +1,355 @@
+"""How groups are made: by whom, shared with whom, connected when."""
+
+import os
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from compat import parallel_state as ps
+from compat.report import report
+from compat.state import GROUP_SLOTS
+from hypergrid import AgreementError, HyperCommGrid
+from hypergrid.groups import creation
+from hypergrid.policy import Policy
+from tests.support.forked import descriptors, from_all, join, on_ranks, run_ranks
+
+LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    yield
+    ps.destroy_model_parallel()
+
+
+def _groups():
+    return {s: getattr(ps, s) for s in GROUP_SLOTS if isinstance(getattr(ps, s), dist.ProcessGroup)}
+
+
+def _check_all_reduce(rank):
+    for slot, group in _groups().items():
+        members = torch.tensor([2.0**rank])
+        dist.all_reduce(members, group=group)
+        assert members.item() == sum(2.0**r for r in dist.get_process_group_ranks(group)), slot
+
+
+def _membership():
+    return {slot: dist.get_process_group_ranks(group) for slot, group in _groups().items()}
+
+
+def _by(rank, way):
+    join(rank, 8)
+    ps.initialize_model_parallel(**LAYOUT, expert_model_parallel_size=2, creation=way)
+    pool, membership = ps.current_state().pool, _membership()
+    _check_all_reduce(rank)
+    return pool.agreement.way, membership
+
+
+def test_all_three_ways_give_the_same_membership():
+    members, split, everyone = (
+        run_ranks(8, _by, way, backend="") for way in ("members", "split", "everyone")
+    )
+    assert {r[0] for r in members} == {"members"} and {r[0] for r in everyone} == {"everyone"}
+    assert {r[0] for r in split} == {"split"}
+    assert [r[1] for r in members] == [r[1] for r in split] == [r[1] for r in everyone]
+
+
+def _obstacle(rank):
+    """Rank 5 alone cannot create by members."""
+    can = creation.Abilities("an old torch" if rank == 5 else None)
+    return mock.patch("hypergrid.groups.prepare.abilities", return_value=can)
+
+
+@on_ranks(8)
+def test_one_rank_that_cannot_decides_for_all(rank):
+    with _obstacle(rank):
+        ps.initialize_model_parallel(**LAYOUT)
+    _check_all_reduce(rank)
+    agreed = ps.current_state().pool.agreement
+    assert (agreed.way, agreed.others, agreed.why) == ("everyone", "everyone", "an old torch")
+
+
+@on_ranks(8)
+def test_a_window_that_would_wait_for_the_other_ranks_for_ever_is_refused(rank):
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    with pytest.raises(RuntimeError, match=r"a window of 4 of 8 ranks.*TORCH_DIST_INIT_BARRIER=1"):
+        ps.initialize_model_parallel(2, rank_offset=rank // 4 * 4, local_world_size=4)
+
+
+@on_ranks(8)
+def test_a_way_that_is_not_open_to_all_is_refused_by_all(rank):
+    with _obstacle(rank), pytest.raises(AgreementError) as raised:
+        ps.initialize_model_parallel(**LAYOUT, creation="members")
+    (text,) = {*from_all(str(raised.value))}
+    assert "creation='members' is not possible here: an old torch" in text
+
+
+@on_ranks(8)
+def test_where_some_are_bound_and_some_are_not_everyone_creates_but_gloo_twins_go_by_members(rank):
+    can = creation.Abilities(bound="a device" if rank else None, can_split=bool(rank))
+    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
+        ps.initialize_model_parallel(**LAYOUT)
+    _check_all_reduce(rank)
+    agreed = ps.current_state().pool.agreement
+    assert (agreed.way, agreed.others) == ("everyone", "members")
+
+
+@pytest.mark.parametrize(
+    ("fake", "says"),
+    [
+        (mock.patch("torch.distributed.get_backend", return_value="mpi"), "MPI"),
+        (mock.patch.dict("os.environ", TORCH_DIST_INIT_BARRIER="1"), "TORCH_DIST_INIT_BARRIER"),
+        (
+            mock.patch.object(c10d, "_use_torchcomms_enabled", lambda: True, create=True),
+            "torchcomms",
+        ),
+        (mock.patch.object(creation, "names_can_be_set", lambda: False), "running group number"),
+    ],
+)
+def test_each_obstacle_is_noticed_and_named(fake_world, fake, says):
+    fake_world(4)
+    assert creation.abilities() == creation.Abilities()
+    with fake:
+        assert says in creation.abilities().obstacle
+
+
+def test_a_default_group_with_its_own_new_group_is_noticed(fake_world):
+    fake_world(4)
+    own = mock.Mock(new_group=lambda: None, bound_device_id=None)
+    with (
+        mock.patch.object(c10d, "_get_default_group", return_value=own),
+        mock.patch("torch.distributed.get_backend", return_value="theirs"),
+    ):
+        assert "brings its own new_group" in creation.abilities().obstacle
+
+
+def test_the_running_number_is_put_back_also_after_a_failure(fake_world):
+    fake_world(4)
+    before = c10d._world.group_count
+    creation.by_members("A", [0, 1], "epoch")
+    with pytest.raises(ValueError):
+        creation.by_members("B", [0, 99], "epoch")
+    assert c10d._world.group_count == before
+
+
+def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):
+    fake_world(4)
+    names = {
+        creation.by_members(*what).group_name
+        for what in (("A", [0, 1], "1"), ("B", [0, 1], "1"), ("A", [0, 2], "1"), ("A", [0, 1], "2"))
+    }
+    assert len(names) == 4 and all(name.isdigit() and len(name) > 30 for name in names)
+    assert str(creation.group_name("A", [0, 1], "1")) in names
+
+
+def _shares(rank, share):
+    ps.initialize_model_parallel(**LAYOUT, share=share)
+    _check_all_reduce(rank)
+    pool = ps.current_state().pool
+    sharing = {p.label: p.shares for p in pool.groups if p.shares}
+    sizes = {p.label: len(p.ranks) for p in pool.groups}
+    live = len(c10d._world.pg_map) - 1
+    for slot, group in _groups().items():
+        assert (group.rank(), group.size()) == (
+            dist.get_process_group_ranks(group).index(rank),
+            sizes.get(slot[1:], group.size()),
+        )
+    assert live == len(pool.groups) - len(sharing)
+    answers = ps.get_all_ranks(), ps.get_data_parallel_src_rank(), _membership()
+    ps.destroy_model_parallel()
+    assert len(c10d._world.pg_map) == 1
+    return sharing, sizes, answers
+
+
+def test_sharing_gives_every_name_the_same_answers_on_fewer_communicators():
+    none, singletons, everything = (run_ranks(8, _shares, s) for s in ("none", "singletons", "all"))
+    assert [r[1:] for r in none] == [r[1:] for r in singletons] == [r[1:] for r in everything]
+    for (nothing, sizes, _), (alone, *_), (all_, *_) in zip(
+        none, singletons, everything, strict=True
+    ):
+        assert nothing == {} and len(all_) > len(alone) > 0
+        assert all(sizes[label] == 1 for label in alone)
+        apart = ("PIPELINE_MODEL_PARALLEL_GROUP", "_GLOO", "_AG")
+        assert not any(label.endswith(apart) for label in all_)
+        assert not any(owner.endswith(apart) for owner in all_.values())
+        assert all_["DATA_PARALLEL_GROUP"] == "DATA_PARALLEL_GROUP_WITH_CP"
+
+
+def _shares_in_lockstep(rank):
+    ps.initialize_model_parallel(**LAYOUT, share="all", creation="everyone")
+    _check_all_reduce(rank)
+    return {p.label: p.shares for p in ps.current_state().pool.groups}
+
+
+def test_sharing_is_the_same_when_every_rank_takes_part():
+    together = run_ranks(8, _shares_in_lockstep)
+    alone = run_ranks(8, _shares, "all")
+    for sharing, (by_members, *_) in zip(together, alone, strict=True):
+        assert {label: owner for label, owner in sharing.items() if owner} == by_members
+
+
+def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
+    fake_world(8)
+    with (
+        mock.patch("torch.distributed.barrier") as barrier,
+        mock.patch.multiple(torch.cuda, current_device=lambda: 0, synchronize=lambda: None),
+    ):
+        ps.initialize_model_parallel(
+            2, use_sharp=True, share="all", create_gloo_process_groups=False
+        )
+    sharp = ps.get_data_parallel_group(with_context_parallel=True)
+    assert barrier.call_args.kwargs["group"] is sharp is not ps.get_data_parallel_group()
+    assert "NCCL_COLLNET_ENABLE" not in os.environ
+
+
+def _lazily(rank, connect, environment=None):
+    if environment is not None:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = environment
+    before = descriptors()
+    ps.initialize_model_parallel(**LAYOUT, connect=connect)
+    opened = descriptors() - before
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == environment
+    dist.barrier()
+    _check_all_reduce(rank)
+    return opened, ps.current_state().pool.agreement.lazy
+
+
+def test_lazy_groups_connect_when_they_are_used():
+    torchs, eager, lazy = (run_ranks(8, _lazily, how) for how in ("torch", "eager", "lazy"))
+    assert {r[1] for r in torchs + eager} == {False} and {r[1] for r in lazy} == {True}
+    anyway = run_ranks(8, _lazily, "eager", "1")  # torch's own choice is another
+    for at_once in (torchs, eager, anyway):
+        assert max(opened for opened, _ in lazy) < min(opened for opened, _ in at_once)
+
+
+@on_ranks(4)
+def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout(rank):
+    with creation.connecting(True):
+        group = creation.by_members("A", range(4), "epoch")
+    opened = [descriptors()]
+    creation.connect(group, timedelta(seconds=20))
+    opened.append(descriptors())
+    dist.all_reduce(torch.ones(1), group=group)
+    opened.append(descriptors())
+    broken = mock.patch.object(dist, "barrier", side_effect=RuntimeError("no way there"))
+    with broken, pytest.raises(RuntimeError, match="no way there"):
+        creation.connect(group, timedelta(seconds=20))
+    if rank < 3:
+        with pytest.raises(RuntimeError, match="did not connect within 0:00:01"):
+            creation.connect(group, timedelta(seconds=1))  # rank 3 does not come
+    before, connected, used = opened
+    assert before < connected == used
+
+
+def _late(store, rank, size, timeout):
+    """A backend that connects when first used, as NCCL does; rank 3 may then meet nobody."""
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._threads, options._timeout = 2, timeout
+    if dist.get_rank() == 3 and os.environ["BROKEN"] == "1":
+        store = dist.PrefixStore("elsewhere", store)
+    return c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def _eager(rank, how, broken):
+    os.environ.update(HYPERGRID_CONNECT=how, BROKEN=str(int(broken)))
+    dist.Backend.register_backend("late", _late, devices=["cpu"])
+    grid = HyperCommGrid([1, 2, 2], ["ep", "tp", "dp"], backend="late")
+    with (
+        mock.patch.object(creation, "connect", wraps=creation.connect) as connect,
+        mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits")),
+    ):
+        for dims in ("ep", "tp"):
+            grid.create_pg(dims, timeout=timedelta(seconds=3))
+    return [call.args[0].size() for call in connect.call_args_list]
+
+
+def test_eager_connects_every_backend_in_creation_but_no_rank_alone():
+    assert run_ranks(4, _eager, "eager", False) == [[2]] * 4
+    assert run_ranks(4, _eager, "torch", False) == [[]] * 4
+
+
+def test_what_cannot_connect_is_a_creation_error_on_every_rank_only_where_it_is_tried():
+    assert run_ranks(4, _eager, "torch", True) == [[]] * 4
+    for kind, text in run_ranks(4, _eager, "eager", True, expect="errors"):
+        assert kind == "CreationError" and "tp of ranks 2..3 with late" in text
+
+
+@on_ranks(4)
+def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported(rank):
+    can = creation.Abilities(can_connect_lazily=rank != 2)
+    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
+        ps.initialize_model_parallel(**LAYOUT, connect="lazy")
+    assert not ps.current_state().pool.agreement.lazy
+    text = report(ps.current_state())
+    assert "connected at once: not every rank's torch can connect on first use" in text
+
+
+def test_choices_come_from_the_environment_then_arguments(monkeypatch):
+    monkeypatch.setenv("HYPERGRID_SHARE", "all")
+    assert Policy.resolve() == Policy(share="all")
+    assert Policy.resolve(share="singletons", connect="lazy") == Policy("all", "lazy")
+    with pytest.raises(ValueError, match=r"connect='later' is invalid: use one of torch, ea"):
+        Policy.resolve(connect="later")
+    monkeypatch.setenv("HYPERGRID_CONNECT", "later")
+    with pytest.raises(
+        ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of torch, ea"
+    ):
+        Policy.resolve()
+
+
+@on_ranks(4)
+def test_policies_that_differ_are_refused_by_all(rank):
+    with pytest.raises(AgreementError, match="share is 'all' on rank 1 and 'none' on rank 0"):
+        ps.initialize_model_parallel(share="all" if rank == 1 else "none")
+
+
+@pytest.mark.parametrize("world_size", [8, 1_000_000])
+def test_custom_embedding_ranks_are_evaluated_only_when_they_are_not_the_default(
+    fake_world, world_size
+):
+    fake_world(world_size)
+    ps.initialize_model_parallel(
+        2, 2, create_gloo_process_groups=False, get_embedding_ranks=ps.default_embedding_ranks
+    )
+    (row,) = (r for r in ps.current_state().plan.rows if r.label == "EMBEDDING_GROUP")
+    assert row.explicit is None and row.pick == "ends"
+
+
+class _Options:
+    """Of a backend that is registered with torch, which passes them on as it does NCCL's."""
+
+    def __init__(self):
+        self.config = {"max_ctas": 8}
+        self.group_name = ""
+
+
+@on_ranks(4, backend="")
+def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own(rank):
+    written = []
+
+    def create(group, options):
+        if options is not None:
+            assert (options.config, options.group_name) == ({"max_ctas": 8}, "")
+            options.group_name = group.group_id  # as torch itself does with NCCL's
+            written.append(options)
+        return dist.ProcessGroupGloo(
+            group.store, group.group_rank, group.group_size, timeout=group.timeout
+        )
+
+    dist.Backend.register_backend("writing", create, extended_api=True, devices=["cpu"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("writing", rank=rank, world_size=4, store=store)
+    given, world, halves = {"pg_options": _Options()}, [0, 1, 2, 3], [[0, 1], [2, 3]]
+    ps.create_hybrid_dp_cp_groups(rank, world, **given)
+    ps.create_hierarchical_groups(rank, world, [2, 2], **given)
+    creation.by_members("A", world, "1", **given)
+    creation.by_members("B", world, "1", **given)
+    creation.by_everyone("C", [world, *halves], "1", **given)
+    creation.by_everyone("D", halves, "1", **given)
+    assert given["pg_options"].group_name == ""
+    assert len(written) == len({options.group_name for options in written}) == 8

@@ -1,0 +1,143 @@
+"""The core's HyperCommGrid: enumerations, refusals, and groups of real processes."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypergrid import AgreementError, HyperCommGrid
+from tests.support.forked import from_all, on_ranks
+from tests.support.stock import load_stock_grid
+
+
+@pytest.fixture(autouse=True)
+def _a_world_without_torch(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4096")
+
+
+@st.composite
+def shapes(draw):
+    names = draw(st.permutations(["tp", "cp", "ep", "pp", "dp"]))[: draw(st.integers(1, 5))]
+    shape = draw(st.lists(st.integers(1, 4), min_size=len(names), max_size=len(names)))
+    dims = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    return shape, list(names), draw(st.integers(0, 9)), dims
+
+
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+def test_enumerations_are_those_of_upstream(release):
+    upstream = load_stock_grid(release).HyperCommGrid
+
+    @given(shapes())
+    def same(case):
+        shape, names, offset, dims = case
+        with mock.patch.dict("os.environ", WORLD_SIZE="4096"):
+            theirs = upstream(shape, names, offset)
+            ours = HyperCommGrid(shape, names, offset)
+        assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims)
+        for name in ("shape", "dim_names", "rank_offset", "size", "backend"):
+            assert getattr(ours, name) == getattr(theirs, name)
+
+    same()
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "offset", "error", "says"),
+    [
+        ([2], ["tp", "dp"], 0, ValueError, "one size per name"),
+        ([2, 2], ["tp", "tp"], 0, ValueError, "must not repeat"),
+        ([2, 0], ["tp", "dp"], 0, ValueError, "dp=0"),
+        ([2, 2], ["tp", "dp"], -1, ValueError, "must not be negative"),
+        ([64, 65], ["tp", "dp"], 0, RuntimeError, "needs 4160 ranks from rank 0 on"),
+        ([2, 2], ["tp", "dp"], 4093, RuntimeError, "the world has 4096"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(shape, names, offset, error, says):
+    with pytest.raises(error, match=says):
+        HyperCommGrid(shape, names, offset)
+
+
+def test_without_a_world_the_refusal_says_how_to_have_one(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(RuntimeError, match="or set WORLD_SIZE"):
+        HyperCommGrid([2], ["tp"])
+
+
+def test_the_process_group_outranks_the_environment(fake_world):
+    fake_world(8)
+    with pytest.raises(RuntimeError, match="the world has 8"):
+        HyperCommGrid([16], ["tp"])
+
+
+def test_groups_need_torch_distributed_and_a_layout_does_not():
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    assert grid.get_rank_enum("dp") == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="init_process_group"):
+        grid.create_pg("dp")
+    assert grid.groups == {}
+
+
+def test_a_combination_is_created_once_whatever_the_order_of_its_dims(fake_world):
+    fake_world(8, rank=3)
+    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
+    with pytest.raises(KeyError, match=r"call create_pg\('dp-tp'\) on every rank"):
+        grid.get_pg(["tp", "dp"])
+    group = grid.create_pg(["tp", "dp"])
+    assert grid.get_pg(["dp", "tp"]) is group is grid.get_pg("tp-dp")
+    with pytest.raises(KeyError, match="already been created"):
+        grid.create_pg(["dp", "tp"])
+    for wrong in ("pp", ["tp", "pp"], ["tp", "tp"]):
+        with pytest.raises(ValueError):
+            grid.create_pg(wrong)
+    assert dist.get_process_group_ranks(group) == [2, 3, 6, 7]
+    grid.destroy()
+    assert grid.create_pg(["dp", "tp"]) is not group
+
+
+def test_a_failed_creation_leaves_the_grid_as_it_was(fake_world):
+    fake_world(4)
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    alive = len(dist.distributed_c10d._world.pg_map)
+    with pytest.raises(Exception, match="timeout"):
+        grid.create_pg("tp", timeout="soon")
+    assert grid.groups == {} and len(dist.distributed_c10d._world.pg_map) == alive
+    assert grid.create_pg("tp") is not None
+
+
+@on_ranks(8)
+def test_collectives_over_every_combination_of_dims(rank):
+    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
+    for n in (1, 2, 3):
+        for dims in itertools.combinations(grid.dim_names, n):
+            group = grid.create_pg(list(dims))
+            members = torch.tensor([float(2**rank)])
+            dist.all_reduce(members, group=group)
+            (expected,) = (g for g in grid.get_rank_enum(list(dims)) if rank in g)
+            assert members.item() == sum(2**r for r in expected)
+    grid.destroy()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+@on_ranks(8)
+def test_two_windows_never_read_each_others_keys(rank):
+    offset = 0 if rank < 4 else 4
+    own = HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=offset)
+    other = HyperCommGrid([4], ["dp"], rank_offset=4 - offset)
+    if rank < 4:  # an own history on one side must not disturb the other
+        HyperCommGrid([4], ["x"]).create_pg("x")
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=own.create_pg("tp"))
+    dist.all_reduce(total, group=own.create_pg("dp"))
+    assert other.create_pg("dp") is None and not other.is_current_rank_in_grid()
+    assert total.item() == (6.0 if rank < 4 else 22.0)
+
+
+@on_ranks(8)
+def test_ranks_that_disagree_all_say_why_not(rank):
+    with pytest.raises(AgreementError) as raised:
+        HyperCommGrid([4, 2] if rank == 5 else [2, 4], ["tp", "dp"]).create_pg("tp")
+    (text,) = {*from_all(str(raised.value))}
+    assert "tp=4-dp=2, ranks 0..7)' on rank 5" in text and "on rank 0" in text

@@ -1,0 +1,259 @@
+"""Groups that are split off the default one: by torch's real gloo split, on real ranks."""
+
+import os
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from compat import members_only
+from compat import parallel_state as ps
+from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
+from compat.state import ParallelState
+from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid
+from hypergrid.groups import creation
+from hypergrid.groups.pool import before_closing, live_pools
+from tests.support.forked import from_all, join, on_ranks
+
+LAYOUT = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+}
+
+
+def _use(groups):
+    """An all_reduce on each, which tells who took part; their names by label and ranks."""
+    for pooled in groups:
+        total = torch.tensor([2.0 ** dist.get_rank()])
+        dist.all_reduce(total, group=pooled.group)
+        assert total.item() == sum(2.0**r for r in pooled.ranks), pooled.label
+    return {(p.label, p.ranks): p.group.group_name for p in groups}
+
+
+@on_ranks(8, backend="", timeout=80)
+def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(rank):
+    join(rank, 8)
+    if rank < 3:
+        dist.new_group([0, 1, 2], use_local_synchronization=True)
+    known, named = len(c10d._world.pg_map), {}
+    for life in (0, 1):
+        ps.initialize_model_parallel(**LAYOUT, creation="split")
+        pool = ps.current_state().pool
+        assert pool.agreement.way == "split"
+        everyones = from_all(_use(pool.groups))
+        assert len(everyones[0]) > len(everyones[7])  # the position embedding's: stage 0 alone
+        for names in everyones:
+            for what, name in names.items():
+                assert named.setdefault((life, what), name) == name, what
+        ps.destroy_model_parallel()
+        assert len(c10d._world.pg_map) == known
+    assert len(named) == len(set(named.values()))
+
+
+@on_ranks(4, backend="")
+def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default_groups_alone(rank):
+    join(rank, 4)
+    theirs = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+    told = {"timeout": timedelta(minutes=7), "group_desc": "ours"}
+    ours = creation.by_split("A", [(0, 1), (2, 3)], "epoch", **told)
+    world = c10d._world
+    default = c10d._get_default_group()._get_backend(torch.device("cpu")).options
+    assert default._timeout == timedelta(minutes=30) and default.group_name == "0"
+    assert ours.group_name == str(
+        creation.group_name("A", [rank // 2 * 2, rank // 2 * 2 + 1], "epoch")
+    )
+    assert c10d._resolve_process_group(ours.group_name) == ours
+    assert (ours.group_desc, ours.rank(), ours.size()) == ("ours", rank % 2, 2)
+    for table in (world.pg_group_ranks, world.pg_backend_config):
+        assert table[ours] == table[theirs]
+    assert world.pg_map[ours][0] == world.pg_map[theirs][0]
+    assert world.pg_names[ours] == ours.group_name
+    tag = f"ptd:{ours.group_name}"
+    assert world.pg_to_tag[ours] == tag and world.tags_to_pg[tag] == [ours]
+    assert sorted(map(str, ours._device_types)) == sorted(map(str, theirs._device_types))
+    options = [g._get_backend(torch.device("cpu")).options for g in (ours, theirs)]
+    assert options[0].global_ranks_in_group == options[1].global_ranks_in_group
+    assert options[0]._threads == options[1]._threads and options[0].group_name == ours.group_name
+    assert [each._timeout for each in options] == [timedelta(minutes=7), timedelta(minutes=30)]
+    assert ours._get_backend(torch.device("cuda")) is ours._get_backend(torch.device("cpu"))
+    if rank == 0:
+        assert creation.close([ours]) == []
+        assert ours not in world.pg_map and tag not in world.tags_to_pg
+
+
+@on_ranks(4, backend="")
+def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too(rank):
+    for life in (0, 1):
+        join(rank, 4, life)
+        ps.initialize_model_parallel(2, creation="split")
+        _use(ps.current_state().pool.groups)
+        dist.destroy_process_group()
+        ps.destroy_model_parallel()
+    assert len(c10d._world.pg_map) == 0
+
+
+@on_ranks(1)
+def test_whether_torch_would_split_is_read_from_the_parsed_backends(rank):
+    default = c10d._get_default_group()
+    default.bound_device_id = torch.device("cuda", 0)
+    off = {b: creation.split_off(b) for b in (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")}
+    with mock.patch.dict(c10d._world.pg_map):  # the configuration of another default group
+        for name in ("nccl", "cpu:gloo,cuda:nccl", "CPU:gloo,cuda:NCCL"):
+            c10d._world.pg_map[default] = (name, None)
+            for backend in (None, "nccl", "NCCL", "cpu:gloo,cuda:nccl", "cuda:NCCL"):
+                assert creation.split_off(backend), (name, backend)
+            for backend in ("gloo", "Gloo", "cpu:gloo", "ucc", "cpu:gloo,cuda:gloo"):
+                assert not creation.split_off(backend), (name, backend)
+    assert off == {
+        **dict.fromkeys((None, "gloo", "GLOO", "cpu:gloo"), True),
+        **dict.fromkeys(("nccl", "cpu:nccl"), False),
+    }
+    # Torch splits NCCL alone off a default group that is bound.
+    assert creation.abilities() == creation.Abilities(can_split=True)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"TORCH_DIST_INIT_BARRIER": "1"},
+        {"HYPERGRID_CREATION": "split"},
+        {"HYPERGRID_CREATION": "everyone"},
+        {"TORCH_DIST_INIT_BARRIER": "1", "HYPERGRID_AGREEMENT": "0"},
+        {},
+    ],
+    ids=str,
+)
+@on_ranks(4, backend="", timeout=20)
+def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
+    join(rank, 4)
+    os.environ.update(variables)
+    grid = HyperCommGrid([2], ["tp"], rank_offset=1)
+    group = grid.create_pg("tp")
+    assert (group is None) == (rank in (0, 3))
+    if group is not None:
+        _use(grid.pool.groups)
+    table = EnvironmentTable.from_grid(HyperCommGrid([2, 1], ["a", "b"]))
+    made = table.create_process_group("a")
+    assert (made is dist.GroupMember.NON_GROUP_MEMBER) == (rank > 1)
+    grid.destroy()
+    again = grid.create_pg("tp")
+    assert (again is None) == (rank in (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        ("a bound NCCL", "bound to cuda:0 by init_process_group(device_id=...)"),
+        ("MPI", "MPI creates every group with all ranks"),
+        ({"TORCH_DIST_INIT_BARRIER": "1"}, "TORCH_DIST_INIT_BARRIER=1 makes torch wait"),
+        ({"HYPERGRID_CREATION": "split"}, "creation was set so"),
+        ({"HYPERGRID_CREATION": "everyone"}, "creation was set so"),
+    ],
+    ids=str,
+)
+@on_ranks(4, backend="", timeout=30)
+def test_a_window_whose_groups_need_every_rank_is_refused_by_all_its_ranks_before_any_is_made(
+    rank, cause, why
+):
+    join(rank, 4)
+    window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
+    default, store = c10d._get_default_group(), c10d._get_default_store()
+    asked, start = [], time.monotonic()
+    with (
+        mock.patch.dict(c10d._world.pg_map),
+        mock.patch.dict(os.environ, cause if isinstance(cause, dict) else {}),
+        mock.patch.object(dist, "new_group", members_only(lambda *args, **_: asked.append(args))),
+        mock.patch.object(dist, "get_backend", lambda *_: "mpi" if cause == "MPI" else "gloo"),
+    ):
+        if cause == "a bound NCCL":
+            c10d._world.pg_map[default] = ("cpu:gloo,cuda:nccl", store)
+            default.bound_device_id = torch.device("cuda", 0)
+        with pytest.raises(RuntimeError) as caught:
+            ParallelState.create(**window, distributed_timeout_minutes=0.5)
+    assert time.monotonic() - start < 5 and not asked
+    assert list(c10d._world.pg_map) == [default] and live_pools() == []
+    default.bound_device_id = None
+    text = str(caught.value)
+    assert "a window of 2 of 4 ranks needs groups that their members create alone" in text
+    assert why in text and "Change that, or lay out the whole world." in text
+    state = ParallelState.create(**window, tensor_model_parallel_size=2)
+    _use(state.pool.groups)
+
+
+@on_ranks(4, backend="", timeout=20)
+def test_what_is_refused_inside_a_grid_is_heard_outside_of_it(rank):
+    join(rank, 4)
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    with pytest.raises(AgreementError, match="backend is 'nccl' on rank 1"):
+        HyperCommGrid([2], ["tp"], backend="nccl" if rank == 1 else None).create_pg("tp")
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@on_ranks(8, backend="", timeout=60)
+def test_all_members_close_groups_in_one_order_which_is_that_of_a_bare_destroy(rank, bare):
+    join(rank, 8)
+    ps.initialize_model_parallel(**LAYOUT)
+    closed = []
+
+    def watched(group, shutdown=dist.ProcessGroup.shutdown):
+        closed.append(group.group_name)
+        shutdown(group)
+
+    with mock.patch.object(dist.ProcessGroup, "shutdown", watched):
+        dist.destroy_process_group() if bare else ps.destroy_model_parallel()
+    assert len(closed) > 15 and closed == sorted(closed, reverse=True)
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@on_ranks(8)
+def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(rank, abort):
+    ps.initialize_model_parallel(**LAYOUT)
+
+    told = []
+
+    def broken(groups, abort):
+        told.append(abort)
+        raise RuntimeError("the hook's own")
+
+    before_closing.add(broken)
+    try:
+        if rank == 2:
+            with pytest.warns(RuntimeWarning, match="the hook's own"):
+                ps.destroy_model_parallel(abort=abort)
+    finally:
+        before_closing.discard(broken)
+    assert told == [abort] * (rank == 2)
+    assert (len(c10d._world.pg_map) == 1) == (rank == 2)
+    dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
+    ps.destroy_model_parallel(abort=abort)
+    assert len(c10d._world.pg_map) == 1 and {*c10d._world.tags_to_pg} <= {"", "ptd:0"}
+
+
+@on_ranks(4)
+def test_states_grids_and_pools_can_be_closed_without_waiting(rank):
+    state = ParallelState.create(tensor_model_parallel_size=2)
+    grid, theirs = HyperCommGrid([2, 2], ["tp", "dp"]), MegatronGrid([2, 2], ["tp", "dp"])
+    grid.create_pg("tp"), theirs.create_pg("tp")
+    calls = []
+    with (  # gloo takes NCCL's place, whose ordinary end waits for others
+        mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits")),
+        mock.patch.object(c10d, "ProcessGroupNCCL", c10d.ProcessGroupGloo, create=True),
+        mock.patch.object(
+            c10d.ProcessGroupGloo, "_group_start", lambda _: calls.append("start"), create=True
+        ),
+        mock.patch.object(
+            c10d.ProcessGroupGloo, "_group_end", lambda _: calls.append("end"), create=True
+        ),
+    ):
+        state.pool.destroy(3, abort=True)
+        assert len(state.pool.groups) == 3
+        for each in (state, grid, theirs):
+            each.destroy(abort=True)
+            each.destroy(abort=True)
+    assert calls == ["start", "end"] * 4
+    assert len(c10d._world.pg_map) == 1

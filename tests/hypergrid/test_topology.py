@@ -1,0 +1,103 @@
+"""Which groups stay inside a host."""
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypergrid import HyperCommGrid, LayoutError, RankLayout, Topology
+from tests.support import ROOT
+
+LAYOUT = RankLayout(("tp", "cp", "dp"), (2, 2, 4))
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [4, [4, 4, 4, 4], {"a": 4, "b": 4, "c": 4, "d": 4}, [h for h in "abcd" for _ in "1234"]],
+)
+def test_hosts_of_every_form_give_the_same_answers(hosts):
+    topology = Topology(LAYOUT, hosts)
+    assert [topology.inside(dims) for dims in ("tp", "cp", "tp-cp", "dp", "tp-dp", ())] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert len(topology.hosts_of("dp", rank=5)) == 4
+    assert topology.crossing("tp") == []
+    assert topology.crossing("dp")[1] == [1, 5, 9, 13]
+    assert str(topology) == "tp: inside a host\ncp: inside a host\ndp: 4 groups cross hosts"
+
+
+def test_hosts_of_different_sizes_may_part_some_groups_and_not_others():
+    topology = Topology(LAYOUT, {"small": 3, "large": 13})
+    assert not topology.inside("tp-cp")
+    assert not topology.inside("tp-cp", rank=0) and topology.inside("tp-cp", rank=4)
+    assert topology.crossing("tp") == [[2, 3]]
+    assert topology.hosts_of("tp", 3) == ("small", "large") and topology.host(2) == "small"
+
+
+@given(st.data())
+def test_a_group_is_inside_exactly_when_its_ranks_have_one_host(data):
+    sizes = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    layout = RankLayout(tuple("abc"[: len(sizes)]), sizes, data.draw(st.integers(0, 5)))
+    stop = layout.ranks.stop
+    names = data.draw(st.lists(st.sampled_from("xyz"), min_size=stop, max_size=stop + 3))
+    dims = data.draw(st.lists(st.sampled_from(layout.dims), unique=True))
+    topology = Topology(layout, names)
+    for rank in layout.ranks:
+        hosts = {names[member] for member in layout.group(rank, dims)}
+        assert set(topology.hosts_of(dims, rank)) == hosts
+        assert topology.inside(dims, rank) == (len(hosts) == 1)
+    assert topology.inside(dims) == all(topology.inside(dims, rank) for rank in layout.ranks)
+    assert bool(topology.crossing(dims)) != topology.inside(dims)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "says"),
+    [
+        (0, "invalid hosts=0; allowed: ranks per host"),
+        (True, "invalid hosts="),
+        ("ab", "invalid hosts="),
+        ([], "invalid hosts="),
+        ({"a": "b"}, "invalid hosts="),
+        ([8, -8], "invalid hosts="),
+        (["a", 1], "invalid hosts="),
+        ([8, 4], "have 12 ranks.*reaches to rank 15"),
+        (["a", "b"], "have 2 ranks.*Name the host of every rank"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(hosts, says):
+    with pytest.raises(LayoutError, match=says):
+        Topology(LAYOUT, hosts)
+
+
+def test_ranks_outside_have_no_host():
+    with pytest.raises(LayoutError, match="rank 16 is outside"):
+        Topology(LAYOUT, 4).host(16)
+
+
+def test_a_grid_tells_for_each_of_its_views():
+    with mock.patch.dict("os.environ", WORLD_SIZE="16"):
+        grid = HyperCommGrid([2, 2, 4], ["tp", "cp", "dp"])
+    grid.register_view("expert", [8, 2], ["ep", "edp"])
+    assert grid.topology(hosts=4).inside("tp-cp")
+    assert not grid.topology(hosts=4, view="expert").inside("ep")
+    assert grid.topology(hosts=8, view="expert").inside("ep")
+
+
+def test_trees_and_topologies_need_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None;"
+        "from hypergrid import GroupNode, GroupTree;"
+        "tree = GroupTree(GroupNode('model', 8, within='host'));"
+        "print(tree.place(100_000, hosts=8).topology.inside('model'))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "True", done.stderr

@@ -1,0 +1,249 @@
+"""megatron-core's ProcessGroupCollection from a state and from a grid; a GPT built with it."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+
+from compat import parallel_state as ps
+from compat.collection import from_grid, from_state
+from compat.state import ParallelState
+from hypergrid import HyperCommGrid
+from tests.support import stock, warm
+
+LAYOUTS = {
+    "data parallel": {},
+    "tensor and pipeline": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
+    "experts": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "hierarchical context parallel": {
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 4,
+        "hierarchical_context_parallel_sizes": [2, 2],
+    },
+    "two optimizer instances": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "num_distributed_optimizer_instances": 2,
+    },
+    "weights sharded by GTP": {
+        "tensor_model_parallel_size": 2,
+        "gtp_remat_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_gtp_remat_size": 2,
+    },
+}
+
+
+@pytest.fixture(params=stock.MAIN)
+def collection(request, monkeypatch):
+    """The release's genuine class over our module, without the rest of its package."""
+    if not stock.have_stock(request.param):
+        pytest.skip(f"the source of megatron-core {request.param} is not here")
+    core = ModuleType("megatron.core")
+    core.parallel_state = ps
+    name = "megatron.core.process_groups_config"
+    file = stock.source_dir(request.param) / "process_groups_config.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    for each in (ModuleType("megatron"), core, module):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    spec.loader.exec_module(module)
+    return module.ProcessGroupCollection
+
+
+def fields(collection):
+    return [field.name for field in dataclasses.fields(collection)]
+
+
+def filled(groups):
+    return {name for name in fields(groups) if getattr(groups, name, None) is not None}
+
+
+@pytest.fixture
+def initialized(fake_world):
+    """Start a world and what ``layout`` says in it, for the module."""
+
+    def start(layout, rank=5):
+        fake_world(16, rank=rank)
+        ps.initialize_model_parallel(**LAYOUTS[layout])
+        return ps.current_state()
+
+    yield start
+    ps.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_from_state_gives_what_upstreams_collection_takes_from_the_module(
+    collection, initialized, layout
+):
+    if "gtp_remat" not in fields(collection) and "GTP" in layout:
+        pytest.skip("this release has no GTP: its dp is another group than that of 0.19")
+    for rank in (0, 5, 15):
+        state = initialized(layout, rank)
+        ours, theirs = from_state(state), collection.use_mpu_process_groups()
+        for field in fields(collection):
+            assert getattr(ours, field) is getattr(theirs, field), field
+        assert {"tp", "pp", "mp", "dp", "dp_cp", "expt_dp", "intra_dp_cp"} <= filled(ours)
+        assert ("hcp" in filled(ours)) == ("hierarchical" in layout)
+        ps.destroy_model_parallel()
+
+
+def test_from_state_fills_the_required_fields_alone(collection, initialized):
+    ours = from_state(initialized("experts"), ["tp", "ep"])
+    assert filled(ours) == {"tp", "ep"}
+    assert ours.ep is ps.get_expert_model_parallel_group()
+
+
+def test_a_field_that_the_release_does_not_have_is_refused(collection, initialized):
+    state = initialized("experts")
+    for make, source in ((from_state, state), (from_grid, state.grid)):
+        with pytest.raises(ValueError, match=r"invalid field 'tpp' .* allowed: \['tp', 'pp'"):
+            make(source, ["tp", "tpp"])
+        if "gtp_remat" not in fields(collection):
+            with pytest.raises(ValueError, match="invalid field 'gtp_remat'"):
+                make(source, ["gtp_remat"])
+
+
+@pytest.mark.parametrize("field", ["embd", "hcp", "intra_dp_cp", "inter_dist_opt"])
+def test_from_grid_refuses_what_dims_do_not_describe(collection, initialized, field):
+    with pytest.raises(ValueError, match=f"the group of '{field}' is not one over dims"):
+        from_grid(initialized("experts").grid, [field])
+
+
+def test_from_grid_says_which_group_to_create(collection, fake_world):
+    fake_world(8, rank=3)
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    with pytest.raises(KeyError, match=r"call create_pg\('pp-tp'\)"):
+        from_grid(grid, ["mp"])
+    with pytest.raises(KeyError, match="the grid has no dim of 'cp'"):
+        from_grid(grid, ["cp"])
+    assert not filled(from_grid(grid))
+    tp = grid.create_pg("tp")
+    # A dim that the grid lacks has size 1: over tp and cp is over tp.
+    assert filled(from_grid(grid)) == {"tp", "tp_cp", "expt_tp", "tp_ep"}
+    assert from_grid(grid).tp is from_grid(grid).tp_cp is tp
+    grid.destroy()
+
+
+@pytest.mark.parametrize("rank", [0, 6, 15])
+def test_a_grid_with_dense_and_expert_dims_gives_the_ranks_of_a_state(collection, fake_world, rank):
+    fake_world(16, rank=rank)
+    state = ParallelState.create(**LAYOUTS["experts"])
+    grid = HyperCommGrid([2, 1, 4, 2], ["tp", "cp", "dp", "pp"])
+    grid.register_view("expert", [1, 2, 4, 2], ["tp", "ep", "dp", "pp"], shared_dims=["pp"])
+    dense = ["tp", "pp", "cp", "dp", "tp-pp", "tp-cp", "dp-cp", "tp-dp-cp"]
+    expert = ["tp", "ep", "dp", "tp-ep", "tp-ep-pp"]
+    for dims, view in [(each, None) for each in dense] + [(each, "expert") for each in expert]:
+        grid.create_pg(dims.split("-"), view=view)
+    ours, theirs = from_grid(grid), from_state(state)
+    both = filled(ours) & filled(theirs)
+    assert len(both) >= len(dense) + len(expert)
+    for field in both:
+        ranks = [dist.get_process_group_ranks(getattr(each, field)) for each in (ours, theirs)]
+        assert ranks[0] == ranks[1], field
+    if filled(ours) - both:  # a state has this one where there is GTP
+        assert ours.tp_ep_pp_with_egtp_remat is ours.tp_ep_pp
+    assert from_grid(state.grid).tp_ep is state.get_expert_tensor_and_model_parallel_group()
+    state.destroy()
+    grid.destroy()
+
+
+# What megatron-core 0.16 asks its module for even where it was handed a collection.
+STILL_ASKED = (
+    "get_tensor_model_parallel_group",  # all by vocab_parallel_cross_entropy, which takes no group
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_global_memory_buffer",  # by layers.py, mappings.py and dot_product_attention.py; no group
+    "is_initialized",  # by get_tensor_model_parallel_group_if_none: whether to look for a default
+)
+TRAIN = """
+import inspect, json, sys
+import compat
+compat.install()
+from scripts import train_gpt
+from tests.support import forked
+from compat import parallel_state
+from compat.state import ParallelState
+
+still_asked, layouts = json.loads(sys.argv[1])
+getters = [
+    (name, own)
+    for name, own in inspect.getmembers(ParallelState, inspect.isfunction)
+    if name.startswith(("get_", "is_", "has_", "model_parallel_is"))
+]
+
+
+def forbid(asked):
+    def guarded(name, own):
+        def getter(self, *args, **kwargs):
+            if self is parallel_state.current_state():
+                asked.add(name)
+                if name not in still_asked:
+                    raise AssertionError(f"the module was asked {name}()")
+            return own(self, *args, **kwargs)
+        return getter
+    for name, own in getters:
+        setattr(ParallelState, name, guarded(name, own))
+
+
+def train(arguments, forbidden):
+    asked = set()
+    if forbidden:
+        forbid(asked)
+    results = train_gpt.main(f"{arguments} --steps 3".split()) or {}
+    losses = [step["loss_hex"] for step in results.get("steps", [])]
+    return losses, results.get("rank_digests"), sorted(asked)
+
+
+def run(arguments, forbidden, **options):
+    body = lambda rank: train(arguments, forbidden)
+    return forked.run_ranks(4, body, timeout=60, **options)
+
+
+print(json.dumps([
+    (run(each, False), run(f"{each} --explicit-groups", True)) for each in layouts
+]))
+print(json.dumps(run(layouts[0], True, expect="errors")))
+"""
+TRAININGS = {
+    "tensor and pipeline": "--tp 2 --pp 2",
+    "tensor and data": "--tp 2 --use-distributed-optimizer",
+    "virtual pipeline": "--pp 2 --vp 2",
+    "context parallel": "--tp 2 --cp 2",
+    "experts": "--tp 2 --ep 2 --num-experts 4 --sequence-parallel",
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Per layout the ordinary and the explicit training of each rank; and who was refused."""
+    given = json.dumps([STILL_ASKED, list(TRAININGS.values())])
+    done = warm.run("-c", TRAIN, given, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *_, pairs, refused = (line for line in done.stdout.splitlines() if line.startswith("["))
+    return dict(zip(TRAININGS, json.loads(pairs), strict=True)), json.loads(refused)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_gpt_built_with_explicit_groups_trains_to_the_same_bits_and_asks_no_global_group(
+    trained, name
+):
+    ordinary, explicit = trained[0][name]
+    losses, digests, _ = explicit[0]
+    assert (losses, digests) == tuple(ordinary[0][:2])
+    assert len(losses) == 3 and len(set(digests)) > 1
+    # The list above says no more than is true.
+    assert {name for *_, asked in explicit for name in asked} == set(STILL_ASKED)
+
+
+def test_the_ordinary_training_asks_the_module_for_groups(trained):
+    assert all("the module was asked get_" in text for _, text in trained[1])

@@ -1,0 +1,435 @@
+"""megatron-core's HyperCommGrid over ours: its names, words and patches, release by release."""
+
+import ast
+import functools
+import inspect
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import hypergrid
+from compat import hyper_comm_grid, transformer_engine
+from compat.hyper_comm_grid import HyperCommGrid
+from compat.megatron.releases import HAS
+from compat.state import ParallelState
+from tests.parity.grids import compare_grids
+from tests.support.forked import run_ranks
+from tests.support.stock import RELEASES, have_stock, load_stock_grid, source, source_dir
+
+FUNCTION = "torch.distributed.new_subgroups_by_enumeration"
+NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+GRIDS = [each for each in RELEASES if each not in ("0.12.3", "0.13.1")]
+
+
+@pytest.fixture(params=GRIDS)
+def release(request, monkeypatch):
+    """A release that has the module, with ours speaking as it."""
+    if not have_stock(request.param):
+        pytest.skip(f"run scripts/fetch_megatron {request.param}")
+    monkeypatch.setitem(HAS, "grid_views", request.param >= "0.19")
+    return request.param
+
+
+@pytest.fixture
+def views(monkeypatch):
+    monkeypatch.setitem(HAS, "grid_views", True)
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    """A world of eight ranks that torch does not know of."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+@pytest.fixture
+def enumeration():
+    """``new_subgroups_by_enumeration`` replaced; each call gives a group of its own."""
+    with mock.patch(FUNCTION) as function:
+        function.side_effect = lambda *_, **__: (mock.MagicMock(spec=dist.ProcessGroup), None)
+        yield function
+
+
+def parts(release):
+    """Names that stock's module defines, or imports as modules that tests patch; its methods."""
+    tree = ast.parse(source(release, "hyper_comm_grid.py"))
+    names, methods = {"dist", "np", "os", "logging"}, {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == "HyperCommGrid":
+            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    for node in [*tree.body, *(n for t in tree.body if isinstance(t, ast.Try) for n in t.body)]:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets}
+    return names, methods
+
+
+def test_every_name_and_argument_of_a_release_is_there(release, eight):
+    names, methods = parts(release)
+    assert "HyperCommGrid" in names and names <= set(vars(hyper_comm_grid))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock = load_stock_grid(release).HyperCommGrid
+    for name in methods:
+        ours = inspect.signature(getattr(HyperCommGrid, name)).parameters
+        for parameter in inspect.signature(getattr(stock, name)).parameters.values():
+            mine = ours[parameter.name]
+            assert (mine.kind, mine.default) == (parameter.kind, parameter.default)
+    theirs, grid = (kind([2, 4], ["tp", "dp"]) for kind in (stock, HyperCommGrid))
+    assert set(vars(theirs)) <= {*vars(grid), "_pgs"}
+    for name in vars(theirs):
+        setattr(grid, name, getattr(theirs, name))
+        assert getattr(grid, name) is getattr(theirs, name)
+
+
+def test_ranks_keys_groups_and_refusals_are_stocks_over_random_grids(release):
+    assert compare_grids(release, 25, seed=7) == []
+
+
+def test_which_error_an_unknown_dim_gets_is_the_releases(release, eight):
+    grid = HyperCommGrid([2, 4], ["tp", "dp"])
+    with pytest.raises(ValueError if release >= "0.19" else KeyError, match="ep"):
+        grid.get_pg("ep")
+    with pytest.raises(ValueError, match="ep"):
+        grid.create_pg("ep")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        (lambda _: HyperCommGrid([2], ["tp", "dp"]), ValueError, r"len\(shape\) .*!= len\(dim_na"),
+        (lambda _: HyperCommGrid([4, 4], ["tp", "dp"]), RuntimeError, "Grid shape .*is over sized"),
+        (lambda _: HyperCommGrid([8], ["dp"], 1), RuntimeError, "from rank 1 on.*world has 8"),
+        (lambda g: g.create_pg(["dp", "tp"]), KeyError, "Process group .*has already been created"),
+        (lambda g: g.get_pg("pp"), KeyError, "Process group for pp hasn't been created"),
+        (lambda g: g.create_pg("ep", view="expert"), KeyError, "'expert' has already been created"),
+        (lambda g: g.get_pg("rest", view="expert"), KeyError, "'expert' hasn't been created"),
+        (lambda g: g.get_rank_enum("ep", view="no"), KeyError, "View 'no' is not registered"),
+        (lambda g: g.get_rank_enum("ep"), ValueError, "'ep' is not in view 'base'"),
+        (lambda g: g.create_pg("pp", backend="gloo"), TypeError, "takes no backend"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words_that_stock_uses_too(
+    views, eight, enumeration, wrong, error, says
+):
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    grid.register_view("expert", [2, 2, 2], ["rest", "ep", "pp"], ["pp"])
+    grid.create_pg(["tp", "dp"]), grid.create_pg("ep", view="expert")
+    with pytest.raises(error, match=says):
+        wrong(grid)
+
+
+@pytest.mark.parametrize(
+    ("view", "says"),
+    [
+        (("base", [8], ["x"]), "View 'base' is already registered"),
+        (("v", [4, 2], ["x"]), r"len\(shape\) .*!= len\(dim_names\)"),
+        (("v", [4, 2], ["x", "x"]), "has duplicate dim_names"),
+        (("v", [4], ["x"]), "but the grid size is 8"),
+        (("v", [-4, -2], ["x", "y"]), "shape must be positive ints"),
+        (("v", [8.0], ["x"]), "shape must be positive ints"),
+        (("v", [4, 2], ["x", "pp"], ["pp", "pp"]), "has duplicate shared_dims"),
+        (("v", [4, 2], ["x", "y"], ["y"]), "Shared dim 'y' .* is not in the base view"),
+        (("v", [4, 2], ["x", "y"], ["pp"]), "Shared dim 'pp' .* is not in the view's dim_names"),
+        (("v", [2, 4], ["pp", "x"], ["pp"]), "Shared dim 'pp' has different membership"),
+    ],
+)
+def test_a_view_that_cannot_be_is_refused_in_such_words_and_not_kept(views, eight, view, says):
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    with pytest.raises(ValueError, match=says):
+        grid.register_view(*view)
+    assert list(grid._views) == list(grid.core.views) == ["base"]
+
+
+def test_dims_that_are_shared_one_by_one_must_be_so_together(views, eight):
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    grid._gen_rank_enum_for = lambda shape, names, dims: [dims] if len(dims) == 1 else [names]
+    with pytest.raises(ValueError, match=r"Shared dims \['tp', 'dp'\] has different membership"):
+        grid.register_view("v", [2, 2, 2], ["tp", "dp", "x"], ["tp", "dp"])
+
+
+def test_keys_and_views_are_stored_as_stock_stores_them(views, eight, enumeration):
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    shape, names, shared = [2, 2, 2], ["expt_tp", "ep", "pp"], ["pp"]
+    grid.register_view("expert", shape, names, shared)
+    for dims in ("pp", ["tp", "dp"]):
+        grid.create_pg(dims)
+    grid.create_pg(["expt_tp", "ep"], view="expert")
+    assert list(grid._pgs) == ["pp", "dp-tp", ("expert", ("ep", "expt_tp"))]
+    assert grid.get_pg("pp", view="expert") is grid._pgs["pp"]
+    shape[0] = names[0] = shared[0] = None
+    view = grid._views["expert"]
+    assert (view.name, view.shape, view.shared_dims) == ("expert", [2, 2, 2], ["pp"])
+    assert view.dim_names == ["expt_tp", "ep", "pp"]
+
+
+def test_the_environment_says_how_large_the_world_is_before_torch_does(fake_world, monkeypatch):
+    fake_world(8)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert HyperCommGrid([16], ["dp"]).size == 16
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match="world has 4"):
+        HyperCommGrid([8], ["dp"])
+    monkeypatch.delenv("WORLD_SIZE")
+    assert HyperCommGrid([8], ["dp"]).size == 8
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="Cannot determine world size"):
+        HyperCommGrid([1], ["dp"])
+
+
+def test_a_replaced_enumeration_creates_every_combination_once(release, eight, enumeration):
+    # No torch.distributed, and a world that its function would not know either.
+    options = {"timeout": object(), "pg_options": object(), "group_desc": "D"}
+    with mock.patch.dict("os.environ", WORLD_SIZE="120"):
+        grid = HyperCommGrid([2, 3, 4, 5], ["tp", "cp", "pp", "dp"], backend="nccl")
+    with mock.patch("torch.distributed.get_rank", side_effect=AssertionError):
+        group = grid.create_pg(["cp", "dp"], **options)
+        with pytest.raises(KeyError):
+            grid.create_pg(["dp", "cp"], **options)
+    ranks = hypergrid.RankLayout(("tp", "cp", "pp", "dp"), (2, 3, 4, 5)).groups("cp-dp").tolist()
+    enumeration.assert_called_once_with(ranks, backend="nccl", **options)
+    assert grid.get_pg(["dp", "cp"]) is group is grid._pgs["dp-cp"]
+    assert isinstance(group, dist.ProcessGroup)
+
+
+def test_a_module_that_is_replaced_for_this_one_alone_is_used(eight):
+    with mock.patch("compat.hyper_comm_grid.dist") as replaced:
+        replaced.new_subgroups_by_enumeration.return_value = ("the group", None)
+        assert HyperCommGrid([2, 4], ["tp", "dp"]).create_pg("tp") == "the group"
+
+
+def _wrapped(rank):
+    asked = []
+    torchs = dist.new_subgroups_by_enumeration
+
+    @functools.wraps(torchs)
+    def wrapper(ranks, **options):
+        asked.append((ranks, options))
+        return torchs(ranks, **options)
+
+    with mock.patch(FUNCTION, wrapper):
+        grid = HyperCommGrid([2, 4], ["tp", "dp"])
+        group = grid.create_pg("dp", group_desc="wrapped")
+    members = dist.get_process_group_ranks(group), group.group_desc
+    with mock.patch.object(c10d, "destroy_process_group") as unused, mock.patch(
+        "torch.distributed.destroy_process_group", wraps=dist.destroy_process_group
+    ) as closing:  # fmt: skip
+        grid.destroy()
+    assert not unused.called and closing.call_args_list == [mock.call(group)]
+    return asked, members, len(grid._pgs)
+
+
+def test_a_wrapper_around_torchs_function_sees_the_groups_of_all_ranks():
+    ranks = [[0, 2, 4, 6], [1, 3, 5, 7]]
+    options = {"backend": None, "group_desc": "wrapped"}
+    for rank, (asked, members, left) in enumerate(run_ranks(8, _wrapped)):
+        assert asked == [(ranks, options)] and members == (ranks[rank % 2], "wrapped")
+        assert left == 0
+
+
+def _own_ways(rank):
+    made = []
+    with mock.patch(
+        "torch.distributed.new_group", side_effect=dist.new_group, autospec=True
+    ) as new_group:
+        grid = HyperCommGrid([2, 4], ["tp", "dp"])
+        tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+        made = [call.args[0] for call in new_group.call_args_list]
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=dp)
+    assert grid.core.get_pg("tp") is grid.get_pg("tp") is tp is grid._pgs["tp"]
+    assert [each.group for each in grid.core.pool.groups] == [tp, dp]
+    grid.destroy()
+    return made, total.item(), len(c10d._world.pg_map), grid._pgs
+
+
+def test_unreplaced_a_rank_creates_only_its_own_groups():
+    for rank, (made, total, left, groups) in enumerate(run_ranks(8, _own_ways)):
+        assert made == [[rank // 2 * 2, rank // 2 * 2 + 1], [*range(rank % 2, 8, 2)]]
+        assert total == sum(made[1]) and left == 1 and groups == {}
+
+
+def test_dims_are_a_name_a_list_or_names_joined_and_a_name_may_have_a_dash(views, fake_world):
+    fake_world(8, rank=3)
+    grid = HyperCommGrid([2, 2, 2], ["expt-tp", "cp", "dp"])
+    theirs = load_stock_grid("0.19.2").HyperCommGrid([2, 2, 2], ["expt-tp", "cp", "dp"])
+    for dims in ("expt-tp", ["cp", "dp"]):
+        ours, stocks = grid.create_pg(dims), theirs.create_pg(dims)
+        assert dist.get_process_group_ranks(ours) == dist.get_process_group_ranks(stocks)
+    assert list(grid._pgs) == list(theirs._pgs) == ["expt-tp", "dp-cp"]
+    assert grid.get_pg("cp-dp") is grid.get_pg(("dp", "cp")) is grid._pgs["dp-cp"]
+    assert len(grid.core.pool.groups) == 2
+
+
+def _differently(rank):
+    HyperCommGrid([4, 2] if rank == 5 else [2, 4], ["tp", "dp"]).create_pg("tp")
+
+
+def test_unreplaced_ranks_that_disagree_all_say_why_not():
+    ((name, text),) = set(run_ranks(8, _differently, expect="errors"))
+    assert name == "AgreementError" and "on rank 5" in text
+
+
+def test_a_grid_beyond_the_real_world_is_refused_by_torch_as_with_stock(release, fake_world):
+    fake_world(8)
+    errors = []
+    for kind in (load_stock_grid(release).HyperCommGrid, HyperCommGrid):
+        with mock.patch.dict("os.environ", WORLD_SIZE="16"):
+            grid = kind([4, 4], ["tp", "dp"])
+        with pytest.raises((ValueError, RuntimeError)) as refusal:
+            grid.create_pg("tp")
+        errors.append((refusal.type, str(refusal.value)))
+        assert grid._pgs == {}
+    assert errors[0] == errors[1]
+
+
+def test_the_dict_of_groups_is_what_the_methods_go_by(fake_world):
+    fake_world(8, rank=3)
+    grid = HyperCommGrid([2, 4], ["tp", "dp"])
+    tp, mine = grid.create_pg("tp"), dist.new_group([0, 3])
+    grid._pgs["tp"] = mine
+    assert grid.get_pg("tp") is mine is grid.core.get_pg("tp")
+    del grid._pgs["tp"]
+    again = grid.create_pg("tp")
+    assert again is not tp and grid._pgs == {"tp": again}
+    grid._pgs = {"dp": mine}
+    assert grid.get_pg("dp") is mine
+    with pytest.raises(KeyError, match="hasn't been created"):
+        grid.get_pg("tp")
+
+
+def test_what_is_in_the_dict_is_closed_once_and_what_is_not_stays_open(fake_world):
+    fake_world(8, rank=3)
+    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
+    tp, cp, mine = grid.create_pg("tp"), grid.create_pg("cp"), dist.new_group([0, 3])
+    taken = grid._pgs.pop("cp")
+    grid._pgs |= {"mine": mine, "also": mine, "dp": None, "cp-tp": NON_MEMBER}
+    with mock.patch(
+        "torch.distributed.destroy_process_group", side_effect=dist.destroy_process_group
+    ) as closing:
+        grid.destroy()
+    assert sorted(map(id, (call.args[0] for call in closing.call_args_list))) == sorted(
+        [id(tp), id(mine)]
+    )
+    assert grid._pgs == {} and taken is cp in c10d._world.pg_map
+    assert tp not in c10d._world.pg_map and mine not in c10d._world.pg_map
+    assert grid.create_pg("tp") is not tp
+    grid.core.destroy()
+    assert cp not in c10d._world.pg_map
+
+
+def _after(kind, changes):
+    """What a grid makes and answers after ``changes``, and the backends that it asks torch for."""
+    grid, backends, torchs = kind([2, 4], ["tp", "dp"]), set(), c10d.new_group
+    for name, value in changes.items():
+        setattr(grid, name, value)
+
+    def new_group(ranks, backend=None, **options):
+        backends.add(backend)
+        return torchs(ranks, **options)
+
+    with (
+        mock.patch("torch.distributed.new_group", new_group),
+        mock.patch.object(c10d, "new_group", new_group),
+    ):
+        group = grid.create_pg("tp")
+    ranks = dist.get_process_group_ranks(group) if group is not None else None
+    inside = hasattr(kind, "is_current_rank_in_grid") and grid.is_current_rank_in_grid()
+    return ranks, backends, inside, list(grid._pgs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [4, 2]},
+        {"shape": [2, 2], "size": 4},
+        {"dim_names": ["dp", "tp"]},
+        {"rank_offset": 6},
+        {"rank_offset": 8},
+        {"backend": "nccl"},
+        {"_gen_rank_enum": lambda dims: [[rank, rank + 8] for rank in range(8)]},
+        {"_gen_rank_enum_for": lambda shape, names, dims: [[r, r + 8] for r in range(8)]},
+        {"_order_dims": lambda dims: (["dp"], "mine")},
+        {"_order_dims_for": lambda names, dims: (["dp"], "mine")},
+        {"_order_dims_for_view": lambda view, dims: (["dp"], "mine")},
+    ],
+    ids=lambda changes: "+".join(changes),
+)
+def test_what_is_written_into_a_grid_has_the_effect_it_has_on_stock(release, fake_world, changes):
+    stock = load_stock_grid(release).HyperCommGrid
+    fake_world(16)
+    if not set(changes) <= {*vars(stock), *vars(stock([1], ["x"]))}:
+        pytest.skip("the release has no such method")
+    answers = []
+    for kind in (stock, HyperCommGrid):
+        fake_world(16, rank=6)
+        answers.append(_after(kind, changes))
+    theirs, ours = answers
+    if not hasattr(stock, "is_current_rank_in_grid"):
+        ours = (*ours[:2], False, ours[3])
+    assert theirs == ours
+
+
+def test_a_view_that_is_written_by_hand_has_its_effect(views, fake_world):
+    stock = load_stock_grid("0.19.2")
+    answers = []
+    for module in (stock, hyper_comm_grid):
+        fake_world(8, rank=6)
+        grid = module.HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+        grid.register_view("expert", [2, 2, 2], ["ep", "rest", "pp"], ["pp"])
+        grid._views["expert"].shared_dims.clear()
+        grid._views["other"] = module._RankViewSpec("other", [4, 2], ["ep", "rest"], [])
+        groups = [grid.create_pg("pp", view="expert"), grid.create_pg("ep", view="other")]
+        answers.append((list(map(dist.get_process_group_ranks, groups)), list(grid._pgs)))
+    assert answers[0] == answers[1]
+
+
+def _state_as_megatrons_grid(rank):
+    state = ParallelState.create(
+        tensor_model_parallel_size=2, expert_model_parallel_size=2, order="tp-cp-ep-dp-pp"
+    )
+    grid = HyperCommGrid.from_core(state.grid)
+    tp, ep = state.get_tensor_model_parallel_group(), state.get_expert_model_parallel_group()
+    assert grid.core is state.grid and grid.get_pg("tp") is tp
+    assert grid.get_pg("ep", view="expert") is ep
+    assert grid._gen_rank_enum(["tp"]) == [[0, 1], [2, 3]] and grid.dim_names[0] == "tp"
+    both = grid.create_pg(["cp", "pp"])
+    assert state.grid.get_pg("pp-cp") is both
+    state.destroy()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    before = len(c10d._world.pg_map)
+    grid = HyperCommGrid.from_core(hypergrid.HyperCommGrid.from_device_mesh(mesh))
+    assert grid.get_pg("x") is mesh.get_group("x")
+    grid.create_pg(["x", "y"])
+    grid.destroy()
+    return len(c10d._world.pg_map) - before, grid._pgs
+
+
+def test_a_core_grid_is_given_to_megatrons_code_with_its_views_and_groups():
+    assert run_ranks(4, _state_as_megatrons_grid) == [(0, {})] * 4
+
+
+def test_our_functions_take_either_grid(fake_world):
+    pytest.importorskip("megatron.core")
+    from compat import collection
+
+    fake_world(8, rank=3)
+    grid = HyperCommGrid([2, 4], ["tp", "dp"])
+    transformer_engine.create_groups(grid)
+    tp = grid.get_pg("tp")
+    assert transformer_engine.tp_kwargs(grid)["tp_group"] is tp
+    assert transformer_engine.tp_kwargs(grid.core)["tp_group"] is tp
+    assert collection.from_grid(grid, ["tp"]).tp is tp is collection.from_grid(grid.core).tp
+    assert hypergrid.EnvironmentTable.from_grid(grid.core).get_process_group("tp") is tp
+    with pytest.raises(TypeError, match=r"compat.hyper_comm_grid.*from_grid\(grid.core\)"):
+        hypergrid.EnvironmentTable.from_grid(grid)
+
+
+def test_source_of_the_oracle_is_a_release_that_has_the_module():
+    for each in RELEASES:
+        if have_stock(each):
+            assert (source_dir(each) / "hyper_comm_grid.py").is_file() == (each in GRIDS)

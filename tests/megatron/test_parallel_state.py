@@ -1,0 +1,338 @@
+"""compat.parallel_state: one state with upstream's names, in real and fake worlds."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from compat import members_only
+from compat import parallel_state as ps
+from compat.state import GROUP_SLOTS, SLOTS
+from tests.support import warm
+from tests.support.forked import descriptors, from_all, on_ranks
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    yield
+    ps.destroy_model_parallel()
+
+
+@pytest.fixture
+def initialized(fake_world):
+    def start(world_size=8, rank=0, **arguments):
+        fake_world(world_size, rank)
+        arguments.setdefault("create_gloo_process_groups", False)
+        ps.initialize_model_parallel(**arguments)
+
+    return start
+
+
+def _groups():
+    """Every group that a slot holds, by slot."""
+    found = {}
+    for slot in GROUP_SLOTS:
+        value = getattr(ps, slot)
+        several = value.values() if isinstance(value, dict) else value
+        several = several if isinstance(value, (dict, list)) else [value]
+        found.update({f"{slot}/{i}": g for i, g in enumerate(several) if g is not None})
+    return found
+
+
+CONFIGURATIONS = [
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    dict(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+    dict(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2]),
+    dict(num_distributed_optimizer_instances=2, expert_model_parallel_size=2),
+    dict(hybrid_context_parallel=True, context_parallel_size=2),
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, order="tp-cp-pp-dp"),
+    dict(gtp_remat_size=2, tensor_model_parallel_size=2),
+    dict(
+        pipeline_model_parallel_size=4,
+        get_embedding_ranks=lambda ranks: [ranks[-1], ranks[1], ranks[0]],
+        get_position_embedding_ranks=lambda ranks: [0, ranks[0]] if ranks[0] else [0],
+    ),
+    dict(create_all_gather_group=True),
+]
+
+
+@pytest.mark.parametrize("arguments", CONFIGURATIONS, ids=lambda a: "-".join(a))
+@on_ranks(8)
+def test_eight_real_ranks_pass_collectives_on_every_group(rank, arguments):
+    ps.initialize_model_parallel(**arguments)
+    for slot, group in _groups().items():
+        members = torch.tensor([2.0**rank])
+        dist.all_reduce(members, group=group)
+        assert members.item() == sum(2.0**r for r in dist.get_process_group_ranks(group)), slot
+        expected = dist.get_process_group_ranks(group).index(rank)
+        assert (group.rank(), group.size()) == (expected, len(dist.get_process_group_ranks(group)))
+    ps.destroy_model_parallel()
+    assert len(c10d._world.pg_map) == 1
+
+
+@on_ranks(8)
+def test_ten_lives_with_other_sizes_in_one_process(rank):
+    files = []
+    for life in range(10):
+        arguments = CONFIGURATIONS[life % 6]
+        ps.initialize_model_parallel(**arguments)
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
+        tp = arguments.get("tensor_model_parallel_size", 1)
+        assert ps.get_tensor_model_parallel_world_size() == tp
+        ps.destroy_model_parallel()
+        assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
+        files.append(descriptors(at_most=files[2] if life == 9 else None))
+    assert files[-1] <= files[2], files
+
+
+@on_ranks(8, timeout=60)
+def test_histories_that_differ_between_ranks_neither_hang_nor_cross_talk(rank):
+    # Groups of its own, made between and before, must not change what others call theirs.
+    if rank in (2, 3):
+        dist.new_group([2, 3], use_local_synchronization=True)
+    if rank in (0, 5, 7):
+        dist.new_group([0, 5, 7], use_local_synchronization=True)
+        c10d._world.group_count += rank
+    ps.initialize_model_parallel(2, 2)
+    _check_all_reduce(rank)
+    ps.destroy_model_parallel()
+    dist.barrier()
+    ps.initialize_model_parallel(4)
+    _check_all_reduce(rank)
+
+
+def _check_all_reduce(rank):
+    for slot, group in _groups().items():
+        members = torch.tensor([2.0**rank])
+        dist.all_reduce(members, group=group)
+        assert members.item() == sum(2.0**r for r in dist.get_process_group_ranks(group)), slot
+
+
+@on_ranks(8)
+def test_two_windows_hold_two_models(rank):
+    offset = rank // 4 * 4
+    ps.initialize_model_parallel(
+        2 if offset else 4, rank_offset=offset, local_world_size=4, create_gloo_process_groups=True
+    )
+    _check_all_reduce(rank)
+    ranks = dist.get_process_group_ranks(ps.get_data_parallel_group())
+    assert ranks == [[0], [1], [2], [3], [4, 6], [5, 7], [4, 6], [5, 7]][rank]
+
+
+@on_ranks(8, timeout=60)
+def test_where_torch_waits_for_the_world_every_rank_takes_part(rank):
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    ps.initialize_model_parallel(2, 2)
+    _check_all_reduce(rank)
+    agreed = ps.current_state().pool.agreement
+    assert (agreed.way, agreed.others) == ("everyone", "everyone")
+    assert "TORCH_DIST_INIT_BARRIER" in agreed.why
+
+
+@on_ranks(8)
+def test_arguments_that_differ_are_refused_by_all_and_can_be_corrected(rank):
+    with pytest.raises(RuntimeError) as raised:
+        ps.initialize_model_parallel(2 if rank == 3 else 4)
+    (text,) = {*from_all(str(raised.value))}
+    assert "tensor_model_parallel_size is 2 on rank 3 and 4 on rank 0" in text
+    assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
+    ps.initialize_model_parallel(2)  # a corrected start works in the same processes
+    _check_all_reduce(rank)
+
+
+def test_a_rank_makes_only_the_groups_that_it_belongs_to(fake_world):
+    fake_world(4096, rank=77)
+    made, original = [], dist.new_group
+
+    @members_only
+    def new_group(ranks, **options):
+        made.append(ranks)
+        return original(ranks, **options)
+
+    with mock.patch("torch.distributed.new_group", new_group):
+        ps.initialize_model_parallel(8, 4, create_gloo_process_groups=False)
+    assert all(77 in ranks for ranks in made)
+    assert len(made) == len(ps._global_process_group_list) - 1 < 25
+
+
+def test_a_dry_run_on_a_fake_process_group_makes_gloo_twins_too(initialized):
+    initialized(16, rank=5, tensor_model_parallel_size=2, create_gloo_process_groups=True)
+    twin = ps.get_data_parallel_group_gloo()
+    ranks = dist.get_process_group_ranks(twin)
+    assert ranks == dist.get_process_group_ranks(ps.get_data_parallel_group())
+
+
+def test_private_globals_read_and_write_through_to_the_state(initialized):
+    initialized(tensor_model_parallel_size=2)
+    fake = mock.Mock(rank=lambda: 5, size=lambda: 7)
+    ps._TENSOR_MODEL_PARALLEL_GROUP = fake
+    assert ps.get_tensor_model_parallel_group() is fake
+    assert ps.get_tensor_model_parallel_rank() == 5
+    assert ps.get_tensor_model_parallel_world_size() == 7
+    assert "_TENSOR_MODEL_PARALLEL_GROUP" not in vars(ps)
+    ps.set_tensor_model_parallel_rank(1)
+    assert ps._MPU_TENSOR_MODEL_PARALLEL_RANK == 1 == ps.get_tensor_model_parallel_rank()
+    with pytest.raises(AttributeError, match="_NO_SUCH_GROUP"):
+        _ = ps._NO_SUCH_GROUP
+
+
+def test_every_private_global_can_be_read_before_there_is_a_state():
+    assert set(dir(ps)) >= SLOTS
+    mappings = {"_HYBRID_DP_CP_GROUPS", "_MOE_LAYER_WISE_LOGGING_TRACKER"}
+    for slot in SLOTS:
+        assert getattr(ps, slot) == ({} if slot in mappings else None)
+
+
+def test_mock_patch_of_a_private_global_is_seen_and_undone(initialized):
+    initialized(tensor_model_parallel_size=2)
+    before = ps.get_model_parallel_group()
+    for name in ("_MODEL_PARALLEL_GROUP", "_GTP_WEIGHT_REMAT_GROUP"):
+        old = getattr(ps, name)
+        with mock.patch.object(ps, name, "patched"):
+            assert getattr(ps, name) == "patched"
+        assert getattr(ps, name) is old
+    assert ps.get_model_parallel_group() is before
+
+
+def test_a_patched_getter_is_seen_by_the_getters_built_on_it(initialized):
+    initialized(pipeline_model_parallel_size=4)
+    assert ps.is_pipeline_first_stage() and not ps.is_pipeline_last_stage()
+    with mock.patch("compat.parallel_state.get_pipeline_model_parallel_rank", return_value=3):
+        assert ps.is_pipeline_last_stage() and not ps.is_pipeline_first_stage()
+        assert ps.get_pipeline_model_parallel_next_rank() == 0
+    assert ps.is_pipeline_first_stage()
+
+
+def test_overrides_that_were_set_first_outlive_initialisation_and_not_destruction(initialized):
+    ps.set_tensor_model_parallel_world_size(16)
+    initialized(tensor_model_parallel_size=2)
+    assert ps.get_tensor_model_parallel_world_size() == 16
+    ps.destroy_model_parallel()
+    with pytest.raises(AssertionError, match="is not initialized"):
+        ps.get_tensor_model_parallel_world_size()
+
+
+def test_a_second_initialisation_is_refused_and_the_first_stays(initialized):
+    initialized(tensor_model_parallel_size=2)
+    group = ps.get_tensor_model_parallel_group()
+    with pytest.raises(AssertionError, match=r"already initialized.*destroy_model_parallel"):
+        ps.initialize_model_parallel(4)
+    with pytest.raises(RuntimeError, match="world size 8 is not divisible by"):
+        ps.initialize_model_parallel(3)  # refused before it looks whether there is a state
+    assert ps.get_tensor_model_parallel_group() is group
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 5, 12])
+def test_a_failure_half_way_leaves_nothing(fake_world, fails_at, monkeypatch):
+    fake_world(8)
+    monkeypatch.setenv("NCCL_COLLNET_ENABLE", "1")
+    calls = []
+
+    @members_only
+    def new_group(*args, **kwargs):
+        calls.append(args)
+        if len(calls) > fails_at:
+            raise MemoryError("no more")
+        return original(*args, **kwargs)
+
+    original = dist.new_group
+    with mock.patch("torch.distributed.new_group", new_group), pytest.raises(MemoryError):
+        ps.initialize_model_parallel(
+            2, 2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+        )
+    assert len(c10d._world.pg_map) == 1 and not ps.is_initialized()
+    assert ps.get_virtual_pipeline_model_parallel_world_size() is None
+    assert os.environ["NCCL_COLLNET_ENABLE"] == "1"
+    ps.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
+    assert ps.is_initialized()
+
+
+def test_destroying_twice_or_after_torch_is_quiet(initialized):
+    initialized()
+    ps.destroy_model_parallel()
+    ps.destroy_model_parallel()
+    assert len(c10d._world.pg_map) == 1
+    initialized()
+    dist.destroy_process_group()
+    ps.destroy_model_parallel()
+    assert not ps.is_initialized() and not c10d._world.pg_map
+
+
+def test_groups_that_a_caller_made_stay_the_callers(initialized):
+    initialized()
+    own = ps.create_group([0, 1], group_desc="MINE")
+    assert ps._global_process_group_list[-1] is own
+    ps.destroy_model_parallel()
+    assert own in c10d._world.pg_map
+
+
+def test_second_all_gather_groups_follow_the_order_and_window_of_the_state(initialized):
+    initialized(
+        16,
+        rank=13,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        order="tp-pp-ep-dp-cp",
+        rank_offset=8,
+        local_world_size=8,
+        expert_model_parallel_size=1,
+    )
+    dense, expert = ps.create_all_gather_groups(for_expert_parallelism=True)
+    assert dist.get_process_group_ranks(dense) == [9, 13] and expert is None
+    assert dense.group_desc == "DATA_PARALLEL_GROUP_WITH_CP_AG"
+    assert dense is not ps.get_data_parallel_group(with_context_parallel=True)
+    with pytest.raises(RuntimeError, match="needs an initialized state"):
+        ps.destroy_model_parallel()
+        ps.create_all_gather_groups()
+
+
+def test_timeouts_can_be_changed_on_all_groups(initialized):
+    from datetime import timedelta
+
+    initialized()
+    with mock.patch("torch.distributed.distributed_c10d._set_pg_timeout") as set_timeout:
+        ps.update_pg_timeout(timedelta(seconds=9))
+    assert [c.args[1] for c in set_timeout.call_args_list] == ps._global_process_group_list
+
+
+def test_the_memory_buffer_is_megatrons(initialized):
+    initialized()
+    assert type(ps.get_global_memory_buffer()).__name__ == "GlobalMemoryBuffer"
+    assert ps.get_global_memory_buffer() is ps._GLOBAL_MEMORY_BUFFER
+    ps.destroy_global_memory_buffer()
+    with pytest.raises(AssertionError, match="global memory buffer is not initialized"):
+        ps.get_global_memory_buffer()
+
+
+def test_importing_it_imports_no_megatron():
+    code = "import sys, compat.parallel_state as _; print('megatron' in sys.modules)"
+    out = warm.run("-c", code)
+    assert out.stdout.strip() == "False"
+
+
+def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(fake_world):
+    fake_world(9)
+    with mock.patch("torch.cuda.synchronize"), mock.patch("torch.cuda.current_device"):
+        ps.initialize_model_parallel(
+            pipeline_model_parallel_size=3,
+            use_sharp=True,
+            rank_offset=2,
+            local_world_size=3,
+            get_embedding_ranks=lambda ranks: sorted({0, ranks[-1]}),
+        )
+    assert dist.get_process_group_ranks(ps.get_embedding_group()) == [0, 4]
+    assert ps._DATA_PARALLEL_GROUP_WITH_CP is None
+    ps.destroy_model_parallel()
+
+
+def test_the_module_has_upstreams_private_globals_and_no_other_attribute_of_the_state():
+    assert ps._TENSOR_MODEL_PARALLEL_GROUP is None
+    state = ps.current_state()
+    inner = {name for name in dir(type(state)) if name[0] == "_" and name[:2] != "__"} - SLOTS
+    assert {"_numbered", "_grid", "_renumber", "_take"} <= inner
+    handed = {name for name in inner if hasattr(ps, name)} - {*vars(ps)}
+    assert handed == set()

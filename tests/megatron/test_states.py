@@ -1,0 +1,312 @@
+"""Several parallel states in one process: side by side, made current, suspended."""
+
+import inspect
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from compat import parallel_state as ps
+from compat.megatron.getters import Getters
+from compat.state import ParallelState, make_current
+from tests.support.forked import descriptors, on_ranks, run_ranks
+
+GETTERS = [
+    name
+    for name, function in inspect.getmembers(Getters, inspect.isfunction)
+    if name.startswith(("get_", "is_"))
+    and not [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty and p.name != "self"
+    ]
+]
+
+
+def _ask(source, name):
+    try:
+        return getattr(source, name)()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _answers(source):
+    return {name: _ask(source, name) for name in GETTERS if hasattr(source, name)}
+
+
+def _two(rank=0):
+    actor = ParallelState.create(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    critic = ParallelState.create(
+        tensor_model_parallel_size=4, order="tp-ep-dp-pp", expert_model_parallel_size=2
+    )
+    return actor, critic
+
+
+@pytest.fixture
+def two(fake_world):
+    fake_world(8, rank=5)
+    states = _two()
+    yield states
+    for state in states:
+        state.destroy()
+
+
+def test_every_getter_of_the_module_is_one_of_the_object():
+    public = [name for name in dir(ps) if name.startswith(("get_", "is_", "has_"))]
+    own = {"get_nccl_options"}  # asks no state
+    aside = {"is_initialized", "is_unitialized", "model_parallel_is_initialized"}
+    for name in public:
+        assert name in own or name in aside or hasattr(ParallelState, name), name
+
+
+def test_two_states_live_side_by_side_and_share_no_group(two):
+    actor, critic = two
+    groups = [{p.group for p in state.pool.groups} for state in two]
+    assert not groups[0] & groups[1]
+    assert actor.get_tensor_model_parallel_world_size() == 2
+    assert critic.get_tensor_model_parallel_world_size() == 4
+    assert dist.get_process_group_ranks(critic.get_tensor_model_parallel_group()) == [4, 5, 6, 7]
+    assert not ps.is_initialized()
+
+
+def test_activation_answers_for_the_module_nests_and_ends_on_error(two):
+    actor, critic = two
+    expected = _answers(actor), _answers(critic)
+    with actor.activate():
+        assert _answers(ps) == expected[0]
+        with critic.activate():
+            assert _answers(ps) == expected[1]
+        assert _answers(ps) == expected[0]
+        with pytest.raises(KeyError, match="the caller's"), critic.activate():
+            raise KeyError("the caller's")
+        assert _answers(ps) == expected[0]
+    assert not ps.is_initialized()
+
+
+def test_autograds_threads_see_the_activation(two):
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            thread = threading.Thread(
+                target=lambda: seen.append(ps.get_tensor_model_parallel_group())
+            )
+            thread.start()
+            thread.join()
+            return grad
+
+    with two[1].activate():
+        Look.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert seen == [two[1].get_tensor_model_parallel_group()]
+
+
+def test_activations_that_do_not_nest_are_told(two):
+    actor, critic = two
+    first = actor.activate()
+    first.__enter__()
+    second = critic.activate()
+    second.__enter__()
+    with pytest.raises(RuntimeError, match="activations must nest"):
+        first.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="activations must nest"):
+        second.__exit__(None, None, None)
+    make_current(ParallelState())
+
+
+def test_in_no_thread_does_a_state_answer_with_anothers_group(two):
+    expected = {id(state): _answers(state) for state in two}
+    wrong, stop = [], threading.Event()
+
+    def ask(state):
+        while not stop.is_set():
+            if _answers(state) != expected[id(state)]:
+                wrong.append(state)
+
+    def switch():
+        while not stop.is_set():
+            for state in two:
+                with state.activate():
+                    if _ask(ps, "get_model_parallel_group") is not state._MODEL_PARALLEL_GROUP:
+                        wrong.append("module")
+
+    threads = [threading.Thread(target=ask, args=(state,)) for state in two for _ in range(2)]
+    threads.append(threading.Thread(target=switch))
+    for thread in threads:
+        thread.start()
+    stop.wait(1.0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_patched_getter_of_the_module_is_not_seen_by_states_that_are_not_current(two):
+    from unittest import mock
+
+    actor, critic = two
+    with (
+        actor.activate(),
+        mock.patch("compat.parallel_state.get_pipeline_model_parallel_rank", return_value=1),
+    ):
+        assert ps.get_pipeline_model_parallel_next_rank() == 1 or ps.is_pipeline_last_stage()
+        assert critic.is_pipeline_first_stage() and critic.is_pipeline_last_stage()
+        with critic.activate():
+            pass
+    assert actor.is_pipeline_first_stage() == (actor.get_pipeline_model_parallel_rank() == 0)
+
+
+@on_ranks(8)
+def test_destroying_one_leaves_the_other_whole(rank):
+    actor, critic = _two()
+    actor.destroy()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=critic.get_tensor_model_parallel_group())
+    assert total.item() == 4 and len(c10d._world.pg_map) == 1 + len(critic.pool.groups)
+    critic.destroy()
+
+
+@on_ranks(8)
+def test_states_over_windows_are_for_the_ranks_in_them(rank):
+    encoder = ParallelState.create(tensor_model_parallel_size=2, local_world_size=4)
+    language = ParallelState.create(
+        pipeline_model_parallel_size=2, local_world_size=4, rank_offset=4
+    )
+    mine, other = (encoder, language) if rank < 4 else (language, encoder)
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=mine.get_model_parallel_group())
+    assert total.item() == [1, 1, 5, 5, 10, 12, 10, 12][rank]
+    said = _ask(other, "get_model_parallel_group")
+    assert said.startswith("AssertionError: model parallel group is")
+
+
+def test_the_grid_of_a_state_has_its_groups_dense_and_expert_as_two_views(two):
+    grid = two[1].grid
+    assert grid.get_pg("tp") is two[1].get_tensor_model_parallel_group()
+    assert grid.get_pg("dp-cp") is two[1].get_data_parallel_group(with_context_parallel=True)
+    assert grid.get_pg("ep", view="expert") is two[1].get_expert_model_parallel_group()
+    assert grid.get_pg("tp-pp") is two[1].get_model_parallel_group()
+    assert grid.get_pg("pp", view="expert") is two[1].get_pipeline_model_parallel_group()
+    assert grid.coordinate() == two[1].request.decoder.coordinate(5)
+    with pytest.raises(KeyError, match=r"call create_pg\('dp-ep', view='expert'\)"):
+        grid.get_pg("ep-dp", view="expert")
+    extra = grid.create_pg("ep-dp", view="expert", group_desc="mine")
+    two[1].destroy()
+    assert extra not in c10d._world.pg_map
+
+
+@on_ranks(8, timeout=60)
+def test_a_suspended_state_gives_everything_back_and_comes_back_the_same(rank):
+    start = descriptors()
+    state, other = _two()
+    state.create_all_gather_groups(for_expert_parallelism=True, timeout=timedelta(minutes=3))
+    state.update_pg_timeout(timedelta(minutes=9), state.get_tensor_model_parallel_group())
+    numbers = {n: a for n, a in _answers(state).items() if isinstance(a, int | bool)}
+    held = state.get_data_parallel_group()
+    name = held.group_name
+    del held
+    full = descriptors()
+    state.suspend()
+    empty = descriptors(at_most=full - 1)
+    assert {n: a for n, a in _answers(state).items() if isinstance(a, int | bool)} == numbers
+    texts = []
+    for use in (
+        lambda group: dist.all_reduce(torch.ones(1), group=group),
+        lambda group: dist.get_process_group_ranks(group),
+        lambda group: group.size(),
+        lambda group: state.suspend(),
+    ):
+        try:
+            use(state.get_tensor_model_parallel_group())
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=other.get_tensor_model_parallel_group())
+    renewed = state.resume()
+    assert renewed[name] is state.get_data_parallel_group()
+    assert state.grid.get_pg("tp") is state.get_tensor_model_parallel_group()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=state.get_model_parallel_group())
+    tp = state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
+    gathers = [p for p in state.pool.groups if "_AG#" in p.label]
+    assert tp.options._timeout == timedelta(minutes=9) and len(gathers) == 1 and total.item() == 4
+    del tp, gathers, renewed
+    state.destroy()
+    other.destroy()
+    assert start < empty < full and descriptors(at_most=start) == start
+    assert len(texts) == 4 and all("suspended: call resume()" in text for text in texts[:2])
+    assert "was used while it is suspended: call resume()" in texts[2]
+
+
+def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
+    from unittest import mock
+
+    state = two[0]
+    with pytest.raises(RuntimeError, match="is not suspended"):
+        state.resume()
+    state.suspend()
+    groups = len(c10d._world.pg_map)
+    with (
+        mock.patch("torch.distributed.new_group", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        state.resume()
+    assert len(c10d._world.pg_map) == groups
+    assert "suspended" in repr(state.get_tensor_model_parallel_group())
+    assert repr(state).endswith("ranks 0..7), suspended)")
+    assert state.get_tensor_model_parallel_rank() == 1
+    state.resume()
+    assert state.get_tensor_model_parallel_group() in c10d._world.pg_map
+    state.suspend()
+    state.destroy()
+    with pytest.raises(RuntimeError, match="no groups to suspend"):
+        state.suspend()
+
+
+def test_what_was_made_on_the_grid_beside_the_plan_is_made_again(fake_world):
+    fake_world(8)
+    state = ParallelState.create(tensor_model_parallel_size=2)
+    extra = state.grid.create_pg("tp-pp-dp", group_desc="mine").group_name
+    state.create_all_gather_groups()
+    for _ in range(2):
+        state.suspend()
+        renewed = state.resume()
+        again = state.grid.get_pg("tp-pp-dp")
+        assert renewed[extra] is again and again.group_desc == "mine"
+        extra = again.group_name
+    state.destroy()
+
+
+def _refused_twice(rank):
+    for size in (3, 5):
+        with pytest.raises(RuntimeError, match="is not divisible"):
+            ParallelState.create(tensor_model_parallel_size=size)
+    return ParallelState.create(tensor_model_parallel_size=2).get_tensor_model_parallel_rank()
+
+
+def test_refusals_in_a_row_leave_no_rank_a_call_ahead():
+    for _ in range(5):
+        assert run_ranks(4, _refused_twice) == [0, 1, 0, 1]
+
+
+def test_the_callers_functions_are_not_asked_again_on_resume(fake_world):
+    fake_world(8)
+    calls = []
+
+    def choose(ranks):
+        calls.append(ranks)
+        return ranks[:1]
+
+    state = ParallelState.create(pipeline_model_parallel_size=2, get_embedding_ranks=choose)
+    asked = len(calls)
+    state.suspend()
+    state.resume()
+    assert asked == len(calls) == 4
+    state.destroy()

@@ -1,0 +1,43 @@
+"""Outside code writes private globals and replaces functions: as on stock, for every release."""
+
+import datetime
+import functools
+
+import pytest
+
+from tests.parity.patching import run_patched
+from tests.parity.repairs import replaced
+from tests.support import warm
+from tests.support.stock import MAIN, RELEASES, have_stock, load_stock
+
+TODAY = int(f"{datetime.date.today():%Y%m%d}")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_whatever_is_written_or_replaced_getters_answer_as_stock(release):
+    if not have_stock(release):
+        pytest.skip(f"run scripts/fetch_megatron {release}")
+    n = 2 if release in MAIN else 1
+    command = ["scripts/parity", "--patched", "--release", release, "-n", str(n)]
+    command += ["--seed", str(TODAY), "--max-world", "16"]
+    done = warm.run(*command, timeout=600, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+
+
+# What a module gets wrong that does not ask itself: stock, edited so.
+DEAF = {
+    "a getter that reads the global beside it": (
+        "return get_context_parallel_group().rank()",
+        "return _CONTEXT_PARALLEL_GROUP.rank() if _CONTEXT_PARALLEL_GROUP else 0",
+    ),
+    "a getter that reads another global": (
+        "return _DATA_PARALLEL_GROUP_GLOO",
+        "return _DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", DEAF)
+def test_a_module_that_does_not_listen_is_noticed(edit):
+    deaf = functools.partial(load_stock, "0.16.1", replaced(DEAF[edit]))
+    assert run_patched(deaf, "0.16.1", n=1, seed=1, max_world=16).differences

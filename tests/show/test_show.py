@@ -1,0 +1,435 @@
+"""The page and the picture of a plan: right, complete, usable, and alone."""
+
+import re
+import shutil
+import sys
+from time import perf_counter
+
+import pytest
+
+from hypergrid import GroupPlan, GroupRow, LayoutError, RankLayout, Topology
+from hypergrid.show.hosts import ranks_by_host
+from hypergrid.show.page import page
+
+DECODER = RankLayout(("tp", "cp", "dp", "ep", "pp"), (4, 2, 4, 1, 2))
+EXPERT = RankLayout(("tp", "ep", "dp", "pp"), (4, 4, 2, 2))
+PLAN = GroupPlan(
+    {"decoder": DECODER, "expert": EXPERT, "half": RankLayout(("a", "b"), (8, 4))},
+    (
+        GroupRow("TENSOR", "decoder", ("tp",)),
+        GroupRow("DATA_WITH_CP", "decoder", ("dp", "cp")),
+        GroupRow("CHUNKS", "decoder", ("dp", "cp"), chunk=3),
+        GroupRow("EMBEDDING", "decoder", ("pp", "dp"), pick="ends"),
+        GroupRow("FIRST", "decoder", ("pp",), pick="first"),
+        GroupRow("EXPERTS", "expert", ("ep",)),
+        GroupRow("ALONE", "decoder", ("ep",), backend="gloo"),
+        GroupRow("CHOSEN", "decoder", (), explicit=((3, 1, 62), (1, 8))),
+        GroupRow("HALF", "half", ("b",)),
+    ),
+)
+LARGE = GroupPlan(
+    {"decoder": RankLayout(("tp", "cp", "dp", "pp"), (8, 2, 16, 16))},
+    tuple(GroupRow("-".join(d), "decoder", d) for d in (("tp",), ("dp", "cp"), ("tp", "dp", "pp"))),
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no browser: install chromium (scripts/setup_browser)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Open the page of a plan; what the browser complains about or asks for fails the test."""
+    contexts, wrong = [], []
+
+    def open_(plan=PLAN, hosts=8, title="A plan", offered=None, **options):
+        path = tmp_path / f"{len(contexts)}.html"
+        path.write_text(page(plan, hosts, title, offered=offered), "utf-8")
+        context = browser.new_context(**options)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("console", lambda said: wrong.append(said.text))
+        tab.on("request", lambda asked: asked.url == path.as_uri() or wrong.append(asked.url))
+        tab.goto(path.as_uri())
+        return tab
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert not wrong
+
+
+def lit(tab, kind="in"):
+    ranks = tab.eval_on_selector_all(f".cell.{kind}", "cells => cells.map(c => +c.dataset.rank)")
+    return sorted(ranks)
+
+
+def cell(tab, rank):
+    return tab.locator(f"[data-rank='{rank}']")
+
+
+def focused(tab):
+    return tab.evaluate("+document.activeElement.dataset.rank")
+
+
+def links(tab, kind):
+    return tab.eval_on_selector(f".ring .{kind}:not(.halo)", "p => p.getAttribute('d')").count("M")
+
+
+# What the page and the picture stand on.
+
+
+@pytest.mark.parametrize("hosts", [8, [8] * 8, {"a": 24, "b": 40}, ["x", "y"] * 32])
+def test_every_rank_is_in_the_box_of_its_host(hosts):
+    boxes = ranks_by_host(DECODER, hosts)
+    topology = Topology(DECODER, hosts)
+    assert sorted(rank for ranks in boxes.values() for rank in ranks) == list(DECODER.ranks)
+    assert all(topology.host(rank) == name for name, ranks in boxes.items() for rank in ranks)
+
+
+def test_hosts_that_are_too_few_are_refused():
+    with pytest.raises(LayoutError, match="have 8 ranks"):
+        page(PLAN, [8])
+
+
+# The page.
+
+
+@needs_browser
+def test_the_page_computes_every_group_as_the_plan_does(opened):
+    tab = opened()
+    for i, row in enumerate(PLAN.rows):
+        groups = tab.evaluate("i => hypergrid.groupsNamed(i)", i)
+        assert groups == [list(ranks) for ranks in PLAN.all(row)]
+    for rank in PLAN.window:
+        groups = tab.evaluate("rank => hypergrid.groupsOf(rank)", rank)
+        assert groups == [[row.label, list(ranks)] for row, ranks in PLAN.groups_of(rank)]
+        for name in ("decoder", "expert"):
+            at = tab.evaluate("([name, rank]) => hypergrid.coordinate(name, rank)", [name, rank])
+            assert at == PLAN.layouts[name].coordinate(rank)
+
+
+@needs_browser
+def test_a_span_with_an_offset_and_hosts_that_interleave(opened):
+    layout = RankLayout(("tp", "dp"), (2, 4), 8)
+    plan = GroupPlan({"vision": layout}, (GroupRow("DP", "vision", ("dp",)),))
+    tab = opened(plan, hosts=["x", "y"] * 8)
+    assert tab.inner_text("#summary").startswith("8 ranks from 8 on 2 hosts. tp=2 dp=4")
+    boxes = tab.eval_on_selector_all(
+        ".host",
+        "boxes => boxes.map(b => [...b.querySelectorAll('.cell')].map(c => +c.dataset.rank))",
+    )
+    assert boxes == list(ranks_by_host(layout, ["x", "y"] * 8).values())
+    assert tab.evaluate("hypergrid.groupsOf(9)") == [["DP", [9, 11, 13, 15]]]
+
+
+@needs_browser
+def test_pointing_at_a_rank_lights_its_groups_and_lists_them(opened):
+    tab = opened()
+    cell(tab, 13).hover()
+    assert lit(tab) == DECODER.group(13, "tp")
+    around = {r for dim in ("tp", "cp", "dp", "pp") for r in DECODER.group(13, dim)}
+    assert lit(tab, "near") == sorted(around)
+    assert "Rank 13 on host1" in tab.inner_text("#list")
+    labels = tab.eval_on_selector_all("#list .label", "all => all.map(each => each.textContent)")
+    assert labels == ["tp", "cp", "dp", "pp", *(row.label for row, _ in PLAN.groups_of(13))]
+    assert "4 hosts" in tab.inner_text("#list .group:has-text('DATA_WITH_CP')")
+    tab.check("input[value=dp]", force=True)
+    cell(tab, 12).hover()
+    assert lit(tab) == DECODER.group(12, "dp")
+    assert links(tab, "crossing") == 4 and links(tab, "inside") == 0
+    tab.check("input[value=pp]", force=True)
+    assert lit(tab) == [12, 44] and links(tab, "crossing") == 1, "two members have one link"
+
+
+@needs_browser
+def test_colours_tell_the_groups_of_the_chosen_dim(opened):
+    tab = opened()
+    tab.check("input[value=cp]", force=True)
+    numbers = tab.eval_on_selector_all(
+        ".cell", "all => all.map(c => [+c.dataset.rank, c.dataset.number])"
+    )
+    by_number = {}
+    for rank, number in numbers:
+        by_number.setdefault(int(number), []).append(rank)
+    assert [sorted(by_number[n]) for n in sorted(by_number)] == DECODER.groups("cp").tolist()
+
+
+@needs_browser
+def test_a_chosen_group_shows_its_members_and_the_links_that_cross(opened):
+    tab = opened()
+    cell(tab, 13).click()
+    tab.click("#list .group:has-text('DATA_WITH_CP')")
+    assert lit(tab) == [1, 5, 9, 13, 17, 21, 25, 29]
+    chosen = tab.locator("#chosen")
+    assert "8 ranks on 4 hosts" in chosen.inner_text()
+    assert "4 of 8 links cross hosts" in chosen.inner_text()
+    crossings = chosen.locator(".links li").all_inner_texts()
+    assert [re.findall(r"\b\d+\b", text)[:2] for text in crossings] == [
+        ["5", "9"],
+        ["13", "17"],
+        ["21", "25"],
+        ["29", "1"],
+    ]
+    assert (links(tab, "inside"), links(tab, "crossing")) == (4, 4)
+    assert "DATA_WITH_CP, group 1: 8 ranks on 4 hosts" in tab.inner_text("#status")
+    cell(tab, 40).hover()
+    assert lit(tab)[0] == 1, "a chosen group stays while the pointer wanders"
+
+
+@needs_browser
+def test_a_name_leads_to_each_of_its_groups(opened):
+    tab = opened()
+    tab.click("#tab-names")
+    name = tab.locator("#list > ul > li", has_text="EXPERTS")
+    assert "ep · 16 groups" in name.inner_text()
+    name.locator("button").first.click()
+    name.locator(".inner .group").nth(5).click()
+    assert lit(tab) == list(PLAN.all(PLAN.rows[5])[5])
+    assert tab.get_attribute(".inner [aria-pressed=true]", "class") == "group"
+    tab.keyboard.press("Escape")
+    assert lit(tab) == [] and not tab.is_visible("#chosen")
+
+
+@needs_browser
+def test_the_grid_is_one_tab_stop_and_the_keyboard_does_all(opened):
+    tab = opened(viewport={"width": 1280, "height": 800})
+    assert tab.locator(".cell[tabindex='0']").count() == 1
+    tab.locator("input[name=dim]").first.focus()
+    tab.keyboard.press("Tab")
+    assert focused(tab) == 0
+    for key, rank in [
+        ("ArrowRight", 1),
+        ("ArrowDown", 5),
+        ("End", 7),
+        ("ArrowRight", 8),
+        ("ArrowLeft", 7),
+        ("Home", 0),
+        ("ArrowUp", 0),
+        ("Control+End", 63),
+        ("ArrowRight", 63),
+    ]:
+        tab.keyboard.press(key)
+        assert focused(tab) == rank, key
+    assert lit(tab) == DECODER.group(63, "tp")
+    assert cell(tab, 63).evaluate("c => getComputedStyle(c).outlineStyle") == "solid"
+    assert cell(tab, 63).get_attribute("aria-label") == "rank 63, host7, tp 3, cp 1, dp 3, pp 1"
+    tab.keyboard.press("Enter")
+    assert lit(tab, "pinned") == [63] and "pinned" in tab.inner_text("#list")
+    cell(tab, 3).hover()
+    assert "Rank 63" in tab.inner_text("#list")
+    tab.keyboard.press("Escape")
+    assert lit(tab, "pinned") == lit(tab, "near") == []
+    assert tab.locator(".cell[tabindex='0']").count() == 1
+
+
+@needs_browser
+def test_search_finds_ranks_and_hosts_and_says_what_is_not_there(opened):
+    tab = opened(LARGE, hosts={f"node-{i:03}": 8 for i in range(512)})
+
+    def search(text):
+        tab.fill("#sought", text)
+        tab.keyboard.press("Enter")
+        return tab.inner_text("#status")
+
+    assert search("4001") == "Rank 4001 is on node-500."
+    assert focused(tab) == 4001
+    top = cell(tab, 4001).evaluate("c => c.getBoundingClientRect().top")
+    assert 0 < top < tab.viewport_size["height"]
+    assert search("NODE-007") == "node-007 has 8 ranks." and focused(tab) == 56
+    assert search("4096") == "There is no rank 4096: ranks go from 0 to 4095."
+    assert search("elsewhere") == "No host is called “elsewhere”."
+    assert search(" ").startswith("Type the number of a rank")
+
+
+@needs_browser
+def test_layouts_of_the_whole_span_can_be_switched(opened):
+    tab = opened(offered=("decoder", "expert"))
+    values = tab.eval_on_selector_all("input[name=layout]", "all => all.map(each => each.value)")
+    assert values == ["decoder", "expert"]
+    assert "tp=4 cp=2 dp=4 pp=2, order tp-cp-dp-pp" in tab.inner_text("#summary")
+    assert "inside a host: tp, cp · across hosts: dp, pp" in tab.inner_text("#summary")
+    tab.check("input[value=expert]", force=True)
+    assert "tp=4 ep=4 dp=2 pp=2, order tp-ep-dp-pp" in tab.inner_text("#summary")
+    tab.check("input[value=ep]", force=True)
+    cell(tab, 13).hover()
+    assert lit(tab) == EXPERT.group(13, "ep")
+    assert cell(tab, 13).get_attribute("aria-label") == "rank 13, host1, tp 1, ep 3, dp 0, pp 0"
+
+
+def luminance(colour):
+    channels = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_theme_follows_the_system_until_one_switches_it(opened, scheme):
+    tab = opened(color_scheme=scheme)
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    before = tab.evaluate(background)
+    assert (luminance(before) > 0.5) == (scheme == "light")
+    for _ in range(2):
+        ink = tab.evaluate("getComputedStyle(document.documentElement).color")
+        muted = tab.evaluate("getComputedStyle(document.querySelector('#summary')).color")
+        here = tab.evaluate(background)
+        assert contrast(ink, here) > 7 and contrast(muted, here) > 4.5
+        for number in range(8):
+            drawn = f"getComputedStyle(document.querySelector('.cell[data-colour=\"{number}\"]'))"
+            assert (
+                contrast(tab.evaluate(f"{drawn}.color"), tab.evaluate(f"{drawn}.backgroundColor"))
+                > 4.5
+            )
+        tab.click("#theme")
+        assert (luminance(tab.evaluate(background)) > 0.5) != (luminance(here) > 0.5)
+    tab.click("#theme")
+    tab.reload()
+    assert tab.evaluate(background) != before, "the switch is remembered"
+
+
+@needs_browser
+def test_a_page_that_is_refused_storage_works(opened):
+    tab = opened()
+    tab.add_init_script("Object.defineProperty(window, 'localStorage', {get() { throw Error() }})")
+    tab.reload()
+    tab.click("#theme")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+@needs_browser
+def test_names_are_text_whatever_they_contain(opened):
+    evil = "</script><img src=x onerror=alert(1)><!--{{data}}\u2028\ud800&amp;"
+    layout = RankLayout((evil, "__proto__"), (2, 2))
+    plan = GroupPlan({evil: layout}, (GroupRow(evil, evil, (evil,)),))
+    text = page(plan, {evil: 2, "<b>": 2}, evil)
+    assert text.count("</script>") == 2 and "<img" not in text and "<!--" not in text
+    tab = opened(plan, {evil: 2, "<b>": 2}, evil)
+    cell(tab, 1).hover()
+    assert lit(tab) == [0, 1]
+    shown = evil.replace("\ud800", "\ufffd")
+    assert tab.text_content("h1") == shown and tab.title().startswith("</script><img")
+    assert shown[:40] in tab.inner_text("#list") and tab.locator("img, b:has(*)").count() == 0
+
+
+@needs_browser
+def test_plans_without_wide_dims_or_names_are_drawn_too(opened):
+    tab = opened(GroupPlan({"one": RankLayout(("tp",), (1,))}), 8)
+    cell(tab, 0).click()
+    assert tab.inner_text("#summary").startswith("1 rank on 1 host.")
+    tab.click("#tab-names")
+    assert tab.inner_text("#list") == "The plan names no group."
+
+
+@needs_browser
+def test_it_fits_a_narrow_window(opened):
+    tab = opened(viewport={"width": 400, "height": 800})
+    cell(tab, 13).click()
+    tab.click("#list .group:has-text('DATA_WITH_CP')")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+@needs_browser
+def test_four_thousand_ranks_answer_at_once(opened, capsys):
+    began = perf_counter()
+    tab = opened(LARGE, viewport={"width": 1280, "height": 800})
+    tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+    load = perf_counter() - began
+    answer = """async rank => {
+        const cell = document.querySelector(`[data-rank='${rank}']`);
+        const began = performance.now();
+        const at = {bubbles: true, screenX: rank, screenY: rank};
+        cell.dispatchEvent(new PointerEvent('pointermove', at));
+        await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+        return performance.now() - began;
+    }"""
+    times = sorted(tab.evaluate(answer, rank) for rank in range(0, 160, 4))
+    assert lit(tab) == LARGE.layouts["decoder"].group(156, "tp")
+    with capsys.disabled():
+        print(f"\n4,096 ranks: drawn after {load:.2f} s, hover {times[20]:.0f} ms", end="")
+    assert load < 20 and times[20] < 1000, "a hang, not a slow machine"
+
+
+# The picture.
+
+
+def drawn(plan, hosts, path, **options):
+    from hypergrid.show.picture import picture
+
+    picture(plan, hosts, path, **options)
+    return path.read_bytes()
+
+
+def texts(plan, hosts, path, **options):
+    written = drawn(plan, hosts, path.with_suffix(".svg"), **options).decode()
+    return re.findall(r">([^<>\n]+)</text>", written)
+
+
+def test_a_picture_has_a_panel_for_each_dim_and_says_what_crosses(tmp_path):
+    said = texts(PLAN, 8, tmp_path / "plan")
+    assert "64 ranks on 8 hosts: tp=4 cp=2 dp=4 pp=2, order tp-cp-dp-pp" in said
+    assert [text for text in said if " = " in text] == ["tp = 4", "cp = 2", "dp = 4", "pp = 2"]
+    assert said.count("inside a host") == 2 and "every group crosses hosts (4 hosts)" in said
+    assert all(said.count(str(rank)) == 4 for rank in DECODER.ranks)
+    (only,) = (text for text in texts(PLAN, 8, tmp_path / "one", by="dp") if " = " in text)
+    assert only == "dp = 4"
+
+
+def test_a_picture_takes_hosts_by_name_and_other_layouts(tmp_path):
+    said = texts(PLAN, {"$a_1$": 3, "b": 61}, tmp_path / "plan", layout="expert", by="tp")
+    assert "$a_1$" in said and "1 of 16 groups cross (2 hosts)" in said
+
+
+def test_a_large_world_is_folded_but_shows_the_group_of_its_first_rank(tmp_path):
+    said = texts(LARGE, 8, tmp_path / "plan", by="pp")
+    assert {"host0", "host32", "host480", "host511", "4095", "members not shown"} <= {*said}
+    hidden = sum(int(number) for number in re.findall(r"(\d+) more hosts", " ".join(said)))
+    assert hidden + sum(text.startswith("host") for text in said) == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")]
+)
+def test_the_suffix_gives_the_format_and_equal_plans_equal_pictures(tmp_path, name, begins):
+    assert drawn(PLAN, 8, tmp_path / name).startswith(begins)
+    one, two = (drawn(PLAN, 8, tmp_path / f"{i}.svg") for i in "12")
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"by": "xp"}, r"invalid dim 'xp'. Valid dims are \['tp', 'cp', 'dp', 'ep', 'pp'\]"),
+        ({"layout": "x"}, r"invalid layout 'x'. Valid layouts are \['decoder', 'expert', 'half'\]"),
+    ],
+)
+def test_what_a_picture_cannot_show_is_refused(tmp_path, options, says):
+    with pytest.raises(LayoutError, match=says):
+        drawn(PLAN, 8, tmp_path / "plan.png", **options)
+    with pytest.raises(LayoutError, match=r"name a \.png, \.svg or \.pdf file"):
+        drawn(PLAN, 8, tmp_path / "plan.gif")
+
+
+def test_without_matplotlib_it_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'hypergrid\[plot\]'"):
+        drawn(PLAN, 8, tmp_path / "plan.png")
+    assert page(PLAN, 8), "the page does without"

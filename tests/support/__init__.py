@@ -1,0 +1,5 @@
+"""What tests share: real ranks, stock Megatron, other projects' own classes, pages of the docs."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]

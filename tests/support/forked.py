@@ -1,0 +1,253 @@
+"""Real worlds on one machine: forks a process per rank from one that has torch loaded."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import inspect
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(AssertionError):
+    """What went wrong on which rank: a line, and the traceback from there."""
+
+    def __init__(self, line: str, trace: str = "") -> None:
+        super().__init__(f"{line}\n{trace}" if trace else line)
+        self.line = line
+
+
+_STORE: dist.Store  # of this rank's world
+_TURNS = itertools.count()
+
+
+def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on each of ``world`` forked ranks; it is called with ``rank`` first.
+
+    Fixtures and parameters follow ``rank`` and are those of the parent. The first rank that raises
+    ends the test with its traceback. ``options`` are those of :func:`run_ranks`.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            run_ranks(world, lambda rank: test(rank, **given), **options)
+
+        _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def from_all(value: Any) -> list[Any]:
+    """Every rank's ``value``, through the store of the world; every rank calls it together."""
+    turn, world = next(_TURNS), int(os.environ["WORLD_SIZE"])
+    _STORE.set(f"from_all/{turn}/{os.environ['RANK']}", pickle.dumps(value))
+    return [pickle.loads(_STORE.get(f"from_all/{turn}/{rank}")) for rank in range(world)]
+
+
+def descriptors(at_most: int | None = None) -> int:
+    """How many descriptors this process has open; waits up to 10 s until they are `at_most`.
+
+    Gloo closes the sockets of a destroyed group in a thread of its own.
+    """
+    deadline = time.monotonic() + 10
+    while True:
+        gc.collect()
+        found = len(os.listdir("/proc/self/fd"))
+        if at_most is None or found <= at_most or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+def run_ranks(
+    world: int,
+    body: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 40,
+    expect: str = "results",
+) -> list[Any]:
+    """Call ``body(rank, *args)`` on each rank of a real process group; give what they return.
+
+    The first rank that raises ends the others, and its traceback is raised here.
+
+    With ``backend=""`` there is a store at MASTER_PORT, and no process group.
+
+    With ``expect="errors"`` each rank must raise, and the exceptions' (type name, text) come back.
+    The port is bound here and handed to rank 0, so that nobody else can take it in between.
+    """
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(world)
+    with listener, tempfile.TemporaryDirectory() as directory:
+        children = {}
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                _child(rank, world, body, args, backend, listener, directory, timeout, expect)
+            children[pid] = rank
+        try:
+            lost = _wait(children, time.monotonic() + timeout, to_the_first=True)
+        finally:
+            for pid in children:  # too late, or waiting was interrupted
+                os.kill(pid, signal.SIGKILL)
+            for pid in children:
+                os.waitpid(pid, 0)
+        results: list[Any] = []
+        for rank in lost or range(world):
+            file = Path(directory, str(rank))
+            if not file.exists():
+                raise RankFailure(f"rank {rank} {lost.get(rank, 'left without a result')}")
+            kind, value = pickle.loads(file.read_bytes())
+            if (kind == "error") != (expect == "errors"):
+                if kind == "result":
+                    raise RankFailure(f"rank {rank} should have failed, it gave {value!r}")
+                raise RankFailure(f"rank {rank}: {value[0]}: {value[1]}", value[2])
+            results.append(value[:2] if kind == "error" else value)
+        return results
+
+
+def run_scripts(
+    world: int, body: Callable[..., Any], *args: Any, runs: int = 1, timeout: float = 40
+) -> list[list[str]]:
+    """Call ``body(rank, *args)`` as scripts of a user's; give what each rank of each run printed.
+
+    Nobody waits at the end: what ``body`` raises ends its process as it ends a script's, with the
+    interpreter's own tidying, and rank 0 takes the store along. ``body`` is a module's function.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        call = Path(directory, "call")
+        call.write_bytes(pickle.dumps((world, body, args, runs, timeout)))
+        code = f"import sys; sys.path[:0] = {sys.path!r}; from tests.support.forked import _scripts"
+        command = [sys.executable, "-c", f"{code}; _scripts({str(call)!r})"]
+        subprocess.run(command, check=True, timeout=runs * timeout + 60)
+        return [
+            [Path(directory, f"{run}.{rank}").read_text() for rank in range(world)]
+            for run in range(runs)
+        ]
+
+
+def _scripts(call: str) -> None:
+    world, body, args, runs, timeout = pickle.loads(Path(call).read_bytes())
+    for run in range(runs):
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(world)
+        children = {}
+        for rank in range(world):
+            printed = Path(call).with_name(f"{run}.{rank}").open("wb")
+            pid = os.fork()
+            if pid == 0:
+                for stream in (1, 2):
+                    os.dup2(printed.fileno(), stream)
+                _start(rank, world, listener, "gloo")
+                body(rank, *args)
+                sys.exit()
+            children[pid] = rank
+            printed.close()
+        listener.close()
+        _wait(children, time.monotonic() + timeout)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _start(rank: int, world: int, listener: socket.socket, backend: str) -> dist.Store:
+    torch.set_num_threads(1)
+    port = listener.getsockname()[1]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    descriptor = listener.detach()
+    if rank:  # else the port would stay open when rank 0 has ended
+        os.close(descriptor)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=descriptor if rank == 0 else None,
+    )
+    if backend:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    return store
+
+
+def join(rank: int, world: int, life: int = 0) -> None:
+    """Start the default group over a file, for bodies that run with ``backend=""``.
+
+    Each split opens two connections to torch's TCP store, which look up its host by number: where
+    no name server answers, that takes seconds.
+    """
+    store = dist.PrefixStore(str(life), dist.FileStore(os.environ["STORE_FILE"], world))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def _child(
+    rank: int,
+    world: int,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    backend: str,
+    listener: socket.socket,
+    directory: str,
+    timeout: float,
+    expect: str,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
+    faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
+    os.environ["STORE_FILE"] = f"{directory}/store"
+    global _STORE
+    try:
+        _STORE = store = _start(rank, world, listener, backend)
+        try:
+            outcome: tuple[str, Any] = ("result", body(rank, *args))
+        except BaseException as error:
+            outcome = ("error", (type(error).__name__, str(error), traceback.format_exc()))
+        Path(directory, f"{rank}.part").write_bytes(pickle.dumps(outcome))
+        Path(directory, f"{rank}.part").rename(Path(directory, str(rank)))
+        if outcome[0] == "error" and expect == "results":
+            os._exit(1)
+        # A rank that leaves early takes its connections along: wait until all have finished.
+        store.add("finished", 1)
+        while store.add("finished", 0) < world:
+            time.sleep(0.01)
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < world:
+            time.sleep(0.01)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _wait(children: dict[int, int], deadline: float, to_the_first: bool = False) -> dict[int, str]:
+    lost: dict[int, str] = {}
+    while children and not (lost and to_the_first):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in children:
+            rank = children.pop(pid)
+            if status:
+                lost[rank] = f"ended with status {status}"
+        elif time.monotonic() > deadline:
+            lost.update(dict.fromkeys(children.values(), "did not finish in time"))
+            break
+        else:
+            time.sleep(0.005)
+    return lost

@@ -1,0 +1,139 @@
+"""Run the Python blocks of pages, each chain in its own processes; print their errors as JSON.
+
+    python -m tests.support.run_pages < CHAINS
+
+CHAINS: `[{"world": "ranks=8", "steps": [[where, given, code]]}]`.
+
+A line that ends in a comment with a value, as `layout.stride("dp")  # 4`, must give that value, on
+every rank.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+import tokenize
+import traceback
+from typing import Any
+
+import torch  # noqa: F401 - once, not in each process
+import torch.distributed as dist
+
+import compat.parallel_state  # noqa: F401
+import hypergrid.groups.environment  # noqa: F401
+from tests.support import forked
+
+Steps = list[tuple[str, str, str]]
+
+
+def run(steps: Steps) -> list[str]:
+    """Run the blocks in one namespace; for each its error, or an empty text."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    told: list[str] = []
+    for where, given, code in steps:
+        if any(told):
+            told.append("not reached: an earlier block of this page failed")
+            continue
+        try:
+            exec(compile(given, f"what is given to {where}", "exec"), space)
+            _run_block(where, code, space)
+            told.append("")
+        except BaseException:
+            told.append(traceback.format_exc())
+    return told
+
+
+def _run_block(where: str, code: str, space: dict[str, Any]) -> None:
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(code).readline)
+        if token.type == tokenize.COMMENT
+    }
+    for node in ast.parse(code).body:
+        if not isinstance(node, ast.Expr):
+            exec(compile(ast.Module([node], []), where, "exec"), space)
+            continue
+        value = eval(compile(ast.Expression(node.value), where, "eval"), space)
+        comment = comments.get(node.end_lineno or 0, "")
+        try:
+            promised = ast.literal_eval(comment)
+        except (SyntaxError, ValueError):
+            if comment[:1] in tuple("[({'\""):
+                raise ValueError(f"{comment} looks like a value and cannot be read") from None
+            continue
+        if value != promised:
+            raise AssertionError(f"{ast.unparse(node)} gives {value!r}, the page says {promised!r}")
+
+
+def _alone(world: str, steps: Steps) -> list[str]:
+    if world != "alone":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = int(world.removeprefix("fake="))
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    with tempfile.TemporaryDirectory() as home:
+        os.chdir(home)
+        return run(steps)
+
+
+def _on_rank(_: int, steps: Steps) -> list[str]:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there, as under torchrun
+    return run(steps)
+
+
+def _on_ranks(world: str, steps: Steps) -> list[str]:
+    """The first error of each block, with its rank."""
+    for _, given, code in steps:  # import it once here, not on every rank
+        for node in (*ast.parse(given).body, *ast.parse(code).body):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                with contextlib.suppress(ImportError):  # the block itself raises it
+                    exec(compile(ast.Module([node], []), "imports", "exec"), {})
+    kind, _, size = world.partition("=")
+    backend = "gloo" if kind == "ranks" else ""
+    told = forked.run_ranks(int(size), _on_rank, steps, backend=backend)
+    return [
+        next((f"rank {rank}: {error}" for rank, error in enumerate(each) if error), "")
+        for each in zip(*told, strict=True)
+    ]
+
+
+WORLDS = {"alone": _alone, "fake": _alone, "ranks": _on_ranks, "torchrun": _on_ranks}
+
+
+def chain(world: str, steps: Steps) -> list[str]:
+    """Run a chain, in a process of its own, in the world that its page asks for."""
+    kind = world.partition("=")[0]
+    if kind not in WORLDS:
+        return [f"invalid world: {world!r}; allowed: {', '.join(WORLDS)}"] * len(steps)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            told = WORLDS[kind](world, steps)
+        except forked.RankFailure as failure:
+            told = [str(failure)] * len(steps)
+        os.write(writing, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return json.loads(said) if said else ["the process ended without a result"] * len(steps)
+
+
+def main() -> None:
+    """Print the errors on the standard output; the output of the blocks goes to standard error."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    json.dump([chain(each["world"], each["steps"]) for each in json.load(sys.stdin)], answer)
+
+
+if __name__ == "__main__":
+    main()

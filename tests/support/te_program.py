@@ -1,0 +1,201 @@
+"""What each rank of ``test_te_processes.py`` does with Transformer Engine's own classes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+warnings.simplefilter("ignore")
+
+from tests.support import te_on_cpu  # noqa: E402
+
+pytorch = te_on_cpu.load()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import transformer_engine_torch as extension  # noqa: E402
+from torch.distributed import distributed_c10d as c10d  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling  # noqa: E402
+from transformer_engine.pytorch import distributed, ep, module  # noqa: E402
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
+
+from compat import transformer_engine as te  # noqa: E402
+from compat.state import ParallelState  # noqa: E402
+from hypergrid import HyperCommGrid  # noqa: E402
+from tests.support import forked  # noqa: E402
+
+ranks = dist.get_process_group_ranks
+CACHED = distributed.get_distributed_world_size, distributed.get_distributed_rank
+
+
+def a_layer(**kwargs):
+    """A real layer on the CPU."""
+    return pytorch.TransformerLayer(
+        64, 128, 8, device="cpu", params_dtype=torch.float32, set_parallel_mode=True, **kwargs
+    )
+
+
+def grid_and_state():
+    """The same layout twice: tp=2, cp=4 as 2 x 2."""
+    grid = HyperCommGrid([2, 4], ["tp", "cp"])
+    te.create_groups(grid, a2a_size=2)
+    state = ParallelState.create(
+        tensor_model_parallel_size=2,
+        context_parallel_size=4,
+        hierarchical_context_parallel_sizes=[2, 2],
+    )
+    return grid, state
+
+
+def applied(rank):
+    """After ``apply``: whether every module holds the very groups, and what they are."""
+    outcome = []
+    for where in grid_and_state():
+        for comm_type in te.COMM_TYPES:
+            layer = a_layer(tp_size=2)
+            how = {"comm_type": comm_type, "a2a_size": 2 if comm_type == "a2a+p2p" else None}
+            te.apply(layer, where, **how)
+            tp, context = te.tp_kwargs(where)["tp_group"], te.cp_args(where, **how)
+            takers = [m for m in layer.modules() if "tp_group" in vars(m) and m is not layer]
+            (attention,) = (
+                m for m in layer.modules() if isinstance(m, pytorch.DotProductAttention)
+            )
+            outcome.append(
+                (
+                    len(takers) >= 5 and all(m.tp_group is tp for m in takers),
+                    attention.cp_group == context.cp_group,
+                    attention.cp_global_ranks == context.cp_global_ranks,
+                    (attention.cp_stream.name, attention.cp_comm_type) == ("stream", comm_type),
+                    (layer.self_attention.cp_size, layer.self_attention.cp_rank) == (4, rank // 2),
+                )
+            )
+    return outcome
+
+
+def experts(rank):
+    """Whether the layer's modules have tp, and its experts theirs, which is another one."""
+    state = ParallelState.create(
+        tensor_model_parallel_size=2, expert_model_parallel_size=8, expert_tensor_parallel_size=1
+    )
+    layer = a_layer(tp_size=2)
+    kwargs = {"device": "cpu", "parallel_mode": "column", "bias": False}
+    layer.experts = torch.nn.ModuleList(
+        [pytorch.GroupedLinear(2, 64, 64, tp_size=1, **kwargs), pytorch.DotProductAttention(8, 8)]
+    )
+    try:
+        te.apply(layer, state)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    untouched = layer.layernorm_mlp.tp_group is None
+    te.apply(layer, state, experts=[layer.experts])
+    return [
+        refused,
+        untouched,
+        layer.layernorm_mlp.tp_group is state.get_tensor_model_parallel_group(),
+        layer.experts[0].tp_group is state.get_expert_tensor_parallel_group(),
+    ]
+
+
+def built(rank):
+    """The sizes of modules that are given their group as they are built."""
+    grid, _ = grid_and_state()
+    kwargs = te.tp_kwargs(grid)
+    made = [
+        pytorch.Linear(32, 64, device="cpu", parallel_mode="column", **kwargs),
+        pytorch.LayerNormLinear(32, 64, device="cpu", parallel_mode="column", **kwargs),
+        pytorch.ops.Linear(
+            32, 64, device="cpu", tensor_parallel_mode="column", **te.ops_kwargs(grid)
+        ),
+    ]
+    return [next(p.shape[0] for p in m.parameters() if p.dim() == 2) for m in made]
+
+
+def greatest(rank, **kwargs):
+    """The maxima of a module after ``autocast``, where each rank brought its own number."""
+    linear = pytorch.Linear(32, 32, device="cpu", params_dtype=torch.float32)
+    with pytorch.autocast(enabled=True, recipe=DelayedScaling(), **kwargs):
+        linear.init_fp8_metadata()
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(linear.fp8_meta)
+        history = linear.fp8_meta["scaling_fwd"].amax_history
+        history[0].fill_(rank + 1.0)
+    return int(history.max()) - 1
+
+
+def amax(rank):
+    """The highest rank that took part in the reduction: over our groups, and over None."""
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    te.create_groups(grid)
+    state = ParallelState.create(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
+    return [
+        greatest(rank, **te.autocast_kwargs(grid)),
+        greatest(rank, **te.autocast_kwargs(grid, tp_only=True)),
+        greatest(rank, **te.autocast_kwargs(state)),
+        greatest(rank),
+    ]
+
+
+def destroyed(rank):
+    """What Transformer Engine says of sizes before and after, and when its context ended."""
+    ended = []
+    extension.ep_finalize = lambda: ended.append(ep._EP_GROUP in c10d._world.pg_map)
+    outcome = []
+    for where in grid_and_state():
+        group = te.ep_group(where)
+        for asked in CACHED:
+            asked(group)
+        ep._BOOTSTRAPPED, ep._EP_GROUP = True, group
+        other = HyperCommGrid([8], ["dp"])
+        other.create_pg("dp")
+        other.destroy()
+        still = ep.is_ep_bootstrapped()  # it goes with its own group alone
+        for asked in CACHED:
+            asked(group)
+        where.destroy()
+        held = [asked.cache_info().currsize for asked in CACHED]
+        outcome.append((still, ep.is_ep_bootstrapped(), list(ended), held))
+        ended.clear()
+    return outcome
+
+
+def too_early(rank):
+    """The size of the world, asked of Transformer Engine too early, and again after ``apply``."""
+    answers = [distributed.get_distributed_world_size()]  # the answer from before the fork
+    grid = HyperCommGrid([2, 4], ["tp", "dp"])
+    te.create_groups(grid)
+    te.apply(a_layer(tp_size=2), grid)
+    return [*answers, distributed.get_distributed_world_size()]
+
+
+class Asked(Exception):
+    """Stops ``initialize_ub`` once it has said which ranks it takes."""
+
+
+def userbuffers(rank):
+    """The ranks that ``initialize_ub`` takes, those of tp, and whether we let it."""
+
+    def helper(world, domain):
+        raise Asked(ranks(domain))
+
+    extension.CommOverlapHelper, extension.ubuf_built_with_mpi = helper, lambda: False
+    outcome = []
+    for dims in (["tp", "dp"], ["dp", "tp"]):
+        grid = HyperCommGrid([2, 4] if dims[0] == "tp" else [4, 2], dims)
+        try:
+            te.check_userbuffers(grid)
+            allowed = True
+        except ValueError:
+            allowed = False
+        module.base._ub_communicators = None
+        try:
+            pytorch.initialize_ub([64, 64], 2, bootstrap_backend="gloo")
+        except Asked as asked:
+            outcome.append((asked.args[0], grid.group_ranks("tp"), allowed))
+    return outcome
+
+
+if __name__ == "__main__":
+    distributed.get_distributed_world_size()  # nothing is initialised yet: 1
+    for name in sys.argv[1:]:
+        print(json.dumps([name, forked.run_ranks(8, globals()[name], timeout=80)]))

@@ -1,0 +1,401 @@
+"""The swap: one module object by every form of import, refusals, and the launcher."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.support import ROOT, warm
+
+
+def python(*arguments, cwd, fails=False, **environment):
+    """Run an interpreter that finds this checkout; its output."""
+    done = warm.run("-W", "ignore::UserWarning:megatron", *arguments, cwd=cwd, **environment)
+    assert bool(done.returncode) == fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def script(directory, body, name="script.py"):
+    path = directory / name
+    path.write_text(textwrap.dedent(body))
+    return str(path)
+
+
+EVERY_FORM = """
+    import compat
+    compat.install()
+    compat.install()
+    import megatron.core
+    import compat.parallel_state as ours
+    from megatron.core import parallel_state as first
+    from megatron.core import mpu
+    import megatron.core.parallel_state as third
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank
+    import importlib
+    fourth = importlib.import_module("megatron.core.parallel_state")
+    assert ours is first is mpu is third is fourth is megatron.core.parallel_state
+    assert get_tensor_model_parallel_rank is ours.get_tensor_model_parallel_rank
+    assert ours.__name__ == ours.__spec__.name == "compat.parallel_state"
+    import megatron.core.tensor_parallel.layers as layers
+    assert layers.get_tensor_model_parallel_rank is ours.get_tensor_model_parallel_rank
+    from compat import hyper_comm_grid
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+    from megatron.core.pipeline_parallel import bridge_communicator
+    assert HyperCommGrid is hyper_comm_grid.HyperCommGrid is bridge_communicator.HyperCommGrid
+    assert megatron.core.hyper_comm_grid.HyperCommGrid is HyperCommGrid
+    from compat import swap
+    assert swap.stray_bindings() == []
+
+    try:
+        compat.uninstall()
+    except RuntimeError as error:
+        assert "Start a new process" in str(error)
+    else:
+        raise AssertionError("uninstalled under megatron's feet")
+    compat.uninstall(forget_megatron=True)
+    from megatron.core import parallel_state as stock
+    assert stock is not ours and stock.__name__ == "megatron.core.parallel_state"
+
+    try:
+        compat.install()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_by_every_form_of_import_it_is_one_object_and_too_late_is_refused(tmp_path):
+    out = python("-c", textwrap.dedent(EVERY_FORM), cwd=tmp_path)
+    assert "comes too late: megatron.core.parallel_state is already imported" in out
+    assert "Call compat.install() before the first `import megatron`" in out
+
+
+def test_uninstall_before_megatron_gives_stock(tmp_path):
+    code = """
+        import compat
+        compat.install()
+        compat.uninstall()
+        compat.uninstall()
+        import megatron.core.parallel_state as stock
+        print(stock.__name__, stock.__file__)
+    """
+    assert "megatron/core/parallel_state.py" in python("-c", textwrap.dedent(code), cwd=tmp_path)
+
+
+def test_two_states_side_by_side_are_warned_of(tmp_path):
+    code = """
+        import megatron.core.parallel_state
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from compat import parallel_state
+        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+        parallel_state.initialize_model_parallel(2)
+    """
+    out = python("-c", textwrap.dedent(code), cwd=tmp_path)
+    assert "megatron.core has loaded its own parallel_state, which has no groups" in out
+
+
+SHOWS_THE_ORDER = """
+    import sys
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from megatron.core import parallel_state
+    assert __name__ == "__main__"
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    parallel_state.initialize_model_parallel(
+        2, 2, expert_model_parallel_size=int(sys.argv[1]), create_gloo_process_groups=False
+    )
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    print(parallel_state.__name__, ranks, sys.argv)
+"""
+
+
+@pytest.fixture
+def shows_the_order(tmp_path):
+    return script(tmp_path, SHOWS_THE_ORDER)
+
+
+def launch(*arguments, cwd, **options):
+    return python("-m", "compat.launch", *arguments, cwd=cwd, **options)
+
+
+def test_the_launcher_runs_an_unchanged_script_and_its_order_wins(tmp_path, shows_the_order):
+    out = launch("--order", "tp-cp-pp-dp", "--report", shows_the_order, "1", "--own", cwd=tmp_path)
+    assert f"compat.parallel_state [0, 2] ['{shows_the_order}', '1', '--own']" in out
+    assert "PIPELINE_MODEL_PARALLEL_GROUP" in out and out.count("hypergrid: rank 0") == 1
+
+
+def test_without_flags_the_scripts_own_order_stands(tmp_path, shows_the_order):
+    out = launch(shows_the_order, "2", cwd=tmp_path)
+    assert "compat.parallel_state [0, 4]" in out and "hypergrid: rank" not in out
+
+
+def test_no_swap_runs_stock(tmp_path, shows_the_order):
+    assert "megatron.core.parallel_state [0, 4]" in launch(
+        "--no-swap", shows_the_order, "2", cwd=tmp_path
+    )
+    assert "--no-swap switches off: remove one" in launch(
+        "--no-swap", "--order", "tp-dp", shows_the_order, cwd=tmp_path, fails=True
+    )
+
+
+def test_an_order_without_ep_is_refused_where_there_is_ep(tmp_path, shows_the_order):
+    out = launch("--order", "tp-cp-dp-pp", shows_the_order, "2", cwd=tmp_path, fails=True)
+    assert "RuntimeError: order 'tp-cp-dp-pp' leaves out 'ep', whose size is 2" in out
+
+
+def test_environment_variables_do_the_same(tmp_path, shows_the_order):
+    flags = {"HYPERGRID_ORDER": "tp-cp-pp-dp", "HYPERGRID_REPORT": "1"}
+    out = launch(shows_the_order, "1", cwd=tmp_path, **flags)
+    assert "compat.parallel_state [0, 2]" in out and "hypergrid: rank 0" in out
+    out = launch(shows_the_order, "1", cwd=tmp_path, HYPERGRID_SWAP="0")
+    assert "megatron.core.parallel_state [0, 4]" in out
+
+
+def test_a_path_in_the_environment_swaps_without_the_launcher(tmp_path, shows_the_order):
+    startup = launch("--startup-path", cwd=tmp_path).strip()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("print('the other sitecustomize ran too')")
+    path = os.pathsep.join([startup, str(other), str(ROOT)])
+    run = functools.partial(start, shows_the_order, "1", cwd=tmp_path, PYTHONPATH=path)
+    _, out, _ = run(HYPERGRID_ORDER="tp-pp-dp")
+    assert "compat.parallel_state [0, 2]" in out and "the other sitecustomize ran too" in out
+    _, out, _ = run(HYPERGRID_SWAP="0")
+    assert "megatron.core.parallel_state [0, 4]" in out
+
+
+def start(*arguments, cwd, **environment):
+    """Run an interpreter without this checkout on its path; exit status, output, errors."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "", **environment},
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+NAMES_ITS_PACKAGE = "import sys; print(sys.modules['compat'].__file__, sys.path)"
+
+
+def test_the_start_up_directory_finds_its_own_package_from_any_directory(tmp_path):
+    startup = str(ROOT / "compat" / "swap" / "startup")
+    (tmp_path / "compat.py").write_text("install = None")
+    path = os.pathsep.join([startup, str(tmp_path)])
+    code, out, errors = start("-c", NAMES_ITS_PACKAGE, cwd=tmp_path, PYTHONPATH=path)
+    assert code == 0 and out.startswith(f"{ROOT / 'compat' / '__init__.py'} "), errors
+    assert f"'{ROOT}'" not in out  # the rest of the checkout hides nothing of the user's
+    assert "has the same name as hypergrid's package" in errors
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A copy of the start-up directory whose package cannot be imported."""
+    package = tmp_path / "broken" / "compat"
+    shutil.copytree(ROOT / "compat" / "swap" / "startup", package / "swap" / "startup")
+    return package
+
+
+@pytest.mark.parametrize("package", [None, "import not_installed", "install ="])
+def test_a_start_up_directory_that_cannot_swap_ends_the_process(tmp_path, broken, package):
+    if package is not None:
+        (broken / "__init__.py").write_text(package)
+        shutil.copytree(ROOT / "hypergrid", broken.parent / "hypergrid")
+    path = str(broken / "swap" / "startup")
+    code, out, errors = start("-c", "print('went on')", cwd=tmp_path, PYTHONPATH=path)
+    assert (code, out) == (2, "") and "Traceback" not in errors
+    assert f"hypergrid: the start-up directory {path} cannot replace" in errors
+    assert "remove it from PYTHONPATH or set HYPERGRID_SWAP=0" in errors
+    off = {"PYTHONPATH": path, "HYPERGRID_SWAP": "0"}
+    assert start("-c", "print('went on')", cwd=tmp_path, **off) == (0, "went on\n", "")
+
+
+def test_the_start_up_directory_imports_neither_torch_nor_numpy(tmp_path):
+    heavy = {"torch", "numpy", "compat.megatron.releases"}
+    code = f"import sys; print(*sorted({heavy} & set(sys.modules)))"
+    path = str(ROOT / "compat" / "swap" / "startup")
+    choices = {"HYPERGRID_ORDER": "TP-pp-dp", "HYPERGRID_SHARE": "all", "HYPERGRID_CONNECT": ""}
+    assert start("-c", code, cwd=tmp_path, PYTHONPATH=path, **choices) == (0, "\n", "")
+
+
+MISSPELT = [
+    ({"HYPERGRID_ORDER": "tp-xp-dp"}, "order 'tp-xp-dp' names 'xp', which has no size"),
+    ({"HYPERGRID_ORDER": "tp-dp-tp"}, "order 'tp-dp-tp' names a dim twice"),
+    ({"HYPERGRID_SHARE": "al"}, "HYPERGRID_SHARE='al' is invalid: use one of none, "),
+    ({"HYPERGRID_CONNECT": "now"}, "HYPERGRID_CONNECT='now' is invalid: use one of torch, "),
+    ({"HYPERGRID_CREATION": "x"}, "HYPERGRID_CREATION='x' is invalid: use one of auto, "),
+]
+
+
+@pytest.mark.parametrize("by", ["the launcher", "the start-up directory"])
+@pytest.mark.parametrize(("choice", "says"), MISSPELT)
+def test_a_misspelt_variable_is_refused_in_a_line_before_the_script(tmp_path, by, choice, says):
+    path = script(tmp_path, "print('went on')")
+    run = ["-m", "compat.launch", path] if by == "the launcher" else [path]
+    home = ROOT if by == "the launcher" else ROOT / "compat" / "swap" / "startup"
+    code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(home), **choice)
+    assert (code, out) == (2, "") and says in errors and "Traceback" not in errors
+    if "HYPERGRID_ORDER" in choice:
+        assert "The order comes from HYPERGRID_ORDER in the environment." in errors
+    elsewhere = start(*run, cwd=tmp_path, PYTHONPATH=str(home), LOCAL_RANK="1", **choice)
+    assert elsewhere == (2, "", "")  # the first rank of the host has said it
+    stock = start(*run, cwd=tmp_path, PYTHONPATH=str(home), HYPERGRID_SWAP="0", **choice)
+    assert stock == (0, "went on\n", "")
+
+
+@pytest.mark.parametrize("order", ["tp-xp-dp", "tp-dp-tp", "tp_dp", "", "tp--dp"])
+def test_a_misspelt_order_is_refused_by_the_launcher(tmp_path, order):
+    run = ["-m", "compat.launch", "--order", order, script(tmp_path, "print('went on')")]
+    code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert (code, out) == (2, "") and "Traceback" not in errors
+    assert f"order '{order}' names " in errors and "The order comes from --order." in errors
+
+
+def test_an_order_that_only_sizes_can_judge_is_not_refused_at_launch(tmp_path):
+    path = script(tmp_path, "print('went on')")
+    for order in ("tp", "PP-dp", "tp-gtp_remat-cp-ep-dp-pp"):
+        assert launch("--order", order, path, cwd=tmp_path) == "went on\n"
+
+
+def test_what_switches_the_swap_off_is_named(tmp_path, shows_the_order):
+    for flag in ("--report", "--order=tp-dp", "--share=all"):
+        run = ("-m", "compat.launch", flag, shows_the_order, "2")
+        code, _, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(ROOT), HYPERGRID_SWAP="0")
+        assert code == 2 and "HYPERGRID_SWAP=0 in the environment" in errors
+        assert "--no-swap" not in errors.splitlines()[-1]
+
+
+LAYS_OUT = """
+    import os, sys
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from compat import parallel_state
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    order = {"order": sys.argv[2]} if sys.argv[2:] else {}
+    parallel_state.initialize_model_parallel(
+        2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=int(sys.argv[1]), **order
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "expert_tp", "says"),
+    [
+        ("tp-pp-cp-dp", "1", "leaves out 'ep', whose size is 2"),
+        ("pp-tp-ep-dp", "2", "does not end in pp"),
+        ("tp-pp-ep-dp", "1", "pipelines must be the same"),
+    ],
+)
+def test_an_error_about_an_order_says_where_it_came_from(tmp_path, order, expert_tp, says):
+    run = (script(tmp_path, LAYS_OUT), expert_tp)
+    flag = launch("--order", order, *run, cwd=tmp_path, fails=True)
+    assert says in flag and "The order comes from --order." in flag
+    variable = launch(*run, "tp-cp-ep-dp-pp", cwd=tmp_path, fails=True, HYPERGRID_ORDER=order)
+    assert says in variable and "comes from HYPERGRID_ORDER in the environment." in variable
+    argument = python(*run, order, cwd=tmp_path, fails=True)
+    assert says in argument and "The order comes from the argument `order`." in argument
+
+
+REPORTS = """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from compat import parallel_state
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    parallel_state.initialize_model_parallel(2, 2, get_position_embedding_ranks=lambda ranks: ranks)
+"""
+
+
+@pytest.mark.parametrize(("release", "has"), [("0.16.1", False), ("0.19.2", True)])
+def test_the_report_speaks_as_the_release_and_as_plan_does(tmp_path, release, has):
+    asked = {"HYPERGRID_MEGATRON_RELEASE": release}
+    out = launch("--report", script(tmp_path, REPORTS), cwd=tmp_path, **asked)
+    rows = {line.split()[0]: line.split("default")[0].split()[1:] for line in out.splitlines()[2:]}
+    assert rows["EMBEDDING_GROUP"] == ["pp", "ends"]
+    assert rows["POSITION_EMBEDDING_GROUP"] == ["chosen"]
+    assert rows["CONTEXT_PARALLEL_GROUP"] == ["alone"]
+    assert ("gtp_remat=1" in out) is has and "tp=2" in out
+
+
+CHOOSES = """
+    import os, sys
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from compat import parallel_state
+    from compat.report import report
+    from compat.state import ParallelState
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    chosen = {"order": "tp-cp-ep-pp-dp", "share": "singletons", "creation": "members"}
+    chosen["create_gloo_process_groups"] = False
+    if sys.argv[1] == "state":
+        print(report(ParallelState.create(tensor_model_parallel_size=2, **chosen)))
+    else:
+        parallel_state.initialize_model_parallel(2, **chosen)
+        print(report(parallel_state.current_state()))
+"""
+
+
+@pytest.mark.parametrize("by", ["state", "module"])
+def test_the_outermost_wins_for_every_choice_and_the_report_says_which(tmp_path, by):
+    path = script(tmp_path, CHOOSES)
+    flags = ("--order", "tp-dp", "--share", "all", "--creation", "everyone")
+    variables = {"HYPERGRID_ORDER": "tp-pp-dp", "HYPERGRID_SHARE": "none"}
+    told = launch(*flags, path, by, cwd=tmp_path, **variables, HYPERGRID_CREATION="members")
+    assert "order=tp-dp (--order), share=all (--share), connect=" in told
+    assert "(the default), creation=everyone (--creation)" in told
+    told = launch(path, by, cwd=tmp_path, **variables)
+    assert "order=tp-pp-dp (HYPERGRID_ORDER in the environment), " in told
+    assert "share=none (HYPERGRID_SHARE in the environment), " in told
+    assert "creation=members (the argument `creation`)" in told
+    told = python(path, by, cwd=tmp_path)
+    assert "order=tp-cp-ep-pp-dp (the argument `order`), share=singletons (the argument " in told
+
+
+def test_a_module_can_be_launched_by_name(tmp_path):
+    script(tmp_path, "import sys; print('ran', __name__, sys.argv[1:])", "work.py")
+    assert "ran __main__ ['--flag']" in launch("-m", "work", "--flag", cwd=tmp_path)
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path):
+    assert "there is no script 'no.py'" in launch("no.py", cwd=tmp_path, fails=True)
+    assert "name the SCRIPT to run" in launch("--report", cwd=tmp_path, fails=True)
+
+
+def test_a_compat_of_the_users_own_is_named(tmp_path):
+    path = script(tmp_path, "import compat; print(compat.__file__)")
+    theirs = script(tmp_path, "mine = True", "compat.py")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    out = launch(path, cwd=elsewhere)
+    assert f"{theirs} has the same name as hypergrid's package `compat`" in out
+
+
+def test_ranks_that_torchrun_starts(tmp_path, shows_the_order):
+    ranks = script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        import megatron.core.parallel_state as parallel_state
+        dist.init_process_group("gloo")
+        parallel_state.initialize_model_parallel(2, 2)
+        total = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        print(f"rank {dist.get_rank()}: {total.item()}", flush=True)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        """,
+        "ranks.py",
+    )
+    out = python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+        *("-m", "compat.launch", "--order", "tp-pp-cp-ep-dp", ranks),
+        cwd=tmp_path,
+    )
+    expected = {0: 2.0, 1: 4.0, 2: 2.0, 3: 4.0}
+    assert all(f"rank {rank}: {total}" in out for rank, total in expected.items())

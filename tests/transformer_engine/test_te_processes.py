@@ -1,0 +1,276 @@
+"""Transformer Engine in real processes: gloo groups, its own classes, whole and broken packages."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compat import transformer_engine as te
+from compat.state import ParallelState
+from hypergrid import HyperCommGrid
+from tests.support import ROOT, te_on_cpu
+from tests.support.forked import run_ranks
+
+NOT_FETCHED = "no source of transformer-engine: run scripts/fetch_forerunners"
+fetched = pytest.mark.skipif(not te_on_cpu.SOURCE.is_dir(), reason=NOT_FETCHED)
+
+
+def run(*command, path=(), **environment):
+    """The command of a fresh Python with ``path`` in front; what it did."""
+    places = [*map(str, path), str(ROOT)]
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places), **environment},
+        timeout=200,
+    )
+
+
+# Real groups: what is summed over them is what arithmetic says.
+
+
+def summed(rank):
+    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
+    grid.register_view("expert", [1, 4, 2], ["tp", "ep", "dp"])
+    te.create_groups(grid, a2a_size=2)
+    state = ParallelState.create(
+        tensor_model_parallel_size=2,
+        context_parallel_size=2,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+        hierarchical_context_parallel_sizes=[2, 1],
+    )
+    sums = []
+    for where in (grid, state):
+        for group in (
+            te.tp_kwargs(where)["tp_group"],
+            te.cp_args(where).cp_group,
+            *te.cp_args(where, "a2a+p2p", 2).cp_group,
+            te.amax_group(where),
+            te.amax_group(where, tp_only=True),
+            te.ep_group(where),
+        ):
+            value = torch.tensor([1 << rank])
+            dist.all_reduce(value, group=group)
+            sums.append(int(value))
+        where.destroy()
+    return sums
+
+
+def test_real_groups_of_a_grid_and_of_a_state_reach_the_ranks_of_the_arithmetic():
+    for rank, sums in enumerate(run_ranks(8, summed)):
+        tp, host = [rank & ~1, rank | 1], [rank // 4 * 4 + i for i in range(4)]
+        cp = [rank & ~2, rank | 2]
+        expected = [sum(1 << r for r in g) for g in (tp, cp, cp, [rank], range(8), host, host)]
+        assert sums == expected * 2
+
+
+# Transformer Engine's own Python classes. The compiled extension, triton and the GPU are stood in
+# for (te_on_cpu.py): groups, sizes and the reduction of maxima are real, products are not there.
+
+
+@pytest.fixture(scope="module")
+def real_classes():
+    if not te_on_cpu.SOURCE.is_dir():
+        pytest.skip(NOT_FETCHED)
+    names = ["applied", "experts", "built", "amax", "destroyed", "too_early", "userbuffers"]
+    done = run("-m", "tests.support.te_program", *names)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+def test_apply_gives_every_module_of_a_real_layer_its_groups(real_classes):
+    for outcome in real_classes["applied"]:
+        assert len(outcome) == 2 * len(te.COMM_TYPES)
+        assert all(map(all, outcome)), outcome
+
+
+def test_apply_gives_experts_a_tensor_parallelism_of_their_own(real_classes):
+    for refused, *truths in real_classes["experts"]:
+        assert "experts.0 was built for tp_size=1, and tp has 2 ranks" in refused
+        assert truths == [True, True, True]  # a refusal gives nobody a group
+
+
+def test_modules_built_with_our_keywords_have_their_part_of_the_weights(real_classes):
+    assert real_classes["built"] == [[32, 32, 32]] * 8  # of 64
+
+
+def test_maxima_are_reduced_over_exactly_our_group_and_over_the_world_with_none(real_classes):
+    # tp=2, dp=2, pp=2, and tp=2, pp=4: the highest rank of tp x dp, of tp, of tp; of the world.
+    for rank, highest in enumerate(real_classes["amax"]):
+        assert highest == [rank | 3, rank | 1, rank | 1, 7]
+
+
+def test_destroy_ends_expert_parallelism_before_its_group_goes_and_clears_sizes(real_classes):
+    still_after_others, over, group_was_there, cached = True, False, [True], [0, 0]
+    expected = [still_after_others, over, group_was_there, cached]
+    assert real_classes["destroyed"] == [[expected] * 2] * 8
+
+
+def test_apply_corrects_a_size_that_was_asked_before_initialisation(real_classes):
+    assert real_classes["too_early"] == [[1, 8]] * 8
+
+
+def test_userbuffers_take_the_ranks_of_tp_exactly_where_the_check_allows_it(real_classes):
+    for inner, outer in real_classes["userbuffers"]:
+        (theirs, ours, allowed), (wrong, meant, refused) = inner, outer
+        assert theirs == ours and allowed
+        assert wrong != meant and not refused
+
+
+# Without Transformer Engine, and beside broken ones.
+
+
+def test_destroy_imports_nothing_and_survives_a_context_that_cannot_end(fake_world, monkeypatch):
+    fake_world(8)
+    state, loaded = ParallelState.create(tensor_model_parallel_size=2), set(sys.modules)
+    state.destroy()
+    assert set(sys.modules) == loaded
+    asked = lru_cache(lambda group=None: dist.get_world_size(group))
+    package = "transformer_engine.pytorch"
+    distributed = SimpleNamespace(get_distributed_world_size=asked)  # another release: one is gone
+    state = ParallelState.create(tensor_model_parallel_size=2, expert_model_parallel_size=2)
+    group = te.ep_group(state)
+
+    def fail():
+        raise RuntimeError("no communicator")
+
+    expert = SimpleNamespace(_EP_GROUP=group, ep_finalize=fail)
+    for name, module in {"distributed": distributed, "ep": expert}.items():
+        monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
+    asked(group)
+    with pytest.warns(RuntimeWarning, match="could not end its expert parallelism over .*no commu"):
+        state.suspend()
+    assert asked.cache_info().currsize == 0
+    assert not dist.distributed_c10d._world.pg_map.get(group)
+    state.destroy()
+
+
+@pytest.mark.parametrize("kind", ["ImportError", "RuntimeError", "OSError", "AssertionError"])
+def test_the_probe_survives_a_broken_installation(tmp_path, kind):
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "pytorch" / "__init__.py").write_text(
+        "import sys; assert 'torch' in sys.modules\nimport transformer_engine.part\n"
+    )
+    (package / "part.py").write_text(f"raise {kind}('libnccl.so.2 is not there\\nand so on')")
+    done = run("-c", PROBE, path=[tmp_path])
+    assert done.stdout.split("\n")[:2] == [
+        f"Installation(version=None, importable=False, why='{kind}: libnccl.so.2 is not there.')",
+        "[]",
+    ], done.stderr
+
+
+PROBE = """
+import sys
+from compat.transformer_engine.process import probe
+print(probe())
+print([name for name in sys.modules if name.startswith('transformer_engine')])
+"""
+
+
+def test_the_probe_where_there_is_none_and_where_there_is_one(monkeypatch):
+    assert te.probe()[:2] == (None, False) and "ModuleNotFoundError" in te.probe().why
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert te.probe() == te.Installation(None, True, "")
+
+
+IMPORT = "import megatron.core; print('imported')"
+SAYS = "transformer-engine 2.20.2 is installed without its libraries"
+
+
+@fetched
+def test_the_empty_package_breaks_megatron_and_install_said_so_before():
+    done = run("-c", f"import compat; compat.install(); {IMPORT}", path=[te_on_cpu.SOURCE])
+    assert "RuntimeError: Found empty `transformer-engine` meta package" in done.stderr
+    said, raised = done.stderr.index(SAYS), done.stderr.index("Traceback")
+    assert said < raised
+    assert "<string>:1: UserWarning" in done.stderr  # where install() was called
+    for remedy in ("pip uninstall transformer-engine", "'transformer-engine[pytorch]==2.20.2'"):
+        assert remedy in done.stderr
+
+
+@fetched
+@pytest.mark.parametrize("flags", [[], ["--no-swap"]])
+def test_the_launcher_says_so_once_and_what_it_says_helps(tmp_path, flags):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.modules['transformer_engine'] = None\n{IMPORT}")
+    done = run("-m", "compat.launch", *flags, str(script), path=[te_on_cpu.SOURCE])
+    assert done.stderr.count(SAYS) == 1
+    assert done.stdout == "imported\n", done.stderr
+
+
+@fetched
+@pytest.mark.parametrize(
+    ("name", "wheel", "empty"),
+    [
+        ("transformer_engine_cu13", "true", False),  # the libraries, beside the Python files
+        ("transformer_engine", "false", False),  # built from source
+        ("transformer_engine", "true", True),
+    ],
+)
+def test_nothing_is_said_of_a_whole_installation(tmp_path, name, wheel, empty):
+    info = tmp_path / f"{name}-2.20.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: 2.20.2\n")
+    (info / "WHEEL").write_text(f"Wheel-Version: 1.0\nRoot-Is-Purelib: {wheel}\n")
+    done = run("-c", QUIET, path=[tmp_path, te_on_cpu.SOURCE])
+    assert done.stdout == f"False {empty}\n"
+    assert (SAYS in done.stderr) == empty and bool(done.stderr) == empty
+
+
+def test_nothing_is_said_without_transformer_engine():
+    done = run("-c", QUIET)
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
+QUIET = """
+import sys, compat
+compat.install()
+from compat.transformer_engine.process import empty_meta_package
+print('torch' in sys.modules, empty_meta_package())
+"""
+
+
+# On a GPU.
+
+
+def product(rank, size):
+    torch.cuda.set_device(rank)
+    import transformer_engine.pytorch as pytorch
+
+    grid = HyperCommGrid([size], ["tp"])
+    te.create_groups(grid)
+    common = {"bias": False, "params_dtype": torch.float32, **te.tp_kwargs(grid)}
+    first = pytorch.Linear(64, 64 * size, parallel_mode="column", **common)
+    second = pytorch.Linear(64 * size, 64, parallel_mode="row", **common)
+    given = torch.ones(16, 64, device="cuda")
+    whole = (given @ first.weight.T) @ second.weight.T  # this rank's part of the product
+    dist.all_reduce(whole)
+    off = (second(first(given)) - whole).abs().max() / whole.abs().max()
+    grid.destroy()
+    return float(off)
+
+
+def test_real_products_over_our_group_on_gpus():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    probed = json.loads(
+        run(
+            "-c",
+            "import json, compat.transformer_engine.process as p; print(json.dumps(p.probe()))",
+        ).stdout
+    )
+    if not probed[1]:
+        pytest.skip(f"transformer engine {probed[0]} cannot be imported: {probed[2]}")
+    size = min(torch.cuda.device_count(), 2)
+    assert max(run_ranks(size, product, size, backend="nccl", timeout=120)) < 1e-2

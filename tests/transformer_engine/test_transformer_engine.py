@@ -1,0 +1,370 @@
+"""Transformer Engine's groups: which ranks, under which names, and what its own classes do."""
+
+import ast
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compat import transformer_engine as te
+from compat.state import ParallelState
+from compat.transformer_engine import process as te_process
+from hypergrid import HyperCommGrid, LayoutError, RankLayout
+from tests.support import te_on_cpu
+
+PYTORCH = te_on_cpu.SOURCE / "transformer_engine" / "pytorch"
+fetched = pytest.mark.skipif(
+    not PYTORCH.is_dir(), reason="no source of transformer-engine: run scripts/fetch_forerunners"
+)
+ranks = dist.get_process_group_ranks
+
+
+# Arithmetic: a world of one process.
+
+LAYOUTS = {  # arguments of a state; sizes and names of the same grid, and of its expert view
+    "dense": ({"tensor_model_parallel_size": 2}, {"tp": 2, "cp": 1, "dp": 8}, None),
+    "context": (
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 4},
+        {"tp": 2, "cp": 4, "dp": 2},
+        None,
+    ),
+    "another order": (
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "order": "cp-dp-tp-pp"},
+        {"cp": 2, "dp": 4, "tp": 2},
+        {"dp": 8, "ep": 1, "tp": 2},
+    ),
+    "experts": (
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+        },
+        {"tp": 2, "cp": 1, "dp": 4, "pp": 2},
+        {"tp": 1, "ep": 4, "dp": 2, "pp": 2},
+    ),
+}
+
+
+def a_grid(sizes, expert=None):
+    grid = HyperCommGrid(list(sizes.values()), list(sizes))
+    if expert:
+        grid.register_view("expert", list(expert.values()), list(expert))
+    return grid
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_grid_gives_the_ranks_of_a_state_of_the_same_layout(fake_world, layout):
+    arguments, sizes, expert = LAYOUTS[layout]
+    for rank in (0, 5, 15):
+        fake_world(16, rank=rank)
+        state, grid = ParallelState.create(**arguments), a_grid(sizes, expert)
+        te.create_groups(grid)
+        for ask in (
+            lambda where: te.tp_kwargs(where)["tp_group"],
+            lambda where: te.cp_args(where).cp_group,
+            te.amax_group,
+            lambda where: te.amax_group(where, tp_only=True),
+            *[lambda where: te.tp_kwargs(where, expert=True)["tp_group"]] * bool(expert),
+            *[te.ep_group] * bool(expert),
+        ):
+            assert ranks(ask(grid)) == ranks(ask(state))
+        assert te.cp_args(grid).cp_global_ranks == te.cp_args(state).cp_global_ranks
+        assert te.tp_kwargs(grid)["tp_size"] == te.tp_kwargs(state)["tp_size"] == sizes["tp"]
+        state.destroy()
+        grid.destroy()
+
+
+def test_a_state_gives_the_very_groups_of_its_getters(fake_world):
+    fake_world(16, rank=6)
+    state = ParallelState.create(tensor_model_parallel_size=2, context_parallel_size=4)
+    tp = state.get_tensor_model_parallel_group()
+    for given in (
+        te.tp_kwargs(state)["tp_group"],
+        te.checkpoint_kwargs(state)["tp_group"],
+        te.ops_kwargs(state)["tensor_parallel_group"],
+        te.cross_entropy_group(state),
+    ):
+        assert given is tp
+    for tp_only in (False, True):
+        amax = state.get_amax_reduction_group(True, tp_only_amax_red=tp_only)
+        assert te.amax_group(state, tp_only) is te.amax_group(state, tp_only) is amax
+        assert te.autocast_kwargs(state, tp_only) == {"amax_reduction_group": amax}
+    assert te.cp_args(state).cp_group is state.get_context_parallel_group()
+    state.suspend()
+    for ask in (te.tp_kwargs, te.cp_args, te.amax_group, te.ops_kwargs, te.ep_group):
+        with pytest.raises(RuntimeError, match="suspended: call resume"):
+            ask(state)
+    state.destroy()
+
+
+def test_no_group_is_made_unasked_and_the_refusal_names_the_call(fake_world):
+    fake_world(8)
+    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
+    for ask, call in (
+        (te.tp_kwargs, r"create_pg\('tp'\)"),
+        (te.cp_args, r"create_pg\('cp'\)"),
+        (te.amax_group, r"create_pg\('dp-cp-tp'\)"),
+        (lambda where: te.amax_group(where, tp_only=True), r"create_pg\('cp-tp'\)"),
+        (lambda where: te.cp_args(where, "a2a+p2p", 2), r"create_groups\(grid, a2a_size=2\)"),
+    ):
+        with pytest.raises(KeyError, match=call):
+            ask(grid)
+    assert grid.groups == {}
+    te.create_groups(grid, a2a_size=2)
+    te.create_groups(grid, a2a_size=2)  # what is there already stays
+    assert te.amax_group(grid) is grid.get_pg("tp-cp-dp")
+    grid.destroy()
+
+
+def test_a_scope_of_one_rank_is_a_group_and_never_none_which_means_the_world(fake_world):
+    fake_world(8, rank=3)
+    grid = HyperCommGrid([1, 1, 8], ["tp", "cp", "pp"])
+    te.create_groups(grid)
+    groups = [te.amax_group(grid), *te.checkpoint_kwargs(grid).values()]
+    groups += [*te.ops_kwargs(grid, "AllReduce").values(), te.tp_kwargs(grid)["tp_group"]]
+    assert [ranks(group) for group in groups] == [[3]] * 4
+    bare = HyperCommGrid([8], ["pp"])
+    for ask in (te.amax_group, te.checkpoint_kwargs, te.ops_kwargs, te.ep_group):
+        with pytest.raises(
+            ValueError, match="Transformer Engine: give the grid such a dim of size 1"
+        ):
+            ask(bare)
+    assert te.tp_kwargs(bare) == {"tp_group": None, "tp_size": 1}  # there None means none
+    assert te.cross_entropy_group(bare) is None
+    with pytest.raises(ValueError, match="tp x ep of expert layers is one rank"):
+        te.ep_group(grid)
+
+
+def test_dims_of_other_names(fake_world):
+    fake_world(16, rank=9)
+    grid = HyperCommGrid([2, 2, 2, 2], ["model", "near", "shard", "replicate"])
+    where = te.Named(grid, tp="model", cp="near", dp="replicate-shard")
+    te.create_groups(where)
+    assert te.tp_kwargs(where)["tp_group"] is grid.get_pg("model")
+    assert te.amax_group(where) is grid.get_pg("model-near-shard-replicate")
+    with pytest.raises(LayoutError, match="tp='tpp': there is no dim 'tpp' in HyperCommGrid"):
+        te.Named(grid, tp="tpp")
+
+
+STATE_SIZES = {"tensor_model_parallel": "tp", "context_parallel": "cp"}
+RINGS = {
+    "cp innermost": ({"cp": 8, "tp": 2}, 2),
+    "cp in the middle": ({"tp": 2, "cp": 4, "dp": 2}, 2),
+    "cp outermost": ({"dp": 2, "tp": 2, "cp": 4}, 2),
+    "a2a over most": ({"tp": 2, "cp": 8}, 4),
+    "a2a over all": ({"tp": 2, "cp": 8}, 8),
+    "a2a over none": ({"tp": 2, "cp": 8}, 1),
+}
+
+
+@functools.cache
+def ring_formula():
+    """Where a rank sends to, as Transformer Engine's source computes it."""
+    file = PYTORCH / "attention" / "dot_product_attention" / "context_parallel.py"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "send_dst":
+            return compile(ast.Expression(node.value), str(file), "eval")
+
+
+def sends_to(context):
+    a2a, p2p = context.cp_group
+    known = {"cp_global_ranks": context.cp_global_ranks, "rank": p2p.rank(), "cp_size": p2p.size()}
+    return eval(ring_formula(), {**known, "cp_size_a2a": a2a.size(), "rank_a2a": a2a.rank()})
+
+
+@fetched
+@pytest.mark.parametrize("name", RINGS)
+def test_the_ring_that_transformer_engine_computes_stays_inside_p2p_and_a2a_are_neighbours(
+    fake_world, name
+):
+    sizes, a2a = RINGS[name]
+    nexts = {}
+    for rank in range(16):
+        fake_world(16, rank=rank)
+        grid = a_grid(sizes)
+        te.create_groups(grid, a2a_size=a2a)
+        context = te.cp_args(grid, "a2a+p2p", a2a)
+        near, ring = (ranks(group) for group in context.cp_group)
+        whole = grid.group_ranks("cp")
+        at = whole.index(rank)
+        assert context.cp_global_ranks == whole
+        assert near == whole[at - at % a2a :][:a2a]  # consecutive in cp
+        assert ring == whole[at % a2a :: a2a]
+        nexts[rank] = sends_to(context)
+        assert nexts[rank] == ring[(ring.index(rank) + 1) % len(ring)]
+        arguments = {f"{k}_size": sizes.get(d, 1) for k, d in STATE_SIZES.items()}
+        state = ParallelState.create(
+            **arguments,
+            order="-".join([*sizes, *{"tp", "cp", "dp", "pp"}.difference(sizes)]),
+            hierarchical_context_parallel_sizes=[a2a, len(ring)],
+        )
+        theirs = te.cp_args(state, "a2a+p2p", a2a)
+        assert [ranks(group) for group in theirs.cp_group] == [near, ring]
+        assert sends_to(theirs) == nexts[rank]
+        parts = RankLayout(tuple(sizes), tuple(sizes.values()))
+        parts = parts.split("cp", {"near": a2a, "far": len(ring)})
+        split = HyperCommGrid(parts.sizes, parts.dims)
+        where = te.Named(split, cp="far-near")  # in any order
+        te.create_groups(where, a2a_size=a2a)
+        named = te.cp_args(where, "a2a+p2p")
+        assert [ranks(group) for group in named.cp_group] == [near, ring]
+        assert named.cp_global_ranks == whole
+        for each in (state, grid, split):
+            each.destroy()
+    assert sorted(nexts.values()) == [*range(16)]
+
+
+def test_a_hierarchy_that_does_not_fit_is_refused(fake_world):
+    fake_world(16)
+    grid = a_grid({"tp": 2, "cp": 4, "dp": 2})
+    for size in (None, 0, 3, 8):
+        with pytest.raises(ValueError, match=r"does not divide cp=4.* Allowed: \[1, 2, 4\]"):
+            te.cp_args(grid, "a2a+p2p", size)
+    with pytest.raises(ValueError, match="for comm_type: 'ring'; allowed: p2p, all_gather"):
+        te.cp_args(grid, "ring")
+    with pytest.raises(ValueError, match="a2a_size=2 is for 'a2a"):
+        te.cp_args(grid, "p2p", 2)
+    with pytest.raises(ValueError, match="there is no context parallelism"):
+        te.cp_args(HyperCommGrid([16], ["dp"]))
+    state = ParallelState.create(
+        context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 4]
+    )
+    assert [group.size() for group in te.cp_args(state, "a2a+p2p").cp_group] == [2, 4]
+    with pytest.raises(ValueError, match=r"a2a_size=4, and hierarchical.* is 2"):
+        te.cp_args(state, "a2a+p2p", 4)
+    state.destroy()
+
+
+@pytest.mark.parametrize(
+    ("layout", "theirs"),
+    [
+        (RankLayout(("dp", "tp"), (2, 4)), r"ranks \[0, 1, 2, 3\].* has \[0, 2, 4, 6\]"),
+        (RankLayout(("tp", "dp"), (4, 1), 2), r"ranks \[0, 1, 2, 3\].* has \[2, 3, 4, 5\]"),
+        (RankLayout(("cp", "tp", "dp"), (2, 2, 2)), r"ranks \[0, 1\].* has \[0, 2\]"),
+    ],
+)
+def test_userbuffers_are_refused_unless_tp_is_contiguous_and_innermost(layout, theirs):
+    with pytest.raises(ValueError, match=theirs):
+        te.check_userbuffers(layout)
+
+
+def test_userbuffers_over_a_fastest_tp(fake_world):
+    te.check_userbuffers(RankLayout(("cp", "tp", "dp"), (1, 2, 4)))
+    te.check_userbuffers(RankLayout(("dp",), (4,)))
+    with pytest.raises(
+        ValueError, match="9 ranks into parts of tp=2, which leaves a remainder of 1"
+    ):
+        te.check_userbuffers(RankLayout(("tp", "dp"), (2, 4)), world_size=9)
+    fake_world(8)
+    te.check_userbuffers(HyperCommGrid([2, 4], ["tp", "dp"]))
+    state = ParallelState.create(tensor_model_parallel_size=4)
+    te.check_userbuffers(state)
+    state.destroy()
+
+
+def test_apply_refuses_what_would_be_wrong_or_without_effect(fake_world):
+    fake_world(8)
+    grid = HyperCommGrid([4, 2], ["tp", "dp"])
+    te.create_groups(grid)
+    with pytest.raises(ValueError, match=r"no module of Linear takes a group.* ops_kwargs"):
+        te.apply(torch.nn.Linear(2, 2), grid)
+    given = []
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].set_tensor_parallel_group, model[0].tp_size = given.append, 2
+    with pytest.raises(ValueError, match="0 was built for tp_size=2, and tp has 4 ranks"):
+        te.apply(model, grid)
+    model[0].tp_size = 4
+    te.apply(model, grid)
+    assert given == [grid.get_pg("tp")]
+    with pytest.raises(TypeError, match="not from a dict"):
+        te.apply(model, {})
+
+
+# Parameters: Transformer Engine's source, read and not run.
+
+
+def definition(file, path):
+    node = ast.parse((PYTORCH / file).read_text(encoding="utf-8"))
+    for name in path.split("."):
+        (node,) = (each for each in node.body if getattr(each, "name", None) == name)
+    return node
+
+
+def parameters(file, path):
+    args = definition(file, path).args
+    return [each.arg for each in args.args + args.kwonlyargs if each.arg != "self"]
+
+
+CP = ["cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"]
+ATTENTION = "attention/dot_product_attention/dot_product_attention.py", "DotProductAttention"
+BUILT = {
+    "module/linear.py": "Linear",
+    "module/layernorm_linear.py": "LayerNormLinear",
+    "module/layernorm_mlp.py": "LayerNormMLP",
+    "module/grouped_linear.py": "GroupedLinear",
+    "transformer.py": "TransformerLayer",
+    "attention/multi_head_attention.py": "MultiheadAttention",
+    ATTENTION[0]: ATTENTION[1],
+}
+
+
+@fetched
+def test_every_module_takes_tp_kwargs_and_has_the_setters(fake_world):
+    fake_world(1)
+    grid = HyperCommGrid([1, 1], ["tp", "cp"])
+    te.create_groups(grid)
+    for file, name in BUILT.items():
+        assert set(te.tp_kwargs(grid)) <= set(parameters(file, f"{name}.__init__")), name
+    setter = "set_tensor_parallel_group"
+    bases = (
+        ("module/base.py", "TransformerEngineBaseModule"),
+        ("transformer.py", BUILT["transformer.py"]),
+    )
+    for file, name in bases:
+        assert parameters(file, f"{name}.{setter}") == ["tp_group"]
+    for file, name in list(BUILT.items())[-3:]:
+        assert parameters(file, f"{name}.set_context_parallel_group")[:4] == CP
+    assert list(te.cp_args(grid)._fields) == CP
+    assert set(CP) <= set(parameters(ATTENTION[0], f"{ATTENTION[1]}.__init__"))
+
+
+@fetched
+def test_every_function_and_operation_takes_the_keyword_that_is_handed_out(fake_world):
+    fake_world(2)
+    grid = HyperCommGrid([2], ["tp"])
+    te.create_groups(grid)
+    (amax,), (checkpoint,) = te.autocast_kwargs(grid), te.checkpoint_kwargs(grid)
+    assert amax in parameters("quantization.py", "autocast.__init__")
+    assert amax in parameters("graph.py", "make_graphed_callables")
+    assert "fp8_group" in parameters("quantization.py", "fp8_autocast")
+    assert "dist_process_group" in parameters("cross_entropy.py", "parallel_cross_entropy")
+    assert parameters("ep.py", "ep_bootstrap")[0] == "ep_group"
+    assert parameters("module/base.py", "initialize_ub")[:2] == ["shape", "tp_size"]
+    popped = ast.unparse(definition("distributed.py", "checkpoint"))
+    assert f"kwargs.pop('{checkpoint}', None)" in popped
+    for op in te.OPS:
+        file = "ops/linear.py" if op == "Linear" else f"ops/basic/{snake(op)}.py"
+        assert set(te.ops_kwargs(grid, op)) <= set(parameters(file, f"{op}.__init__")), op
+        assert te.ops_kwargs(grid, type(op, (), {})) == te.ops_kwargs(grid, op)
+    with pytest.raises(ValueError, match="invalid operation 'GELU'"):
+        te.ops_kwargs(grid, "GELU")
+
+
+def snake(name):
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+@fetched
+def test_what_is_cleared_on_destroy_is_what_transformer_engine_caches():
+    cached = {
+        node.name
+        for node in ast.parse((PYTORCH / "distributed.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+        and "lru_cache" in [ast.unparse(each) for each in node.decorator_list]
+        and "group" in [each.arg for each in node.args.args]
+    }
+    assert cached == set(te_process._CACHED)
+    assert parameters("ep.py", "ep_finalize") == []
+    assert "_EP_GROUP = ep_group" in ast.unparse(definition("ep.py", "ep_bootstrap"))
