@@ -430,7 +430,7 @@ def _difference(said: list[tuple[dict[str, Any], int, int]], span: str) -> str:
     first, base, _ = min(said, key=lambda each: each[1])
     others = [each for each in said if each[0] != first]
     other, rank, many = min(others, key=lambda each: (each[2], each[1]))
-    where = f"rank {rank}" + f" (and {many - 1} others)" * (many > 1)
+    where = f"rank {rank}" + f" (and {many - 1} more)" * (many > 1)
     keys = [k for k in sorted(first.keys() | other.keys()) if first.get(k) != other.get(k)]
     fields = "; ".join(
         f"{key} is {shown(other.get(key))} on {where} and {shown(first.get(key))} on rank {base}"

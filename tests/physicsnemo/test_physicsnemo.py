@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -371,7 +372,7 @@ def test_ranks_that_ask_for_different_groups_all_say_so_and_go_on():
             "TreeError: the" if rank == 3 else "AgreementError: rank 3 refused"
         )
         assert named.startswith("AgreementError") and re.search(
-            r"group others is None on rank [123] \(and 2 others\) and "
+            r"group others is None on rank [123] \(and 2 more\) and "
             r"\['0..1', '2..3'\] on rank 0",
             named,
         )
