@@ -231,6 +231,7 @@ def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_time
     with creation.connecting(True):
         group = creation.by_members("A", range(4), "epoch")
     opened = [descriptors()]
+    dist.barrier()  # a rank that connects opens descriptors of the others too
     creation.connect(group, timedelta(seconds=20))
     opened.append(descriptors())
     dist.all_reduce(torch.ones(1), group=group)

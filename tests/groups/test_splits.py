@@ -179,8 +179,8 @@ def test_a_window_whose_groups_need_every_rank_is_refused_by_all_its_ranks_befor
     assert list(c10d._world.pg_map) == [default] and live_pools() == []
     default.bound_device_id = None
     text = str(caught.value)
-    assert "a window of 2 of 4 ranks needs groups that their members create alone" in text
-    assert why in text and "Change that, or lay out the whole world." in text
+    assert "a window of 2 of 4 ranks is only possible where the members of a group create" in text
+    assert why in text and "Change that, or use the whole world." in text
     state = ParallelState.create(**window, tensor_model_parallel_size=2)
     _use(state.pool.groups)
 
