@@ -240,9 +240,9 @@ def abilities(insisted: str = "auto") -> Abilities:
         if device is None:  # NCCL may not have connected yet, and then cannot be split
             can_split = can_split and not nccl and splits_take_names()
         elif can_split and nccl:
-            reason = (
-                f"the default group is bound to {device} by init_process_group(device_id=...), and "
-                f"its splits want every rank"
+            reason = (  # the same text on every rank
+                f"init_process_group(device_id=...) has bound the default group to a {device.type} "
+                f"device, and its splits want every rank"
             )
     return Abilities(_obstacle(), reason, can_split, can_connect_lazily())
 

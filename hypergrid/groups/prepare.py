@@ -62,9 +62,10 @@ def agree(
 ) -> Agreement:
     """Compare ``proposal`` and what each process can do over ``ranks``. *Collective* over them.
 
-    Each rank writes one key and counts itself; the last one checks whether all are equal and tells
-    the others. Costs a constant number of store operations per rank; proposals of other ranks are
-    read only if they differ. ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
+    Each rank adds a digest to one sum in the store; the last one sees from it whether all are
+    equal. With the commit phase that costs six round trips to the store per rank, and a seventh
+    at a process's first; proposals are written and read only if they differ.
+    ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
 
     Parameters
     ----------

@@ -137,6 +137,8 @@ class Phase:
         """In words, which ranks did not answer, and where they are."""
         hosts = {int(rank): host for rank, host in map(str.split, lines(self.store, "present"))}
         absent = [rank for rank in self.ranks if rank not in hosts]
+        if not absent:
+            return f"one of {len(self.ranks)} ranks, which has arrived since,"
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         named = {rank // per_host: host for rank, host in hosts.items()}
         places = dict.fromkeys(named.get(rank // per_host, "") for rank in absent[:10])
@@ -178,7 +180,7 @@ class Phase:
 
 
 def clear_before(store: Store, epoch: str) -> None:
-    """Delete the keys of a window's earlier rounds, when all ranks are at the end of this one."""
+    """Delete the keys of a window's earlier rounds; all ranks are at the end of this one."""
     span, _, number = epoch.rpartition("/")
     for earlier in range(int(number) - 1, -1, -1):
         prepare, commit = (

@@ -148,7 +148,7 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
 @pytest.mark.parametrize(
     ("cause", "why"),
     [
-        ("a bound NCCL", "bound to cuda:0 by init_process_group(device_id=...)"),
+        ("a bound NCCL", "init_process_group(device_id=...) has bound the default group to a cuda"),
         ("MPI", "MPI creates every group with all ranks"),
         ({"TORCH_DIST_INIT_BARRIER": "1"}, "TORCH_DIST_INIT_BARRIER=1 makes torch wait"),
         ({"HYPERGRID_CREATION": "split"}, "creation was set so"),
