@@ -63,7 +63,10 @@ class Phase:
         ``instead_of`` is the digest of a process that arrived as this rank and is dead.
         """
         added = digest % self._modulus - (instead_of or 0) % self._modulus
-        self._sum = self.store.add("arrived", (instead_of is None) + (added << self._shift))
+        amount = (instead_of is None) + (added << self._shift)
+        self._sum = self.store.add("arrived", amount)
+        if self._count > len(self.ranks):  # closed: nobody is to wait for this rank to read it
+            self.store.add("arrived", -amount)
         return self._count
 
     @property
