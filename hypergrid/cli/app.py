@@ -262,14 +262,14 @@ def doctor() -> None:
     """
     from hypergrid.cli.machine import examined
 
-    out, ills = console(), 0
+    out, faults = console(), 0
     for name, state, remedy in examined():
-        ills += bool(remedy)
+        faults += bool(remedy)
         text = Text(f"{name:<20} ", style="bold")
         out.print(text.append(state, style="not bold"), soft_wrap=True)
         if remedy:
             out.print(Text(f"{'':<20} -> {remedy}", style="yellow"), soft_wrap=True)
-    raise typer.Exit(1 if ills else 0)
+    raise typer.Exit(1 if faults else 0)
 
 
 def _dump(text: str) -> Mapping[str, Any] | None:

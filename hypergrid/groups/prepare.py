@@ -110,7 +110,7 @@ def _agree(
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
         memory = _memory.setdefault(dist.group.WORLD, _Memory())
         refused = memory.refused.get(span_of(ranks))
-        if refused is not None:  # and the other ranks have not heard of it yet
+        if refused is not None:  # and the other ranks do not know it yet
             refused.outcome(timeout)
         here = _Round(store, ranks, memory, life)
         here.arrive(everything, can, policy)
@@ -251,10 +251,10 @@ _memory: WeakKeyDictionary[object, _Memory] = WeakKeyDictionary()
 
 
 class _Round:
-    """One rendezvous of ``ranks``; the next one begins when its outcome is out.
+    """One rendezvous of ``ranks``; the next one begins when its outcome is published.
 
-    A fresh process in a dead one's place is counted once: each keeps, in one key per rank, where
-    it arrived with what.
+    A new process that replaces a dead one is counted once: one key per rank says in which round
+    it arrived, and with which digest.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Phase:
         self.store, self.ranks, self.rank, self._closing = store, ranks, rank, closing
         members = len(ranks).bit_length()
         self._shift = members + 2  # arrivals, as many again to close the tally, and late ones
-        self._modulus = 1 << (62 - self._shift - members)  # of digests: their sum has room
+        self._modulus = 1 << (62 - self._shift - members)  # of digests: their sum fits
         self._sum = self._told = 0
 
     def arrive(self, digest: int = 0, instead_of: int | None = None) -> int:
@@ -120,7 +120,7 @@ class Phase:
     def _final(self, decide: Callable[[], str]) -> str:
         try:
             self.store.wait(["final"], _GRACE)
-        except RuntimeError:  # whoever was to decide has ended meanwhile
+        except RuntimeError:  # the rank that was to decide has ended meanwhile
             self.store.set("final", decide())
         return peek(self.store, "final")
 
