@@ -16,12 +16,9 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,33 +26,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Abilities
 from hypergrid.groups.prepare import _Memory, _Round
 from hypergrid.groups.rendezvous import Phase
 from hypergrid.policy import Policy
+from tests.support.counting import CountingStore
 
-TRIPS = {"add": 1, "wait": 1, "check": 1, "compare_set": 1, "delete_key": 1, "get": 2}
 PROPOSAL = {"plan": "0" * 64, "tensor_model_parallel_size": 8, "arguments": "x" * 900}
 MINUTE = timedelta(minutes=1)
 
 
-def commit(store: dist.Store, epoch: str, ranks: range, rank: int) -> None:
-    phase = Phase(dist.PrefixStore(f"hypergrid/{epoch}/commit", store), ranks, rank)
-    if phase.arrive() == len(ranks):
-        phase.publish("")
-    assert phase.outcome(MINUTE, str) == ""
-
-
-def two_phases(store: dist.Store, ranks: range, rank: int, memory: _Memory) -> None:
+def two_phases(store: dist.Store, ranks: range, memory: _Memory) -> None:
     here = _Round(store, ranks, memory)
     here.arrive(PROPOSAL, Abilities(), Policy())
-    commit(store, here.outcome(MINUTE)["epoch"], ranks, rank)
+    with all_or_none(here.outcome(MINUTE)["epoch"], ranks, MINUTE):
+        pass
 
 
 def rank_of_many(port: int, rank: int, world: int, turns: int, pipe: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=MINUTE)
     memory, seconds = _Memory(), []
-    with mock.patch.object(dist, "get_rank", return_value=rank):
+    with (
+        mock.patch.object(dist, "get_rank", return_value=rank),
+        mock.patch("hypergrid.groups.commit.shared_store", return_value=store),
+    ):
         for turn in range(2 * turns):
             ready = f"ready/{turn}"
             if store.add(ready, 1) == world:
@@ -63,7 +58,7 @@ def rank_of_many(port: int, rank: int, world: int, turns: int, pipe: int) -> Non
             store.wait([f"{ready}/go"], MINUTE)
             start = time.monotonic()
             if turn % 2:
-                two_phases(store, range(world), rank, memory)
+                two_phases(store, range(world), memory)
             else:
                 c10d._store_based_barrier(rank, store, f"peer{turn}", world, MINUTE)
             seconds.append(time.monotonic() - start)
@@ -107,37 +102,9 @@ def real(world: int, turns: int) -> None:
     )
 
 
-class Counting(dist.Store):
-    """A store in this process that counts operations, round trips of a TCPStore, and bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store, self.counts, self.bytes = dist.HashStore(), Counter[str](), 0
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    @property
-    def trips(self) -> int:
-        return sum(TRIPS.get(name, 0) * many for name, many in self.counts.items())
-
-
-def counted(name: str) -> Callable[..., Any]:
-    def call(self: Counting, *arguments: Any) -> Any:
-        self.counts[name] += 1
-        self.bytes += sum(len(each) for each in arguments if isinstance(each, str))
-        return getattr(self.store, name)(*arguments)
-
-    return call
-
-
-for operation in ("set", "append", *TRIPS):
-    setattr(Counting, operation, counted(operation))
-
-
 def simulated(world: int, fault: str) -> tuple[float, float, float]:
     """Operations, round trips and bytes per rank of ``world`` virtual ranks."""
-    store, ranks, rounds = Counting(), range(world), []
+    store, ranks, rounds = CountingStore(dist.HashStore()), range(world), []
     present = world - (fault == "missing")
     for rank in range(present):
         with mock.patch.object(dist, "get_rank", return_value=rank):
@@ -155,7 +122,7 @@ def simulated(world: int, fault: str) -> tuple[float, float, float]:
     elif fault == "different":
         for here in rounds:
             here.phase.store.wait(["outcome"], MINUTE)
-            here.tell()
+            here.phase.tell(here.digest, here.entry)
         for here in reversed(rounds):  # the last one to tell decides
             assert "different groups" in here.outcome(MINUTE)["error"]
     else:
@@ -164,7 +131,7 @@ def simulated(world: int, fault: str) -> tuple[float, float, float]:
         if [phase.arrive() for phase in arrivals][-1] == world:
             arrivals[-1].publish("")
         assert len(epochs) == 1 and {phase.outcome(MINUTE, str) for phase in arrivals} == {""}
-    return sum(store.counts.values()) / world, store.trips / world, store.bytes / world
+    return sum(store.counts.values()) / world, store.trips / world, store.characters / world
 
 
 def main() -> None:

@@ -58,8 +58,9 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
             raise
         with telling_of_a_lost_store():
             if phase.arrive() == len(ranks):
-                clear_before(store, epoch)
                 phase.publish("")
+                with suppress(RuntimeError):  # what is published stands
+                    clear_before(store, epoch)
             # A rank that is stuck in torch finds out after the timeout, and knows better why.
             failure = phase.outcome(timeout + timedelta(seconds=5), absent)
         if failure:

@@ -33,9 +33,6 @@ from hypergrid.messages import shown, some_of, span_of
 from hypergrid.policy import Policy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Number of agreements of each span without a store. A new default group starts at 0 again, as a
-# restarted process does: all ranks must count alike.
-_alone: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def _agree(
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
     timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
-        memory = _memory.setdefault(dist.group.WORLD, _Memory())
+        memory = _memory()
         refused = memory.refused.get(span_of(ranks))
         if refused is not None:  # and the other ranks do not know it yet
             refused.outcome(timeout)
@@ -118,9 +115,9 @@ def _agree(
 
 
 def _counted(ranks: Sequence[int]) -> int:
-    count = _alone.setdefault(dist.group.WORLD, Counter())
-    count[span_of(ranks)] += 1
-    return count[span_of(ranks)]
+    count, span = _memory().alone, span_of(ranks)
+    count[span] += 1
+    return count[span]
 
 
 def expected(policy: Policy) -> Agreement:
@@ -145,12 +142,13 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
             if list(first.ranks) == list(ranks):
                 first.decided.wait()  # this refusal is for the next round
         text = f"{type(error).__name__}: {str(error)[:2000]}"
-        memory = _memory.setdefault(dist.group.WORLD, _Memory())
+        memory = _memory()
         here = memory.refused.get(span_of(ranks))
         if here is None:
             here = memory.refused[span_of(ranks)] = _Round(store, ranks, memory, life)
             here.arrive({"refused": text}, Abilities(), Policy())
-            here.tell()  # now: this rank may be gone when the others compare
+            # Now: this rank may be gone when the others compare.
+            here.phase.tell(here.digest, here.entry)
         here.phase.store.wait(["outcome"], timedelta(seconds=10))
         here.outcome(timedelta(seconds=10))
 
@@ -243,11 +241,18 @@ class _Memory:
     """What this process knows of its rounds under one default group, by window."""
 
     rounds: dict[str, int] = field(default_factory=dict)  # the next one
+    alone: Counter[str] = field(default_factory=Counter)  # agreements without a store
     refused: dict[str, _Round] = field(default_factory=dict)  # that the others do not know yet
     is_registered: bool = False
 
 
-_memory: WeakKeyDictionary[object, _Memory] = WeakKeyDictionary()
+# A new default group starts with an empty one again, as a restarted process does: without a store
+# all ranks must count alike.
+_memories: WeakKeyDictionary[object, _Memory] = WeakKeyDictionary()
+
+
+def _memory() -> _Memory:
+    return _memories.setdefault(dist.group.WORLD, _Memory())
 
 
 class _Round:
@@ -268,7 +273,6 @@ class _Round:
         self.span = span_of(ranks)
         self.board = PrefixStore(f"hypergrid/{self.span}", store)
         self.memory, self.number = memory, memory.rounds.get(self.span, 0)
-        self.told = False
 
     @property
     def epoch(self) -> str:
@@ -346,12 +350,6 @@ class _Round:
             self.phase.publish(json.dumps(outcome), early=True)
         return found
 
-    def tell(self) -> None:
-        """Say in full what this rank proposes, once."""
-        if not self.told:
-            self.told = True
-            self.phase.tell(self.digest, self.entry)
-
     def outcome(self, timeout: timedelta) -> dict[str, Any]:
         """What was decided; after ``timeout``, which ranks are missing."""
 
@@ -364,8 +362,7 @@ class _Round:
             )
 
         def compared() -> str:
-            self.tell()
-            return self.phase.compare(self._decide)
+            return self.phase.compare(self.digest, self.entry, self._decide)
 
         outcome: dict[str, Any] = json.loads(self.phase.outcome(timeout, absent, compared))
         self.memory.rounds[self.span] = self.number + 1

@@ -150,12 +150,17 @@ class Phase:
 
     def tell(self, digest: int, entry: Any) -> None:
         """Say in full what this rank arrived with: the window's first, and one of each digest."""
+        if self._told:
+            return
         if self.store.add(f"of/{digest}", 1) == 1 or self.rank == self.ranks[0]:
             append(self.store, "entries", json.dumps([digest, entry]))
         self._told = self.store.add("told", 1)
 
-    def compare(self, decide: Callable[[list[tuple[int, Any]]], str]) -> str:
+    def compare(
+        self, digest: int, entry: Any, decide: Callable[[list[tuple[int, Any]]], str]
+    ) -> str:
         """What one rank decides when all have told: given how many had an entry, and the entry."""
+        self.tell(digest, entry)
 
         def told() -> str:
             entries = [json.loads(line) for line in lines(self.store, "entries")]

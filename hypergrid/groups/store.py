@@ -1,4 +1,4 @@
-"""The store that ranks share: what ranks decide through it, and errors when it is lost."""
+"""The store that ranks share: operations that every store has, and errors when it is lost."""
 
 from __future__ import annotations
 

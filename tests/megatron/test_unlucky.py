@@ -5,10 +5,8 @@ import socket
 import threading
 import time
 import warnings
-from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
-from types import MappingProxyType
 from unittest import mock
 
 import pytest
@@ -23,6 +21,7 @@ from hypergrid import AgreementError, CreationError
 from hypergrid.groups import creation
 from hypergrid.groups import store as connection
 from tests.support import soaking
+from tests.support.counting import CountingStore
 from tests.support.forked import from_all, on_ranks, run_ranks, run_scripts
 
 
@@ -150,41 +149,10 @@ def test_threads_that_wait_for_each_other_in_opposite_order_do_not_deadlock():
         assert refused or told == {"works"}, told
 
 
-class _Counting(dist.Store):
-    """A store that counts what a rank does, and the round trips of a TCPStore for it."""
-
-    TRIPS = MappingProxyType(
-        {"add": 1, "wait": 1, "check": 1, "compare_set": 1, "delete_key": 1, "get": 2}
-    )
-
-    def __init__(self, store):
-        super().__init__()
-        self.store, self.counts = store, Counter()
-
-    @property
-    def trips(self):
-        return sum(self.TRIPS.get(name, 0) * many for name, many in self.counts.items())
-
-    def has_extended_api(self):
-        return True
-
-
-def _counted(name):
-    def call(self, *args):
-        self.counts[name] += 1
-        return getattr(self.store, name)(*args)
-
-    return call
-
-
-for _name in ("set", "append", *_Counting.TRIPS):
-    setattr(_Counting, _name, _counted(_name))
-
-
 @contextmanager
 def _counting():
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    counting = _Counting(dist.PrefixStore("counting", store))
+    counting = CountingStore(dist.PrefixStore("counting", store))
     with (
         mock.patch("hypergrid.groups.prepare.shared_store", lambda: counting),
         mock.patch("hypergrid.groups.commit.shared_store", lambda: counting),
@@ -341,8 +309,10 @@ def _one_rank_refuses_without_agreement(rank):
         ps.initialize_model_parallel(3 if rank == 1 else 2, distributed_timeout_minutes=5 / 60)
     dist.barrier()
     ps.initialize_model_parallel(2, distributed_timeout_minutes=5 / 60)
-    dist.all_reduce(torch.ones(1), group=ps.get_tensor_model_parallel_group())
+    total = torch.ones(1)
+    dist.all_reduce(total, group=ps.get_tensor_model_parallel_group())
+    return total.item()
 
 
 def test_without_agreement_all_can_try_again_after_one_rank_refused_its_arguments():
-    run_ranks(4, _one_rank_refuses_without_agreement)
+    assert run_ranks(4, _one_rank_refuses_without_agreement) == [2] * 4

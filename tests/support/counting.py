@@ -1,0 +1,39 @@
+"""A store that counts what a rank does in it, and what that would cost with a TCPStore."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_TRIPS = {"add": 1, "wait": 1, "check": 1, "compare_set": 1, "delete_key": 1, "get": 2}
+
+
+class CountingStore(dist.Store):
+    """``store``, and the operations on it, their round trips and the characters sent."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.counts, self.characters = store, Counter[str](), 0
+
+    @property
+    def trips(self) -> int:
+        return sum(_TRIPS.get(name, 0) * many for name, many in self.counts.items())
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    def call(self: CountingStore, *arguments: Any) -> Any:
+        self.counts[name] += 1
+        self.characters += sum(len(each) for each in arguments if isinstance(each, str))
+        return getattr(self.store, name)(*arguments)
+
+    return call
+
+
+for _name in ("set", "append", *_TRIPS):
+    setattr(CountingStore, _name, _counted(_name))
