@@ -59,9 +59,8 @@ class ProcessGroupMesh:
                 f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {ranks} ranks and "
                 f"the world has {world}: the product of the sizes must be the world's size."
             )
-        layout = _layout(size)
-        self.grid = HyperCommGrid.over(layout)
-        self._shape: Coordinate = layout.sizes[::-1]
+        self.grid = HyperCommGrid.over(_layout(size))
+        self._shape: Coordinate = self.grid.layout.sizes[::-1]
         self._rank = dist.get_rank()
         self._coord = self.unravel(self._rank, self._shape)
         # Groups of other ranks too: every rank knows all groups of the mesh.
@@ -138,10 +137,12 @@ class ProcessGroupMesh:
 
         *Collective* over the mesh, also if all groups exist. If every group that is asked for
         exists, also over other axes and indices, nothing is created, and ranks may give different
-        arguments. Otherwise their arguments must be equal: AgreementError if they are not,
-        CreationError if a group could not be created; no rank keeps one then. IndexError and
-        ValueError, for axes and indices that do not exist or repeat, are raised after the other
-        ranks were told, or after a minute.
+        arguments. Otherwise their arguments must be equal.
+
+        Raises IndexError on an axis that does not exist or on no indices, ValueError on an index
+        that does not exist or on a repeat, both after the other ranks were told, or after a minute;
+        AgreementError if ranks gave different arguments and not all of their groups exist;
+        CreationError if a group could not be created, and then no rank keeps one.
 
         Parameters
         ----------

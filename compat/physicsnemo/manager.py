@@ -401,8 +401,8 @@ class DistributedManager:
         """Lay a mesh over the job, the last dim fastest. *Collective* over the job.
 
         One size may be -1: what is left. Raises RuntimeError if sizes do not multiply to the
-        world's, if there are no dims, not one name for each, or a repeat; AssertionError if there
-        is no torch.distributed.
+        world's, if there are none, not one name for each, or a repeat; AssertionError if there is
+        no torch.distributed.
         """
         with _checking() as manager:
             layout = groups.mesh_layout(mesh_shape, mesh_dim_names, manager.world_size)

@@ -208,8 +208,7 @@ def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) 
     dims = groups.dims("tp") if isinstance(groups, Named) else {"tp"}.intersection(layout.dims)
     size = layout.dim_size(dims)
     ours = layout.group(layout.offset, dims)
-    start = layout.offset // size * size
-    theirs = list(range(start, start + size))
+    theirs = [layout.offset // size * size + place for place in range(size)]
     if ours != theirs:
         raise ValueError(
             f"Userbuffers would use ranks {theirs} for tensor parallelism, and {layout} has "
