@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,7 +91,8 @@ def show(
         if path is not None:
             from hypergrid.show.picture import picture
 
-            picture(subject.plan, subject.ranks_per_host, path, layout=view, by=by)
+            drawn = replace(subject.plan, layouts=subject.layouts)
+            picture(drawn, subject.ranks_per_host, path, layout=view, by=by)
     if html is not None:
         from hypergrid.show.page import page
 
@@ -124,7 +125,7 @@ def check(
         typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25."),
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Check a layout: which placements are expensive, why, and which order avoids them.
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
@@ -147,7 +148,7 @@ def check(
         if suggest:
             data |= {"volumes": weights, "orders": [asdict(each) for each in orders]}
         prints.as_json(data)
-        raise typer.Exit(status)
+        return status
     out = prints.head(subject)
     for finding in found:
         prints.finding(out, finding)
@@ -155,7 +156,7 @@ def check(
         out.print("No findings.")
     if suggest:
         prints.orders(out, asked, orders, top)
-    raise typer.Exit(status)
+    return status
 
 
 @command(ignore_unknown_options=True)  # sizes are one argument
@@ -165,7 +166,7 @@ def diff(
         list[str], typer.Argument(help="Another one, or dumps of hypergrid.dump() of any ranks.")
     ],
     as_json: Json = False,
-) -> None:
+) -> int:
     """What differs between two layouts, or between a plan and the live groups of a job.
 
     Exit status 0 if nothing differs, 1 if something does.
@@ -178,7 +179,7 @@ def diff(
             prints.as_json({"differences": said})
         else:
             typer.echo("\n".join(said) or f"{len(dumps)} dumps are as planned.")
-        raise typer.Exit(1 if said else 0)
+        return 1 if said else 0
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
     other = read(after[0])
@@ -187,11 +188,11 @@ def diff(
         prints.as_json(asdict(found))
     else:
         prints.difference(prints.console(), found)
-    raise typer.Exit(0 if found.is_empty else 1)
+    return 0 if found.is_empty else 1
 
 
 @command()
-def parity(subject: Subject) -> None:
+def parity(subject: Subject) -> int:
     """The same layout through the installed megatron-core, group by group.
 
     Exit status 0 if all groups are equal, 1 if not.
@@ -209,25 +210,25 @@ def parity(subject: Subject) -> None:
         f"\nmegatron-core {release}'s RankGenerator: "
         + (f"{differ} of {len(rows)} kinds of groups differ." if differ else "all groups equal.")
     )
-    raise typer.Exit(1 if differ else 0)
+    return 1 if differ else 0
 
 
 @command()
-def doctor() -> None:
+def doctor() -> int:
     """This machine: versions, how groups would be created, whether the swap works, and remedies.
 
     Exit status 1 if something needs a remedy.
     """
     from hypergrid.cli.machine import examined
 
-    out, faults = prints.console(), 0
+    out, status = prints.console(), 0
     for name, state, remedy in examined():
-        faults += bool(remedy)
         text = Text(f"{name:<20} ", style="bold")
         out.print(text.append(state, style="not bold"), soft_wrap=True)
         if remedy:
+            status = 1
             out.print(Text(f"{'':<20} -> {remedy}", style="yellow"), soft_wrap=True)
-    raise typer.Exit(1 if faults else 0)
+    return status
 
 
 def _dump(text: str) -> Mapping[str, Any] | None:

@@ -44,14 +44,15 @@ _FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
 )
 
 
-def command(**settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command: its docstring is the help, its parameters are the flags.
+def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Make a function a command.
 
-    A parameter ``subject`` stands for the flags of a layout. An expected error is printed as one
-    line, with exit status 2. ``settings`` are those of click's context.
+    Its docstring is the help, its parameters are the flags (``subject`` stands for those of a
+    layout), and it returns the exit status, 0 if nothing. An expected error is printed as one line,
+    with exit status 2. ``settings`` are those of click's context.
     """
 
-    def add(function: Callable[..., None]) -> Callable[..., None]:
+    def add(function: Callable[..., int | None]) -> Callable[..., None]:
         own = dict(inspect.signature(function, eval_str=True).parameters)
         of_layout = [_parameter(*flag) for flag in _FLAGS] if own.pop("subject", None) else []
         keywords = (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values())
@@ -63,10 +64,11 @@ def command(**settings: Any) -> Callable[[Callable[..., None]], Callable[..., No
                 if of_layout:
                     said = {flag.name: given.pop(flag.name) for flag in of_layout}
                     given["subject"] = _subject(**said)
-                function(**given)
+                status = function(**given) or 0
             except (LayoutError, JobError, OSError, ImportError) as error:
                 typer.echo(f"hypergrid: {error}", err=True)
-                raise typer.Exit(2) from None
+                status = 2
+            raise typer.Exit(status)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -49,7 +49,9 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
         "rank": rank,
         "host": hosts.host(rank),
         "coordinates": {
-            name: layout.coordinate(rank) for name, layout in subject.plan.layouts.items()
+            name: layout.coordinate(rank)
+            for name, layout in subject.plan.layouts.items()
+            if rank in layout
         },
         "groups": [
             {
@@ -83,7 +85,7 @@ def head(subject: Subject) -> Console:
 def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
     """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
-    for name in (name for name in SHARDS if name in subject.plan.layouts):
+    for name in (name for name in SHARDS if name in data["coordinates"]):
         place = subject.plan.layouts[name].trimmed.coordinate(rank)
         at = ", ".join(f"{dim}={number}" for dim, number in place.items())
         out.print(f"rank {rank} on {data['host']}, {name}: {at or 'alone'}")

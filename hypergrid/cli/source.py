@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,19 @@ class Subject:
 
     @property
     def hosts(self) -> Topology:
-        """The hosts of the ranks."""
-        return Topology(next(iter(self.plan.layouts.values())), self.ranks_per_host)
+        """The hosts of all ranks."""
+        return _hosts(self.plan.window.stop, self.ranks_per_host)
 
     @property
     def racks(self) -> Topology | None:
-        """The racks of the ranks, where they are known."""
+        """The racks of all ranks, where they are known."""
         if not self.hosts_per_rack:
             return None
-        return replace(self.hosts, hosts=self.ranks_per_host * self.hosts_per_rack)
+        return _hosts(self.plan.window.stop, self.ranks_per_host * self.hosts_per_rack)
+
+
+def _hosts(ranks: int, on_each: int) -> Topology:
+    return Topology(RankLayout(("rank",), (ranks,)), on_each)
 
 
 def _turned(layout: RankLayout, order: str) -> RankLayout:
@@ -132,7 +136,7 @@ def of_job(job: Job) -> Subject:
     try:
         return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
     except JobError as error:
-        hosts = Topology(RankLayout(("rank",), (job.world_size,)), job.ranks_per_host)
+        hosts = _hosts(job.world_size, job.ranks_per_host)
         allowed = ranked(Request.order, job.layouts, hosts, flows_of)
         if not allowed or "order" not in job.arguments:
             raise
