@@ -12,29 +12,24 @@ from hypergrid.analysis.summary import hosts_touched
 from hypergrid.analysis.traffic import Layouts
 from hypergrid.topology import Topology
 
-# Flow, the place that its groups should not leave, and what it costs if they do.
-_ACROSS: tuple[tuple[str, str, Severity, str], ...] = (
-    (
-        *("tp", "host", "error"),
-        "Every layer waits for the network, forward and backward, several times.",
+# Flow, the place that its groups should not leave, severity; and what it costs if they do.
+_ACROSS: dict[tuple[str, str, Severity], str] = {
+    ("tp", "host", "error"): (
+        "Every layer waits for the network, forward and backward, several times."
     ),
-    (
-        *("expert tp", "host", "error"),
-        "Every expert layer waits for the network, forward and backward, several times.",
+    ("expert tp", "host", "error"): (
+        "Every expert layer waits for the network, forward and backward, several times."
     ),
-    (
-        *("ep", "host", "warning"),
-        "The tokens of every expert layer leave the host and come back, forward and backward.",
+    ("ep", "host", "warning"): (
+        "The tokens of every expert layer leave the host and come back, forward and backward."
     ),
-    (
-        *("ep", "rack", "warning"),
-        "The tokens of every expert layer pass the links between racks, which all jobs share.",
+    ("ep", "rack", "warning"): (
+        "The tokens of every expert layer pass the links between racks, which all jobs share."
     ),
-    (
-        *("cp", "host", "warning"),
-        "Keys and values of every attention layer go round over the network.",
+    ("cp", "host", "warning"): (
+        "Keys and values of every attention layer go round over the network."
     ),
-)
+}
 
 
 def faults(
@@ -97,7 +92,7 @@ def faults(
 
 def _across(layouts: Layouts, hosts: Topology, racks: Topology | None) -> Iterator[Finding]:
     groups = {flow.name: flow.groups(layouts) for flow in flows_of(layouts)}
-    for name, place, severity, cost in _ACROSS:
+    for (name, place, severity), cost in _ACROSS.items():
         topology = hosts if place == "host" else racks
         if topology is None or name not in groups:
             continue

@@ -91,8 +91,8 @@ def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect
 
 def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
     if plan is not None:
-        hosts = {key: given.pop(key) for key in ("gpus_per_node", "hosts_per_rack")}
+        per_host, per_rack = given.pop("gpus_per_node"), given.pop("hosts_per_rack")
         if from_args is not None or any(given.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
-        return saved(Path(plan), *hosts.values())
+        return saved(Path(plan), per_host, per_rack)
     return of_job(from_sizes(**given) if from_args is None else from_line(from_args, **given))
