@@ -26,6 +26,7 @@ from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, s
 from compat.transformer_engine import process as te_process
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
+from hypergrid.groups.suspension import Suspended, Suspension
 from hypergrid.plan import GroupPlan
 
 before_closing.add(te_process.release)
@@ -58,7 +59,7 @@ class ParallelState(Getters, Setters, Buffers):
     __slots__ = (
         *sorted(SLOTS),
         *CACHED,
-        *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
+        *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_asleep", "request", "__weakref__"),
     )
 
     if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class ParallelState(Getters, Setters, Buffers):
         # What create_all_gather_groups was asked for, for resume.
         self._extra: list[tuple[Sequence[Row], timedelta | None, Configs]] = []
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
-        # Of the groups while they are suspended, by label and ranks.
-        self._names: dict[tuple[str, tuple[int, ...]], str] | None = None
+        self._asleep: dict[Any, Any] = {}  # placeholder -> group that its backend suspended
         self._via = self
         for slot in SLOTS:
             object.__setattr__(self, slot, None)
@@ -167,7 +167,7 @@ class ParallelState(Getters, Setters, Buffers):
         here = layout.coordinate(rank) if rank in layout else "outside the window"
         if self.request.encoder is not None and rank in self.request.encoder:
             here = f"{self.request.encoder.coordinate(rank)} of the encoder"
-        suspended = "" if self._names is None else ", suspended"
+        suspended = ", suspended" if self._is_suspended else ""
         return f"ParallelState(rank {rank} at {here} of {layout!r}{suspended})"
 
     def take_overrides(self, before: ParallelState) -> None:
@@ -227,61 +227,81 @@ class ParallelState(Getters, Setters, Buffers):
                 f"activations must nest. For two states at the same time, call their methods."
             )
 
-    def suspend(self) -> None:
-        """Close every communicator until ``resume``; NCCL waits until all members do.
+    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
+        """Free the device memory of the groups until ``resume``; only between collectives.
 
-        Ranks, sizes and the plan stay available. Getters of groups return placeholders, which
-        raise on use. References to the old groups elsewhere (a model, an optimizer, a
-        ``DeviceMesh``) keep gloo's file descriptors open: delete them first.
+        Ranks, sizes and the plan stay available. A group that is kept works as before, and getters
+        return it. For the others they return placeholders, which raise on use. Elsewhere (a model,
+        an optimizer), a group that suspends natively must not be used meanwhile; a closed one
+        keeps gloo's file descriptors open: delete it first.
+
+        *Collective*, arguments, result and errors as for ``GroupPool.suspend``. Where functions
+        that create groups were replaced, all groups are closed if one must be.
 
         Raises
         ------
         RuntimeError
             There are no groups to suspend.
         """
-        if self.pool is None or self._grid is None or self._names is not None:
+        if self.request is None or self._grid is None or self.pool is None or self._is_suspended:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         pooled = list(self.pool.groups)
-        placeholders: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
-        self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
-        was = {slot: getattr(self, slot) for slot in self._numbered}
-        for slot in GROUP_SLOTS:
-            object.__setattr__(self, slot, exchanged(getattr(self, slot), placeholders))
-        groups = self._global_process_group_list or []
-        self._global_process_group_list = [g for g in groups if g not in placeholders]
-        self._numbered = {
-            slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
-            for slot, (group, rank, size) in self._numbered.items()
+        report = self._grid.suspend(how, alike=replaced.creates(self.request.helpers))
+        usable = {id(each.group) for each in self.pool.usable()}
+        away: dict[Any, Any] = {
+            each.group: SuspendedGroup(each.label)
+            for each in pooled
+            if id(each.group) not in usable
         }
-        del pooled, placeholders, groups, was
-        self._grid.destroy()
-        self._renumber()
+        self._exchange(away)
+        asleep = {id(each.group) for each in self.pool.groups} - usable
+        self._asleep = {away[group]: group for group in away if id(group) in asleep}
+        listed = self._global_process_group_list or []
+        self._global_process_group_list = [
+            group for group in listed if group not in away or id(group) in asleep
+        ]
+        return report
 
     def resume(self) -> dict[str, ProcessGroup]:
-        """Create the groups again as planned. *Collective* as the first initialisation.
+        """Let the groups work again.
 
-        Torch cannot reopen a group: these are new ones, with the same ranks, options and
-        timeouts, also those of ``update_pg_timeout`` and ``create_all_gather_groups``. Replace
-        the old ones wherever they are kept.
+        Those that were not closed are the same objects, and only a native backend waits for other
+        members. If groups were closed, *collective* as the first initialisation: they are created
+        again as planned, with the same ranks, options and timeouts, also those of
+        ``update_pg_timeout`` and ``create_all_gather_groups``. These are new objects, as torch
+        cannot reopen a group: replace the old ones wherever they are kept.
 
         Returns
         -------
         dict
-            New group by the name of the old one: ``renewed[old.group_name]``.
+            Each group, the same or a new one, by the name that it had before:
+            ``renewed[old.group_name]``.
 
         Raises
         ------
         RuntimeError
-            The state is not suspended.
+            The state is not suspended, or a backend cannot resume.
         As initialisation does; the state is then still suspended.
         """
-        if self.request is None or self._names is None:
+        old, pool = self._grid, self.pool
+        if self.request is None or old is None or pool is None or pool.suspended is None:
             raise RuntimeError(f"this state is not suspended: {self!r}.")
+        pool.suspended.wake()
+        self._exchange(self._asleep)
+        self._asleep = {}
+        if pool.suspended.closes:
+            return self._rebuild(self.request, old, pool.suspended)
+        return old.resume()
+
+    def _rebuild(
+        self, request: Request, old: HyperCommGrid, suspension: Suspension
+    ) -> dict[str, ProcessGroup]:
         with environment_restored_on_failure():
-            built = build(self.request)
+            built = build(request, old.pool)
             before = {slot: getattr(self, slot) for slot in GROUP_SLOTS}
             own = [group for group in self._global_process_group_list or [] if group is not None]
-            kept = self._grid, self._numbered
+            own = [group for group in own if group not in built.groups]
+            numbered = self._numbered
             self._take(built)
             try:
                 for slot, value in before.items():
@@ -291,25 +311,37 @@ class ParallelState(Getters, Setters, Buffers):
                 self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
                     self._make_extra(*arguments)
-                if built.grid is not None and kept[0] is not None:
-                    built.grid.renew(kept[0])
-                renewed = list(self.pool.groups) if self.pool else []
-                for each in renewed:
+                assert built.grid is not None and built.grid.pool is not None
+                built.grid.replace(old)
+                for each in built.grid.pool.groups:
                     if (each.label, each.ranks) in self._timeouts:
                         changed = self._timeouts[each.label, each.ranks]
                         c10d._set_pg_timeout(changed, each.group)
             except BaseException:
                 if built.grid is not None:
                     built.grid.destroy(abort=True)
-                self._grid, self._numbered = kept
+                self._grid, self._numbered = old, numbered
                 for slot, value in before.items():
                     object.__setattr__(self, slot, value)
                 self._global_process_group_list = [None, *own]
                 raise
-        names, self._names = self._names, None
         self._renumber()
-        known = {(each.label, each.ranks): each.group for each in renewed}
-        return {name: known[key] for key, name in names.items() if key in known}
+        return built.grid.pool.renewed(suspension)
+
+    def _exchange(self, others: dict[Any, Any]) -> None:
+        """Put other values in the place of groups, or of placeholders."""
+        was = {slot: getattr(self, slot) for slot in self._numbered}
+        for slot in GROUP_SLOTS:
+            object.__setattr__(self, slot, exchanged(getattr(self, slot), others))
+        self._numbered = {
+            slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
+            for slot, (group, rank, size) in self._numbered.items()
+        }
+        self._renumber()
+
+    @property
+    def _is_suspended(self) -> bool:
+        return self.pool is not None and self.pool.suspended is not None
 
     @property
     def is_in_use(self) -> bool:

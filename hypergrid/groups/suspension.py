@@ -67,7 +67,7 @@ class Suspension:
             kinds.setdefault(_kind(c10d._world.pg_map[group][0]), []).append(group)
         for kind in sorted(kinds):
             self.report[kind] = self._suspend(kind, kinds[kind], groups)
-        if alike and any(done.how == "recreate" for done in self.report.values()):
+        if alike and self.closes:
             self.wake()
             self.report = {k: Suspended("recreate", len(kinds[k])) for k in self.report}
         closing = [g for k, done in self.report.items() if done.how == "recreate" for g in kinds[k]]
@@ -103,6 +103,13 @@ class Suspension:
             freed.append(size)
         known = [size for size in freed if size is not None]
         return Suspended("native", len(freed), sum(known) if len(known) == len(freed) else None)
+
+    @property
+    def closes(self) -> bool:
+        """Whether groups were closed, so that ``resume`` must create new ones."""
+        if self.how == "recreate":
+            return True
+        return any(done.how == "recreate" for done in self.report.values())
 
     def has_closed(self, label: str, backend: str | None) -> bool:
         """Whether the groups of ``label`` were closed, also if this rank is in none of them.
@@ -151,7 +158,7 @@ _CALLS = (
     *("reduce_scatter_single", "reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
 _retired: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
-_torchs: dict[str, Callable[..., Any]] = {}  # torch's own methods while they are guarded
+_torchs: dict[str, Any] = {}  # torch's own methods while they are guarded
 
 
 def retire(groups: Mapping[ProcessGroup, str]) -> None:
@@ -167,11 +174,11 @@ def retire(groups: Mapping[ProcessGroup, str]) -> None:
     if _retired and not _torchs:
         for name in (*_CALLS, "__repr__"):
             if hasattr(ProcessGroup, name):
-                _torchs[name] = getattr(ProcessGroup, name)
-                setattr(ProcessGroup, name, _guarded(_torchs[name]))
+                _torchs[name] = vars(ProcessGroup).get(name)
+                setattr(ProcessGroup, name, _guarded(name, getattr(ProcessGroup, name)))
 
 
-def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def guarded(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if self not in _retired:
@@ -180,7 +187,7 @@ def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
             f"{_retired[self]}, closed by suspend(): use the group that resume() returned under "
             f"the name {self.group_name!r}"
         )
-        if call is _torchs["__repr__"]:
+        if name == "__repr__":
             return f"<{text}>"
         raise RuntimeError(f"rank {dist.get_rank()} used an old group: {text}.")
 
@@ -190,4 +197,8 @@ def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
 def _unguard() -> None:
     if not _retired:
         while _torchs:
-            setattr(ProcessGroup, *_torchs.popitem())
+            name, own = _torchs.popitem()
+            if own is None:  # inherited
+                delattr(ProcessGroup, name)
+            else:
+                setattr(ProcessGroup, name, own)

@@ -51,7 +51,7 @@ def main() -> dict[str, Any]:
 
     old_name = player.group.group_name
     player.group = None  # a reference that stays keeps its sockets open
-    actor.suspend()
+    actor.suspend(how="recreate")
     opened["actor suspended"] = descriptors()
     stage = actor.get_pipeline_model_parallel_rank()  # numbers still answer
     try:

@@ -133,7 +133,7 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
         state = ps.current_state()
         assert "of the encoder" in repr(state)
         assert "; encoder RankLayout(" in report(state)
-        state.suspend()
+        state.suspend("recreate")
         assert ps.get_pipeline_model_parallel_world_size() == 2
         state.resume()
         assert ps.get_pipeline_model_parallel_next_rank() == [4, 5]

@@ -213,7 +213,7 @@ def test_a_suspended_state_gives_everything_back_and_comes_back_the_same(rank):
     name = held.group_name
     del held
     full = descriptors()
-    state.suspend()
+    state.suspend("recreate")
     empty = descriptors(at_most=full - 1)
     assert {n: a for n, a in _answers(state).items() if isinstance(a, int | bool)} == numbers
     texts = []
@@ -221,7 +221,7 @@ def test_a_suspended_state_gives_everything_back_and_comes_back_the_same(rank):
         lambda group: dist.all_reduce(torch.ones(1), group=group),
         lambda group: dist.get_process_group_ranks(group),
         lambda group: group.size(),
-        lambda group: state.suspend(),
+        lambda group: state.suspend("recreate"),
     ):
         try:
             use(state.get_tensor_model_parallel_group())
@@ -251,7 +251,7 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
     state = two[0]
     with pytest.raises(RuntimeError, match="is not suspended"):
         state.resume()
-    state.suspend()
+    state.suspend("recreate")
     groups = len(c10d._world.pg_map)
     with (
         mock.patch("torch.distributed.new_group", side_effect=MemoryError),
@@ -264,10 +264,10 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
     assert state.get_tensor_model_parallel_rank() == 1
     state.resume()
     assert state.get_tensor_model_parallel_group() in c10d._world.pg_map
-    state.suspend()
+    state.suspend("recreate")
     state.destroy()
     with pytest.raises(RuntimeError, match="no groups to suspend"):
-        state.suspend()
+        state.suspend("recreate")
 
 
 def test_what_was_made_on_the_grid_beside_the_plan_is_made_again(fake_world):
@@ -276,7 +276,7 @@ def test_what_was_made_on_the_grid_beside_the_plan_is_made_again(fake_world):
     extra = state.grid.create_pg("tp-pp-dp", group_desc="mine").group_name
     state.create_all_gather_groups()
     for _ in range(2):
-        state.suspend()
+        state.suspend("recreate")
         renewed = state.resume()
         again = state.grid.get_pg("tp-pp-dp")
         assert renewed[extra] is again and again.group_desc == "mine"
@@ -306,7 +306,7 @@ def test_the_callers_functions_are_not_asked_again_on_resume(fake_world):
 
     state = ParallelState.create(pipeline_model_parallel_size=2, get_embedding_ranks=choose)
     asked = len(calls)
-    state.suspend()
+    state.suspend("recreate")
     state.resume()
     assert asked == len(calls) == 4
     state.destroy()
