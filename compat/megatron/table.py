@@ -47,7 +47,10 @@ class Row:
 
     slot: str
     dims: str
-    traffic: str  # one of TRAFFIC
+    # What it carries, see docs/concepts.md. A communicator runs one operation at a time, so groups
+    # whose operations overlap must not share one; operations of one kind never overlap. As in
+    # megatron-core 0.16.1 and 0.19.2 with all options that overlap communication.
+    traffic: str
     options: str  # key of its section in the NCCL configuration file
     grid: str = "decoder"
     when: Fact = ALWAYS  # the row is made for requests of which this is true
@@ -125,35 +128,7 @@ class Planned:
         return self.slot != self.row.slot
 
 
-# What a group carries. A communicator runs one operation at a time, so groups whose operations
-# overlap must not share one; operations of one kind never overlap. As in megatron-core 0.16.1 and
-# 0.19.2 with all options that overlap communication.
-TWINS = "checkpoint"
-TRAFFIC = {
-    "gradients": "buckets are reduced during the backward pass, parameters are gathered before "
-    "the forward pass; DDP overlaps both with computation",
-    "parameters": "gathered while gradients are reduced: the second group exists for this",
-    "expert gradients": "buckets of expert layers, reduced in the same backward pass",
-    "gradients between instances": "a bucket is reduced between the instances of the optimizer "
-    "while the next one is reduced within each, on its own stream",
-    "weights": "sharded weights, gathered before the layers that need them",
-    "expert weights": "sharded weights of expert layers, gathered before the layers that need them",
-    "context": "the attention's ring or all-to-all, on its own streams, overlapped with its "
-    "computation",
-    "tensor": "activations, at the same time as weight gradients; those of shared experts, at the "
-    "same time as the tokens of the other experts",
-    "pipeline": "activations and their gradients between stages, sent and received while a stage "
-    "computes",
-    "embeddings": "gradients of tied weights, once per step, after all other gradients",
-    "optimizer": "norms and overflow flags, once per step in the optimizer, one after the other",
-    "statistics": "sums of router and FP8 statistics, token counts and losses: small, waited for "
-    "at once, at any time in a step",
-    "expert tokens": "all-to-all of one microbatch while another one computes, then the "
-    "all-gather over expert tp",
-    "expert dispatch": "number of tokens for each rank, exchanged while the tokens of another "
-    "microbatch are sent; with other dispatchers the tokens themselves",
-    TWINS: "gloo on the host: optimizer states are gathered and scattered during the training",
-}
+TWINS = "checkpoint"  # the traffic of the gloo twins
 
 # In the order of creation: SHARP serves the communicators that are created first.
 # fmt: off
