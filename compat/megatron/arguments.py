@@ -14,7 +14,6 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from compat.megatron import communicators, encoder, replaced
-from compat.megatron.order import ARGUMENT
 from compat.megatron.rank_generator import RankGenerator, inject_gtp_remat_axis, lay_out
 from compat.megatron.releases import HAS
 from hypergrid.layout import LayoutError, RankLayout
@@ -110,7 +109,7 @@ class Arguments:
     life: int | None = None
     job_size: int | None = None
     helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    order_source: str = ARGUMENT
+    order_source: str = "the argument `order`"
     _wrong: list[str] = field(default_factory=list, init=False)
     _asked: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict, init=False)
 
@@ -333,16 +332,15 @@ class Arguments:
     def _lay_out(self, sizes: dict[str, int], after: str, behind: int = 0) -> RankLayout:
         named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
+        offset = self.rank_offset + behind
         try:
             lay_out(self.order, own)  # first: its message shows the order as it was given
             if self.rank_offset < 0:
                 raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
-            offset = self.rank_offset + behind
             return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
         except (LayoutError, RuntimeError) as error:
             if self.decides_ranks:  # then only the sizes of the layout are used
-                usual = inject_gtp_remat_axis(Arguments.order)
-                return lay_out(usual, sizes, self.rank_offset + behind)
+                return lay_out(inject_gtp_remat_axis(Arguments.order), sizes, offset)
             raise type(error)(f"{error}{self._order_source}") from None
 
     @property

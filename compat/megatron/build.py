@@ -89,8 +89,7 @@ def build(request: Request) -> Built:
                 _call_helpers(built, pool, request)
             for alias in aliases(request):
                 for slot in slots(alias):
-                    suffix = slot.removeprefix(alias.slot)
-                    built.slots[slot] = built.slots.get(alias.same_as + suffix)
+                    built.slots[slot] = built.slots.get(slot.replace(alias.slot, alias.same_as))
                 if alias.same_as in built.numbers:
                     built.numbers[alias.slot] = built.numbers[alias.same_as]
     except BaseException:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-ARGUMENT = "the argument `order`"
 DIMS = ("tp", "cp", "ep", "dp", "pp", "gtp_remat")  # of all releases
 
 

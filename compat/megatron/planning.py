@@ -127,9 +127,8 @@ def _chosen(
 
 def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
     """What a caller's function returned: as it is if that is a list of ints, else made one."""
-    if isinstance(given, list | tuple) and all(type(rank) is int for rank in given):
-        ranks = given
-    else:
+    ranks: Sequence[int] = given
+    if not isinstance(given, list | tuple) or any(type(rank) is not int for rank in given):
         try:
             ranks = [operator.index(rank) for rank in given]
         except TypeError:
