@@ -16,7 +16,14 @@ from rich.text import Text
 from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diff import Difference
-from hypergrid.analysis.summary import Summary, communicators, long_dims, names, summaries
+from hypergrid.analysis.summary import (
+    Summary,
+    communicators,
+    descriptors,
+    long_dims,
+    names,
+    summaries,
+)
 from hypergrid.analysis.traffic import Ranked
 from hypergrid.cli.source import Subject
 from hypergrid.layout import RankLayout
@@ -34,6 +41,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
         "groups": [asdict(line) for line in lines_of(subject)],
         "groups_of_a_rank": [fewest, most],
         "communicators_of_a_rank": communicators(subject.plan),
+        "gloo_descriptors_of_a_rank": descriptors(subject.plan),
     }
 
 

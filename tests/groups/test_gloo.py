@@ -14,9 +14,18 @@ import hypergrid.policy
 from compat import parallel_state as ps
 from compat.report import report
 from hypergrid import CreationError, HyperCommGrid
+from hypergrid.analysis.summary import descriptors as descriptors_of
 from hypergrid.groups import creation, gloo
 from hypergrid.groups.creation import Abilities
-from tests.support.forked import from_all, on_ranks, sockets
+from hypergrid.policy import LARGEST_MESH
+from tests.support.forked import descriptors, from_all, on_ranks, sockets
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    yield
+    ps.destroy_model_parallel()
+
 
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -37,7 +46,7 @@ def _sizes():
 
 def _use_all(rank):
     for pooled in ps.current_state().pool.groups:
-        members = torch.tensor([2.0**rank])
+        members = torch.tensor([2.0**rank], dtype=torch.double)
         dist.all_reduce(members, group=pooled.group)
         assert members.item() == sum(2.0**r for r in pooled.ranks), pooled.label
 
@@ -144,3 +153,31 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
     assert sockets() == before, raised  # although the error and its traceback are held
     ps.initialize_model_parallel(**LAYOUT)
     _use_all(rank)
+
+
+def test_the_descriptors_of_a_rank_are_computed_for_any_plan(fake_world):
+    fake_world(512)
+    ps.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=True)
+    counts = descriptors_of(ps.current_state().plan)
+    sizes = [n for kind, n in _kinds(0) if kind == "gloo"]
+    assert counts["torch"] == (4 + sum(n - 1 for n in sizes),) * 2 == counts["eager"]
+    assert min(sizes) > LARGEST_MESH and counts["auto"] == counts["lazy"] == (4 * len(sizes),) * 2
+
+
+@pytest.mark.parametrize("connect", ["torch", "auto"])
+@on_ranks(64, timeout=200)
+def test_sixty_four_real_ranks_open_the_descriptors_that_were_computed(rank, connect):
+    with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 31):
+        from_all(rank)
+        before, _ = descriptors(), from_all(rank)
+        ps.initialize_model_parallel(2, connect=connect)
+        from_all(rank)
+        state, after, _ = ps.current_state(), descriptors(), from_all(rank)
+        assert after - before == descriptors_of(state.plan, "gloo")[connect][0]
+        waiting = sum(n > 31 for _, n in _kinds(rank))
+        assert report(state).count("connects on first use") == waiting * (connect == "auto")
+        _use_all(rank)
+
+
+def _kinds(rank):
+    return [(r.backend, len(ranks)) for r, ranks in ps.current_state().plan.groups_of(rank)]
