@@ -403,7 +403,8 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
             way=way,
             others="members" if members_alone else "everyone",
             why=why["members"] or "",
-            lazy=policy.connect == "lazy" and all(can.can_connect_lazily for can in everybody),
+            lazy=policy.connect in ("lazy", "auto")
+            and all(can.can_connect_lazily for can in everybody),
         )
     )
 

@@ -188,8 +188,9 @@ def _innermost(store: Any) -> Any:
 
 @functools.cache
 def _addresses(host: str) -> set[str]:
+    name = host.encode() if host.isascii() else host  # text would load the codec of foreign names
     with suppress(OSError):  # no such name any more
-        return {_plain(str(entry[4][0])) for entry in socket.getaddrinfo(host, None)}
+        return {_plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None)}
     return set()
 
 
