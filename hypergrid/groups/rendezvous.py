@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.groups.hosts import Speaker, host_of
-from hypergrid.groups.store import append, forget, lines, peek, stay_until
+from hypergrid.groups.store import append, forget, forget_lines, lines, peek, stay_until
 from hypergrid.messages import few
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
@@ -213,3 +213,5 @@ def clear_before(store: Store, epoch: str) -> None:
         told = [json.loads(line)[0] for line in lines(prepare, "entries")]
         forget(prepare, *_KEYS, *(f"of/{digest}" for digest in told))
         forget(commit, *_KEYS)
+        forget_lines(prepare, "entries", "present")
+        forget_lines(commit, "present")

@@ -85,6 +85,14 @@ def lines(store: Store, key: str) -> list[str]:
     return [store.get(f"{key}/{number}").decode() for number in numbers]
 
 
+def forget_lines(store: Store, *keys: str) -> None:
+    """Delete what was appended where each line is a key of its own."""
+    own: Any = store
+    for key in () if own.has_extended_api() else keys:
+        many = store.add(f"{key}/lines", 0)
+        forget(store, *(f"{key}/{number + 1}" for number in range(many)), f"{key}/lines")
+
+
 def another_connection(store: Store) -> Store:
     """The same store for a second thread: a client that waits for a key blocks other calls."""
     own: Any = store

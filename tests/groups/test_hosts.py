@@ -75,6 +75,22 @@ def test_the_store_serves_hosts_and_not_ranks():
         assert sum(trips) <= 2 * 7 + 16, results
 
 
+def test_a_host_costs_the_store_what_a_rank_costs():
+    store, found = CountingStore(dist.HashStore()), []
+    mates = mock.Mock(), True
+    for rank in (0, 4):
+        with mock.patch.object(dist, "get_rank", return_value=rank):
+            here = _Round(store, WORLD, _Memory())
+        here.mates = hosts.Speaker(dict.fromkeys(range(rank + 1, rank + 4), mates), mock.Mock())
+        found.append(here)
+        here.arrive({}, Abilities(), Policy())
+        if rank == 0:
+            assert store.counts == {"add": 2, "multi_set": 1}
+    store.counts.clear()
+    assert {here.outcome(timedelta(seconds=1))["epoch"] for here in found} == {"0..7/0"}
+    assert store.counts == {"wait": 2, "compare_set": 2}
+
+
 @pytest.mark.parametrize(
     "environment",
     [

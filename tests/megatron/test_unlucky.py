@@ -164,9 +164,9 @@ def _three_lives(rank):
     trips = []
     with _counting() as store:
         for _ in range(3):
-            before = store.trips
+            before, counted = store.trips, sum(store.counts.values())
             ps.initialize_model_parallel(2)
-            trips.append(store.trips - before)
+            trips.append((store.trips - before, sum(store.counts.values()) - counted))
             ps.destroy_model_parallel()
     return trips
 
@@ -176,8 +176,8 @@ def test_both_phases_cost_six_round_trips_and_a_process_one_more():
     for life in range(3):
         # Whoever arrives first or last does what is done once for all.
         usual = sorted(trips[life] for trips in results)[: 8 - 3]
-        assert set(usual) == {7 if life == 0 else 6}
-        assert sum(trips[life] for trips in results) < 8 * 7 + 30
+        assert set(usual) == {(7, 8) if life == 0 else (6, 7)}  # one operation gets no answer
+        assert sum(trips[life][0] for trips in results) < 8 * 7 + 30
 
 
 def _two_are_missing(rank):
