@@ -21,7 +21,7 @@ from hypergrid.policy import Policy
 from tests.support.counting import CountingStore
 from tests.support.forked import run_ranks
 
-WORLD, LATE = range(8), 0.3
+WORLD = range(8)
 
 
 @contextmanager
@@ -29,11 +29,22 @@ def _host(rank, **environment):
     port = int(os.environ["MASTER_PORT"])
     store = CountingStore(dist.TCPStore("127.0.0.1", port, is_master=False))
     os.environ.update({"LOCAL_WORLD_SIZE": "4", "HYPERGRID_HOSTS_FIRST": "2"} | environment)
+    original = hosts._gathered
+
+    def gathered(*given):
+        store.underlying_store.set(f"host {rank // 4} listens", "")
+        return original(*given)
+
     with (
         mock.patch.object(dist, "get_rank", return_value=rank),
         mock.patch("hypergrid.groups.commit.shared_store", return_value=store),
+        mock.patch.object(hosts, "_gathered", gathered),
     ):
         yield store
+
+
+def _wait_for(store, host):
+    store.underlying_store.wait([f"host {host} listens"], timedelta(seconds=20))
 
 
 def _both_phases(store, memory, proposal="", seconds=4.0):
@@ -148,16 +159,19 @@ def test_a_rank_that_its_host_misses_is_named():
     assert max(seconds for _, seconds in results) < 15
 
 
-def _dying(rank, patched, victim=4, late=LATE):
+def _dying(rank, patched, victim=4, late=True):
     """Rank 4 speaks for its host, and is killed in a process of its own where ``patched`` says."""
     if rank == victim:
         if (child := os.fork()) == 0:
             with patched(), _host(rank) as store:
+                if not late:
+                    _wait_for(store, 1)
                 _both_phases(store, _Memory())
             os._exit(0)
         return os.waitpid(child, 0)[1], 0.0
-    time.sleep(late)
     with _host(rank) as store:
+        if late:
+            _wait_for(store, 1)
         return _both_phases(store, _Memory())
 
 
@@ -192,8 +206,7 @@ def test_a_speaker_that_dies_before_it_arrives_is_named_as_any_rank(patched):
 
 @pytest.mark.parametrize(("patched", "victim"), [(_when_it_has_arrived, 4), (_as_a_listener, 6)])
 def test_a_rank_that_dies_when_it_is_counted_is_named_by_the_commit(patched, victim):
-    late = LATE if victim == 4 else 0.0
-    results = run_ranks(8, _dying, patched, victim, late, backend="")
+    results = run_ranks(8, _dying, patched, victim, victim == 4, backend="")
     assert results.pop(victim)[0] == signal.SIGKILL
     for rank, (text, seconds) in enumerate(results):
         assert f"1 of 8 ranks ({victim} on" in text, (rank, text)
@@ -208,12 +221,12 @@ def _stopped(rank):
                 _both_phases(store, _Memory())
             os._exit(0)
         os.waitpid(child, os.WUNTRACED)
-        time.sleep(12)
+        time.sleep(14)
         os.kill(child, signal.SIGKILL)
         return os.waitpid(child, 0)[1], 0.0
-    time.sleep(LATE)
     with _host(rank) as store:
-        return _both_phases(store, _Memory())
+        _wait_for(store, 1)
+        return _both_phases(store, _Memory(), seconds=8)
 
 
 def test_nobody_waits_longer_for_a_speaker_that_is_stopped():
@@ -227,14 +240,17 @@ def _replaced(rank):
     if rank == 6:  # counted by its host, dead, and back in a fresh process
         if (child := os.fork()) == 0:
             with _as_a_listener(), _host(rank) as store:
-                time.sleep(LATE)
+                _wait_for(store, 1)
                 _both_phases(store, _Memory())
             os._exit(0)
         os.waitpid(child, 0)
-        time.sleep(0.5)
-    time.sleep(3 * (rank == 1))  # so that the round is open meanwhile
     with _host(rank) as store:
-        return _both_phases(store, _Memory(), seconds=8)[0]
+        if rank == 6:
+            store.underlying_store.set("dead", "")
+        if rank == 1:  # so that the round is open meanwhile
+            store.underlying_store.wait(["dead"], timedelta(seconds=20))
+            time.sleep(1)
+        return _both_phases(store, _Memory(), seconds=12)[0]
 
 
 def test_a_fresh_process_in_a_dead_ones_place_is_counted_once():
