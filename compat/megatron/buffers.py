@@ -6,59 +6,37 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from compat.megatron.methods import missing
-
 
 class LazyBuffer:
-    """In the global until the memory buffer is used, so that initialising imports no megatron."""
+    """Becomes Megatron's buffer when it is first used, so that initialising imports no megatron."""
 
-    def make(self) -> Any:
-        try:
-            from megatron.core.utils import GlobalMemoryBuffer
-        except ImportError as error:
-            raise missing("_GLOBAL_MEMORY_BUFFER") from error
-        return GlobalMemoryBuffer()
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _memory_buffer()
+        self.__class__, self.__dict__ = type(made), vars(made)
+        return getattr(self, name)
 
 
-class Buffers:
-    """The functions of the module about buffers, as methods of the state."""
+def _memory_buffer() -> Any:
+    try:
+        from megatron.core.utils import GlobalMemoryBuffer
+    except ImportError as error:
+        raise AssertionError(
+            "global memory buffer is not initialized: there is no megatron.core.utils."
+        ) from error
+    return GlobalMemoryBuffer()
 
-    __slots__ = ()
 
-    def get_global_memory_buffer(self: Any) -> Any:
-        """Megatron's ``GlobalMemoryBuffer``, made on first use."""
-        buffer = self._held("_GLOBAL_MEMORY_BUFFER")
-        if isinstance(buffer, LazyBuffer):
-            buffer = self._GLOBAL_MEMORY_BUFFER = buffer.make()
-        return buffer
+def memory_buffer() -> Any:
+    """Megatron's ``GlobalMemoryBuffer``, or what becomes it."""
+    return _memory_buffer() if "megatron.core.utils" in sys.modules else LazyBuffer()
 
-    def _set_global_memory_buffer(self: Any) -> None:
-        if self._GLOBAL_MEMORY_BUFFER is not None:
-            raise AssertionError("the global memory buffer is already initialized.")
-        buffer = LazyBuffer()
-        loaded = "megatron.core.utils" in sys.modules
-        self._GLOBAL_MEMORY_BUFFER = buffer.make() if loaded else buffer
 
-    def destroy_global_memory_buffer(self: Any) -> None:
-        """Forget the memory buffer."""
-        self._GLOBAL_MEMORY_BUFFER = None
+def symmetric_memory_buffer(group: Any) -> Any:
+    from megatron.core.utils import GlobalSymmetricMemoryBuffer
 
-    def get_global_symmetric_memory_buffer(self: Any) -> Any:
-        """Megatron 0.16's buffer for inference; only where it was set up."""
-        return self._held("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-
-    def _set_global_symmetric_memory_buffer(self: Any) -> None:
-        if self._GLOBAL_SYMMETRIC_MEMORY_BUFFER is not None:
-            raise AssertionError("the global symmetric memory buffer is already initialized.")
-        from megatron.core.utils import GlobalSymmetricMemoryBuffer
-
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = GlobalSymmetricMemoryBuffer(
-            size_in_mb=256, process_group=self.get_tensor_model_parallel_group()
-        )
-
-    def destroy_global_symmetric_memory_buffer(self: Any) -> None:
-        """Forget the symmetric memory buffer."""
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
+    return GlobalSymmetricMemoryBuffer(size_in_mb=256, process_group=group)
 
 
 def release_megatrons(abort: bool) -> None:

@@ -1,12 +1,11 @@
 """The encoder of megatron-core 0.12 and 0.13, on ranks of its own before the decoder's.
 
-Its sizes, its pipelines, and the functions about stages that only those releases have.
+Its sizes and its pipelines.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
 
 from compat.megatron.releases import HAS
 from compat.megatron.table import Row
@@ -66,61 +65,3 @@ def beside(
         share, more = divmod(len(decoder), len(encoder))
         encoder = [pipe for i, pipe in enumerate(encoder) for _ in range(share + (i < more))]
     return [first + second for first, second in zip(encoder, decoder, strict=True)]
-
-
-def _deprecated(name: str) -> None:
-    warn_of_its_end(f"{name} is", stacklevel=4)
-
-
-class EncoderGetters:
-    """Answers from the rank at which the pipeline was split, or the stage that ends the encoder.
-
-    All stages are inside both where nothing was split.
-    """
-
-    __slots__ = ()
-
-    if TYPE_CHECKING:  # the slots of the state
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def get_pipeline_model_parallel_split_rank(self) -> int | None:
-        return self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
-
-    def get_pipeline_model_parallel_decoder_start(self) -> int | None:
-        _deprecated("get_pipeline_model_parallel_decoder_start")
-        return self._PIPELINE_MODEL_PARALLEL_DECODER_START
-
-    def is_pipeline_stage_before_split(self, rank: int | None = None) -> bool:
-        _deprecated("is_pipeline_stage_before_split")
-        stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
-        return stage is None or split is None or stage < split
-
-    def is_pipeline_stage_after_split(self, rank: int | None = None) -> bool:
-        _deprecated("is_pipeline_stage_after_split")
-        stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
-        return stage is None or split is None or stage >= split
-
-    def is_pipeline_stage_at_split(self) -> bool:
-        _deprecated("is_pipeline_stage_at_split")
-        stage = self._via.get_pipeline_model_parallel_rank()
-        before = self._via.is_pipeline_stage_before_split(stage)
-        return before and self._via.is_pipeline_stage_after_split(stage + 1)
-
-    def is_inside_encoder(self, rank: int | None = None) -> bool:
-        _deprecated("is_inside_encoder")
-        stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
-        # Without an encoder on ranks of its own, it is in the first stage.
-        return stage is None or (stage == 0 if start is None else stage < start)
-
-    def is_inside_decoder(self, rank: int | None = None) -> bool:
-        _deprecated("is_inside_decoder")
-        stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
-        return stage is None or start is None or stage >= start
-
-    def _stage(self, rank: int | None) -> int | None:
-        """``rank``, or else this rank's stage; None if the pipeline has one stage."""
-        if self._via.get_pipeline_model_parallel_world_size() == 1:
-            return None
-        stage: int = self._via.get_pipeline_model_parallel_rank() if rank is None else rank
-        return stage
