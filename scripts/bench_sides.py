@@ -62,7 +62,7 @@ GROUPS = (
 )
 TIMED = (
     *dict.fromkeys((*GETTERS, *GROUPS)),
-    *("get_amax_reduction_group", "get_embedding_group", "get_global_memory_buffer"),
+    *("get_amax_reduction_group", "get_global_memory_buffer"),
     *("get_data_parallel_src_rank", "get_tensor_model_parallel_src_rank"),
     *("get_expert_data_parallel_rank", "get_expert_data_parallel_world_size"),
     *("get_expert_tensor_parallel_rank", "get_expert_tensor_parallel_world_size"),

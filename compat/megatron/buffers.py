@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 
-class LazyBuffer:
-    """Becomes Megatron's buffer when it is first used, so that initialising imports no megatron."""
+class GlobalMemoryBuffer:
+    """Becomes Megatron's when it is first used, so that initialising imports no megatron."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -30,7 +30,7 @@ def _memory_buffer() -> Any:
 
 def memory_buffer() -> Any:
     """Megatron's ``GlobalMemoryBuffer``, or what becomes it."""
-    return _memory_buffer() if "megatron.core.utils" in sys.modules else LazyBuffer()
+    return _memory_buffer() if "megatron.core.utils" in sys.modules else GlobalMemoryBuffer()
 
 
 def symmetric_memory_buffer(group: Any) -> Any:

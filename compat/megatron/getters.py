@@ -210,18 +210,18 @@ def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
     """Group over which FP8 scaling factors are reduced."""
-    if tp_only_amax_red and with_context_parallel:
-        if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
-            raise missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-        return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    if with_context_parallel:
+        if tp_only_amax_red:
+            if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
+                raise missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+        if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None:
+            raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
     if tp_only_amax_red:
         if _TENSOR_MODEL_PARALLEL_GROUP is None:
             raise missing("_TENSOR_MODEL_PARALLEL_GROUP")
         return _TENSOR_MODEL_PARALLEL_GROUP
-    if with_context_parallel:
-        if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None:
-            raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
-        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
     if _TENSOR_AND_DATA_PARALLEL_GROUP is None:
         raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
     return _TENSOR_AND_DATA_PARALLEL_GROUP
@@ -412,17 +412,10 @@ def get_expert_model_parallel_src_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of this pipeline's first stage."""
-    if _PIPELINE_GLOBAL_RANKS is None:
-        raise missing("_PIPELINE_GLOBAL_RANKS")
-    return _PIPELINE_GLOBAL_RANKS[0]
-
-
-if HAS["splits"]:
-
-    def get_pipeline_model_parallel_first_rank() -> int:
-        """Global rank of the first stage; several pipelines of a rank have the same one."""
+    if _PIPELINE_GLOBAL_RANKS is None or _several:
         first = _pipeline()[0]
         return first[0] if isinstance(first, list) else first
+    return _PIPELINE_GLOBAL_RANKS[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int | list[int]:
@@ -976,15 +969,17 @@ def over(names: dict[str, Any]) -> dict[str, FunctionType]:
 def known(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:
     """What the functions use besides upstream's private globals.
 
-    The rank and size in each group that the state made, and for two groups at hand; and whether
-    each grid has an axis gtp_remat. Releases without it have one global where later ones have two,
-    and code for them writes that one: only a state with the axis has the other there.
+    The rank and size in each group that the state made, and for two groups at hand; whether a rank
+    may be in several pipelines; and whether each grid has an axis gtp_remat. Releases without it
+    have one global where later ones have two, and code for them writes that one: only a state with
+    the axis has the other there.
     """
     return {
         "_numbers": {g: place for g, *place in numbers.values() if not isinstance(g, list)},
         "_tp": numbers.get("_TENSOR_MODEL_PARALLEL_GROUP", _NO_GROUP),
         "_pp": numbers.get("_PIPELINE_MODEL_PARALLEL_GROUP", _NO_GROUP),
-        "_gtp_remat": HAS["gtp_remat"] or (bool(request) and request.gtp_remat_size > 1),
+        "_several": HAS["splits"] or (request is not None and request.encoder is not None),
+        "_gtp_remat": HAS["gtp_remat"] or (request is not None and request.gtp_remat_size > 1),
         "_expert_gtp_remat": HAS["gtp_remat"]
-        or (bool(request) and request.expert_gtp_remat_size > 1),
+        or (request is not None and request.expert_gtp_remat_size > 1),
     }
