@@ -412,9 +412,10 @@ def get_expert_model_parallel_src_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of this pipeline's first stage."""
-    if _PIPELINE_GLOBAL_RANKS is None or _several:
-        first = _pipeline()[0]
-        return first[0] if isinstance(first, list) else first
+    if _several:
+        return _first_of_several()
+    if _PIPELINE_GLOBAL_RANKS is None:
+        raise missing("_PIPELINE_GLOBAL_RANKS")
     return _PIPELINE_GLOBAL_RANKS[0]
 
 
@@ -919,6 +920,11 @@ def _pipeline() -> list[Any]:
     if _PIPELINE_GLOBAL_RANKS is None:
         raise missing("_PIPELINE_GLOBAL_RANKS")
     return _PIPELINE_GLOBAL_RANKS
+
+
+def _first_of_several() -> int:
+    first = _pipeline()[0]
+    return first[0] if isinstance(first, list) else first
 
 
 def _at(ranks: list[Any], stage: int) -> Any:
