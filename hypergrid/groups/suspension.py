@@ -151,11 +151,12 @@ def _suspendable(backend: Any) -> int | None:
 
 
 _CALLS = (
-    *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_to_all_single"),
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce"),
-    *("allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather"),
-    *("monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter"),
-    *("reduce_scatter_single", "reduce_scatter_tensor_coalesced", "scatter", "send"),
+    *("_allgather_base", "_reduce_scatter_base", "_start_coalescing", "all_gather_single"),
+    *("all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall"),
+    *("alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier", "recv"),
+    *("recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
 _retired: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 _torchs: dict[str, Any] = {}  # torch's own methods while they are guarded

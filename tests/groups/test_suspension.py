@@ -40,6 +40,8 @@ def _uses(group):
         lambda: dist.all_gather_object([None, None], 1, group),
         lambda: dist.get_process_group_ranks(group),
         lambda: dist.get_rank(group),
+        lambda: dist.reduce_scatter_tensor(one, torch.ones(2), group=group),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0, group)]),
         lambda: group.allreduce([one]),
     ]
 
