@@ -322,9 +322,9 @@ class ParallelState:
         with environment_restored_on_failure():
             built = build(request, old.pool)
             before = {slot: getattr(self, slot) for slot in GROUP_SLOTS}
-            own = [group for group in self._global_process_group_list or [] if group is not None]
-            own = [group for group in own if group not in built.groups]
-            numbered = self._numbered
+            noted, numbered = self._global_process_group_list, self._numbered
+            pooled = [None, *(each.group for each in old.pool.groups)] if old.pool else [None]
+            own = [group for group in noted or [] if group not in pooled]
             self._take(built)
             try:
                 # From outside code:
@@ -344,7 +344,7 @@ class ParallelState:
                     built.grid.destroy(abort=True)
                 self._grid, self._numbered = old, numbered
                 self._put(before | known(self._numbered, self.request))
-                self._global_process_group_list = [None, *own]
+                self._global_process_group_list = noted
                 raise
         return built.grid.pool.renewed(suspension)
 

@@ -1,6 +1,7 @@
 """Suspended groups: kept, suspended by their backend, or closed and created anew."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -131,11 +132,16 @@ def test_a_state_of_two_backends_keeps_gloo_and_creates_the_others_again(rank):
     extra = state.grid.create_pg("tp-pp-dp", group_desc="mine")
     twin, tp = state.get_data_parallel_group_gloo(), state.get_tensor_model_parallel_group()
     for _ in range(2):
+        listed = len(state._global_process_group_list)
         report = state.suspend()
         assert report["gloo"].how == "keep" and report["plain"].how == "recreate"
         assert state.get_data_parallel_group_gloo() is twin and _sum(twin) == 2
         assert "suspended: call resume()" in repr(state.get_tensor_model_parallel_group())
+        with mock.patch("torch.distributed.new_group", side_effect=MemoryError):
+            _text(state.resume, MemoryError)
+        assert _sum(twin) == 2 and "suspended" in repr(state)
         renewed = state.resume()
+        assert len(state._global_process_group_list) == listed
         assert renewed[twin.group_name] is twin is state.get_data_parallel_group_gloo()
         assert renewed[tp.group_name] is state.get_tensor_model_parallel_group() is not tp
         assert renewed[extra.group_name] is state.grid.get_pg("tp-pp-dp") is not extra
