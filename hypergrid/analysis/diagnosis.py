@@ -397,8 +397,7 @@ class _Case:
             kind = "no dump"
         if not waits:
             return self._of_unseen(kind, first)
-        # The group in which most of them are missed, of those the one waited in for longest.
-        wait = max(waits, key=lambda each: (len(first.intersection(each.absent)), each.ns))
+        wait = self._nearest(waits, first)
         named = sorted(first.intersection(wait.absent))
         inside = self._ranks(wait.inside, short=True)
         has = "has" if len(wait.inside) == 1 else "have"
@@ -421,6 +420,19 @@ class _Case:
         return self._made(
             kind, sentence, named, wait.group, wait.call, wait, self._chain([wait, *behind])
         )
+
+    def _nearest(self, waits: Sequence[_Wait], first: set[int]) -> _Wait:
+        """Where most of them are missed; of several, the call that they would have made first."""
+        steps = self._steps()
+        last = {self._title(self.last[rank]) for rank in first if rank in self.last}
+        whole = all(self.ranks[wait.inside[0]].whole for wait in waits)
+
+        def key(wait: _Wait) -> tuple[int, int, int, int]:
+            follows = sum(steps[before, self._title(wait.call)] for before in last)
+            made = len(self.ranks[wait.inside[0]].calls) if whole else 0
+            return (len(first.intersection(wait.absent)), follows, -made, wait.ns)
+
+        return max(waits, key=key)
 
     def _of_unseen(self, kind: Kind, first: set[int]) -> Diagnosis:
         """No recorded call shows who waits: only stacks, or files that are missing, do."""
@@ -464,6 +476,9 @@ class _Case:
 
     def _of_circle(self, graph: Mapping[int, set[int]]) -> Diagnosis:
         circle = _circle(graph)
+        skipped = self._skipped(_around(circle[0], graph))
+        if skipped:
+            return self._of_skipped(*skipped)
         deviants, pattern = self._deviants(circle, graph)
         steps = [*zip(circle, circle[1:] + circle[:1], strict=True)]
         chain, waits = [], []
@@ -497,38 +512,61 @@ class _Case:
             [*chain, *self._chain(others)][:_LONGEST],
         )
 
+    def _of_skipped(self, rank: int, wait: _Wait, why: str) -> Diagnosis:
+        sentence = (
+            f"{self._ranks([rank])} {why}. So it never entered {self._call(wait)}, in which "
+            f"{self._ranks(wait.inside, short=True)} "
+            f"{'waits' if len(wait.inside) == 1 else 'wait'}; "
+            f"{self._whereabouts('never entered', [rank])}"
+        )
+        chain = self._chain([wait, *self._behind(wait, {rank})])
+        return self._made("never entered", sentence, [rank], wait.group, wait.call, wait, chain)
+
+    def _steps(self) -> Counter[tuple[str, str]]:
+        """How often one call follows another, over all ranks."""
+        steps: Counter[tuple[str, str]] = Counter()
+        for rank in self.ranks:
+            steps.update(self._pattern(rank))
+        return steps
+
+    def _pattern(self, rank: int) -> list[tuple[str, str]]:
+        return [*pairwise(["", *map(self._title, self.ranks[rank].calls)])]
+
+    def _skipped(self, within: Iterable[int]) -> tuple[int, _Wait, str] | None:
+        """A rank of a circle that left out a call earlier: where it is missed, and what it did."""
+        steps = self._steps()
+        for rank in sorted(within):
+            missed = {self._title(w.call): w for w in self.waits if rank in w.absent}
+            calls = self.ranks[rank].calls if rank in self.ranks else []
+            for i, (before, after) in enumerate(self._pattern(rank) if calls else ()):
+                if calls[i].done and steps[before, after] == 1:
+                    usual = _usual(steps, before, after)
+                    if usual in missed and steps[before, usual] > 1:
+                        at = self._named(calls[i], rank)
+                        return rank, missed[usual], f"skipped {usual}: after {before} came {at}"
+        return None
+
     def _deviants(
         self, circle: Sequence[int], graph: Mapping[int, set[int]]
     ) -> tuple[list[int], str]:
         """Whose order of calls is not found elsewhere: the ranks, and what they did."""
-        within = _around(circle[0], graph)
-        steps: Counter[tuple[str, str]] = Counter()
-        ends: dict[int, list[tuple[str, str]]] = {}
-        for rank, mine in self.ranks.items():
-            titles = ["", *(self._title(call) for call in mine.calls)]
-            pairs = [*pairwise(titles)]
-            steps.update(pairs)
-            if rank in within:
-                undone = [i for i, call in enumerate(mine.calls) if not call.done]
-                start = max(0, undone[0] if undone else len(pairs))
-                ends[rank] = pairs[start:] if pairs[start:] else pairs[-1:]
-        rarest = {
-            rank: min(pairs, key=lambda pair: steps[pair]) for rank, pairs in ends.items() if pairs
-        }
-        if not rarest:
-            return [], ""
-        least = min(steps[pair] for pair in rarest.values())
+        steps = self._steps()
+        rarest: dict[int, tuple[str, str]] = {}
+        for rank in _around(circle[0], graph) & set(self.last):
+            pairs = self._pattern(rank)
+            undone = (i for i, call in enumerate(self.ranks[rank].calls) if not call.done)
+            start = min(next(undone, len(pairs)), len(pairs) - 1)
+            rarest[rank] = min(pairs[start:], key=lambda pair: steps[pair])
+        least = min((steps[pair] for pair in rarest.values()), default=0)
         odd = sorted(rank for rank, pair in rarest.items() if steps[pair] == least)
-        if len({rarest[rank] for rank in odd}) > 1 or len(odd) == len(rarest):
+        if len({rarest[rank] for rank in odd}) != 1 or len(odd) == len(rarest):
             return [], ""
         before, after = rarest[odd[0]]
-        usual = Counter({pair: n for pair, n in steps.items() if pair[0] == before})
-        usual.pop((before, after), None)
         went = f"went from {before} to {after}" if before else f"began with {after}"
-        if not usual:
-            return odd, went
-        (_, expected), _ = usual.most_common(1)[0]
-        return odd, f"{went}, where {expected} is next on other ranks and in earlier turns"
+        usual = _usual(steps, before, after)
+        return odd, f"{went}, where {usual} is next on other ranks or in earlier turns" * bool(
+            usual
+        )
 
     def _title(self, call: Call) -> str:
         if call.p2p:
@@ -619,12 +657,16 @@ class _Case:
                 stopped.update(each.inside)
 
     def _chain(self, waits: Sequence[_Wait]) -> list[str]:
-        lines = [
-            f"{self._call(wait)}: {self._ranks(wait.inside, short=True)} in it"
-            + (f" for {self._lasting(wait)}" if wait.ns >= 10**8 else "")
-            + (f", {self._ranks(wait.absent, short=True)} not." if wait.absent else ".")
-            for wait in waits[:_LONGEST]
-        ]
+        lines = []
+        for wait in waits[:_LONGEST]:
+            line = f"{self._call(wait)}: {self._ranks(wait.inside, short=True)} in it"
+            line += f" for {self._lasting(wait)}" if wait.ns >= 10**8 else ""
+            for text, ranks in (
+                ("not", [rank for rank in wait.absent if rank not in self.gone]),
+                ("without a dump", [rank for rank in wait.absent if rank in self.gone]),
+            ):
+                line += f", {self._ranks(ranks, short=True)} {text}" if ranks else ""
+            lines.append(f"{line}.")
         left = len(waits) - len(lines)
         return [*lines, f"And {_many(left, 'more call')} that wait."] if left > 0 else lines
 
@@ -751,8 +793,15 @@ def _shown(call: Call, why: str) -> str:
     if why == "root":
         return f"{what.name} with {what.detail or 'no root'}"
     values = [getattr(what, each) for each in (_SIZES if why == "sizes" else _DTYPES)]
+    values = [each[1:-1].replace("'", "") or "none" for each in values]
     text = values[0] if values[0] == values[1] else " -> ".join(values)
-    return f"{what.name} of {why} {text[:80]}"
+    return f"{what.name} of {why.removesuffix('s')} {text[:80]}"
+
+
+def _usual(steps: Counter[tuple[str, str]], before: str, after: str) -> str:
+    """What else comes most often after ``before``; "" if nothing does."""
+    others = {pair[1]: n for pair, n in steps.items() if pair[0] == before and pair[1] != after}
+    return max(others, key=lambda title: others[title], default="")
 
 
 def _around(start: int, graph: Mapping[int, set[int]]) -> set[int]:

@@ -34,6 +34,7 @@ def hang(
 ) -> Path:
     """Call ``body(rank)`` on each rank; when all but ``silent`` ranks stand still, they dump.
 
+    A rank whose process has ended is silent too: gloo aborts on messages of an unexpected size.
     Each rank writes groups_N.json, trace_N and stack_N.json to ``directory``, given back; a thread
     of its own does that, as its main thread may be in a collective. All processes are ended.
     """
@@ -47,6 +48,8 @@ def hang(
     deadline = time.monotonic() + timeout
     try:
         while not all((directory / f"stack_{rank}.json").exists() for rank in speaking):
+            for pid in [each for each in children if os.waitpid(each, os.WNOHANG)[0]]:
+                speaking.discard(children.pop(pid))
             if time.monotonic() > deadline:
                 raise AssertionError(f"no dumps in time: {sorted(os.listdir(directory))}")
             if all((directory / f".still_{rank}").exists() for rank in speaking):
@@ -77,6 +80,7 @@ def _rank(rank: int, world: int, body: Callable[[int], Any], directory: Path) ->
         error = f"{type(raised).__name__}: {raised}"
     if error:
         dump(rank, directory, error)
+        (directory / f".still_{rank}").touch()
     while True:
         time.sleep(1)  # its connections stay open, as in a process that is not yet gone
 
