@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hypergrid.messages import shown
@@ -71,18 +71,17 @@ class Policy:
         Raises ValueError on an invalid choice.
         """
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            argument = given.get(field.name)
-            value: Any = outermost(field.name, argument)[0]
+        for name, choices in CHOICES.items():
+            argument = given.get(name)
+            value: Any = outermost(name, argument)[0]
             if value is None or (isinstance(value, str) and not value):
-                value = field.default
-            source = field.name if value is argument else _variable(field.name)
-            if not isinstance(value, str) or value not in CHOICES[field.name]:
+                value = getattr(cls, name)
+            if not isinstance(value, str) or value not in choices:
+                source = name if value is argument else _variable(name)
                 raise ValueError(
-                    f"{source}={shown(value)} is invalid: use one of "
-                    f"{', '.join(CHOICES[field.name])}."
+                    f"{source}={shown(value)} is invalid: use one of {', '.join(choices)}."
                 )
-            values[field.name] = value
+            values[name] = value
         return cls(**values)
 
     def may_share(self, kind: object, ranks: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.policy import CHOICES, Policy
 from hypergrid.topology import Topology
@@ -56,7 +57,10 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
 
 
 def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
-    """For each choice of ``share``: how many communicators a rank makes, at least and at most."""
+    """For each choice of ``share``: how many communicators a rank makes, at least and at most.
+
+    With ``"none"`` these are all groups of the rank.
+    """
     ranks = _kinds_of_ranks(plan)
     counts = {}
     for share in CHOICES["share"]:
@@ -64,12 +68,6 @@ def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
         of_rank = [sum(owner is None for *_, owner in plan.sharing(r, policy)) for r in ranks]
         counts[share] = (min(of_rank), max(of_rank))
     return counts
-
-
-def names(plan: GroupPlan) -> tuple[int, int]:
-    """How many named groups a rank is in, at least and at most."""
-    counts = [sum(1 for _ in plan.groups_of(rank)) for rank in _kinds_of_ranks(plan)]
-    return min(counts), max(counts)
 
 
 def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
@@ -81,6 +79,15 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
 def dims_in_words(dims: Sequence[str], pick: str = "all") -> str:
     """Groups over ``dims`` in words: ``"tp-dp"``, ``"pp ends"``; ``"alone"`` without dims."""
     return "-".join(dims) + (f" {pick}" if pick != "all" else "") if dims else "alone"
+
+
+def sizes_in_words(layout: RankLayout) -> str:
+    """The dims that are larger than 1: ``"tp=4 dp=2, order tp-dp"``."""
+    long = layout.trimmed
+    if not long.dims:
+        return "one rank"
+    sizes = " ".join(f"{dim}={size}" for dim, size in zip(long.dims, long.sizes, strict=True))
+    return f"{sizes}, order {long.order}"
 
 
 def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
