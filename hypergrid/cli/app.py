@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -197,6 +198,11 @@ def diagnose(
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Name ranks by this saved plan.")
     ] = None,
+    stragglers: Annotated[
+        bool,
+        typer.Option("--stragglers", help="Also who comes last to collectives, and how often."),
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
     as_json: Json = False,
 ) -> int:
     """Who everyone waits for in a job that hangs, from what its ranks left in a directory.
@@ -204,15 +210,23 @@ def diagnose(
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.analysis import diagnosis, recording
+    from hypergrid.analysis.stragglers import last_arrivals
 
     left = recording.read(directory)
     if not left.ranks:
         raise JobError(" ".join((f"{directory} has no dump of a rank.", *left.problems[:3])))
-    found = diagnosis.diagnose(left, saved(plan).plan if plan else None)
+    layout = saved(plan).plan if plan else None
+    found = diagnosis.diagnose(left, layout)
+    late = last_arrivals(left, layout) if stragglers else None
+    if trace is not None:
+        from hypergrid.show.trace import trace_events
+
+        trace.write_text(json.dumps(trace_events(left, layout)))
     if as_json:
-        prints.as_json(found.to_json())
+        more = {"stragglers": [asdict(each) for each in late]} if late is not None else {}
+        prints.as_json({**found.to_json(), **more})
     else:
-        prints.diagnosis(found)
+        prints.diagnosis(found, late)
     return 0 if found.ok else 1
 
 

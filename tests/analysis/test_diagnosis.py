@@ -134,6 +134,13 @@ def test_of_two_ranks_that_differ_both_are_named(job):
     assert "which of them is right cannot be seen" in found.sentence
 
 
+def test_of_two_calls_the_usual_one_is_told(job):
+    job.call(0, TP, done=False).call(1, TP, "broadcast", done=False)
+    found = job.verdict()
+    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+    assert "; all_reduce is what other ranks and earlier turns call there." in found.sentence
+
+
 def test_what_may_differ_between_members_is_no_mismatch(job):
     for rank in range(4):
         job.call(rank, WORLD, "all_to_all", size=[rank + 1], done=False)

@@ -136,5 +136,5 @@ def test_the_first_cause_is_named(fault, silent, kind, ranks, group, tmp_path):
     theirs = torchfrtrace(completed(left, tmp_path / "completed"))
     print(found.sentence, *found.chain, "torchfrtrace:", theirs.text, theirs.error, sep="\n")
     assert (found.kind, found.ranks, found.group) == (kind, ranks, group), found
-    # Told the members, torch's analysis names the ranks that are missed anywhere: ours is among them.
+    # Told the members, torch's analysis names all ranks that are missed anywhere.
     assert not theirs.ranks or theirs.ranks & set(ranks), theirs
