@@ -18,7 +18,7 @@ from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
-from hypergrid.analysis.summary import communicators, dims_in_words, summaries
+from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints
 from hypergrid.cli.command import Json, app, command
@@ -72,6 +72,10 @@ def plan(
         "communicators."
     )
     out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
+    opened = descriptors(subject.plan)
+    if any(row.backend == "gloo" for row in subject.plan.rows):
+        twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
+        out.print(f"Gloo twins open descriptors in each rank: {twins}.")
 
 
 @command()
@@ -202,6 +206,7 @@ def diagnose(
         bool,
         typer.Option("--stragglers", help="Also who comes last to collectives, and how often."),
     ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
     as_json: Json = False,
 ) -> int:
@@ -218,6 +223,15 @@ def diagnose(
     layout = saved(plan).plan if plan else None
     found = diagnosis.diagnose(left, layout)
     late = last_arrivals(left, layout) if stragglers else None
+    if html is not None:
+        from hypergrid.show.job import found as told
+        from hypergrid.show.job import hosts_of, plan_of
+        from hypergrid.show.page import page
+
+        drawn = layout or plan_of(left)
+        job = told(left, found, last_arrivals(left, layout))
+        title = f"{directory.name}: {found.kind}"
+        html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
     if trace is not None:
         from hypergrid.show.trace import trace_events
 

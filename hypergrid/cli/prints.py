@@ -19,6 +19,7 @@ from hypergrid.analysis.diff import Difference
 from hypergrid.analysis.stragglers import Late
 from hypergrid.analysis.summary import (
     communicators,
+    descriptors,
     dims_in_words,
     long_dims,
     sizes_in_words,
@@ -41,6 +42,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
+        "gloo_descriptors_of_a_rank": descriptors(subject.plan),
     }
 
 
