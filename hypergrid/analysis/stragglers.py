@@ -56,7 +56,7 @@ def last_arrivals(recording: Recording, plan: GroupPlan | None = None) -> list[L
         complete = 0
         for _, late, lost in _lasts(members, by_rank):
             complete += 1
-            for dim, at in places[late]:
+            for dim, at in places[late] if lost else ():
                 rows[group.label, dim, at].append(lost)
         for dim, at in {place for some in places.values() for place in some}:
             calls[group.label, dim, at] += complete

@@ -7,10 +7,10 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
 from itertools import groupby
+from typing import Any
 
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
