@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat.megatron import helpers as group_helpers
 from compat.megatron import replaced
-from compat.megatron.buffers import Buffers, release_megatrons
+from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import CACHED, OVERRIDE_SLOTS, Getters, Setters
+from compat.megatron.getters import FUNCTIONS, known, over
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
@@ -33,42 +36,71 @@ _HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
 GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
 OTHER_SLOTS = (
-    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
-    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
-    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
-    "_PIPELINE_MODEL_PARALLEL_DECODER_START",
+    *("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"),
+    *("_PIPELINE_MODEL_PARALLEL_SPLIT_RANK", "_PIPELINE_MODEL_PARALLEL_DECODER_START"),
     "_MOE_LAYER_WISE_LOGGING_TRACKER",
     "_GLOBAL_MEMORY_BUFFER",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
     "_global_process_group_list",
 )
+# Private globals that setters write, and that answer then instead of a group.
+OVERRIDE_SLOTS = tuple(
+    f"_MPU_{group}_PARALLEL_{number}"
+    for group in ("TENSOR_MODEL", "PIPELINE_MODEL", "DATA", "EXPERT_MODEL", "EXPERT_TENSOR")
+    for number in ("RANK", "WORLD_SIZE")
+)
 SLOTS = frozenset((*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS))
-_SOURCES = frozenset((*OVERRIDE_SLOTS, *GROUP_SLOTS))
+_KEPT = frozenset((*SLOTS, *known({}, None)))  # what is a state's own among the names of a module
+_current: Any = None  # the state that compat.parallel_state answers from
+_home: dict[str, Any] = {"__name__": __name__}  # where its values are
+_at_home = over(_home)  # the functions over them
+_switching = threading.RLock()  # held while the values of one state replace those of another
+os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-class ParallelState(Getters, Setters, Buffers):
+class ParallelState:
     """What one ``initialize_model_parallel`` built.
 
-    Its attributes are named as upstream's private globals (``_TENSOR_MODEL_PARALLEL_GROUP`` ...)
-    and may be written, as outside code does: the getters see it. A fresh object has no groups;
-    ``create`` gives one that has.
+    It has the getters and setters of ``compat.parallel_state``, and upstream's private globals
+    (``_TENSOR_MODEL_PARALLEL_GROUP`` ...) as attributes that may be written, as outside code does:
+    the getters see it. A fresh object has no groups; ``create`` gives one that has.
+
+    Each state has names of its own with functions over them, as a module has. While it is current
+    its values are those of ``compat.parallel_state``, where outside code may write them.
     """
 
-    # Slots, not a dictionary: a getter is called millions of times.
-    __slots__ = (
-        *sorted(SLOTS),
-        *CACHED,
-        *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
-    )
-
-    if TYPE_CHECKING:
-        _global_process_group_list: list[ProcessGroup | None] | None
-        _PIPELINE_MODEL_PARALLEL_SPLIT_RANK: int | None
-        _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: int | None
-        _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: int | None
-
     def __init__(self) -> None:
+        self._own: dict[str, Any] = {"__name__": __name__}
+        self._functions = over(self._own)
+        self._guarded = {name: functools.partial(self._ask, name) for name in FUNCTIONS}
+        vars(self).update(self._functions)
         self._forget()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SLOTS:
+            with _switching:
+                names = _home if self is _current else self._own
+                if name in names:
+                    return names[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SLOTS:
+            self._put({name: value})
+        else:
+            object.__setattr__(self, name, value)
+
+    def _put(self, values: dict[str, Any]) -> None:
+        with _switching:
+            self._own.update(values)
+            if self is _current:
+                _home.update(values)
+
+    def _ask(self, function: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of this state while it is current, and remains so meanwhile."""
+        with _switching:
+            own = _at_home if self is _current else self._functions
+            return own[function](*args, **kwargs)
 
     def _forget(self) -> None:
         self.request: Request | None = None
@@ -77,18 +109,12 @@ class ParallelState(Getters, Setters, Buffers):
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
         # Of the groups while they are suspended, by label and ranks.
         self._names: dict[tuple[str, tuple[int, ...]], str] | None = None
-        self._via = self
-        for slot in SLOTS:
-            object.__setattr__(self, slot, None)
-        self._MOE_LAYER_WISE_LOGGING_TRACKER: dict[str, Any] = {}
+        self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
         self._take(Built())
 
     def _take(self, built: Built) -> None:
-        self._grid = built.grid
-        self._numbered = built.numbers
-        for slot, value in built.slots.items():
-            object.__setattr__(self, slot, value)
-        self._renumber()
+        self._grid, self._numbered = built.grid, built.numbers
+        self._put(built.slots | known(built.numbers, self.request))
 
     @classmethod
     def create(cls, **arguments: Any) -> ParallelState:
@@ -154,11 +180,6 @@ class ParallelState(Getters, Setters, Buffers):
         """The grid of this state: dense layers as its own dims, expert layers as view "expert"."""
         return self._grid
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in _SOURCES:
-            self._renumber()
-
     def __repr__(self) -> str:
         if self.request is None:
             return "ParallelState(not initialized)"
@@ -172,10 +193,12 @@ class ParallelState(Getters, Setters, Buffers):
 
     def take_overrides(self, before: ParallelState) -> None:
         """Keep the values of ``set_*`` from before initialisation, as upstream does."""
-        for slot in (*OVERRIDE_SLOTS, "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"):
-            object.__setattr__(self, slot, getattr(before, slot))
-        self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
-        self._renumber()
+        kept = (
+            *OVERRIDE_SLOTS,
+            "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
+            "_MOE_LAYER_WISE_LOGGING_TRACKER",
+        )
+        self._put({slot: getattr(before, slot) for slot in kept})
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
@@ -245,8 +268,7 @@ class ParallelState(Getters, Setters, Buffers):
         placeholders: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
         self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
         was = {slot: getattr(self, slot) for slot in self._numbered}
-        for slot in GROUP_SLOTS:
-            object.__setattr__(self, slot, exchanged(getattr(self, slot), placeholders))
+        self._put({s: exchanged(getattr(self, s), placeholders) for s in GROUP_SLOTS})
         groups = self._global_process_group_list or []
         self._global_process_group_list = [g for g in groups if g not in placeholders]
         self._numbered = {
@@ -254,8 +276,8 @@ class ParallelState(Getters, Setters, Buffers):
             for slot, (group, rank, size) in self._numbered.items()
         }
         del pooled, placeholders, groups, was
+        self._put(known(self._numbered, self.request))
         self._grid.destroy()
-        self._renumber()
 
     def resume(self) -> dict[str, ProcessGroup]:
         """Create the groups again as planned. *Collective* as the first initialisation.
@@ -284,9 +306,8 @@ class ParallelState(Getters, Setters, Buffers):
             kept = self._grid, self._numbered
             self._take(built)
             try:
-                for slot, value in before.items():
-                    if not is_suspended(value):  # from outside code
-                        object.__setattr__(self, slot, value)
+                # From outside code:
+                self._put({s: value for s, value in before.items() if not is_suspended(value)})
                 listed = built.groups or ([None] if own else [])
                 self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
@@ -302,14 +323,12 @@ class ParallelState(Getters, Setters, Buffers):
                 if built.grid is not None:
                     built.grid.destroy(abort=True)
                 self._grid, self._numbered = kept
-                for slot, value in before.items():
-                    object.__setattr__(self, slot, value)
+                self._put(before | known(self._numbered, self.request))
                 self._global_process_group_list = [None, *own]
                 raise
         names, self._names = self._names, None
-        self._renumber()
-        known = {(each.label, each.ranks): each.group for each in renewed}
-        return {name: known[key] for key, name in names.items() if key in known}
+        made = {(each.label, each.ranks): each.group for each in renewed}
+        return {name: made[key] for key, name in names.items() if key in made}
 
     @property
     def is_in_use(self) -> bool:
@@ -320,11 +339,6 @@ class ParallelState(Getters, Setters, Buffers):
         if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
             return True
         return self.request is not None and self.pool is None
-
-    def ask_via(self, other: Any) -> None:
-        """Let getters that are built from other getters ask those of ``other``."""
-        self._via = other
-        self._renumber()
 
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
         """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``.
@@ -378,34 +392,35 @@ class ParallelState(Getters, Setters, Buffers):
         self, rows: Sequence[Row], timeout: timedelta | None, configs: Configs
     ) -> list[ProcessGroup | None]:
         assert self.request is not None and self.pool is not None
-        known = self.request, self.pool, self.note_group
-        return [build_extra(row, *known, timeout, configs) for row in rows]
-
-
-_current = ParallelState()  # what compat.parallel_state answers from
-_module: dict[str, Any] = {}  # its names: for its functions a global of theirs is the fastest
+        about = self.request, self.pool, self.note_group
+        return [build_extra(row, *about, timeout, configs) for row in rows]
 
 
 def current() -> ParallelState:
     """The state that ``compat.parallel_state`` answers from; at first one without groups."""
-    return _current
+    return _current  # type: ignore[no-any-return]
 
 
 def make_current(state: ParallelState) -> None:
-    """Let ``compat.parallel_state`` answer from ``state``, also if its getters are patched."""
+    """Let ``compat.parallel_state`` answer from ``state``."""
     global _current
-    before, _current = _current, state
-    via = before._via
-    before.ask_via(before)
-    state.ask_via(state if via is before else via)
-    _module["_current"] = state
+    with _switching:
+        if _current is not None:
+            # Outside code may have written its values, or deleted one.
+            _current._own.update({name: _home[name] for name in _KEPT if name in _home})
+            vars(_current).update(_current._functions)
+        vars(state).update(state._guarded)
+        _current = state
+        _home.update({name: state._own[name] for name in _KEPT})
 
 
-def speak_through(module: dict[str, Any]) -> None:
-    """Keep ``_current`` up to date among the names of a module."""
-    global _module
-    _module = module
-    _module["_current"] = _current
+def speak_through(names: dict[str, Any]) -> None:
+    """Move the values of the current state into ``names``, the globals of a module."""
+    global _home, _at_home
+    with _switching:
+        names.update({name: _home[name] for name in _KEPT})
+        _home, _at_home = names, over(names)
 
 
+make_current(ParallelState())
 group_helpers.tell.append(lambda group: _current.note_group(group))
