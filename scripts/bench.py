@@ -173,6 +173,7 @@ def all_cases(bench: Bench) -> list[Case]:
             for release in RELEASES
         ),
         Case(IMPORT, imports),
+        Case((RECORDED.format(recorded(bench)),), diagnosis),
     ]
     return cases
 
@@ -196,6 +197,7 @@ IMPORT = (
     "Megatron modules that the import brings",
     "CUDA contexts that the import makes",
 )
+RECORDED = "Reading and judging the recordings of {:,} ranks, 2,000 calls each"
 
 
 def enumeration(bench: Bench) -> list[Row]:
@@ -332,6 +334,19 @@ def imports(bench: Bench) -> list[Row]:
         Row(IMPORT[1], of("ours", "megatron"), of("stock", "megatron"), kind="count", at_most=0),
         Row(IMPORT[2], of("ours", "cuda"), of("stock", "cuda"), kind="count", at_most=0),
     ]
+
+
+def diagnosis(bench: Bench) -> list[Row]:
+    job = {"job": "diagnosis", "ranks": recorded(bench), "calls": 2000}
+    limits = {"repeats": bench.repeats(5, 3), "seconds": bench.seconds(60)}
+    found = child("bench_sides.py", timeout=600, **job, **limits)
+    peer = "`pickle` and `json` alone"
+    title = RECORDED.format(recorded(bench))
+    return [Row(title, found["ours"], found["alone"], peer_name=peer, at_least=1 / 3)]
+
+
+def recorded(bench: Bench) -> int:
+    return 128 if bench.quick else 1024
 
 
 def agreement_titles(world: int) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""The commands: plan, show, check, diff, parity, doctor."""
+"""The commands: plan, show, check, diff, diagnose, parity, doctor."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +23,7 @@ from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import Subject, read, read_json
+from hypergrid.cli.source import Subject, read, read_json, saved
 from hypergrid.layout import LayoutError
 
 __all__ = ["app"]
@@ -193,6 +194,54 @@ def diff(
     else:
         prints.difference(prints.console(), found)
     return 0 if found.is_empty else 1
+
+
+@command()
+def diagnose(
+    directory: Annotated[Path, typer.Argument(help="Where the job left its flight recorders.")],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Name ranks by this saved plan.")
+    ] = None,
+    stragglers: Annotated[
+        bool,
+        typer.Option("--stragglers", help="Also who comes last to collectives, and how often."),
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Who everyone waits for in a job that hangs, from what its ranks left in a directory.
+
+    Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
+    """
+    from hypergrid.analysis import diagnosis, recording
+    from hypergrid.analysis.stragglers import last_arrivals
+
+    left = recording.read(directory)
+    if not left.ranks:
+        raise JobError(" ".join((f"{directory} has no dump of a rank.", *left.problems[:3])))
+    layout = saved(plan).plan if plan else None
+    found = diagnosis.diagnose(left, layout)
+    late = last_arrivals(left, layout) if stragglers else None
+    if html is not None:
+        from hypergrid.show.job import found as told
+        from hypergrid.show.job import hosts_of, plan_of
+        from hypergrid.show.page import page
+
+        drawn = layout or plan_of(left)
+        job = told(left, found, [x for x in last_arrivals(left, layout) if x.stands_out])
+        title = f"{directory.name}: {found.kind}"
+        html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
+    if trace is not None:
+        from hypergrid.show.trace import trace_events
+
+        trace.write_text(json.dumps(trace_events(left, layout)))
+    if as_json:
+        more = {"stragglers": [asdict(each) for each in late]} if late is not None else {}
+        prints.as_json({**found.to_json(), **more})
+    else:
+        prints.diagnosis(found, late)
+    return 0 if found.ok else 1
 
 
 @command()

@@ -14,7 +14,9 @@ from rich.text import Text
 
 from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
+from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
+from hypergrid.analysis.stragglers import Late
 from hypergrid.analysis.summary import (
     communicators,
     descriptors,
@@ -173,6 +175,39 @@ def difference(out: Console, found: Difference) -> None:
         out.print(f"Weights of {what}: {text}")
     if not found.resharded:
         out.print("Weights: every rank keeps its part.")
+
+
+def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
+    """The verdict, then why, then what could not be read, then who comes last."""
+    out = console()
+    out.print(Text(found.sentence, style="bold"))
+    for heading, lines in (("Why", found.chain), ("Not read", found.problems)):
+        if lines:
+            out.print(f"\n{heading}:")
+        for line in lines[:20]:
+            out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+        if len(lines) > 20:
+            out.print(f"  and {len(lines) - 20} more")
+    if late is not None:
+        late = [each for each in late if each.stands_out]
+        if not late:
+            out.print("\nNobody comes last to collectives more often than by chance.")
+            return
+        out.print("\nWho comes last to collectives, and how long the others wait for it:")
+        rows = [
+            (
+                f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
+                f"{each.share:.0%}",
+                f"{each.chance:.0%}",
+                f"{each.last:,} of {each.calls:,}",
+                f"{each.median * 1e3:,.1f}",
+                f"{each.seconds:,.2f}",
+                each.label,
+            )
+            for each in late[:20]
+        ]
+        columns = ("who", ">last", ">by chance", ">calls", ">median ms", ">sum s", "group")
+        table(out, columns, rows)
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
