@@ -26,7 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from hypergrid.groups.store import innermost
 
 _PATIENCE = 1.0  # seconds for ranks of this host; the window needs them in any case
-_FROM = 2048  # ranks of a window; below, one store serves all of them in half a second
+_FROM = 16384  # ranks of a window; below, one store serves all of them in 1.3 s
 _COUNTED, _ALONE, _END = b"+", b"-", b"\0"
 
 _met: dict[tuple[object, ...], int] = {}  # how many ranks of this host met the last time
@@ -126,7 +126,7 @@ def meet(
 ) -> Speaker | Listener:
     """Find the ranks of this host that say ``what`` too; alone where that is not worth it.
 
-    Only with a ``TCPStore``, on Linux, from 2,048 ``ranks`` on or as many as
+    Only with a ``TCPStore``, on Linux, from 16,384 ``ranks`` on or as many as
     ``HYPERGRID_HOSTS_FIRST`` says (0: never). Waits a second at most.
     """
     least = os.environ.get("HYPERGRID_HOSTS_FIRST", "")
