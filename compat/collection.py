@@ -27,23 +27,10 @@ _ROWS = {
 
 
 def from_state(state: ParallelState, required: Iterable[str] | None = None) -> Any:
-    """The collection of ``state``'s groups: the objects that its getters give. *Local*.
+    """The ``ProcessGroupCollection`` of ``state``'s groups, those that its getters give. *Local*.
 
-    Parameters
-    ----------
-    state : ParallelState
-        ``compat.parallel_state.current_state()``, or one of your own.
-    required : iterable of str, optional
-        Names of fields; by default all that the installed release has.
-
-    Returns
-    -------
-    megatron.core.process_groups_config.ProcessGroupCollection
-
-    Raises
-    ------
-    ValueError
-        A field that the installed release does not have.
+    ``state`` is ``compat.parallel_state.current_state()``, or one of your own; ``required`` are
+    names of fields, by default all that the installed release has. Raises ValueError on others.
     """
     collection, names = _fields(required)
     slots = {name: SLOTS[name] for name in names}
@@ -51,7 +38,10 @@ def from_state(state: ParallelState, required: Iterable[str] | None = None) -> A
 
 
 def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str = "expert") -> Any:
-    """The collection of the groups that ``grid`` has. *Local*: creates none.
+    """The ``ProcessGroupCollection`` of the groups that ``grid`` has. *Local*: creates none.
+
+    Raises ValueError on a required field that the installed release does not have or that dims do
+    not describe, KeyError on one whose group has not been created.
 
     Parameters
     ----------
@@ -62,33 +52,24 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
         Names of fields that must be filled; by default those whose groups ``grid`` has created.
     view : str
         The view of expert layers; if ``grid`` has none of that name, the grid itself.
-
-    Raises
-    ------
-    ValueError
-        A field that the installed release does not have, or that dims do not describe.
-    KeyError
-        A required group has not been created.
     """
     grid = core_of(grid)
     collection, names = _fields(required)
     groups = {}
     for name in names:
-        row = _ROWS.get(name)
-        if row is None:
-            if required is not None:
+        try:
+            row = _ROWS.get(name)
+            if row is None:
                 raise ValueError(
                     f"the group of {name!r} is not one over dims: set it on the collection "
                     f"yourself."
                 )
-            continue
-        where = view if row.grid == "expert" and view in grid.views else BASE
-        dims = [dim for dim in row.dims.split("-") if dim in grid.views[where].dims]
-        try:
+            where = view if row.grid == "expert" and view in grid.views else BASE
+            dims = [dim for dim in row.dims.split("-") if dim in grid.views[where].dims]
             if not dims:
                 raise KeyError(f"the grid has no dim of {row.dims!r}, which {name!r} is over.")
             groups[name] = grid.get_pg(dims, view=where)
-        except KeyError:
+        except (KeyError, ValueError):
             if required is not None:
                 raise
     return collection(**groups)

@@ -48,15 +48,8 @@ class HyperCommGrid:
     ``core`` is the ``hypergrid.HyperCommGrid`` that creates the groups; it has more methods, such
     as ``grid.core.device_mesh()``. Both return the same groups.
 
-    Parameters
-    ----------
-    shape, dim_names, rank_offset, backend
-        As for ``hypergrid.HyperCommGrid``.
-
-    Raises
-    ------
-    ValueError, RuntimeError
-        As there. The size of the world is the variable ``WORLD_SIZE``, if that is set.
+    Parameters and errors are as for ``hypergrid.HyperCommGrid``. The size of the world is the
+    variable ``WORLD_SIZE``, if that is set.
     """
 
     def __init__(
@@ -93,19 +86,17 @@ class HyperCommGrid:
         """
         grid = cls.__new__(cls)
         grid._hold(core)
-        grid.shape, grid.dim_names = core.shape, core.dim_names
         return grid
 
     def _hold(self, core: Core) -> None:
         self.core = core
         self.rank_offset = core.rank_offset
-        self.size = core.size
+        self.size, self.shape, self.dim_names = core.size, core.shape, core.dim_names
         self.backend = core.backend
+        shared = core._views.shared
         self._views = {
-            name: _RankViewSpec(
-                name, list(layout.sizes), list(layout.dims), list(core._views.shared[name])
-            )
-            for name, layout in core.views.items()
+            name: _RankViewSpec(name, list(each.sizes), list(each.dims), list(shared[name]))
+            for name, each in core.views.items()
         }
         self._borrowed = self._foreign()
 
@@ -176,14 +167,7 @@ class HyperCommGrid:
         The core grid creates them, by their members alone if possible.
         ``torch.distributed.new_subgroups_by_enumeration`` creates them if that function has been
         replaced, or if the ranks differ from the core grid's because an attribute or a method
-        that enumerates ranks has been replaced.
-
-        Raises
-        ------
-        KeyError
-            The combination exists, or the view does not.
-        ValueError
-            A dim that the view does not have.
+        that enumerates ranks has been replaced. Errors are as for ``hypergrid.HyperCommGrid``.
         """
         if "backend" in kwargs:
             raise TypeError("create_pg() takes no backend: it is that of its grid, set there.")
@@ -195,18 +179,15 @@ class HyperCommGrid:
             )
         ranks = self._enumerate(spec, ordered)
         where = None if isinstance(key, str) else key[0]
-        group: ProcessGroup | None
-        if creation.is_replaced(dist.new_subgroups_by_enumeration) or not self._core_creates(
-            key, ordered, where, ranks
-        ):
-            group, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
-            self._pgs[key] = group
-        else:
+        if self._core_creates(key, ordered, where, ranks):
             self.core.backend = self.backend
-            group = self.core.create_pg(ordered, view=where, **kwargs)
+            self.core.create_pg(ordered, view=where, **kwargs)
+        else:
+            made = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
+            self._pgs[key] = made[0]
         if dist.is_initialized() and dist.get_rank() == 0:
             logging.info("created the groups over %s: %s", key, ranks)
-        return group
+        return self._pgs[key]
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*."""
@@ -248,8 +229,10 @@ class HyperCommGrid:
     def _core_creates(
         self, key: Key, dims: list[str], view: str | None, ranks: list[list[int]]
     ) -> bool:
-        # Whether the core grid has the same groups, in a world that has their ranks.
-        if not dist.is_initialized() or self.core.layout.ranks.stop > dist.get_world_size():
+        """Whether the core grid has the same groups, in a world that has their ranks."""
+        function = dist.new_subgroups_by_enumeration
+        world = dist.get_world_size() if dist.is_initialized() else 0
+        if creation.is_replaced(function) or self.core.layout.ranks.stop > world:
             return False
         try:
             known, _, _ = self.core._views.find(dims, view)

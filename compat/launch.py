@@ -92,8 +92,7 @@ def _run(script: str, args: list[str], module: bool, *, swapping: bool) -> None:
         swap.install()
     else:
         warn_of_an_empty_package()
-        if swap.is_installed():
-            swap.uninstall()
+        swap.uninstall()  # what the start-up directory installed
     sys.argv = [script, *args]
     if module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)

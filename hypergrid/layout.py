@@ -24,13 +24,7 @@ class LayoutError(ValueError):
 def dims_of(order: str, known: Collection[str]) -> list[str]:
     """The dims that ``order`` names, from fastest to slowest, in small letters.
 
-    >>> dims_of("TP-dp", ("tp", "dp", "pp"))
-    ['tp', 'dp']
-
-    Raises
-    ------
-    LayoutError
-        The order is not a text, or has a name that is not ``known`` or is repeated.
+    LayoutError if it is not a text, or has a name that is not ``known`` or is repeated.
     """
     if not isinstance(order, str):
         raise LayoutError(f"order must be a text such as 'tp-cp-dp', got {shown(order)}.")
@@ -54,6 +48,8 @@ class RankLayout:
     coordinates ``c_i`` is ``offset + sum(c_i * t_i)``. A group over some dims is the set of ranks
     that share every other coordinate, so a rank finds its own group from its number alone.
 
+    Parameters that are not as below raise LayoutError.
+
     Parameters
     ----------
     dims : sequence of str
@@ -61,12 +57,7 @@ class RankLayout:
     sizes : sequence of int
         The size of each dim, at least 1.
     offset : int
-        The first rank of the span.
-
-    Raises
-    ------
-    LayoutError
-        On lengths that differ, repeated or empty names, sizes below 1, a negative offset.
+        The first rank of the span, not negative.
 
     Examples
     --------
@@ -94,16 +85,16 @@ class RankLayout:
                 f"dims must be several names such as ('tp', 'dp'), got the text "
                 f"{shown(self.dims)}. RankLayout.from_order() takes an order as text."
             )
-        dims, sizes = tuple(_listed(self.dims, "dims")), tuple(_integers(self.sizes, "sizes"))
-        (offset,) = _integers((self.offset,), "offset")
+        dims = tuple(_listed(self.dims, "dims"))
+        sizes = tuple(_integer(size, "sizes") for size in _listed(self.sizes, "sizes"))
+        offset = _integer(self.offset, "offset")
         if len(dims) != len(sizes):
             raise LayoutError(
                 f"{len(dims)} dim names {shown(list(dims))} were given {len(sizes)} sizes "
                 f"{shown(list(sizes))}. Give one size per name."
             )
-        for name in dims:
-            if not isinstance(name, str) or not name:
-                raise LayoutError(f"dim names must be non-empty strings, got {shown(list(dims))}.")
+        if not all(isinstance(name, str) and name for name in dims):
+            raise LayoutError(f"dim names must be non-empty strings, got {shown(list(dims))}.")
         if len(set(dims)) != len(dims):
             raise LayoutError(f"dim names must not repeat, got {shown(list(dims))}.")
         for name, size in zip(dims, sizes, strict=True):
@@ -112,25 +103,16 @@ class RankLayout:
         if offset < 0:
             raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
         strides = tuple(accumulate(sizes, operator.mul, initial=1))[: len(sizes)]
-        for name, value in (
-            ("dims", dims),
-            ("sizes", sizes),
-            ("offset", offset),
-            ("strides", strides),
-        ):
-            object.__setattr__(self, name, value)
+        # The dataclass is frozen.
+        self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=strides)
 
     @classmethod
     def from_order(cls, order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
         """Lay out ``sizes`` in the order that ``order`` names, such as ``"tp-cp-ep-dp-pp"``.
 
         A dim of size 1 may be missing from ``order``; it is then the slowest. Upper and lower
-        case are the same.
-
-        Raises
-        ------
-        LayoutError
-            On a dim larger than 1 that ``order`` does not name, a token without a size, a repeat.
+        case are the same. LayoutError on a dim larger than 1 that ``order`` does not name, a token
+        without a size, a repeat.
         """
         dims = dims_of(order, sizes)
         for name, size in sizes.items():
@@ -210,15 +192,11 @@ class RankLayout:
 
     def group(self, rank: int, dims: Dims) -> list[int]:
         """The group of ``rank`` over ``dims``, ascending. Costs O(size of the group)."""
-        axes = sorted(self.axes(dims))
-        at = self._within(rank)
-        members = [
-            rank - sum(at // self.strides[i] % self.sizes[i] * self.strides[i] for i in axes)
-        ]
+        axes, at, members = sorted(self.axes(dims)), self._within(rank), [rank]
         for i in axes:
             stride, size = self.strides[i], self.sizes[i]
-            if size > 1:
-                members = [r + k for k in range(0, stride * size, stride) for r in members]
+            first = -(at // stride % size) * stride
+            members = [r + k for k in range(first, first + stride * size, stride) for r in members]
         return members
 
     def groups(self, dims: Dims, *, as_given: bool = False) -> np.ndarray:
@@ -233,9 +211,8 @@ class RankLayout:
         axes = self.axes(dims)
         inner = axes if as_given else sorted(axes)
         outer = [i for i in range(len(self.dims)) if i not in inner]
-        last = len(self.dims) - 1  # numpy's last axis is the fastest, ours is the first
-        grid = np.arange(self.offset, self.offset + self.size).reshape(self.sizes[::-1])
-        turned = grid.transpose([last - i for i in reversed(inner + outer)])
+        grid = np.arange(self.offset, self.offset + self.size).reshape(self.sizes, order="F")
+        turned = grid.transpose((inner + outer)[::-1])  # numpy's last axis is the fastest
         return turned.reshape(-1, prod(self.sizes[i] for i in inner))
 
     def orthogonal(self, dims: Dims) -> tuple[str, ...]:
@@ -285,10 +262,6 @@ def _listed(values: Iterable[Any], what: str) -> list[Any]:
         return list(values)
     except TypeError:
         raise LayoutError(f"{what} must be several values, got {shown(values)}.") from None
-
-
-def _integers(values: Iterable[Any], what: str) -> list[int]:
-    return [_integer(value, what) for value in _listed(values, what)]
 
 
 def _integer(value: Any, what: str) -> int:

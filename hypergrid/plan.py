@@ -128,15 +128,14 @@ class GroupPlan:
 
         At most one, named by its label, unless the row is ``explicit``.
         """
-        if row.explicit is not None:
-            named = ((f"{row.label}#{i}", ranks) for i, ranks in enumerate(row.explicit))
-            return {name: ranks for name, ranks in named if rank in ranks}
         layout = self.layouts[row.layout]
-        if rank not in layout:
-            return {}
-        cuts = row.cuts([layout.group(rank, row.dims)])
-        ranks = next((each for each in cuts if rank in each), None)
-        return {} if ranks is None else {row.label: ranks}
+        if row.explicit is not None:
+            named = [(f"{row.label}#{i}", ranks) for i, ranks in enumerate(row.explicit)]
+        elif rank in layout:
+            named = [(row.label, ranks) for ranks in row.cuts([layout.group(rank, row.dims)])]
+        else:
+            named = []
+        return {name: ranks for name, ranks in named if rank in ranks}
 
     def all(self, row: GroupRow) -> list[Ranks]:
         """Every group of ``row``, in Megatron's order. Costs O(world)."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hypergrid.messages import shown
 
 CHOICES = {
     "share": ("none", "singletons", "all"),
-    "connect": ("torch", "eager", "lazy"),
+    "connect": ("torch", "eager", "lazy", "auto"),
     "creation": ("auto", "members", "split", "everyone"),
 }
 
 DEFAULT = "the default"
+# With connect="auto": members of the largest gloo group that connects at once. A full mesh of n
+# members is n (n - 1) / 2 connections, and each has a descriptor at both ends.
+LARGEST_MESH = 64
 
 _flags: dict[str, str] = {}
 
@@ -52,9 +55,10 @@ class Policy:
         Which names with equal ranks, backend, options, timeout and traffic use one communicator:
         none, those of a single rank (with any traffic), or all but groups that must be separate.
         The default group is never shared.
-    connect : {"torch", "eager", "lazy"}
+    connect : {"torch", "eager", "lazy", "auto"}
         When members connect: as torch does, gloo at once and NCCL on first use; every backend at
-        once, but NCCL not for a single rank; all on first use, if torch's gloo can.
+        once, but NCCL not for a single rank; all on first use, if every rank's gloo can; "auto"
+        is "torch", but gloo groups of more than ``LARGEST_MESH`` members as with "lazy".
     creation : {"auto", "members", "split", "everyone"}
         Who takes part in creating a group. "auto" is the first of the others that every rank
         supports; the others raise where they are impossible.
@@ -71,19 +75,22 @@ class Policy:
         Raises ValueError on an invalid choice.
         """
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            argument = given.get(field.name)
-            value: Any = outermost(field.name, argument)[0]
+        for name, choices in CHOICES.items():
+            argument = given.get(name)
+            value: Any = outermost(name, argument)[0]
             if value is None or (isinstance(value, str) and not value):
-                value = field.default
-            source = field.name if value is argument else _variable(field.name)
-            if not isinstance(value, str) or value not in CHOICES[field.name]:
+                value = getattr(cls, name)
+            if not isinstance(value, str) or value not in choices:
+                source = name if value is argument else _variable(name)
                 raise ValueError(
-                    f"{source}={shown(value)} is invalid: use one of "
-                    f"{', '.join(CHOICES[field.name])}."
+                    f"{source}={shown(value)} is invalid: use one of {', '.join(choices)}."
                 )
-            values[field.name] = value
+            values[name] = value
         return cls(**values)
+
+    def waits(self, members: int) -> bool:
+        """Whether a gloo group of that many connects on first use, where every rank's torch can."""
+        return self.connect == "lazy" or (self.connect == "auto" and members > LARGEST_MESH)
 
     def may_share(self, kind: object, ranks: Sequence[int]) -> bool:
         """Whether a group of ``kind`` (None: it must be separate) may be used for two names."""

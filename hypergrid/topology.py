@@ -26,12 +26,7 @@ class Topology:
     hosts : int, sequence of int, mapping of str to int, or sequence of str
         Ranks per host, equal for all; the number of ranks of each host; the same by the host's
         name; or the name of each rank's host. The first host has rank 0, also if the layout has
-        an offset.
-
-    Raises
-    ------
-    LayoutError
-        Invalid hosts, or too few ranks on them.
+        an offset. LayoutError if they are invalid or have too few ranks.
 
     Examples
     --------
@@ -56,8 +51,7 @@ class Topology:
                 f"rank {self.layout.ranks.stop - 1}. Name the host of every rank of the world."
             )
         host.setflags(write=False)
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "numbers", host)
+        self.__dict__.update(names=names, numbers=host)  # the dataclass is frozen
 
     def __str__(self) -> str:
         """One line per dim."""
@@ -71,8 +65,7 @@ class Topology:
         """The name of the host of ``rank``."""
         if rank not in self.layout:
             raise LayoutError(f"rank {shown(rank)} is outside {self.layout}.")
-        name: str = self.names[self.numbers[rank]]
-        return name
+        return str(self.names[self.numbers[rank]])
 
     def hosts_of(self, dims: Dims, rank: int) -> tuple[str, ...]:
         """The hosts that the group of ``rank`` over ``dims`` touches."""
@@ -97,26 +90,19 @@ class Topology:
 
 def _placed(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
     """The hosts' names, and the number of the host of each rank."""
-    names: Sequence[object]
-    sizes: list[Any]
     if _is_count(hosts):
-        of_rank = np.arange(ranks) // hosts
-        return tuple(f"host{i}" for i in range(-(-ranks // hosts))), of_rank
-    if isinstance(hosts, Mapping):
-        names, sizes = list(hosts), list(hosts.values())
-    elif isinstance(hosts, Sequence) and not isinstance(hosts, str):
-        if hosts and all(isinstance(each, str) for each in hosts):
-            numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
-            return tuple(map(str, numbers)), np.array([numbers[name] for name in hosts])
-        names, sizes = [f"host{i}" for i in range(len(hosts))], list(hosts)
-    else:
-        names, sizes = [], []
-    if not sizes or not all(map(_is_count, sizes)):
+        return tuple(f"host{i}" for i in range(-(-ranks // hosts))), np.arange(ranks) // hosts
+    listed: Any = hosts if isinstance(hosts, Sequence) and not isinstance(hosts, str) else []
+    if listed and all(isinstance(each, str) for each in listed):
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(listed))}
+        return tuple(map(str, numbers)), np.array([numbers[name] for name in listed])
+    sizes = hosts if isinstance(hosts, Mapping) else {f"host{i}": n for i, n in enumerate(listed)}
+    if not sizes or not all(map(_is_count, sizes.values())):
         raise LayoutError(
             f"invalid hosts={shown(hosts)}; allowed: ranks per host (8), the ranks of each host "
             f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
         )
-    return tuple(map(str, names)), np.repeat(np.arange(len(sizes)), sizes)
+    return tuple(map(str, sizes)), np.repeat(np.arange(len(sizes)), list(sizes.values()))
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -67,11 +67,7 @@ class GroupTree(Generic[Node]):
 
     *Declared order* is depth first, siblings as they were added: the order of the dims of
     ``place``. The first leaf is the fastest dim, so its ranks are neighbours, as in physicsnemo.
-
-    Parameters
-    ----------
-    node : GroupNode
-        The root.
+    ``node`` is the root.
 
     Examples
     --------
@@ -110,10 +106,7 @@ class GroupTree(Generic[Node]):
     def add_node(self, node: Node, parent: str | Node) -> None:
         """Add ``node`` as the last child of ``parent``, a node or its name.
 
-        Raises
-        ------
-        TreeError
-            The name is taken, or the tree has no such parent.
+        TreeError if the name is taken, or the tree has no such parent.
         """
         above = self.get_node(parent.name if isinstance(parent, GroupNode) else parent)
         if node.name in self._nodes:
@@ -148,30 +141,25 @@ class GroupTree(Generic[Node]):
     ) -> None:
         """Set sizes of leaves; none if one is refused.
 
+        TreeError on an unknown group, not a leaf, an invalid size, a second -1, a missing size.
+
         Parameters
         ----------
         group_sizes : mapping of name to size
             -1 for one leaf of the tree: it takes the rest of the world.
         update_parent_sizes : bool
-            Also compute the sizes of the parents.
-
-        Raises
-        ------
-        TreeError
-            An unknown group, not a leaf, an invalid size, a second -1; a leaf without a size, if
-            parents are to be updated.
+            Also compute the sizes of the parents, for which all leaves need a size.
         """
-        sizes = {name: self._nodes[name].size for name in self.leaf_groups()}
-        for name, size in group_sizes.items():
-            if self._children[self.get_node(name).name]:
+        for name in group_sizes:
+            if self.children(name):
                 raise TreeError(
-                    f"{name!r} is not a leaf: its size follows from {self._children[name]}. Set "
+                    f"{name!r} is not a leaf: its size follows from {self.children(name)}. Set "
                     f"theirs."
                 )
-            sizes[name] = _check_size(name, size)
-        _check_leaves(sizes, complete=update_parent_sizes)
-        for name in group_sizes:
-            self._nodes[name].size = sizes[name]
+        checked = {name: _check_size(name, size) for name, size in group_sizes.items()}
+        self._check_leaves(checked, complete=update_parent_sizes)
+        for name, size in checked.items():
+            self._nodes[name].size = size
         if update_parent_sizes:
             self.update_parent_sizes()
 
@@ -180,7 +168,7 @@ class GroupTree(Generic[Node]):
 
         It is -1 above a leaf of size -1. Raises TreeError if a leaf has no size.
         """
-        _check_leaves({name: self._nodes[name].size for name in self.leaf_groups()})
+        self._check_leaves()
         for name in reversed(self.breadth_first()):
             sizes = [self._nodes[child].size or 0 for child in self._children[name]]
             size = OPEN if OPEN in sizes else prod(sizes)
@@ -214,9 +202,8 @@ class GroupTree(Generic[Node]):
             A leaf without a size, sizes that do not divide the world, an orthogonal group whose
             name already means other ranks, a group with ``within="host"`` that crosses hosts.
         """
-        _check_leaves({name: self._nodes[name].size for name in self.leaf_groups()})
-        sizes: dict[str, int] = {}
-        spans: dict[str, tuple[str, ...]] = {}
+        self._check_leaves()
+        sizes, spans = dict[str, int](), dict[str, tuple[str, ...]]()
         self._lay(self.root_id, sizes, spans)
         if world_size is not None:
             total = _check_size("the world", world_size, least=1)
@@ -230,11 +217,24 @@ class GroupTree(Generic[Node]):
         placement = Placement(layout, spans, Topology(layout, hosts) if hosts is not None else None)
         for name in self.breadth_first():
             for other, scope in self._nodes[name].orthogonals.items():
-                self._name_orthogonal(placement, spans, name, other, scope)
+                spans[other] = self._orthogonal(placement, name, other, scope)
         for name, node in self._nodes.items():
             if node.within is not None:
                 _check_within_host(placement, name)
         return placement
+
+    def _check_leaves(self, changed: Mapping[str, int] = {}, complete: bool = True) -> None:
+        sizes = {name: changed.get(name, self._nodes[name].size) for name in self.leaf_groups()}
+        missing = [name for name, size in sizes.items() if size is None]
+        if missing and complete:
+            raise TreeError(
+                f"leaves {missing} have no size: give each one by set_leaf_group_sizes(), -1 for "
+                f"one that takes the rest."
+            )
+        known = {name: _check_size(name, s) for name, s in sizes.items() if s is not None}
+        left = [name for name, size in known.items() if size == OPEN]
+        if len(left) > 1:
+            raise TreeError(f"{left} cannot all take the rest: give all but one a size.")
 
     @property
     def _out(self) -> str:
@@ -255,27 +255,24 @@ class GroupTree(Generic[Node]):
                 _close(repr(name), size or 0, list(sizes)[before:], sizes, f"rest of {name}")
         spans[name] = tuple(sizes)[before:]
 
-    def _name_orthogonal(
-        self,
-        placement: Placement,
-        spans: dict[str, tuple[str, ...]],
-        name: str,
-        other: str,
-        scope: str | None,
-    ) -> None:
+    def _orthogonal(
+        self, placement: Placement, name: str, other: str, scope: str | None
+    ) -> tuple[str, ...]:
+        """The dims of ``other``, the name of the group that is orthogonal to ``name``."""
         if scope is not None and scope not in self._nodes:
             raise TreeError(
                 f"{other!r}, orthogonal to {name!r}, is in the scope of {scope!r}, "
                 f"which the tree does not have. It has {list(self._nodes)}."
             )
         dims = placement.orthogonal(name, scope)
-        taken = placement.dims(other) if other in {*spans, *placement.layout.dims} else dims
+        known = {*placement.spans, *placement.layout.dims}
+        taken = placement.dims(other) if other in known else dims
         if taken != dims:
             raise TreeError(
                 f"{other!r} cannot be orthogonal to {name!r}: it is already over {list(taken)}, "
                 f"and the orthogonal group is over {list(dims)}. Take another name."
             )
-        spans[other] = dims
+        return dims
 
 
 @dataclass(frozen=True)
@@ -335,27 +332,10 @@ class Placement:
 
 
 def _check_size(name: str, size: object, least: int = OPEN) -> int:
-    if isinstance(size, Integral) and not isinstance(size, bool) and size != 0:
-        size = int(size)
-        if size >= least:
-            return size
+    if isinstance(size, Integral) and not isinstance(size, bool) and least <= int(size) != 0:
+        return int(size)
     also = ", or -1" if least == OPEN else ""
     raise TreeError(f"the size of {name} must be at least 1{also}, got {shown(size)}.")
-
-
-def _check_leaves(sizes: Mapping[str, int | None], complete: bool = True) -> None:
-    missing = [name for name, size in sizes.items() if size is None]
-    if missing and complete:
-        raise TreeError(
-            f"leaves {missing} have no size: give each one by set_leaf_group_sizes(), -1 for one "
-            f"that takes the rest."
-        )
-    for name, size in sizes.items():
-        if size is not None:
-            _check_size(name, size)
-    left = [name for name, size in sizes.items() if size == OPEN]
-    if len(left) > 1:
-        raise TreeError(f"{left} cannot all take the rest: give all but one a size.")
 
 
 def _close(owner: str, total: int, dims: list[str], sizes: dict[str, int], rest: str) -> None:
@@ -368,10 +348,9 @@ def _close(owner: str, total: int, dims: list[str], sizes: dict[str, int], rest:
             f"{owner} has {total} ranks, which {factors} = {product} does not divide: "
             f"{total} / {product} leaves a remainder. Change a size."
         )
-    if len(known) < len(dims):
-        sizes.update({dim: total // product for dim in dims if dim not in known})
-    elif total > product:
-        sizes[rest] = total // product
+    taker = next((dim for dim in dims if dim not in known), rest)
+    if taker in dims or total > product:
+        sizes[taker] = total // product
 
 
 def _check_within_host(placement: Placement, name: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import numpy as np
-
 from hypergrid.layout import Dims, LayoutError, RankLayout
 
 BASE = "base"
@@ -42,19 +40,14 @@ class Views:
                         f"shared dim {dim!r} is not a dim of {where}, which has "
                         f"{list(each.dims)}. Leave it out of shared_dims."
                     )
-        for dims in (*((dim,) for dim in shared), shared):
-            # Equal sizes and strides: the same groups, without listing a million ranks.
-            if all(
-                (base.dim_size(dim), base.stride(dim)) == (layout.dim_size(dim), layout.stride(dim))
-                for dim in dims
-            ):
-                continue
-            ours, theirs = (groups_over(x, ordered(x, dims)) for x in (base, layout))
-            if not np.array_equal(ours, theirs):
+        for dim in shared:
+            # The first group has the size and the stride, which decide all groups, also over
+            # several such dims.
+            if base.group(base.offset, (dim,)) != layout.group(base.offset, (dim,)):
+                ours, theirs = (each.groups((dim,))[:4].tolist() for each in (base, layout))
                 raise LayoutError(
-                    f"shared dims {list(dims)} have different members: {ours.tolist()[:4]} in the "
-                    f"grid and {theirs.tolist()[:4]} in the view {name!r}. Only groups that are "
-                    f"the same can be shared."
+                    f"shared dims {[dim]} have different members: {ours} in the grid and {theirs} "
+                    f"in the view {name!r}. Only groups that are the same can be shared."
                 )
         self.layouts[name], self.shared[name] = layout, shared
 
@@ -85,8 +78,3 @@ def name_of(key: Key) -> str:
 def ordered(layout: RankLayout, dims: Dims) -> list[str]:
     """``dims``, the slowest first."""
     return [layout.dims[i] for i in sorted(layout.axes(dims), reverse=True)]
-
-
-def groups_over(layout: RankLayout, slowest_first: list[str]) -> np.ndarray:
-    """All groups, of shape (groups, size), in upstream's order: the last dim given is fastest."""
-    return layout.groups(slowest_first[::-1], as_given=True)

@@ -1,5 +1,3 @@
 """ColossalAI's interface over our groups."""
 
 from compat.colossalai.mesh import ProcessGroupMesh as ProcessGroupMesh
-
-__all__ = ["ProcessGroupMesh"]

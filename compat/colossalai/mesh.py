@@ -36,17 +36,13 @@ class ProcessGroupMesh:
     Calls with the same members and backend return the same group, also over other axes. (ColossalAI
     ignores the backend: asking for gloo after NCCL returns the NCCL group.)
 
+    Raises AssertionError if torch.distributed is not initialised or the sizes do not multiply to
+    that of the world, ValueError if one is below 1.
+
     Parameters
     ----------
     *size : int
         The size of each axis. Their product is the size of the world.
-
-    Raises
-    ------
-    AssertionError
-        torch.distributed is not initialised, or the product is not the size of the world.
-    ValueError
-        A size below 1.
     """
 
     def __init__(self, *size: int) -> None:
@@ -63,14 +59,10 @@ class ProcessGroupMesh:
                 f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {ranks} ranks and "
                 f"the world has {world}: the product of the sizes must be the world's size."
             )
-        layout = _layout(size)
-        self.grid = HyperCommGrid.over(layout)
-        self._shape: Coordinate = layout.sizes[::-1]
+        self.grid = HyperCommGrid.over(_layout(size))
+        self._shape: Coordinate = self.grid.layout.sizes[::-1]
         self._rank = dist.get_rank()
         self._coord = self.unravel(self._rank, self._shape)
-        self._start()
-
-    def _start(self) -> None:
         # Groups of other ranks too: every rank knows all groups of the mesh.
         self._known: dict[tuple[str | None, Ranks], ProcessGroup] = {}
         self._asked: dict[str, ProcessGroup] = {}
@@ -105,11 +97,8 @@ class ProcessGroupMesh:
     def ravel(coord: Sequence[int], shape: Sequence[int], mode: Mode = "raise") -> int:
         """The rank at ``coord``, as ``numpy.ravel_multi_index``.
 
-        Parameters
-        ----------
-        mode : {"raise", "wrap", "clip"}
-            For a coordinate outside its axis: raise ValueError, take the remainder, or take the
-            nearest one inside.
+        Outside its axis a coordinate raises ValueError, or ``mode`` takes the remainder ("wrap"),
+        or the nearest one inside ("clip").
         """
         if mode not in get_args(Mode):
             raise AssertionError(
@@ -142,16 +131,18 @@ class ProcessGroupMesh:
         return coords
 
     def create_group_along_axis(
-        self,
-        axis: Axes,
-        indices_at_axis: Indices | None = None,
-        backend: str | None = None,
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup:
         """Create the groups along an axis, or over several; returns the group of this rank.
 
         *Collective* over the mesh, also if all groups exist. If every group that is asked for
         exists, also over other axes and indices, nothing is created, and ranks may give different
         arguments. Otherwise their arguments must be equal.
+
+        Raises IndexError on an axis that does not exist or on no indices, ValueError on an index
+        that does not exist or on a repeat, both after the other ranks were told, or after a minute;
+        AgreementError if ranks gave different arguments and not all of their groups exist;
+        CreationError if a group could not be created, and then no rank keeps one.
 
         Parameters
         ----------
@@ -167,26 +158,11 @@ class ProcessGroupMesh:
         ProcessGroup
             ``torch.distributed.GroupMember.NON_GROUP_MEMBER`` if this rank is at none of the
             indices. (ColossalAI returns None the first time, which means the world to torch.)
-
-        Raises
-        ------
-        IndexError
-            An axis that does not exist; no indices. This and ValueError are raised after the
-            other ranks were told, or after a minute.
-        ValueError
-            An index that does not exist; an axis or index that repeats.
-        AgreementError
-            Ranks gave different arguments, and not all of their groups exist.
-        CreationError
-            A group could not be created; no rank keeps one.
         """
         return self._group(axis, indices_at_axis, backend, collective=True)
 
     def get_group_along_axis(
-        self,
-        axis: Axes,
-        indices_at_axis: Indices | None = None,
-        backend: str | None = None,
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup:
         """As ``create_group_along_axis``; *local* if all of its groups exist, else collective.
 
@@ -207,7 +183,8 @@ class ProcessGroupMesh:
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group of this mesh. *Local*; they can be created again."""
         self.grid.destroy()
-        self._start()
+        self._known.clear()
+        self._asked.clear()
 
     def _axis(self, axis: Any) -> int:
         count = len(self._shape)
@@ -233,27 +210,19 @@ class ProcessGroupMesh:
             chosen[at] = sorted(given)
         return dict(sorted(chosen.items()))
 
-    def _label(self, chosen: dict[int, list[int]], backend: str | None) -> str:
-        dims = [
-            f"axis{at}" + ("" if len(given) == self._shape[at] else f"{given}".replace(" ", ""))
-            for at, given in chosen.items()
-        ]
-        return "-".join(dims or ["alone"]) + (f"/{backend}" if backend else "")
-
     def _group(
         self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
     ) -> ProcessGroup:
         with refusing_together(self.grid.layout.ranks, Policy.resolve()):
             chosen = self._chosen(axis, indices_at_axis)
         backend = plain_backend(backend)
-        label = self._label(chosen, backend)
-        if collective or label not in self._asked:
-            self._asked[label] = self._found_or_created(label, chosen, backend, collective)
-        return self._asked[label]
-
-    def _found_or_created(
-        self, label: str, chosen: dict[int, list[int]], backend: str | None, collective: bool
-    ) -> ProcessGroup:
+        axes = [
+            f"axis{at}" + ("" if len(given) == self._shape[at] else f"{given}".replace(" ", ""))
+            for at, given in chosen.items()
+        ]
+        label = "-".join(axes or ["alone"]) + (f"/{backend}" if backend else "")
+        if label in self._asked and not collective:
+            return self._asked[label]
         layout, dims = self.grid.layout, tuple(f"axis{axis}" for axis in chosen)
         # Which members of a whole line the indices pick is the same on every line.
         whole = np.arange(layout.dim_size(dims)).reshape([self._shape[axis] for axis in chosen])
@@ -269,10 +238,10 @@ class ProcessGroupMesh:
             with self.grid.agreed(proposal, repr(self)) as pool:
                 if missing:
                     made = pool.make(label, mine, missing.copy, dims=dims, backend=backend)
-            self._known.update({(backend, each): NOT_A_MEMBER for each in missing})
+            self._known |= {(backend, each): NOT_A_MEMBER for each in missing}
             if made:
                 self._known[backend, line] = made[0]
-        group = self._known[backend, line]
+        group = self._asked[label] = self._known[backend, line]
         if dims and backend is None and len(places) == whole.size:
             self.grid.hold(dims, group)
         return group

@@ -5,15 +5,15 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from compat.megatron import communicators, encoder, replaced
-from compat.megatron.order import ARGUMENT
 from compat.megatron.rank_generator import RankGenerator, inject_gtp_remat_axis, lay_out
 from compat.megatron.releases import HAS
 from hypergrid.layout import LayoutError, RankLayout
@@ -34,16 +34,7 @@ _EXPERT = (
     "expert_gtp_remat_size",
 )
 
-_INSTANCES = "num_distributed_optimizer_instances"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
-_NUMBERS = (
-    *(*_DENSE, *_EXPERT, _INSTANCES, _VIRTUAL, encoder.TENSOR, encoder.STAGES),
-    *("pipeline_model_parallel_split_rank", "rank_offset", "local_world_size"),
-)
-_FLAGS = (
-    *("use_sharp", "hybrid_context_parallel"),
-    *("create_gloo_process_groups", "create_all_gather_group"),
-)
 
 
 def _dist() -> Any:
@@ -52,14 +43,7 @@ def _dist() -> Any:
     return torch.distributed
 
 
-def real_world_size() -> int:
-    """The size of the default group, also where ``get_world_size`` was replaced to say more."""
-    size: int = _dist().distributed_c10d._get_default_group().size()
-    return size
-
-
 NO_ARGUMENTS = ("life", "job_size", "helpers", "order_source")
-_USUAL = "tp-gtp_remat-cp-ep-dp-pp"
 RankChooser = Callable[[list[int]], list[int]]
 
 
@@ -83,21 +67,6 @@ def _names(given: Any) -> list[Any]:
 
 def _minutes(given: Any) -> float:
     return given if isinstance(given, float) else operator.index(given)
-
-
-# What an argument must be, in words, and how it is made of plain Python values: numbers and lists
-# may come from numpy or torch, paths from pathlib.
-_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(_NUMBERS, (operator.index, "a whole number")),
-    **dict.fromkeys(_FLAGS, (bool, "True or False")),
-    "order": (_text, "a text such as 'tp-cp-ep-dp-pp'"),
-    "pipeline_model_parallel_comm_backend": (_text, "'nccl', 'ucc' or None"),
-    "sharp_enabled_group": (_text, "'dp', 'dp_replica' or None"),
-    "distributed_timeout_minutes": (_minutes, "a number of minutes, such as 30"),
-    "hierarchical_context_parallel_sizes": (_levels, "a list of whole numbers, such as [2, 4]"),
-    "high_priority_stream_groups": (_names, "a list of names of groups, such as ['dp_cp']"),
-    "nccl_communicator_config_path": (os.fsdecode, "the path of a YAML file"),
-}
 
 
 @dataclass(frozen=True)
@@ -140,25 +109,24 @@ class Arguments:
     life: int | None = None
     job_size: int | None = None
     helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    order_source: str = ARGUMENT
+    order_source: str = "the argument `order`"
+    _wrong: list[str] = field(default_factory=list, init=False)
+    _asked: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for name, (plain, _) in _KINDS.items():
-            with suppress(Exception):  # check() refuses it, and tells the other ranks
-                object.__setattr__(self, name, plain(getattr(self, name)))
+        for name, (plain, kind) in _KINDS.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, plain(value))
+            except Exception:  # check() refuses it, and tells the other ranks
+                if value is not None or NoneType not in get_args(_HINTS[name]):
+                    self._wrong.append(f"{name} must be {kind}, got {shown(value)}.")
 
     def check(self) -> None:
-        """Refuse wrong arguments, in upstream's order. The message says what to change.
-
-        Raises
-        ------
-        AssertionError, RuntimeError
-            As upstream, where its source refuses the same fault.
-        TypeError, ValueError, OSError
-            A wrong type, a wrong value, a file that cannot be read.
-        """
+        """Refuse wrong arguments in upstream's order, with its type of error where it has one."""
         replaced.check(self.helpers, self.policy.share, self.policy.creation)
-        self._check_kinds()
+        if self._wrong:
+            raise TypeError(self._wrong[0])
         self._check_sharp()
         if self.job_size is None and not _dist().is_initialized():
             raise AssertionError(
@@ -184,13 +152,14 @@ class Arguments:
         _ = self.nccl_configs
         dense, expert = self.decoder, self.expert
         if self.pipeline_model_parallel_size > 1:
-            if not self.order.endswith("pp") and dense.dim_size("dp") != expert.dim_size("dp"):
+            sizes = [layout.dim_size("dp") for layout in (dense, expert)]
+            if not self.order.endswith("pp") and sizes[0] != sizes[1]:
                 raise AssertionError(
                     f"order {shown(self.order)} does not end in pp, so the data-parallel sizes, "
-                    f"dense {dense.dim_size('dp')} and expert {expert.dim_size('dp')}, must be "
-                    f"equal. Put pp last, or change the expert sizes.{self._order_source}"
+                    f"dense {sizes[0]} and expert {sizes[1]}, must be equal. Put pp last, or "
+                    f"change the expert sizes.{self._order_source}"
                 )
-            strides = [layout.strides[layout.dims.index("pp")] for layout in (dense, expert)]
+            strides = [layout.stride("pp") for layout in (dense, expert)]
             if strides[0] != strides[1] and not self.decides_ranks:
                 raise AssertionError(
                     f"pipelines must be the same for dense and expert layers; with order "
@@ -306,7 +275,8 @@ class Arguments:
             "gtp_remat": self.gtp_remat_size,
         }
         if name == "expert":
-            sizes |= {"tp": self._expert_tensor_size, "ep": self.expert_model_parallel_size}
+            tensor = self.positive("expert_tensor_parallel_size")
+            sizes |= {"tp": tensor, "ep": self.expert_model_parallel_size}
             sizes |= {"cp": 1, "gtp_remat": self.expert_gtp_remat_size}
         if name == "encoder":
             sizes |= dict(zip(("tp", "pp"), self._encoder_sizes, strict=True)) | {"gtp_remat": 1}
@@ -324,19 +294,14 @@ class Arguments:
             lists: list[list[int]] = getattr(self, grid).groups(token).tolist()
             return lists
         if (grid, token) not in self._asked:
-            generator = self._generators[grid]
-            sizes = self._grid(grid)[0]
+            generator, size = self._generators[grid], self._grid(grid)[0]["gtp_remat"]
             if token == "gtp_remat":
-                given = generator.get_gtp_ranks(sizes["gtp_remat"])
+                given = generator.get_gtp_ranks(size)
             else:
-                known = HAS["gtp_remat"] or sizes["gtp_remat"] > 1
+                known = HAS["gtp_remat"] or size > 1
                 given = generator.get_ranks(token if known else token.replace("gtp_remat-", ""))
             self._asked[grid, token] = [list(map(operator.index, ranks)) for ranks in given]
         return self._asked[grid, token]
-
-    @cached_property
-    def _asked(self) -> dict[tuple[str, str], list[list[int]]]:
-        return {}
 
     @cached_property
     def _generators(self) -> dict[str, Any]:
@@ -344,12 +309,11 @@ class Arguments:
         make, made = self.helpers.get("RankGenerator", RankGenerator), {}
         for name in ("encoder", "decoder", "expert") if self.encoder else ("decoder", "expert"):
             sizes, after, behind = self._grid(name)
-            arguments: dict[str, Any] = {key: sizes[key] for key in ("tp", "ep", "dp", "pp", "cp")}
-            arguments |= {"order": self.order, "rank_offset": self.rank_offset + behind}
-            if HAS["gtp_remat"] or sizes["gtp_remat"] > 1:
-                arguments |= {"order": inject_gtp_remat_axis(self.order, after)}
-                arguments |= {"gtp_remat": sizes["gtp_remat"]}
-            made[name] = make(**arguments)
+            order = inject_gtp_remat_axis(self.order, after)
+            if not HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
+                order = self.order
+                del sizes["gtp_remat"]
+            made[name] = make(**sizes, order=order, rank_offset=self.rank_offset + behind)
         return made
 
     @cached_property
@@ -357,30 +321,26 @@ class Arguments:
         """Every layout that the table's rows refer to."""
         layouts = {"decoder": self.decoder, "expert": self.expert}
         if HAS["instances_in_expert"]:
-            parts = {
-                "dp_intra": self.expert.dim_size("dp") // self.instances,
-                "dp_inter": self.instances,
-            }
+            within = self.expert.dim_size("dp") // self.instances
+            parts = {"dp_intra": within, "dp_inter": self.instances}
             layouts["expert_instances"] = self.expert.split("dp", parts)
         if self.hierarchical_context_parallel_sizes:
-            levels = enumerate(self.hierarchical_context_parallel_sizes)
-            layouts["decoder_cp_levels"] = self.decoder.split(
-                "cp", {f"cp{i}": size for i, size in levels}
-            )
+            parts = {f"cp{i}": n for i, n in enumerate(self.hierarchical_context_parallel_sizes)}
+            layouts["decoder_cp_levels"] = self.decoder.split("cp", parts)
         return layouts
 
     def _lay_out(self, sizes: dict[str, int], after: str, behind: int = 0) -> RankLayout:
         named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
+        offset = self.rank_offset + behind
         try:
             lay_out(self.order, own)  # first: its message shows the order as it was given
             if self.rank_offset < 0:
                 raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
-            offset = self.rank_offset + behind
             return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
         except (LayoutError, RuntimeError) as error:
             if self.decides_ranks:  # then only the sizes of the layout are used
-                return lay_out(_USUAL, sizes, self.rank_offset + behind)
+                return lay_out(inject_gtp_remat_axis(Arguments.order), sizes, offset)
             raise type(error)(f"{error}{self._order_source}") from None
 
     @property
@@ -390,9 +350,7 @@ class Arguments:
     def _divide(self, *names: str) -> int:
         """The world divided by these sizes, which is the data-parallel size; RuntimeError if a
         remainder is left."""
-        for name in names:
-            self.positive(name)
-        sizes = {name: self._size(name) for name in names}
+        sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
         asked = " x ".join(f"{n}={size}" for n, size in sizes.items() if size > 1)
@@ -408,45 +366,49 @@ class Arguments:
             )
         return world // model
 
-    def positive(self, name: str) -> None:
-        """Refuse the size ``name`` if it is below 1."""
-        if self._size(name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {self._size(name)}.")
-
-    def _size(self, name: str) -> Any:
-        if name == "expert_tensor_parallel_size":
-            return self._expert_tensor_size
-        return getattr(self, name)
-
-    @property
-    def _expert_tensor_size(self) -> int:
-        given = self.expert_tensor_parallel_size
-        return self.tensor_model_parallel_size if given is None else given
-
-    def _check_kinds(self) -> None:
-        for name, (plain, kind) in _KINDS.items():
-            value = getattr(self, name)
-            if value is None and "None" in Arguments.__annotations__[name]:
-                continue
-            try:
-                plain(value)
-            except Exception:
-                raise TypeError(f"{name} must be {kind}, got {shown(value)}.") from None
+    def positive(self, name: str) -> int:
+        """The size ``name``, the expert tp as the dense one unless given; ValueError below 1."""
+        given = getattr(self, name)
+        size: int = self.tensor_model_parallel_size if given is None else given
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}.")
+        return size
 
     def _check_sharp(self) -> None:
         group = self.sharp_enabled_group
-        if not self.use_sharp:
-            if group is not None:
-                raise AssertionError(
-                    f"sharp_enabled_group={shown(group)} needs use_sharp=True: set that, or leave "
-                    f"the group out."
-                )
-        elif group not in (None, "dp", "dp_replica"):
+        if not self.use_sharp and group is not None:
+            raise AssertionError(
+                f"sharp_enabled_group={shown(group)} needs use_sharp=True: set that, or leave the "
+                f"group out."
+            )
+        if group not in (None, "dp", "dp_replica"):
             raise AssertionError(
                 f"sharp_enabled_group={shown(group)} is not supported: use 'dp' or 'dp_replica'."
             )
-        elif group == "dp_replica" and self.instances <= 1:
+        if group == "dp_replica" and self.instances <= 1:
             raise AssertionError(
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
                 f"got {self.instances}."
             )
+
+
+_HINTS = get_type_hints(Arguments)
+
+
+def _typed(kind: type) -> list[str]:
+    return [name for name, hint in _HINTS.items() if kind in (hint, *get_args(hint))]
+
+
+# What an argument must be, in words, and how it is made of plain Python values: numbers and lists
+# may come from numpy or torch, paths from pathlib.
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(_typed(int), (operator.index, "a whole number")),
+    **dict.fromkeys(_typed(bool), (bool, "True or False")),
+    "order": (_text, "a text such as 'tp-cp-ep-dp-pp'"),
+    "pipeline_model_parallel_comm_backend": (_text, "'nccl', 'ucc' or None"),
+    "sharp_enabled_group": (_text, "'dp', 'dp_replica' or None"),
+    "distributed_timeout_minutes": (_minutes, "a number of minutes, such as 30"),
+    "hierarchical_context_parallel_sizes": (_levels, "a list of whole numbers, such as [2, 4]"),
+    "high_priority_stream_groups": (_names, "a list of names of groups, such as ['dp_cp']"),
+    "nccl_communicator_config_path": (os.fsdecode, "the path of a YAML file"),
+}

@@ -8,16 +8,15 @@ from typing import Any
 
 from compat.megatron.methods import missing
 
+_LATER = object()  # in the global until the buffer is used: initialising imports no megatron
 
-class LazyBuffer:
-    """In the global until the memory buffer is used, so that initialising imports no megatron."""
 
-    def make(self) -> Any:
-        try:
-            from megatron.core.utils import GlobalMemoryBuffer
-        except ImportError as error:
-            raise missing("_GLOBAL_MEMORY_BUFFER") from error
-        return GlobalMemoryBuffer()
+def _make() -> Any:
+    try:
+        from megatron.core.utils import GlobalMemoryBuffer
+    except ImportError as error:
+        raise missing("_GLOBAL_MEMORY_BUFFER") from error
+    return GlobalMemoryBuffer()
 
 
 class Buffers:
@@ -28,16 +27,15 @@ class Buffers:
     def get_global_memory_buffer(self: Any) -> Any:
         """Megatron's ``GlobalMemoryBuffer``, made on first use."""
         buffer = self._held("_GLOBAL_MEMORY_BUFFER")
-        if isinstance(buffer, LazyBuffer):
-            buffer = self._GLOBAL_MEMORY_BUFFER = buffer.make()
+        if buffer is _LATER:
+            buffer = self._GLOBAL_MEMORY_BUFFER = _make()
         return buffer
 
     def _set_global_memory_buffer(self: Any) -> None:
         if self._GLOBAL_MEMORY_BUFFER is not None:
             raise AssertionError("the global memory buffer is already initialized.")
-        buffer = LazyBuffer()
         loaded = "megatron.core.utils" in sys.modules
-        self._GLOBAL_MEMORY_BUFFER = buffer.make() if loaded else buffer
+        self._GLOBAL_MEMORY_BUFFER = _make() if loaded else _LATER
 
     def destroy_global_memory_buffer(self: Any) -> None:
         """Forget the memory buffer."""

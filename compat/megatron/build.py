@@ -30,6 +30,11 @@ DECODER = "decoder"  # the layout that is the grid's own; the others are its vie
 _COLLNET = "NCCL_COLLNET_ENABLE"
 
 
+def _empty() -> dict[str, Any]:
+    levels = [row.slot for row in ROWS if row.holds == "levels" and HAS["plain_levels"]]
+    return {row.slot: {} for row in ROWS if row.holds == "sizes"} | {slot: [] for slot in levels}
+
+
 @dataclass
 class Built:
     """The result: values of upstream's private globals, and the grid that owns the groups.
@@ -38,17 +43,10 @@ class Built:
     its size.
     """
 
-    slots: dict[str, Any] = field(default_factory=lambda: _before_there_are_groups())
+    slots: dict[str, Any] = field(default_factory=_empty)
     numbers: dict[str, tuple[ProcessGroup, int, int]] = field(default_factory=dict)
     groups: list[ProcessGroup | None] = field(default_factory=lambda: [None])  # None: the default
     grid: HyperCommGrid | None = None
-
-
-def _before_there_are_groups() -> dict[str, Any]:
-    slots: dict[str, Any] = {row.slot: {} for row in ROWS if row.holds == "sizes"}
-    if HAS["plain_levels"]:
-        slots |= {row.slot: [] for row in ROWS if row.holds == "levels"}
-    return slots
 
 
 def build(request: Request) -> Built:
@@ -66,7 +64,14 @@ def build(request: Request) -> Built:
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.prepare_ucc()
-    grid = built.grid = HyperCommGrid.over(request.decoder, _views(request))
+    # The other layouts are views; same pipelines share their groups.
+    step = request.decoder.stride("pp")
+    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {
+        name: (layout, ("pp",) if layout.stride("pp") == step else ())
+        for name, layout in request.layouts.items()
+        if name != DECODER
+    }
+    grid = built.grid = HyperCommGrid.over(request.decoder, views)
     if rank not in request.participants:
         return built
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
@@ -74,7 +79,8 @@ def build(request: Request) -> Built:
         owner += f", with {replaced.in_words(request.helpers)} replaced"
     pool = grid.begin(Agreement(""), policy, owner)
     try:
-        with pool.agreed(request.participants, request.proposal(), request.timeout, request.life):
+        agreed = request.participants, request.proposal(), request.timeout, request.life
+        with pool.agreed(*agreed, one_device=alone):
             _check_window(request, pool.agreement)
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
@@ -84,12 +90,13 @@ def build(request: Request) -> Built:
                 _call_helpers(built, pool, request)
             for alias in aliases(request):
                 for slot in slots(alias):
-                    suffix = slot.removeprefix(alias.slot)
-                    built.slots[slot] = built.slots.get(alias.same_as + suffix)
+                    built.slots[slot] = built.slots.get(slot.replace(alias.slot, alias.same_as))
                 if alias.same_as in built.numbers:
                     built.numbers[alias.slot] = built.numbers[alias.same_as]
     except BaseException:
         grid.destroy(abort=True)
+        for groups in (built.slots, built.numbers, built.groups):
+            groups.clear()  # the error's traceback holds ``built``
         raise
     return built
 
@@ -104,16 +111,6 @@ def _check_window(request: Request, agreement: Agreement) -> None:
         )
 
 
-def _views(request: Request) -> dict[str, tuple[RankLayout, tuple[str, ...]]]:
-    """The other layouts as views of the decoder's grid; same pipelines share their groups."""
-    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
-    for name, layout in request.layouts.items():
-        if name != DECODER:
-            same = layout.stride("pp") == request.decoder.stride("pp")
-            views[name] = (layout, ("pp",) if same else ())
-    return views
-
-
 def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options: Any) -> None:
     rank, row = dist.get_rank(), p.group
     mine = plan.mine(row, rank)
@@ -124,7 +121,7 @@ def _make(built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options
         dims=row.dims,
         kind=row.kind,
         backend=row.backend,
-        timeout=_seconds(row.timeout),
+        timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
         pg_options=pg_options,
     )
     for group, (name, ranks) in zip(made, mine.items(), strict=True):
@@ -206,9 +203,8 @@ def _place(built: Built, p: Planned, group: Any, known: Any) -> None:
     else:
         before, ranks = built.slots.get(p.slot), p.row.ranks
         if before is not None and p.row.holds == "several":
-            several = isinstance(before, list)
+            several, earlier = isinstance(before, list), built.slots[ranks]
             group = [*before, group] if several else [before, group]
-            earlier = built.slots[ranks]
             known = [*earlier, known] if several else [earlier, known]
         built.slots[p.slot] = group
         if ranks and not p.is_twin:
@@ -216,16 +212,8 @@ def _place(built: Built, p: Planned, group: Any, known: Any) -> None:
 
 
 def _options(p: Planned, request: Request, rank: int) -> Any:
-    if "get_nccl_options" not in request.helpers:
-        if p.group.options is None:
-            return None
-        return communicators.get_nccl_options(p.row.options, request.nccl_configs)
-    takes = calls.takes_options(p) and request.plan.mine(p.group, rank)
-    return calls.options(request, p.row.options) if takes else None
-
-
-def _seconds(timeout: float | None) -> timedelta | None:
-    return None if timeout is None else timedelta(seconds=timeout)
+    asked = "get_nccl_options" not in request.helpers or request.plan.mine(p.group, rank)
+    return calls.options(request, p.row.options) if asked and calls.takes_options(p) else None
 
 
 @contextmanager
@@ -263,8 +251,7 @@ def environment_restored_on_failure() -> Iterator[None]:
         yield
     except BaseException:
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
         raise

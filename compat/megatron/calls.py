@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, groupby
 from typing import Any
 
@@ -22,9 +21,7 @@ Made = tuple[Planned, Sequence[int], Any]
 
 def options(request: Request, section: str) -> Any:
     """The communicator options of a section, from the helper in use."""
-    give: Callable[..., Any] = request.helpers.get(
-        "get_nccl_options", communicators.get_nccl_options
-    )
+    give = request.helpers.get("get_nccl_options", communicators.get_nccl_options)
     return give(section, request.nccl_configs)
 
 
@@ -71,9 +68,11 @@ class Calls:
         *Collective* over all ranks that initialise; over the members of each group where the
         helpers were declared with ``compat.members_only``.
         """
-        for _, of_one_loop in groupby(rows_of(self.request), key=_loop):
+        for _, of_one_loop in groupby(
+            rows_of(self.request), lambda row: (*rank_lists.origin(row), row.holds == "sizes")
+        ):
             rows = list(of_one_loop)
-            with self._all(rows) if rows[0].sharp == "dp" else nullcontext():
+            with self.around(self._planned(rows)) if rows[0].sharp == "dp" else nullcontext():
                 for number, ranks in enumerate(rank_lists.loops(self.request, rows[0])):
                     for p, members, group in self._of_one(rows, number, ranks):
                         if self.rank in members:
@@ -82,33 +81,41 @@ class Calls:
     def _planned(self, rows: Iterable[Row]) -> list[Planned]:
         return [p for row in rows for p in self.request.planned if p.row is row]
 
-    def _all(self, rows: Iterable[Row]) -> AbstractContextManager[None]:
-        return self.around(self._planned(rows))
-
     def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
         """The groups that upstream creates from one list of ranks of a loop."""
-        leveled = [row for row in rows if _is_cut_by_helper(row) and not self.alone]
+        # One of upstream's helpers creates all levels, or all sizes, from one list.
+        leveled = [r for r in rows if (r.levels or r.holds == "sizes") and not self.alone]
         single = [row for row in rows if row not in leveled and not row.chunk]
         for p in sorted(self._planned(single), key=lambda p: p.is_twin):
-            yield from (self._create(p, each) for each in self._cut(p, number, ranks))
+            for each in rank_lists.cut(self.request, p, number, ranks):
+                yield self._create(p, each)
         for row in rows:
             if row.chunk:
                 both = self._planned([row])  # and its twin
-                for each in self._cut(both[0], number, ranks):
+                for each in rank_lists.cut(self.request, both[0], number, ranks):
                     yield from (self._create(p, each) for p in both)
         if leveled:
-            with self._all(leveled):
+            with self.around(self._planned(leveled)):
                 with self._named(f"{leveled[0].label}#", ranks):
                     made = self._call(leveled, ranks)
                 for p, group in made:
-                    groups = self._cut(p, number, ranks)
+                    groups = rank_lists.cut(self.request, p, number, ranks)
                     yield p, next(each for each in groups if self.rank in each), group
 
-    def _cut(self, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
-        return rank_lists.cut(self.request, p, number, ranks)
-
     def _create(self, p: Planned, members: Sequence[int]) -> Made:
-        arguments = partial(_arguments, self.request, p)
+        def arguments() -> dict[str, Any]:
+            """Exactly those that upstream passes to ``create_group`` besides the ranks."""
+            given: dict[str, Any] = {"group_desc": p.group.label}
+            if p.group.timeout is not None:
+                given["timeout"] = self.request.timeout
+            if p.row.backend or p.is_twin:
+                given["backend"] = p.group.backend
+            if takes_options(p):
+                given["pg_options"] = options(self.request, p.row.options)
+            elif not p.is_twin:
+                given["pg_options"] = None
+            return given
+
         return p, members, self.create(p.group.label, members, arguments)
 
     def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[Planned, Any]]:
@@ -134,32 +141,6 @@ class Calls:
         if self.rank not in ranks:
             return []
         return [(p, (twins if p.is_twin else levels)[rank_lists.level(p)]) for p in planned]
-
-
-def _loop(row: Row) -> tuple[str, str, bool]:
-    """A key that is equal for the rows of one loop of upstream."""
-    return (*rank_lists.origin(row), row.holds == "sizes")
-
-
-def _is_cut_by_helper(row: Row) -> bool:
-    """Whether one of upstream's helpers creates all levels, or all sizes, from one list."""
-    return bool(row.levels) or row.holds == "sizes"
-
-
-def _arguments(request: Request, p: Planned) -> dict[str, Any]:
-    """Exactly the arguments that upstream passes to ``create_group`` besides the ranks."""
-    given: dict[str, Any] = {"group_desc": p.group.label}
-    if p.group.timeout is not None:
-        given["timeout"] = request.timeout
-    if p.is_twin:
-        given["backend"] = "gloo"
-    elif p.row.backend:
-        given["backend"] = p.group.backend
-    if takes_options(p):
-        given["pg_options"] = options(request, p.row.options)
-    elif not p.is_twin:
-        given["pg_options"] = None
-    return given
 
 
 def takes_options(p: Planned) -> bool:

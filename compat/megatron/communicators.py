@@ -25,7 +25,6 @@ _TAKES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     _NETWORK: ("'IB' or 'Socket'", lambda value: isinstance(value, str)),
 }
-_NETWORKS = ("ib", "socket")
 _HOPPER = {"cga_cluster_size": 4, "max_ctas": 32, "min_ctas": 1}
 
 
@@ -70,10 +69,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
 
 
 def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
-    """The known options of the group ``pg_name``; None if it has no section.
-
-    Raises as ``get_nccl_options``.
-    """
+    """The known options of the group ``pg_name``; None if it has no section."""
     if pg_name not in configs:
         return None
     given = _mapping(pg_name, configs)
@@ -89,7 +85,7 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
                 f"{key} of {shown(pg_name)} in the NCCL configuration must be {what}, got "
                 f"{shown(value)}."
             )
-    if _NETWORK in said and said[_NETWORK].lower() not in _NETWORKS:
+    if _NETWORK in said and said[_NETWORK].lower() not in ("ib", "socket"):
         raise RuntimeError(
             f"net_name {shown(said[_NETWORK])} of {shown(pg_name)} is not supported: use 'IB' or "
             f"'Socket'."
@@ -137,7 +133,16 @@ def _read(path: str) -> Configs:
         ) from None
     named = f"nccl_communicator_config_path={shown(path)}"
     try:
-        configs = _load(yaml, Path(path))
+        file = Path(path)
+        if file.exists() and not file.is_file():
+            raise OSError("not a regular file")
+        with file.open() as stream:
+            text = stream.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"longer than {_MOST_BYTES} characters")
+        if len(re.findall(r"\*[\w-]", text)) > _MOST_ALIASES:
+            raise ValueError(f"more than {_MOST_ALIASES} aliases")
+        configs = yaml.safe_load(text)
     except Exception as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(
@@ -147,19 +152,6 @@ def _read(path: str) -> Configs:
     if not isinstance(configs, dict):
         raise ValueError(f"{named} must map names of groups to options, got {shown(configs)}.")
     return configs
-
-
-def _load(yaml: Any, file: Path) -> Any:
-    """``yaml.safe_load`` of a regular file, with limits against YAML bombs."""
-    if file.exists() and not file.is_file():
-        raise OSError("not a regular file")
-    with file.open() as stream:
-        text = stream.read(_MOST_BYTES + 1)
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"longer than {_MOST_BYTES} characters")
-    if len(re.findall(r"\*[\w-]", text)) > _MOST_ALIASES:
-        raise ValueError(f"more than {_MOST_ALIASES} aliases")
-    return yaml.safe_load(text)
 
 
 def _reason(error: Exception) -> str:

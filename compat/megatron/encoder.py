@@ -16,14 +16,14 @@ TENSOR = "encoder_tensor_model_parallel_size"
 STAGES = "encoder_pipeline_model_parallel_size"
 
 
-def warn_of_its_end(what: str, stacklevel: int = 2) -> None:
+def warn_of_its_end(what: str, stacklevel: int = 4) -> None:
     """Warn, as upstream does, that this will be removed: a DeprecationWarning."""
     if HAS["encoder_deprecated"]:
         warnings.warn(
             f"{what} deprecated, as encoders with sizes of their own: lay out encoder and decoder "
             f"as two grids.",
             DeprecationWarning,
-            stacklevel=stacklevel + 1,
+            stacklevel=stacklevel,
         )
 
 
@@ -38,7 +38,7 @@ def sizes(tensor: int, stages: int, decoder_tensor: int) -> tuple[int, int]:
 def check(asked: tuple[int, int], decoder_tensor: int) -> None:
     """Refuse more tensor parallelism than the decoder has: AssertionError, as upstream."""
     if any(asked):
-        warn_of_its_end(f"{TENSOR} and {STAGES} are")
+        warn_of_its_end(f"{TENSOR} and {STAGES} are", stacklevel=3)
     if asked[0] > max(decoder_tensor, 0):
         raise AssertionError(
             f"{TENSOR}={shown(asked[0])} is more than tensor_model_parallel_size="
@@ -68,10 +68,6 @@ def beside(
     return [first + second for first, second in zip(encoder, decoder, strict=True)]
 
 
-def _deprecated(name: str) -> None:
-    warn_of_its_end(f"{name} is", stacklevel=4)
-
-
 class EncoderGetters:
     """Answers from the rank at which the pipeline was split, or the stage that ends the encoder.
 
@@ -88,33 +84,33 @@ class EncoderGetters:
         return self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
 
     def get_pipeline_model_parallel_decoder_start(self) -> int | None:
-        _deprecated("get_pipeline_model_parallel_decoder_start")
+        warn_of_its_end("get_pipeline_model_parallel_decoder_start is")
         return self._PIPELINE_MODEL_PARALLEL_DECODER_START
 
     def is_pipeline_stage_before_split(self, rank: int | None = None) -> bool:
-        _deprecated("is_pipeline_stage_before_split")
+        warn_of_its_end("is_pipeline_stage_before_split is")
         stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
         return stage is None or split is None or stage < split
 
     def is_pipeline_stage_after_split(self, rank: int | None = None) -> bool:
-        _deprecated("is_pipeline_stage_after_split")
+        warn_of_its_end("is_pipeline_stage_after_split is")
         stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
         return stage is None or split is None or stage >= split
 
     def is_pipeline_stage_at_split(self) -> bool:
-        _deprecated("is_pipeline_stage_at_split")
+        warn_of_its_end("is_pipeline_stage_at_split is")
         stage = self._via.get_pipeline_model_parallel_rank()
         before = self._via.is_pipeline_stage_before_split(stage)
         return before and self._via.is_pipeline_stage_after_split(stage + 1)
 
     def is_inside_encoder(self, rank: int | None = None) -> bool:
-        _deprecated("is_inside_encoder")
+        warn_of_its_end("is_inside_encoder is")
         stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
         # Without an encoder on ranks of its own, it is in the first stage.
         return stage is None or (stage == 0 if start is None else stage < start)
 
     def is_inside_decoder(self, rank: int | None = None) -> bool:
-        _deprecated("is_inside_decoder")
+        warn_of_its_end("is_inside_decoder is")
         stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
         return stage is None or start is None or stage >= start
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron.rank_lists import hybrid_sizes
+from compat.megatron.rank_lists import hybrid_sizes, of_level
 from compat.megatron.releases import HAS
 from compat.megatron.replaced import now
 from hypergrid.groups import creation
-from hypergrid.layout import RankLayout
 
 _made: list[ProcessGroup] | None = None  # their list, while a state is built
 tell: list[Callable[[ProcessGroup], None]] = []  # called with each other group
@@ -32,14 +32,7 @@ def create_group(
 
     The caller destroys it: ``destroy_model_parallel`` does not.
     """
-    asked = {
-        "timeout": timeout,
-        "backend": backend,
-        "pg_options": pg_options,
-        "use_local_synchronization": use_local_synchronization,
-        "group_desc": group_desc,
-    }
-    group = dist.new_group(ranks=ranks, **creation.own(asked))
+    group = dist.new_group(**creation.own(dict(locals())))
     if ranks is not None and dist.get_rank() not in ranks:
         return group
     if _made is not None:
@@ -75,23 +68,21 @@ def create_hierarchical_groups(
     *Collective* over the world. ``pg_options`` is one for all levels or a list with one for each.
     With ``ranks`` 0..7 and sizes [2, 4], rank 3 gets [2, 3] and [1, 3, 5, 7].
     """
-    levels = [f"level{i}" for i in range(len(hierarchical_group_sizes))]
-    layout = RankLayout(tuple(levels), tuple(hierarchical_group_sizes))
-    if layout.size != len(ranks):
+    sizes = list(hierarchical_group_sizes)
+    if prod(sizes) != len(ranks):
         raise ValueError(
-            f"hierarchical_group_sizes={list(hierarchical_group_sizes)} multiply to "
-            f"{layout.size}, but there are {len(ranks)} ranks."
+            f"hierarchical_group_sizes={sizes} multiply to {prod(sizes)}, but there are "
+            f"{len(ranks)} ranks."
         )
-    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
+    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
     # A release whose levels have torch's timeout does not pass one, nor to a replaced create_group.
     unnamed = HAS["plain_levels"] and timeout is None
     waiting = {} if unnamed else {"timeout": timeout}
     groups: list[ProcessGroup] = []
     twins: list[ProcessGroup | None] = []
-    for i, level in enumerate(levels):
-        for places in layout.groups(level).tolist():
-            members = [ranks[place] for place in places]
-            common = {**waiting, "pg_options": options[i]}
+    for i in range(len(sizes)):
+        common = {**waiting, "pg_options": options[i]}
+        for members in of_level(ranks, sizes, i):
             desc = f"HIERARCHICAL_{group_desc}_L{i}"
             group, twin = now(create_group)(members, group_desc=desc, **common), None
             if create_gloo_process_groups:

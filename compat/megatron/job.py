@@ -20,53 +20,46 @@ RANKS_PER_HOST = 8
 
 _NUMBER, _TEXT, _YES, _NO, _NUMBERS = "number", "text", "yes", "no", "numbers"
 
-# Flag: (argument of initialize_model_parallel, or "_..." for a fact about the job; kind of value).
-_FLAGS: dict[str, tuple[str, str]] = {
-    **{
-        name.replace("_", "-"): (name, takes)
-        for takes, names in {
-            _NUMBER: (
-                *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-                *("context_parallel_size", "expert_model_parallel_size"),
-                *("expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"),
-                *("num_distributed_optimizer_instances", "distributed_timeout_minutes"),
-            ),
-            _NUMBERS: ("hierarchical_context_parallel_sizes",),
-            _TEXT: ("order", "sharp_enabled_group"),
-            _YES: ("hybrid_context_parallel", "use_sharp", "create_all_gather_group"),
-        }.items()
-        for name in names
-    },
-    "tp": ("tensor_model_parallel_size", _NUMBER),
-    "pp": ("pipeline_model_parallel_size", _NUMBER),
-    "vp": ("virtual_pipeline_model_parallel_size", _NUMBER),
-    "num-virtual-stages-per-pipeline-rank": ("virtual_pipeline_model_parallel_size", _NUMBER),
-    "cp": ("context_parallel_size", _NUMBER),
-    "hierarchical-cp": ("hierarchical_context_parallel_sizes", _NUMBERS),
-    "ep": ("expert_model_parallel_size", _NUMBER),
-    "etp": ("expert_tensor_parallel_size", _NUMBER),
-    "instances": ("num_distributed_optimizer_instances", _NUMBER),
-    "use-tp-pp-dp-mapping": ("_tp_pp_dp", _YES),
-    "disable-gloo-process-groups": ("create_gloo_process_groups", _NO),
-    "no-gloo": ("create_gloo_process_groups", _NO),
-    "tp-comm-overlap": ("_user_buffers", _YES),
-    "num-layers": ("_layers", _NUMBER),
-    "num-layers-per-virtual-pipeline-stage": ("_layers_per_stage", _NUMBER),
-    # Where the ranks are: our own flags, then those of torchrun, srun, mpirun and deepspeed.
-    "world-size": ("_world", _NUMBER),
-    "hosts-per-rack": ("_hosts_per_rack", _NUMBER),
-    **dict.fromkeys(("nnodes", "nodes", "num-nodes"), ("_hosts", _NUMBER)),
-    **dict.fromkeys(
-        ("gpus-per-node", "nproc-per-node", "ntasks-per-node", "num-gpus"), ("_per_host", _NUMBER)
+# Argument of initialize_model_parallel, or "_..." for a fact about the job: kind of value, flags.
+_SETTINGS = {
+    "tensor_model_parallel_size": (_NUMBER, "tensor-model-parallel-size tp"),
+    "pipeline_model_parallel_size": (_NUMBER, "pipeline-model-parallel-size pp"),
+    "virtual_pipeline_model_parallel_size": (_NUMBER, "num-virtual-stages-per-pipeline-rank vp"),
+    "context_parallel_size": (_NUMBER, "context-parallel-size cp"),
+    "hierarchical_context_parallel_sizes": (
+        _NUMBERS,
+        "hierarchical-context-parallel-sizes hierarchical-cp",
     ),
-    "ntasks": ("_world", _NUMBER),
+    "hybrid_context_parallel": (_YES, "hybrid-context-parallel"),
+    "expert_model_parallel_size": (_NUMBER, "expert-model-parallel-size ep"),
+    "expert_tensor_parallel_size": (_NUMBER, "expert-tensor-parallel-size etp"),
+    "gtp_remat_size": (_NUMBER, "gtp-remat-size"),
+    "expert_gtp_remat_size": (_NUMBER, "expert-gtp-remat-size"),
+    "num_distributed_optimizer_instances": (
+        _NUMBER,
+        "num-distributed-optimizer-instances instances",
+    ),
+    "order": (_TEXT, "order"),
+    "distributed_timeout_minutes": (_NUMBER, "distributed-timeout-minutes"),
+    "use_sharp": (_YES, "use-sharp"),
+    "sharp_enabled_group": (_TEXT, "sharp-enabled-group"),
+    "create_all_gather_group": (_YES, "create-all-gather-group"),
+    "create_gloo_process_groups": (_NO, "disable-gloo-process-groups no-gloo"),
+    "_tp_pp_dp": (_YES, "use-tp-pp-dp-mapping"),
+    "_user_buffers": (_YES, "tp-comm-overlap"),
+    "_layers": (_NUMBER, "num-layers"),
+    "_layers_per_stage": (_NUMBER, "num-layers-per-virtual-pipeline-stage"),
+    # Where the ranks are: our own flags, and those of torchrun, srun, mpirun and deepspeed.
+    "_world": (_NUMBER, "world-size ntasks"),
+    "_hosts": (_NUMBER, "nnodes nodes num-nodes"),
+    "_per_host": (_NUMBER, "gpus-per-node nproc-per-node ntasks-per-node num-gpus"),
+    "_hosts_per_rack": (_NUMBER, "hosts-per-rack"),
 }
+_KEYS = {flag: key for key, (_, flags) in _SETTINGS.items() for flag in flags.split()}
 # One-letter flags have this meaning only after their launcher.
 _SHORT = {
     ("srun", "-N"): "nodes",
-    ("srun", "-n"): "ntasks",
-    ("mpirun", "-np"): "ntasks",
-    ("mpirun", "-n"): "ntasks",
+    **dict.fromkeys((("srun", "-n"), ("mpirun", "-n"), ("mpirun", "-np")), "ntasks"),
 }
 _VARIABLES = {"WORLD_SIZE": "_world", "HYPERGRID_ORDER": "order"}
 
@@ -77,37 +70,17 @@ class JobError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """What a job asks of ``initialize_model_parallel``, and where its ranks are.
+    """What a job asks of ``initialize_model_parallel``, and where its ranks are."""
 
-    Parameters
-    ----------
-    arguments : mapping
-        As ``initialize_model_parallel`` takes them, those that were given.
-    world_size, ranks_per_host : int
-        Ranks of the job, and on each host.
-    hosts_per_rack : int, optional
-        Where that is known.
-    user_buffers : bool
-        Whether Transformer Engine's user buffers are on (``--tp-comm-overlap``).
-    assumed : tuple of str
-        What was not given and is assumed, in sentences.
-    """
-
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # of initialize_model_parallel, those that were given
     world_size: int
     ranks_per_host: int = RANKS_PER_HOST
-    hosts_per_rack: int | None = None
-    user_buffers: bool = False
-    assumed: tuple[str, ...] = field(default=(), compare=False)
+    hosts_per_rack: int | None = None  # None: not known
+    user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
+    assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
 
     def request(self) -> Request:
-        """The request of ``initialize_model_parallel``.
-
-        Raises
-        ------
-        JobError
-            With the message of ``initialize_model_parallel``, where that would raise.
-        """
+        """The request of ``initialize_model_parallel``; where that would raise, a JobError."""
         request = Request(**self.arguments, job_size=self.world_size)
         try:
             request.check()
@@ -131,26 +104,16 @@ class Job:
 def from_line(text: str, **given: Any) -> Job:
     """The job that a launch line starts: torchrun's or srun's flags, and Megatron's.
 
-    Parameters
-    ----------
-    text : str
-        As in a script: continued lines, comments, ``NAME=value``, ``$NAME``, ``${NAME:-8}``,
-        ``$((A * B))``, ``ARGS=(...)`` and ``#SBATCH`` are understood. Flags without effect on the
-        layout are ignored.
-    **given
-        Settings that override the line's, named as flags with ``_`` for ``-``: ``tp=4``.
+    ``text`` is as in a script: continued lines, comments, ``NAME=value``, ``$NAME``,
+    ``${NAME:-8}``, ``$((A * B))``, ``ARGS=(...)`` and ``#SBATCH`` are understood. Flags without
+    effect on the layout are ignored. ``given`` are settings that override the line's, named as
+    flags with ``_`` for ``-``: ``tp=4``.
 
-    Raises
-    ------
-    JobError
-        A value that is missing, not a number, or in a variable that the text does not set.
+    Raises JobError on a value that is missing, not a number, or in a variable that is not set.
     """
     tokens, variables = _expanded(text)
-    written = {
-        _VARIABLES[name]: (name, value)
-        for name, value in variables.items()
-        if name in _VARIABLES and value
-    }
+    set_here = ((key, name, variables.get(name)) for name, key in _VARIABLES.items())
+    written = {key: (name, value) for key, name, value in set_here if value}
     said: dict[str, Any] = {}
     launcher, i = "", 0
     while i < len(tokens):
@@ -160,13 +123,11 @@ def from_line(text: str, **given: Any) -> Job:
         elif token.endswith(".py") or token.startswith("python"):
             launcher = ""  # what follows are the script's own flags
         flag, has_value, value = token.partition("=")
-        name = _SHORT.get((launcher, flag)) or (
-            flag[2:].replace("_", "-") if flag.startswith("--") else ""
-        )
-        if name not in _FLAGS:
+        long = flag[2:].replace("_", "-") if flag.startswith("--") else ""
+        key = _KEYS.get(_SHORT.get((launcher, flag), long))
+        if key is None:
             continue
-        key, takes = _FLAGS[name]
-        values = [value] if has_value else []
+        takes, values = _SETTINGS[key][0], [value] * bool(has_value)
         if takes in (_YES, _NO):
             said[key] = takes == _YES
             continue
@@ -188,18 +149,16 @@ def from_sizes(**given: Any) -> Job:
 
 
 def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {name: _FLAGS[name.replace("_", "-")] for name, v in given.items() if v is not None}
-    return {
-        key: not given[name] if takes == _NO else given[name]
-        for name, (key, takes) in keys.items()
-        if takes not in (_YES, _NO) or given[name]
-    }
+    said = {_KEYS[name.replace("_", "-")]: v for name, v in given.items() if v is not None}
+    switches = {key for key in said if _SETTINGS[key][0] in (_YES, _NO)}
+    on = {key: _SETTINGS[key][0] == _YES for key in switches if said[key]}
+    return {key: value for key, value in said.items() if key not in switches} | on
 
 
 def _read(key: str, flag: str, text: str) -> Any:
     """A setting's value from the text after ``flag``."""
-    takes = next(takes for known, takes in _FLAGS.values() if known == key)
-    if takes not in (_NUMBER, _NUMBERS):
+    takes = _SETTINGS[key][0]
+    if takes == _TEXT:
         return text
     numbers = []
     for word in text.split():
@@ -225,7 +184,8 @@ def _job(said: dict[str, Any]) -> Job:
         if hosts is None:
             assumed.append(f"the {world} ranks of one host are the whole job")
     if world is None:
-        least = _least(arguments)
+        models = ("tensor_model", "pipeline_model", "context")
+        least = prod(arguments.get(f"{name}_parallel_size", 1) for name in models)
         raise JobError(
             f"the number of ranks is missing. Give --world-size (a multiple of {least}, the "
             f"product of the sizes), or torchrun's --nnodes and --nproc-per-node."
@@ -243,19 +203,8 @@ def _job(said: dict[str, Any]) -> Job:
             f"{per_host * hosts}. Change one of the three numbers."
         )
     _add_virtual_stages(arguments, said)
-    return Job(
-        arguments,
-        world,
-        per_host,
-        said.get("_hosts_per_rack"),
-        bool(said.get("_user_buffers")),
-        tuple(assumed),
-    )
-
-
-def _least(arguments: Mapping[str, Any]) -> int:
-    names = ("tensor_model", "pipeline_model", "context")
-    return prod(arguments.get(f"{name}_parallel_size", 1) for name in names)
+    racks, user_buffers = said.get("_hosts_per_rack"), bool(said.get("_user_buffers"))
+    return Job(arguments, world, per_host, racks, user_buffers, tuple(assumed))
 
 
 def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> None:

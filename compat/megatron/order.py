@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-ARGUMENT = "the argument `order`"
 DIMS = ("tp", "cp", "ep", "dp", "pp", "gtp_remat")  # of all releases
 
 
@@ -23,13 +22,8 @@ def asked(argument: Any = None) -> tuple[Any, str]:
 def check_choices() -> None:
     """Refuse variables of the environment that are invalid for every job. *Local*; without torch.
 
-    Whether an order leaves out a dim, or names one that this release does not have, is checked
-    when the sizes are known.
-
-    Raises
-    ------
-    ValueError
-        An order with an unknown dim, or with one twice; an unknown choice.
+    ValueError for an unknown dim, one twice, or an unknown choice. Whether an order leaves out a
+    dim, or names one that this release does not have, is checked when the sizes are known.
     """
     if not any(name.startswith("HYPERGRID_") for name in os.environ):
         return  # saves every other Python process 10 ms

@@ -5,52 +5,40 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
 from compat.megatron import communicators, rank_lists, replaced
-from compat.megatron.arguments import NO_ARGUMENTS, Arguments, real_world_size
+from compat.megatron.arguments import NO_ARGUMENTS, Arguments
 from compat.megatron.releases import HAS, RELEASE
-from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Check, Planned, Row
+from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Planned, Row
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan, GroupRow
 
 
 def rows_of(request: Arguments) -> list[Row]:
     """Rows that the request makes groups for."""
-    return [row for row in ROWS if row.when(request)]
+    return [row for row in ROWS if row.when.holds(request)]
 
 
 def aliases(request: Arguments) -> list[Alias]:
     """Private globals that hold the same group as another one."""
-    return [alias for alias in ALIASES if alias.when(request)]
-
-
-def plan_rows(request: Arguments) -> list[Planned]:
-    """The rows to create, in order.
-
-    Refuses what upstream refuses while it creates groups, row by row in the same order, so that
-    of two errors the same one is raised.
-    """
-    request.positive("num_distributed_optimizer_instances")
-    rows = rows_of(request)
-    if HAS["dp_first"]:
-        communicators.section(rows[0].options, request.nccl_configs)
-    _check_instances(request, "data x context parallel size", _members(request))
-    communicators.section(rows[0].options, request.nccl_configs)
-    _check_window(request)
-    planned = [each for row in rows for each in _plan(request, row)]
-    return [replace(p, group=rank_lists.listed(request, p)) for p in planned]
+    return [alias for alias in ALIASES if alias.when.holds(request)]
 
 
 def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
-    if row.check is not None:
+    if row.check:
         _CHECKS[row.check](request)
     backend = getattr(request, row.backend) if row.backend else None
+    if backend == "ucc":
+        communicators.check_ucc()
     chosen = _chosen(request, row, *row.chooser) if row.chooser else None
     section = None if backend == "ucc" else communicators.section(row.options, request.nccl_configs)
-    _check_backend(backend)
+    if backend not in (None, "nccl", "ucc"):
+        raise AssertionError(
+            f"{row.backend}={shown(backend)} is not supported: use 'nccl', 'ucc' or None."
+        )
     base = GroupRow(
         label=row.label,
         layout=row.grid,
@@ -59,7 +47,7 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
         pick="all" if chosen is not None else row.pick,
         explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
         backend=backend,
-        timeout=None if row.torch_timeout(request) else request.timeout.total_seconds(),
+        timeout=None if row.torch_timeout else request.timeout.total_seconds(),
         options=None if section is None else tuple(section.items()),
         traffic=row.traffic,
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
@@ -101,12 +89,14 @@ def _chosen(
     request: Arguments, row: Row, argument: str, default: Callable[..., list[int]]
 ) -> list[Sequence[int]] | None:
     """What the caller's function chooses of each pipeline; None without one of the caller's."""
-    choose, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
+    given, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
     own = request.helpers.get(default.__name__, default)
-    if choose is None and (split is not None or own is not default):
-        choose = _Split(own, split) if HAS["splits"] or split is not None else own
-    if choose is None or choose is default:
+    choose: Any = own if given is None else given
+    if choose is default and (split is None or given is not None):
         return None
+    splits = given is None and (HAS["splits"] or split is not None)
+    if splits:
+        choose = partial(own, split_rank=split)
     if not callable(choose):
         raise TypeError(
             f"{argument} must be a function from a pipeline's ranks to some of them, got "
@@ -114,47 +104,31 @@ def _chosen(
         )
     chosen = []
     for pipeline in rank_lists.loops(request, row):
-        given = _call(argument, choose, pipeline)
+        try:
+            given = choose(pipeline)
+        except IndexError:
+            if not splits:
+                raise
+            raise ValueError(
+                f"invalid pipeline_model_parallel_split_rank={split} for a pipeline of "
+                f"{len(pipeline)} stages; allowed: 0 to {len(pipeline) - 1}."
+            ) from None
+        except TypeError as error:
+            if splits or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # an error inside the function; without a frame of its own, the call failed
+            raise TypeError(
+                f"the function given as {argument} does not take a pipeline's ranks: {error}. Give "
+                f"one that takes a list of ranks and returns some of them."
+            ) from None
         communicators.section(row.options, request.nccl_configs)  # upstream's order of refusals
         chosen.append(_plain_ranks(argument, given, request.world))
     return chosen
 
 
-@dataclass(frozen=True)
-class _Split:
-    """Upstream's own choice, where a pipeline is split."""
-
-    default: Callable[..., list[int]]
-    at: Any
-
-    def __call__(self, pipeline: list[int]) -> list[int]:
-        return self.default(pipeline, split_rank=self.at)
-
-
-def _call(argument: str, choose: Callable[[list[int]], Any], pipeline: list[int]) -> Any:
-    try:
-        return choose(pipeline)
-    except IndexError:
-        if not isinstance(choose, _Split):
-            raise
-        raise ValueError(
-            f"invalid pipeline_model_parallel_split_rank={choose.at} for a pipeline of "
-            f"{len(pipeline)} stages; allowed: 0 to {len(pipeline) - 1}."
-        ) from None
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # an error inside the function; without a frame of its own, the call failed
-        raise TypeError(
-            f"the function given as {argument} does not take a pipeline's ranks: {error}. Give one "
-            f"that takes a list of ranks and returns some of them."
-        ) from None
-
-
 def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
     """What a caller's function returned: as it is if that is a list of ints, else made one."""
-    if isinstance(given, list | tuple) and all(type(rank) is int for rank in given):
-        ranks = given
-    else:
+    ranks: Sequence[int] = given
+    if not isinstance(given, list | tuple) or any(type(rank) is not int for rank in given):
         try:
             ranks = [operator.index(rank) for rank in given]
         except TypeError:
@@ -167,14 +141,6 @@ def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
             f"must be below the world size {world}."
         )
     return ranks
-
-
-def _check_window(request: Arguments) -> None:
-    if request.decoder.ranks.stop > request.world:
-        raise ValueError(
-            f"rank_offset={request.rank_offset} + local_world_size={request.world_size} is larger "
-            f"than the world size {request.world}. Make one of them smaller."
-        )
 
 
 def _check_instances(request: Arguments, what: str, size: int) -> None:
@@ -210,24 +176,10 @@ def _check_levels(request: Arguments) -> None:
         raise ValueError(f"{named} must be at least 1 each.")
 
 
-def _check_ucc(request: Arguments) -> None:
-    if request.pipeline_model_parallel_comm_backend == "ucc":
-        communicators.check_ucc()
-
-
-def _check_backend(backend: str | None) -> None:
-    if backend not in (None, "nccl", "ucc"):
-        raise AssertionError(
-            f"pipeline_model_parallel_comm_backend={shown(backend)} is not supported: use 'nccl', "
-            f"'ucc' or None."
-        )
-
-
-_CHECKS: dict[Check, Callable[[Arguments], None]] = {
-    Check.EVEN_DP_CP: _check_hybrid,
-    Check.LEVELS: _check_levels,
-    Check.UCC: _check_ucc,
-    Check.EXPERT_INSTANCES: _check_expert_instances,
+_CHECKS: dict[str, Callable[[Arguments], None]] = {
+    "even dp x cp": _check_hybrid,
+    "levels": _check_levels,
+    "expert instances": _check_expert_instances,
 }
 
 
@@ -237,8 +189,24 @@ class Request(Arguments):
 
     @cached_property
     def planned(self) -> list[Planned]:
-        """The rows to create, in order. Refuses what upstream refuses while it creates groups."""
-        return plan_rows(self)
+        """The rows to create, in order.
+
+        Refuses what upstream refuses while it creates groups, row by row in the same order, so
+        that of two errors the same one is raised.
+        """
+        self.positive("num_distributed_optimizer_instances")
+        rows = rows_of(self)
+        if HAS["dp_first"]:
+            communicators.section(rows[0].options, self.nccl_configs)
+        _check_instances(self, "data x context parallel size", _members(self))
+        communicators.section(rows[0].options, self.nccl_configs)
+        if self.decoder.ranks.stop > self.world:
+            raise ValueError(
+                f"rank_offset={self.rank_offset} + local_world_size={self.world_size} is larger "
+                f"than the world size {self.world}. Make one of them smaller."
+            )
+        planned = [each for row in rows for each in _plan(self, row)]
+        return [replace(p, group=rank_lists.listed(self, p)) for p in planned]
 
     @cached_property
     def plan(self) -> GroupPlan:
@@ -250,8 +218,11 @@ class Request(Arguments):
     def participants(self) -> Sequence[int]:
         """The ranks that create groups: the window, and others that a caller's function chose."""
         window = self.decoder.ranks
-        if self.decides_ranks:  # get_world_size() may be replaced, and say more
-            return range(self.rank_offset, min(window.stop, real_world_size()))
+        if self.decides_ranks:
+            from torch.distributed.distributed_c10d import _get_default_group
+
+            world = _get_default_group().size()  # get_world_size() may be replaced, and say more
+            return range(self.rank_offset, min(window.stop, world))
         chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
         besides = {rank for ranks in chosen for rank in ranks if rank not in window}
         return sorted({*window, *besides}) if besides else window
@@ -261,23 +232,19 @@ class Request(Arguments):
         values = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in NO_ARGUMENTS and not f.name.startswith("get_")
+            if f.init and f.name not in NO_ARGUMENTS and not f.name.startswith("get_")
         }
         if self.helpers:
             values["replaced in parallel_state"] = replaced.in_words(self.helpers)
-        chosen = [p for p in self.planned if p.chosen]
-        given = {f"options of {p.row.label}": p.group.options for p in self.planned}
-        return {
-            **values,
-            **{f"ranks chosen for {p.row.label}": self._places(p) for p in chosen},
-            **{name: options for name, options in given.items() if options is not None},
-            "megatron-core": RELEASE,
-            "plan": self.plan.fingerprint(),
-        }
+        for p in self.planned:
+            if p.chosen:
+                values[f"ranks chosen for {p.row.label}"] = self._places(p, p.chosen)
+            if p.group.options is not None:
+                values[f"options of {p.row.label}"] = p.group.options
+        return {**values, "megatron-core": RELEASE, "plan": self.plan.fingerprint()}
 
-    def _places(self, p: Planned) -> Any:
+    def _places(self, p: Planned, chosen: Sequence[Sequence[int]]) -> Any:
         """The chosen ranks as places in their pipelines, if the same in all: short for any W."""
-        chosen = p.chosen or []
         places = [
             [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
             for pipeline, ranks in zip(rank_lists.loops(self, p.row), chosen, strict=True)

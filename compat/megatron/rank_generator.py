@@ -14,28 +14,18 @@ from hypergrid.messages import shown
 def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
     """``RankLayout.from_order`` as upstream understands an order: a dim of size 1 may repeat.
 
-    Raises
-    ------
-    RuntimeError
-        An order that leaves out a dim larger than 1.
-    LayoutError
-        A token that is not a dim, a dim larger than 1 twice.
-    TypeError
-        An order that is not a text.
+    RuntimeError if the order leaves out a dim larger than 1, TypeError if it is not a text.
     """
     if not isinstance(order, str):
         raise TypeError(f"order must be a text such as 'tp-cp-ep-dp-pp', got {shown(order)}.")
-    tokens = order.lower().split("-")
-    seen: set[str] = set()
-    once = []
-    for token in tokens:
-        if sizes.get(token) != 1 or token not in seen:
+    once: list[str] = []
+    for token in order.lower().split("-"):
+        if sizes.get(token) != 1 or token not in once:
             once.append(token)
-            seen.add(token)
     try:
         return RankLayout.from_order("-".join(once), sizes, offset)
     except LayoutError as error:
-        if any(size != 1 and name not in seen for name, size in sizes.items()):
+        if any(size != 1 and name not in once for name, size in sizes.items()):
             raise RuntimeError(str(error)) from None
         raise
 
@@ -104,8 +94,7 @@ class RankGenerator:
                 f"to the decoder grid. Set one of them to 1."
             )
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
-        self.gtp_remat = gtp_remat
-        self.rank_offset = rank_offset
+        self.gtp_remat, self.rank_offset = gtp_remat, rank_offset
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
         if HAS["gtp_remat"]:
             self.name_to_size["gtp_remat"] = gtp_remat

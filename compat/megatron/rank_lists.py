@@ -34,7 +34,7 @@ def loops(request: Arguments, row: Row) -> list[list[int]]:
     return [list(chain.from_iterable(lists[at : at + many])) for at in starts]
 
 
-def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> list[Sequence[int]]:
+def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> Sequence[Sequence[int]]:
     """The groups of a row that are cut from ``ranks``, list ``number`` of its loop."""
     row = p.row
     if p.chosen is not None:
@@ -43,15 +43,18 @@ def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> list[S
         places = len(ranks) // request.instances
         return [ranks[at::places] for at in range(places)]
     if row.levels:
-        sizes = level_sizes(request, row)
-        layout = RankLayout(tuple(map(str, range(len(sizes)))), tuple(sizes))
-        places_of = layout.groups(str(level(p))).tolist()
-        return [[ranks[place] for place in places] for places in places_of]
+        return of_level(ranks, level_sizes(request, row), level(p))
     size = p.key if row.holds == "sizes" else None
     if row.chunk == "instance":
         size = len(ranks) // request.instances
     rule = GroupRow("", "", (), chunk=size, pick=row.pick)
     return [list(members) for members in rule.cuts([ranks])]
+
+
+def of_level(ranks: list[int], sizes: list[int], level: int) -> list[list[int]]:
+    """The groups of one level of ``ranks`` cut into sizes, innermost first."""
+    layout = RankLayout(tuple(map(str, range(len(sizes)))), tuple(sizes))
+    return [[ranks[place] for place in places] for places in layout.groups(str(level)).tolist()]
 
 
 def level_sizes(request: Arguments, row: Row) -> list[int]:

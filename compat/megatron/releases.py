@@ -65,9 +65,7 @@ ARGUMENTS: dict[str, Span] = {
 }
 
 # Defaults that differ from those in parallel_state.py, and in which releases.
-DEFAULTS: dict[str, tuple[Span, Any]] = {
-    "ignore_virtual": (_until((0, 12)), False),
-}
+DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": (_until((0, 12)), False)}
 
 # Other behaviour of releases, by name.
 FACTS: dict[str, Span] = {
@@ -160,7 +158,8 @@ def as_released(function: F) -> F:
     signature = inspect.signature(function)
     parameters = signature.parameters
     always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    placed = [n for n in always if _has_a_place(function.__name__, n)]
+    spans = {n: ARGUMENTS.get(f"{function.__name__}.{n}", ARGUMENTS.get(n)) for n in always}
+    placed = [n for n, span in spans.items() if span is None or _now(span)]
     written = {n: p.default for n, p in parameters.items()}
     other = {n: default for n, (span, default) in DEFAULTS.items() if n in written and _now(span)}
     released: Any = function
@@ -179,8 +178,3 @@ def as_released(function: F) -> F:
     shown = [parameters[n].replace(default=(written | other)[n]) for n in placed]
     released.__signature__ = signature.replace(parameters=shown)
     return released  # type: ignore[no-any-return]
-
-
-def _has_a_place(function: str, argument: str) -> bool:
-    span = ARGUMENTS.get(f"{function}.{argument}", ARGUMENTS.get(argument, (OLDEST, NEWEST)))
-    return _now(span)

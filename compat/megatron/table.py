@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Literal
 
 from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
@@ -12,47 +11,30 @@ from compat.megatron.releases import HAS
 from hypergrid.plan import GroupRow
 
 
+@dataclass(frozen=True)
 class Fact:
     """What is true or false of a request; ``~a`` and ``a & b`` are facts too."""
 
-    def __init__(self, holds: Callable[[Any], object]) -> None:
-        self._holds = holds
-
-    def __call__(self, request: Any) -> bool:
-        return bool(self._holds(request))
+    holds: Callable[[Any], object]
 
     def __invert__(self) -> Fact:
-        return Fact(lambda request: not self(request))
+        return Fact(lambda request: not self.holds(request))
 
     def __and__(self, other: Fact) -> Fact:
-        return Fact(lambda request: self(request) and other(request))
-
-
-def _released(name: str) -> Fact:
-    """What the installed release does, one of ``releases.FACTS``."""
-    return Fact(lambda request: HAS[name])
+        return Fact(lambda request: self.holds(request) and other.holds(request))
 
 
 ALWAYS = Fact(lambda request: True)
-NEVER = ~ALWAYS
-DP_FIRST = _released("dp_first")
-GTP = _released("gtp_remat")
+DP_FIRST = Fact(lambda request: HAS["dp_first"])
+GTP = Fact(lambda request: HAS["gtp_remat"])
 GTP_AXIS = Fact(lambda request: request.gtp_remat_size > 1)
 EGTP_AXIS = Fact(lambda request: request.expert_gtp_remat_size > 1)
 INSTANCES = Fact(lambda request: request.instances > 1)
-IN_DENSE, IN_EXPERT = _released("instances_in_dense"), _released("instances_in_expert")
+IN_DENSE = Fact(lambda request: HAS["instances_in_dense"])
+IN_EXPERT = Fact(lambda request: HAS["instances_in_expert"])
 ALL_GATHER = Fact(lambda request: request.create_all_gather_group)
 HYBRID = Fact(lambda request: request.hybrid_context_parallel)
 HIERARCHICAL = Fact(lambda request: request.hierarchical_context_parallel_sizes)
-
-
-class Check(Enum):
-    """What a row needs of the request; ``planning`` has the function of each."""
-
-    EVEN_DP_CP = auto()
-    LEVELS = auto()
-    UCC = auto()
-    EXPERT_INSTANCES = auto()
 
 
 @dataclass(frozen=True)
@@ -65,11 +47,14 @@ class Row:
 
     slot: str
     dims: str
-    traffic: str  # one of TRAFFIC
+    # What it carries, see docs/concepts.md. A communicator runs one operation at a time, so groups
+    # whose operations overlap must not share one; operations of one kind never overlap. As in
+    # megatron-core 0.16.1 and 0.19.2 with all options that overlap communication.
+    traffic: str
     options: str  # key of its section in the NCCL configuration file
     grid: str = "decoder"
     when: Fact = ALWAYS  # the row is made for requests of which this is true
-    check: Check | None = None
+    check: Literal["", "even dp x cp", "levels", "expert instances"] = ""  # see planning
     field: str = ""  # of ProcessGroupCollection
     ranks: str = ""  # private global with the group's ranks, where upstream keeps them
     desc: str = ""
@@ -78,7 +63,7 @@ class Row:
     chooser: tuple[str, Callable[..., list[int]]] | None = None
     gloo: bool = False  # has a gloo twin, in slot + "_GLOO"
     twin_options: bool = False  # upstream hands the options to the twin too
-    torch_timeout: Fact = NEVER  # where upstream leaves the timeout to torch
+    torch_timeout: bool = False  # where upstream leaves the timeout to torch
     twin_torch_timeout: bool = False  # ... of the twin alone
     # What the global holds: a group (a list, on ranks that are in "several"), a list of all
     # "levels", or a dict by "sizes".
@@ -143,35 +128,7 @@ class Planned:
         return self.slot != self.row.slot
 
 
-# What a group carries. A communicator runs one operation at a time, so groups whose operations
-# overlap must not share one; operations of one kind never overlap. As in megatron-core 0.16.1 and
-# 0.19.2 with all options that overlap communication.
-TWINS = "checkpoint"
-TRAFFIC = {
-    "gradients": "buckets are reduced during the backward pass, parameters are gathered before "
-    "the forward pass; DDP overlaps both with computation",
-    "parameters": "gathered while gradients are reduced: the second group exists for this",
-    "expert gradients": "buckets of expert layers, reduced in the same backward pass",
-    "gradients between instances": "a bucket is reduced between the instances of the optimizer "
-    "while the next one is reduced within each, on its own stream",
-    "weights": "sharded weights, gathered before the layers that need them",
-    "expert weights": "sharded weights of expert layers, gathered before the layers that need them",
-    "context": "the attention's ring or all-to-all, on its own streams, overlapped with its "
-    "computation",
-    "tensor": "activations, at the same time as weight gradients; those of shared experts, at the "
-    "same time as the tokens of the other experts",
-    "pipeline": "activations and their gradients between stages, sent and received while a stage "
-    "computes",
-    "embeddings": "gradients of tied weights, once per step, after all other gradients",
-    "optimizer": "norms and overflow flags, once per step in the optimizer, one after the other",
-    "statistics": "sums of router and FP8 statistics, token counts and losses: small, waited for "
-    "at once, at any time in a step",
-    "expert tokens": "all-to-all of one microbatch while another one computes, then the "
-    "all-gather over expert tp",
-    "expert dispatch": "number of tokens for each rank, exchanged while the tokens of another "
-    "microbatch are sent; with other dispatchers the tokens themselves",
-    TWINS: "gloo on the host: optimizer states are gathered and scattered during the training",
-}
+TWINS = "checkpoint"  # the traffic of the gloo twins
 
 # In the order of creation: SHARP serves the communicators that are created first.
 # fmt: off
@@ -197,8 +154,8 @@ ROWS: tuple[Row, ...] = (
         "gradients between instances", "inter_dp_cp",     when=INSTANCES & IN_DENSE,
         chunk="between instances", sharp="dp"),
     Row("_HYBRID_DP_CP_GROUPS", "dp-cp",
-        "context",                     "dp_cp",           when=HYBRID, check=Check.EVEN_DP_CP,
-        holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=ALWAYS),
+        "context",                     "dp_cp",           when=HYBRID, check="even dp x cp",
+        holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=True),
     Row("_DATA_PARALLEL_GROUP", "dp",
         "gradients",                   "dp",              when=~DP_FIRST, field="dp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
@@ -210,9 +167,9 @@ ROWS: tuple[Row, ...] = (
         "context",                     "cp",              field="cp",
         ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "cp",
-        "context",                     "hcp",             when=HIERARCHICAL, check=Check.LEVELS,
+        "context",                     "hcp",             when=HIERARCHICAL, check="levels",
         grid="decoder_cp_levels", loop="cp", levels="CONTEXT_PARALLEL_GROUP", holds="levels",
-        field="hcp", torch_timeout=_released("plain_levels")),
+        field="hcp", torch_timeout=HAS["plain_levels"]),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp",
         "optimizer",                   "mp",              field="mp", encoder="joined",
         ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
@@ -221,7 +178,7 @@ ROWS: tuple[Row, ...] = (
         ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     Row("_PIPELINE_MODEL_PARALLEL_GROUP", "pp",
         "pipeline",                    "pp",              field="pp", encoder="shared",
-        ranks="_PIPELINE_GLOBAL_RANKS", holds="several", separate=True, check=Check.UCC,
+        ranks="_PIPELINE_GLOBAL_RANKS", holds="several", separate=True,
         backend="pipeline_model_parallel_comm_backend"),
     Row("_EMBEDDING_GROUP", "pp",
         "embeddings",                  "embd",            field="embd", encoder="shared",
@@ -242,7 +199,7 @@ ROWS: tuple[Row, ...] = (
         when=GTP, ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
     Row("_EXPERT_MODEL_PARALLEL_GROUP", "ep",
         "expert tokens",               "ep",              grid="expert", field="ep",
-        ranks="_EXPERT_MODEL_PARALLEL_RANKS", torch_timeout=_released("plain_ep")),
+        ranks="_EXPERT_MODEL_PARALLEL_RANKS", torch_timeout=HAS["plain_ep"]),
     Row("_EXPERT_TENSOR_PARALLEL_GROUP", "tp",
         "expert tokens",               "ep_tp",           grid="expert", field="expt_tp"),
     Row("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "tp-ep",
@@ -254,7 +211,7 @@ ROWS: tuple[Row, ...] = (
         grid="expert", when=GTP, field="tp_ep_pp_with_egtp_remat"),
     Row("_EXPERT_DATA_PARALLEL_GROUP", "dp",
         "expert gradients",            "ep_dp",           grid="expert", field="expt_dp",
-        check=Check.EXPERT_INSTANCES, gloo=True, twin_torch_timeout=True),
+        check="expert instances", gloo=True, twin_torch_timeout=True),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra",
         "expert gradients",            "intra_ep_dp",     grid="expert_instances",
         when=INSTANCES & IN_EXPERT, field="intra_expt_dp", gloo=True, twin_options=True,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
+from typing import TypeAlias
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +21,9 @@ from hypergrid.policy import Policy
 from hypergrid.tree import GroupNode, Placement
 
 OWNER = "DistributedManager"
+# By the name of a group: the ranks of all groups of that name, and the dims that they are over.
+Ranks: TypeAlias = dict[str, list[list[int]]]
+DimsOf: TypeAlias = dict[str, tuple[str, ...]]
 
 
 def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
@@ -32,11 +37,6 @@ def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
     return layout.groups(inside_first, as_given=True).reshape(-1, layout.dim_size(dims)).tolist()
 
 
-def transposed(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The first members of all ``groups``, the second members, and so on."""
-    return [list(each) for each in zip(*groups, strict=True)]
-
-
 def orthogonal_names(node: GroupNode) -> list[str]:
     """The names of its orthogonal groups, that of the world first; upstream's if it has none."""
     named = node.orthogonals
@@ -45,11 +45,9 @@ def orthogonal_names(node: GroupNode) -> list[str]:
     return [f"__orthogonal_to_{node.name}", *named]
 
 
-def of_tree(
-    placement: Placement, nodes: Iterable[GroupNode]
-) -> tuple[dict[str, tuple[str, ...]], dict[str, list[list[int]]]]:
+def of_tree(placement: Placement, nodes: Iterable[GroupNode]) -> tuple[DimsOf, Ranks]:
     """For each group of ``nodes`` and each orthogonal to one, by name: its dims, and all ranks."""
-    dims, ranks = dict[str, tuple[str, ...]](), dict[str, list[list[int]]]()
+    dims, ranks = DimsOf(), Ranks()
     for node in nodes:
         dims.setdefault(node.name, placement.dims(node.name))
         own = groups_over(placement.layout, placement.dims(node.name))
@@ -58,17 +56,12 @@ def of_tree(
             scope = node.orthogonals.get(name)
             over = placement.orthogonal(node.name, scope)
             dims.setdefault(name, over)
-            ranks.setdefault(
-                name, groups_over(placement.layout, over) if scope else transposed(own)
-            )
+            across = groups_over(placement.layout, over) if scope else np.transpose(own).tolist()
+            ranks.setdefault(name, across)
     return dims, ranks
 
 
-def create(
-    grid: HyperCommGrid,
-    groups: Mapping[str, list[list[int]]],
-    dims: Mapping[str, tuple[str, ...]],
-) -> dict[str, ProcessGroup]:
+def create(grid: HyperCommGrid, groups: Ranks, dims: DimsOf) -> dict[str, ProcessGroup]:
     """Create all ``groups``, by their names, or none; ``grid`` owns them. *Collective*."""
     firsts = {f"group {name}": list(map(span_of, ranks[:8])) for name, ranks in groups.items()}
     digest = hashlib.sha256(repr(groups).encode()).hexdigest()

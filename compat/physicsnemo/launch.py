@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 OVERRIDES = (
@@ -17,7 +16,6 @@ _VARIABLES = {
     "SLURM": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_LAUNCH_NODE_IPADDR"),
     "OPENMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
-_OPTIONAL = "LOCAL_RANK"
 _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
@@ -29,23 +27,22 @@ def method() -> str | None:
     """
     for override in OVERRIDES:
         asked = os.environ.get(override)
-        if asked:
-            if asked not in _VARIABLES:
-                raise RuntimeError(
-                    f"invalid {override}={asked!r}; allowed: {', '.join(_VARIABLES)}. Unset it to "
-                    f"take the first method whose variables are set."
-                )
+        if asked in _VARIABLES:
             return asked
+        if asked:
+            raise RuntimeError(
+                f"invalid {override}={asked!r}; allowed: {', '.join(_VARIABLES)}. Unset it to "
+                f"take the first method whose variables are set."
+            )
     for name, variables in _VARIABLES.items():
-        if not _missing(variables) or (name != "ENV" and variables[0] in os.environ):
+        if not _missing(name) or (name != "ENV" and variables[0] in os.environ):
             return name
     return None
 
 
 def missing() -> str:
     """For each method, which of its variables are not set."""
-    lacks = {name: ", ".join(_missing(variables)) for name, variables in _VARIABLES.items()}
-    return "; ".join(f"{name} lacks {variables}" for name, variables in lacks.items())
+    return "; ".join(f"{name} lacks {', '.join(_missing(name))}" for name in _VARIABLES)
 
 
 def arguments(name: str) -> dict[str, Any]:
@@ -54,7 +51,7 @@ def arguments(name: str) -> dict[str, Any]:
     Raises ValueError if a variable other than LOCAL_RANK is not set, or is not a whole number
     where it should be one.
     """
-    for variable in _missing(_VARIABLES[name]):
+    for variable in _missing(name):
         raise ValueError(
             f"{variable} is not set, and initialisation by {name} needs it: start the script with "
             f"the launcher that sets it, or choose another method with {OVERRIDES[0]}."
@@ -70,8 +67,8 @@ def arguments(name: str) -> dict[str, Any]:
     return found
 
 
-def _missing(variables: Iterable[str]) -> list[str]:
-    return [each for each in variables if each != _OPTIONAL and each not in os.environ]
+def _missing(name: str) -> list[str]:
+    return [each for each in _VARIABLES[name] if each != "LOCAL_RANK" and each not in os.environ]
 
 
 def ranks_per_host() -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Iterator, KeysView, Sequence, ValuesView
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -46,18 +46,22 @@ def _read(attribute: str) -> Any:
     return property(attrgetter(attribute))  # a property, so that it cannot be set
 
 
+def _kept(attribute: str, warning: str = "") -> Any:
+    def keep(manager: DistributedManager, value: bool) -> None:
+        if value and warning:
+            warnings.warn(warning, stacklevel=2)
+        setattr(manager, attribute, value)
+
+    return property(attrgetter(attribute), keep)
+
+
 class DistributedManager:
     """What this process knows about the job, as nvidia-physicsnemo 1.3: one for all objects.
 
     Call ``initialize()`` first, on every rank; ``DistributedManager()`` then returns the manager
     anywhere. Groups are created by their members alone, after all ranks have compared them, and
     listed by ``hypergrid.dump()``. ``cleanup()`` destroys them; it also runs when the process
-    exits.
-
-    Raises
-    ------
-    PhysicsNeMoUninitializedDistributedManagerWarning
-        Before ``initialize()``.
+    exits. Raises PhysicsNeMoUninitializedDistributedManagerWarning before ``initialize()``.
     """
 
     # The attributes of all objects, as upstream, since its users and tests write here: empty, the
@@ -76,7 +80,7 @@ class DistributedManager:
     _device: torch.device
     _groups: dict[str, ProcessGroup]
     _group_names: dict[ProcessGroup, str]
-    _group_ranks: dict[str, list[list[int]]]
+    _group_ranks: groups.Ranks
     _mesh_dims: dict[str, int]
     _mesh_groups: dict[DeviceMesh, ProcessGroup]
     _owners: list[GroupPool | HyperCommGrid]
@@ -111,29 +115,14 @@ class DistributedManager:
     cuda: bool = _read("_cuda")
     """Whether there is a GPU."""
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """For ``DistributedDataParallel``; only kept here."""
-        return self._broadcast_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, broadcast: bool) -> None:
-        self._broadcast_buffers = broadcast
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """For ``DistributedDataParallel``; only kept here."""
-        return self._find_unused_parameters
-
-    @find_unused_parameters.setter
-    def find_unused_parameters(self, find_params: bool) -> None:
-        if find_params:
-            warnings.warn(
-                "find_unused_parameters makes DDP search the graph in every step: set it only "
-                "where parameters stay without gradients.",
-                stacklevel=2,
-            )
-        self._find_unused_parameters = find_params
+    broadcast_buffers: bool = _kept("_broadcast_buffers")
+    """For ``DistributedDataParallel``; only kept here."""
+    find_unused_parameters: bool = _kept(
+        "_find_unused_parameters",
+        "find_unused_parameters makes DDP search the graph in every step: set it only where "
+        "parameters stay without gradients.",
+    )
+    """For ``DistributedDataParallel``; only kept here."""
 
     # Groups by name.
 
@@ -145,16 +134,11 @@ class DistributedManager:
     def group(self, name: str | None = None) -> ProcessGroup | None:
         """This rank's group of that name; None, torch's default group, for None. *Local*.
 
-        Raises
-        ------
-        PhysicsNeMoUndefinedGroupError
-            There is none.
+        Raises PhysicsNeMoUndefinedGroupError if there is none.
         """
-        if name is None:
-            return None
-        if name not in self._groups:
+        if name is not None and name not in self._groups:
             raise PhysicsNeMoUndefinedGroupError(name)
-        return self._groups[name]
+        return None if name is None else self._groups[name]
 
     def group_size(self, name: str | None = None) -> int:
         """Number of ranks in the group of that name, or of the job."""
@@ -166,11 +150,9 @@ class DistributedManager:
 
     def group_name(self, group: ProcessGroup | None = None) -> str | None:
         """The name of ``group``; None for None. Raises KeyError if it was not created here."""
-        if group is None:
-            return None
-        if group not in self._group_names:
+        if group is not None and group not in self._group_names:
             raise KeyError(f"{group} was not created here. These were: {list(self.group_names)}.")
-        return self._group_names[group]
+        return None if group is None else self._group_names[group]
 
     # Start and end.
 
@@ -191,12 +173,8 @@ class DistributedManager:
         Reads the variables of torchrun, SLURM or OpenMPI, the first that are set, or those of
         ``PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD`` (Modulus' name works too): ENV, SLURM or
         OPENMPI. Without any, a job of a single process, with a warning. Seeds numpy's generator
-        with the rank, as upstream.
-
-        Raises
-        ------
-        RuntimeError
-            The method is unknown, one of its variables is not set, or torch could not join.
+        with the rank, as upstream. Raises RuntimeError if the method is unknown or torch cannot
+        join, ValueError if a variable is not set or is not a number.
         """
         if DistributedManager.is_initialized():
             warnings.warn("DistributedManager is already initialised.", stacklevel=2)
@@ -241,23 +219,17 @@ class DistributedManager:
     ) -> None:
         """Create the default group, or use the one that exists, and be initialised.
 
-        *Collective* over the job. After a failure the manager is as before.
-
-        Raises
-        ------
-        RuntimeError
-            A default group exists, with another rank or world size.
+        *Collective* over the job. After a failure the manager is as before. Raises RuntimeError if
+        the default group has another rank or world size.
         """
-        known: dict[str, Any] = {"_initialization_method": method}
-        if dist.is_available():
-            if local_rank is None:
-                local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
-            known |= {"_distributed": True, "_rank": rank, "_world_size": world_size}
-            known |= {"_local_rank": local_rank}
+        if local_rank is None:
+            local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
+        known: dict[str, Any] = {"_rank": rank, "_world_size": world_size, "_is_initialized": True}
+        known |= {"_local_rank": local_rank, "_distributed": True, "_initialization_method": method}
         cuda = torch.cuda.is_available()
-        device = torch.device("cuda", known.get("_local_rank", 0)) if cuda else torch.device("cpu")
+        device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             existing = (dist.get_rank(), dist.get_world_size())
             if existing != (rank, world_size):
                 raise RuntimeError(
@@ -265,7 +237,7 @@ class DistributedManager:
                     f"{existing[1]}, and this process was launched as rank {rank} of {world_size}. "
                     f"Leave its initialisation to DistributedManager, or give it the same numbers."
                 )
-        elif dist.is_available():
+        else:
             # Bound to its device, as upstream has it. Torch accepts no CPU here.
             bound = device if cuda else None
             dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=bound)
@@ -273,7 +245,7 @@ class DistributedManager:
         if cuda:
             torch.cuda.set_device(device)
             torch.cuda.empty_cache()
-        DistributedManager._shared_state.update(known, _device=device, _is_initialized=True)
+        DistributedManager._shared_state.update(known, _device=device)
         atexit.unregister(DistributedManager.cleanup)
         atexit.register(DistributedManager.cleanup)
 
@@ -281,10 +253,7 @@ class DistributedManager:
     def cleanup(barrier: bool = False) -> None:
         """Destroy every group, also the default group if it was created here, and forget all.
 
-        Parameters
-        ----------
-        barrier : bool
-            Wait for the other ranks first.
+        With ``barrier`` it waits for the other ranks first.
         """
         if DistributedManager.is_initialized():
             manager = DistributedManager()
@@ -305,16 +274,9 @@ class DistributedManager:
     ) -> None:
         """Cut each group of ``group_name``, by default the world, into groups of ``size``.
 
-        *Collective* over the job; each rank creates its own group only.
-
-        Raises
-        ------
-        AssertionError
-            The name is taken, ``size`` does not divide the parent, no torch.distributed.
-        KeyError
-            There is no parent of that name.
-        AgreementError
-            Another rank has other arguments.
+        *Collective* over the job; each rank creates its own group only. Raises AssertionError if
+        the name is taken, ``size`` does not divide the parent, or there is no torch.distributed;
+        KeyError if there is no such parent; AgreementError if another rank has other arguments.
         """
         with _checking() as manager:
             manager._check_new(name, AssertionError)
@@ -335,20 +297,15 @@ class DistributedManager:
     ) -> None:
         """Group the first members of all groups of ``group_name``, the second members, and so on.
 
-        *Collective* over the job. Each new group shares exactly one rank with each old one.
-
-        Raises
-        ------
-        ValueError
-            There is no ``group_name``, or the new name is taken.
-        AssertionError
-            No torch.distributed.
+        *Collective* over the job. Each new group shares exactly one rank with each old one. Raises
+        ValueError if there is no ``group_name`` or the new name is taken; AssertionError and
+        AgreementError as ``create_process_subgroup``.
         """
         with _checking() as manager:
             role = f"to which {orthogonal_group_name!r} is to be orthogonal"
             ranks = manager._ranks_of(group_name, ValueError, role)
             manager._check_new(orthogonal_group_name, ValueError)
-        manager._create({orthogonal_group_name: groups.transposed(ranks)}, verbose)
+        manager._create({orthogonal_group_name: np.transpose(ranks).tolist()}, verbose)
 
     @staticmethod
     def create_group_from_node(
@@ -374,7 +331,10 @@ class DistributedManager:
         """Create the groups of all nodes of a tree, and those orthogonal to them.
 
         *Collective* over the job. Each node's group has its name. The one orthogonal to it, in
-        the world, has the name that the node gives it, else ``__orthogonal_to_NAME``.
+        the world, has the name that the node gives it, else ``__orthogonal_to_NAME``. Returns the
+        grid whose dims are the leaves and whose groups are these. Raises AssertionError if a name
+        is taken, a leaf has no size, sizes do not divide the world, or a node cannot stay inside a
+        host; AgreementError if another rank has another tree.
 
         Parameters
         ----------
@@ -385,19 +345,6 @@ class DistributedManager:
         hosts : optional
             As for ``hypergrid.Topology``; by default what the launcher says. Asked for only
             where a node is to stay inside a host.
-
-        Returns
-        -------
-        HyperCommGrid
-            Whose dims are the leaves and whose groups are these.
-
-        Raises
-        ------
-        AssertionError
-            A name is taken, a leaf has no size, sizes do not divide the world, a node cannot
-            stay inside a host.
-        AgreementError
-            Another rank has another tree.
         """
         with _checking() as manager:
             nodes = [config.get_node(name) for name in config.breadth_first()]
@@ -453,19 +400,9 @@ class DistributedManager:
     ) -> DeviceMesh:
         """Lay a mesh over the job, the last dim fastest. *Collective* over the job.
 
-        Parameters
-        ----------
-        mesh_shape : sequence of int
-            One size may be -1: what is left.
-        mesh_dim_names : sequence of str
-            A name for each.
-
-        Raises
-        ------
-        RuntimeError
-            Sizes that do not multiply to the world's, no dims, not one name for each, a repeat.
-        AssertionError
-            No torch.distributed.
+        One size may be -1: what is left. Raises RuntimeError if sizes do not multiply to the
+        world's, if there are none, not one name for each, or a repeat; AssertionError if there is
+        no torch.distributed.
         """
         with _checking() as manager:
             layout = groups.mesh_layout(mesh_shape, mesh_dim_names, manager.world_size)
@@ -478,10 +415,8 @@ class DistributedManager:
     def get_mesh_group(self, mesh: DeviceMesh) -> ProcessGroup:
         """The group of all ranks of ``mesh``. *Collective* over them the first time.
 
-        Raises
-        ------
-        RuntimeError
-            The mesh is a part of the world, and its members cannot create a group alone.
+        Raises RuntimeError if the mesh is a part of the world, and its members cannot create a
+        group alone.
         """
         if mesh.ndim == 1:
             return mesh.get_group()
@@ -502,10 +437,10 @@ class DistributedManager:
 
     def _create(
         self,
-        ranks: Mapping[str, list[list[int]]],
+        ranks: groups.Ranks,
         verbose: bool,
         grid: HyperCommGrid | None = None,
-        dims: Mapping[str, tuple[str, ...]] | None = None,
+        dims: groups.DimsOf | None = None,
     ) -> None:
         grid = grid or HyperCommGrid.over(RankLayout(("world",), (self.world_size,)))
         made = groups.create(grid, ranks, dims or {})

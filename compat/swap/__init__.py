@@ -54,12 +54,8 @@ def install() -> None:
 
     Call it before megatron is imported; it is idempotent. Afterwards
     ``megatron.core.parallel_state``, ``megatron.core.mpu`` and ``compat.parallel_state`` are one
-    object, by every form of import.
-
-    Raises
-    ------
-    RuntimeError
-        Megatron's own module is already imported: other modules may hold its functions.
+    object, by every form of import. Raises RuntimeError if Megatron's own module is already
+    imported: other modules may hold its functions.
     """
     stock = _stock_modules()
     if stock:
@@ -85,16 +81,9 @@ def install() -> None:
 def uninstall(*, forget_megatron: bool = False) -> None:
     """Undo ``install``: the next import of megatron gets its own modules.
 
-    Parameters
-    ----------
-    forget_megatron : bool
-        Remove every loaded megatron module from ``sys.modules``, so that it is imported again.
-        Objects of the old modules still exist beside the new ones.
-
-    Raises
-    ------
-    RuntimeError
-        Megatron was imported with our modules and ``forget_megatron`` is False.
+    With ``forget_megatron`` every loaded megatron module is removed from ``sys.modules``, so that
+    it is imported again; objects of the old modules still exist beside the new ones. Without it
+    raises RuntimeError if megatron was imported with our modules.
     """
     if any(name in sys.modules for name in OURS) and not _stock_modules() and not forget_megatron:
         raise RuntimeError(
@@ -132,10 +121,9 @@ def hiding() -> Path | None:
     ours = Path(__file__).parents[1].resolve()
     for entry in sys.path:
         spec = PathFinder.find_spec("compat", [entry or "."])
-        if spec is not None and spec.origin is not None:
-            found = Path(spec.origin).resolve()
-            if found.parent != ours:
-                return found
+        found = Path(spec.origin).resolve() if spec and spec.origin else None
+        if found and found.parent != ours:
+            return found
     return None
 
 

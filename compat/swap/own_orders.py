@@ -69,10 +69,12 @@ def _warned_of(over: str, remedy: str) -> Wrap:
 
         @functools.wraps(build)
         def check(self: Any, *args: Any, **kwargs: Any) -> None:
+            from torch.distributed import get_process_group_ranks as ranks_of
+
             build(self, *args, **kwargs)
-            places = ranks = _ranks(self.tp_group)
+            places = ranks = ranks_of(self.tp_group)
             if over:
-                places = list(map(_ranks(getattr(self, over)).index, ranks))
+                places = list(map(ranks_of(getattr(self, over)).index, ranks))
             if places != list(range(places[0], places[0] + len(places))):
                 warnings.warn(
                     f"{where} assumes that tensor-parallel ranks are consecutive, and here they "
@@ -84,12 +86,6 @@ def _warned_of(over: str, remedy: str) -> Wrap:
         return kind
 
     return wrap
-
-
-def _ranks(group: Any) -> list[int]:
-    import torch.distributed as dist
-
-    return dist.get_process_group_ranks(group)
 
 
 _tp_before_ep = _warned_of("tp_ep_group", "Put tp before ep in the order.")

@@ -34,10 +34,16 @@ OPS = {
 }
 
 before_closing.add(release)
+_stream_of = functools.cache(torch.cuda.Stream)
 
 
 class ContextParallel(NamedTuple):
-    """What ``set_context_parallel_group`` takes, in its order."""
+    """What ``set_context_parallel_group`` takes, in its order.
+
+    ``cp_group`` is [a2a, p2p] for "a2a+p2p". ``cp_global_ranks`` are all ranks of cp in their
+    order, a2a fastest: rank r of the ring sends to
+    ``cp_global_ranks[(r + 1) % p2p * a2a + a2a_rank]``.
+    """
 
     cp_group: ProcessGroup | list[ProcessGroup]
     cp_global_ranks: list[int]
@@ -58,18 +64,9 @@ def create_groups(where: AnyGrid | Named, *, a2a_size: int | None = None) -> Non
 def tp_kwargs(where: Where, *, expert: bool = False) -> dict[str, Any]:
     """``tp_group`` and ``tp_size``, for every module of ``te.pytorch`` that takes them.
 
-    Parameters
-    ----------
-    where : HyperCommGrid, ParallelState or Named
-        A grid without tp gives None and 1, which means no tensor parallelism.
-    expert : bool
-        Of expert layers, for ``GroupedLinear``.
-
-    Raises
-    ------
-    KeyError
-        The grid has not created the group; the message names the call that does. All functions
-        below raise it too.
+    With ``expert`` those of expert layers, for ``GroupedLinear``. A grid without tp gives None and
+    1, which means no tensor parallelism. This function and all below raise KeyError if the grid
+    has not created the group; the message names the call that does.
     """
     group = source(where).group("tp", expert)
     return {"tp_group": group, "tp_size": 1 if group is None else group.size()}
@@ -88,13 +85,6 @@ def cp_args(
         For "a2a+p2p": how many consecutive ranks of cp exchange heads; the others form rings.
     cp_stream : torch.cuda.Stream, optional
         By default one that this process uses for all calls on the device.
-
-    Returns
-    -------
-    ContextParallel
-        ``cp_group`` is [a2a, p2p] for "a2a+p2p". ``cp_global_ranks`` are all ranks of cp in their
-        order, a2a fastest: rank r of the ring sends to
-        ``cp_global_ranks[(r + 1) % p2p * a2a + a2a_rank]``.
     """
     if comm_type not in COMM_TYPES:
         raise ValueError(
@@ -169,6 +159,9 @@ def apply(
 ) -> None:
     """Give a model its groups: both setters, on each of its modules that has them.
 
+    Raises ValueError if no module has a setter (those of ``te.ops`` have none), or if one was
+    built for another ``tp_size``.
+
     Parameters
     ----------
     experts : iterable of Module
@@ -176,12 +169,6 @@ def apply(
         parallelism is that of the experts.
     comm_type, a2a_size, cp_stream
         As for ``cp_args``; ``set_context_parallel_group`` is not called if cp is one rank.
-
-    Raises
-    ------
-    ValueError
-        No module has a setter (those of ``te.ops`` have none), or one was built for another
-        ``tp_size``.
     """
     forget_sizes()  # those cached before torch.distributed was initialised are wrong
     named = list(module.named_modules())
@@ -213,23 +200,15 @@ def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) 
     """Refuse a layout for which ``initialize_ub`` would choose other ranks than those of tp.
 
     It takes no group: it uses ranks ``i * tp ... i * tp + tp - 1`` of the world. So tp must be the
-    fastest dim, and start at a multiple of its size.
-
-    Raises
-    ------
-    ValueError
-        Names the ranks that it would choose, and those of tp.
+    fastest dim, and start at a multiple of its size. The ValueError names the ranks that it would
+    choose, and those of tp.
     """
-    if isinstance(where, RankLayout):
-        layout, dims = where, ["tp"] if "tp" in where.dims else []
-    else:
-        groups = source(where)
-        layout = groups.layout
-        dims = groups.dims("tp") if isinstance(groups, Named) else ["tp"]
+    groups = where if isinstance(where, RankLayout) else source(where)
+    layout = groups if isinstance(groups, RankLayout) else groups.layout
+    dims = groups.dims("tp") if isinstance(groups, Named) else {"tp"}.intersection(layout.dims)
     size = layout.dim_size(dims)
     ours = layout.group(layout.offset, dims)
-    start = layout.offset // size * size
-    theirs = list(range(start, start + size))
+    theirs = [layout.offset // size * size + place for place in range(size)]
     if ours != theirs:
         raise ValueError(
             f"Userbuffers would use ranks {theirs} for tensor parallelism, and {layout} has "
@@ -262,8 +241,3 @@ def _check_size(name: str, module: Any, size: int) -> None:
             f"{name or type(module).__name__} was built for tp_size={built}, and tp has {size} "
             f"ranks: its weights are of another size. Build it with tp_kwargs()."
         )
-
-
-@functools.cache
-def _stream_of(device: int) -> Any:
-    return torch.cuda.Stream(device)

@@ -57,6 +57,7 @@ class Named:
         view: str = "expert",
     ) -> None:
         self.grid = grid = core_of(grid)
+        self.layout = grid.layout
         self.view = view if view in grid.views else BASE
         self._names = {}
         known = {*grid.layout.dims, *grid.views[self.view].dims}
@@ -65,10 +66,7 @@ class Named:
             for dim in self._names[role] if given else ():
                 if dim not in known:
                     raise LayoutError(f"{role}={shown(given)}: there is no dim {dim!r} in {grid}.")
-
-    @property
-    def layout(self) -> RankLayout:
-        return self.grid.layout
+        self.cp_size = grid.layout.dim_size(self.dims("cp"))
 
     def dims(self, roles: str, view: str = BASE) -> list[str]:
         known = self.grid.views[view].dims
@@ -84,10 +82,6 @@ class Named:
         if group is None:
             raise RuntimeError(f"rank {dist.get_rank()} is outside {self.grid}: it has no groups.")
         return group
-
-    @property
-    def cp_size(self) -> int:
-        return self.layout.dim_size(self.dims("cp"))
 
     @property
     def cp_ranks(self) -> list[int]:

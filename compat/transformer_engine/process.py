@@ -50,16 +50,13 @@ def empty_meta_package() -> bool:
     ``pip install transformer-engine`` installs its Python files only. Importing them raises
     ``RuntimeError``, which megatron-core does not expect.
     """
-    if PathFinder.find_spec("transformer_engine") is None:
+    if not PathFinder.find_spec("transformer_engine") or not _version("transformer-engine"):
         return False
     if "NVTE_PROJECT_BUILDING" in os.environ and os.environ.get("NVTE_RELEASE_BUILD", "0") == "0":
         return False  # then Transformer Engine itself does not check
-    from importlib import metadata  # here: 20 ms, at each start of Python
+    from importlib import metadata
 
-    try:
-        wheel = metadata.distribution("transformer-engine").read_text("WHEEL") or ""
-    except metadata.PackageNotFoundError:
-        return False
+    wheel = metadata.distribution("transformer-engine").read_text("WHEEL") or ""
     pure = "root-is-purelib: true" in wheel.lower()  # a build from source has its libraries
     return pure and not any(map(_version, _CORES))
 
@@ -93,12 +90,11 @@ def release(groups: Sequence[Any], abort: bool = False) -> None:
     forgetting it. Does nothing, and imports nothing, if Transformer Engine is not loaded.
     """
     expert = sys.modules.get("transformer_engine.pytorch.ep")
-    used = getattr(expert, "_EP_GROUP", None)
-    if used is None or not any(group is used for group in groups):
-        pass
-    elif abort:
+    used: Any = getattr(expert, "_EP_GROUP", None)
+    closing = any(group is used for group in groups)
+    if closing and abort:
         vars(expert).update(_EP_GROUP=None, _BOOTSTRAPPED=False)
-    else:
+    elif closing:
         try:
             expert.ep_finalize()  # type: ignore[union-attr]
         except Exception as error:  # the groups are destroyed all the same
@@ -120,9 +116,8 @@ def forget_sizes() -> None:
 
 
 def _version(name: str) -> str | None:
-    from importlib import metadata
+    from importlib import metadata  # here: 20 ms, at each start of Python
 
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return None

@@ -1,17 +1,14 @@
-"""Checks of a layout on its hosts: what is expensive, why, and which order avoids it."""
+"""Findings about a layout on its hosts: what is expensive, why, and which order avoids it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hypergrid.analysis.traffic import Layouts, Ranked
-from hypergrid.layout import RankLayout
-from hypergrid.topology import Topology
+from hypergrid.analysis.traffic import Layouts
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
-TopologyOf: TypeAlias = Callable[[RankLayout], Topology]
 
 
 @dataclass(frozen=True)
@@ -30,49 +27,23 @@ class Finding:
     order: str | None = None  # one that avoids it
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One check. ``finds`` says in words what is found in layouts on their hosts, or None.
-
-    It is also asked about other orders, to find one that avoids it; ``otherwise`` is the remedy
-    where none does. With ``of_racks`` the topology is that of racks.
-    """
-
-    name: str
-    severity: Severity
-    cost: str
-    finds: Callable[[Layouts, Topology], str | None]
-    otherwise: str
-    of_racks: bool = False
-
-
 def findings(
-    rules: Iterable[Rule],
+    check: Callable[[Layouts], Iterable[Finding]],
     layouts: Layouts,
-    topology_of: TopologyOf,
-    better: Sequence[tuple[Ranked, Layouts]] = (),
-    *,
-    racks_of: TopologyOf | None = None,
+    better: Iterable[tuple[str, Layouts]] = (),
 ) -> list[Finding]:
-    """What ``rules`` find in ``layouts`` (all over the same ranks), the most severe first.
+    """What ``check`` finds in ``layouts``, at most once for each rule, the most severe first.
 
-    ``topology_of`` and ``racks_of`` return the hosts and the racks under a layout. ``better`` are
-    the orders that send no more between hosts, the best first: remedies are looked for in them.
+    ``better`` are other orders with their layouts, the best first. Where one of them avoids a
+    finding, the first such order is its remedy.
     """
-    found = []
-    for rule in rules:
-        place = racks_of if rule.of_racks else topology_of
-        if place is None:
-            continue
-        what = _found(rule, layouts, place)
-        if what is not None:
-            avoiding = (each.order for each, other in better if _found(rule, other, place) is None)
-            order = next(avoiding, None)
-            remedy = rule.otherwise if order is None else f"order={order} avoids it."
-            found.append(Finding(rule.name, rule.severity, what, rule.cost, remedy, order))
+    found = {each.rule: each for each in check(layouts)}
+    for order, others in better:
+        if all(each.order for each in found.values()):
+            break
+        still = {each.rule for each in check(others)}
+        for rule, each in found.items():
+            if rule not in still and each.order is None:
+                found[rule] = replace(each, remedy=f"order={order} avoids it.", order=order)
     severities = ("error", "warning", "note")
-    return sorted(found, key=lambda finding: severities.index(finding.severity))
-
-
-def _found(rule: Rule, layouts: Layouts, place: TopologyOf) -> str | None:
-    return rule.finds(layouts, place(next(iter(layouts.values()))))
+    return sorted(found.values(), key=lambda finding: severities.index(finding.severity))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hypergrid.layout import RankLayout
+from hypergrid.messages import few
 from hypergrid.plan import GroupPlan
 
 
@@ -52,9 +53,9 @@ class Difference:
 
     ranks: tuple[int, int]
     common: int
-    moved: tuple[Moved, ...] = field(default=())
-    regrouped: tuple[Regrouped, ...] = field(default=())
-    resharded: tuple[Resharded, ...] = field(default=())
+    moved: tuple[Moved, ...] = ()
+    regrouped: tuple[Regrouped, ...] = ()
+    resharded: tuple[Resharded, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -81,17 +82,17 @@ def difference(
     moved, resharded = [], []
     for name, dims in shards.items():
         one, other = before.layouts[name], after.layouts[name]
+        cut, cut_anew = (tuple(each.size_of(dim) for dim in dims) for each in (one, other))
+        changed = np.full(len(common), cut != cut_anew)
         for dim in dict.fromkeys((*one.dims, *other.dims)):
-            pair = _coordinates(one, dim, common), _coordinates(other, dim, common)
+            differ = _coordinates(one, dim, common) != _coordinates(other, dim, common)
             sizes = (one.size_of(dim), other.size_of(dim))
-            ranks = int((pair[0] != pair[1]).sum())
-            if ranks or sizes[0] != sizes[1]:
-                moved.append(Moved(name, dim, sizes, ranks))
-        cut = [tuple(each.size_of(dim) for dim in dims) for each in (one, other)]
-        parts = [np.stack([_coordinates(x, d, common) for d in dims]) for x in (one, other) if dims]
-        if dims and (cut[0] != cut[1] or (parts[0] != parts[1]).any()):
-            changed = len(common) if cut[0] != cut[1] else (parts[0] != parts[1]).any(axis=0).sum()
-            resharded.append(Resharded(name, dims, (cut[0], cut[1]), int(changed)))
+            if differ.any() or sizes[0] != sizes[1]:
+                moved.append(Moved(name, dim, sizes, int(differ.sum())))
+            if dim in dims:
+                changed |= differ
+        if cut != cut_anew or changed.any():
+            resharded.append(Resharded(name, dims, (cut, cut_anew), int(changed.sum())))
     groups = [_groups(before, common), _groups(after, common)]
     regrouped = []
     for label in dict.fromkeys((*groups[0], *groups[1])):
@@ -127,17 +128,14 @@ def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
             said.append(f"rank {rank}: {label} exists but was not planned.")
         elif sorted(planned[label]) != sorted(live[label]):
             said.append(
-                f"rank {rank}: {label} has the ranks {_short(live[label])}, planned were "
-                f"{_short(planned[label])}."
+                f"rank {rank}: {label} has the ranks {_listed(live[label])}, planned were "
+                f"{_listed(planned[label])}."
             )
     return said
 
 
-def _short(groups: Sequence[Sequence[int]]) -> str:
-    return " and ".join(
-        "[" + ", ".join(map(str, ranks[:8])) + (", ...]" if len(ranks) > 8 else "]")
-        for ranks in groups
-    )
+def _listed(groups: Iterable[Sequence[int]]) -> str:
+    return " and ".join(f"[{few(ranks)}]" for ranks in groups)
 
 
 def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.policy import CHOICES, Policy
 from hypergrid.topology import Topology
+
+_DEVICE = 4  # descriptors of one gloo device
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,10 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
 
 
 def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
-    """For each choice of ``share``: how many communicators a rank makes, at least and at most."""
+    """For each choice of ``share``: how many communicators a rank makes, at least and at most.
+
+    With ``"none"`` these are all groups of the rank.
+    """
     ranks = _kinds_of_ranks(plan)
     counts = {}
     for share in CHOICES["share"]:
@@ -66,10 +72,25 @@ def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def names(plan: GroupPlan) -> tuple[int, int]:
-    """How many named groups a rank is in, at least and at most."""
-    counts = [sum(1 for _ in plan.groups_of(rank)) for rank in _kinds_of_ranks(plan)]
-    return min(counts), max(counts)
+def descriptors(plan: GroupPlan, backend: str = "") -> dict[str, tuple[int, int]]:
+    """For each choice of ``connect``: descriptors that a rank's gloo groups open at creation.
+
+    At least and at most, with ``share="none"``. A device has four: a listening socket, an epoll and
+    the ends of a pipe. Each connected member has one more; groups that connect on first use get
+    these later, up to as many. ``backend`` is the default group's.
+    """
+    counts = {}
+    for connect in CHOICES["connect"]:
+        policy, of_rank = Policy(connect=connect), []
+        for rank in _kinds_of_ranks(plan):
+            kinds = ((row.backend or backend, len(ranks)) for row, ranks in plan.groups_of(rank))
+            sizes = [size for kind, size in kinds if kind == "gloo"]
+            waiting = [size for size in sizes if size > 1 and policy.waits(size)]
+            connections = sum(size - 1 for size in sizes) - sum(size - 1 for size in waiting)
+            devices = len(waiting) + (len(sizes) > len(waiting))
+            of_rank.append(_DEVICE * devices + connections)
+        counts[connect] = (min(of_rank), max(of_rank))
+    return counts
 
 
 def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
@@ -81,6 +102,15 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
 def dims_in_words(dims: Sequence[str], pick: str = "all") -> str:
     """Groups over ``dims`` in words: ``"tp-dp"``, ``"pp ends"``; ``"alone"`` without dims."""
     return "-".join(dims) + (f" {pick}" if pick != "all" else "") if dims else "alone"
+
+
+def sizes_in_words(layout: RankLayout) -> str:
+    """The dims that are larger than 1: ``"tp=4 dp=2, order tp-dp"``."""
+    long = layout.trimmed
+    if not long.dims:
+        return "one rank"
+    sizes = " ".join(f"{dim}={size}" for dim, size in zip(long.dims, long.sizes, strict=True))
+    return f"{sizes}, order {long.order}"
 
 
 def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:

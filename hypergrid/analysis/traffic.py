@@ -41,9 +41,6 @@ class Flow:
         return layout.groups([dim for dim in self.dims if dim in layout.dims])
 
 
-FlowsOf: TypeAlias = Callable[[Layouts], Sequence[Flow]]
-
-
 @dataclass(frozen=True)
 class Ranked:
     """One order, and what waits for links between hosts in a step: the total, and by flow."""
@@ -84,44 +81,41 @@ def _between_hosts(groups: np.ndarray, topology: Topology, pattern: Pattern) -> 
 def ranked(
     asked: str,
     layouts_of: Callable[[str], Layouts | None],
-    topology_of: Callable[[RankLayout], Topology],
-    flows_of: FlowsOf,
+    topology: Topology,
+    flows_of: Callable[[Layouts], Sequence[Flow]],
 ) -> list[Ranked]:
     """All orders that differ, the one that sends least between hosts first.
 
     Of equally good orders ``asked`` comes first. ``layouts_of`` returns the layouts under an order,
-    all over the same ranks, or None where the order is not allowed; ``topology_of`` the hosts
-    under a layout, and ``flows_of`` what is sent under given layouts.
+    all over the ranks of ``topology``, or None where the order is not allowed; ``flows_of`` what is
+    sent under given layouts.
     """
-    seen: set[object] = set()
-    found: list[tuple[tuple[object, ...], Ranked]] = []
-    for order in orders(asked, layouts_of):
+    differ: dict[object, tuple[str, Layouts]] = {}
+    for order in _orders(asked, layouts_of(asked)):
         layouts = layouts_of(order)
-        if layouts is None:
-            continue
-        key = tuple(layout.trimmed for _, layout in sorted(layouts.items()))
-        if key not in seen:
-            seen.add(key)
-            flows = flows_of(layouts)
-            sent = crossing(layouts, topology_of(next(iter(layouts.values()))), flows)
-            total = sum(sent.values())
-            # Of orders that send the same, the one whose heavier flows have nearer neighbours.
-            strides = [
-                layouts[flow.layout].stride(flow.dims[0])
-                for flow in sorted(flows, key=lambda flow: -flow.volume)
-                if flow.name in sent and flow.dims[0] in layouts[flow.layout].dims
-            ]
-            place = (round(total, 6), order != asked, strides)
-            found.append((place, Ranked(order, total, sent)))
+        if layouts is not None:
+            key = tuple(layout.trimmed for _, layout in sorted(layouts.items()))
+            differ.setdefault(key, (order, layouts))
+    found: list[tuple[tuple[object, ...], Ranked]] = []
+    for order, layouts in differ.values():
+        flows = flows_of(layouts)
+        sent = crossing(layouts, topology, flows)
+        total = sum(sent.values())
+        # Of orders that send the same, the one whose heavier flows have nearer neighbours.
+        strides = [
+            layouts[flow.layout].stride(flow.dims[0])
+            for flow in sorted(flows, key=lambda flow: -flow.volume)
+            if flow.name in sent and flow.dims[0] in layouts[flow.layout].dims
+        ]
+        found.append(((round(total, 6), order != asked, strides), Ranked(order, total, sent)))
     return [each for _, each in sorted(found, key=lambda pair: pair[0])]
 
 
-def orders(asked: str, layouts_of: Callable[[str], Layouts | None]) -> Iterable[str]:
-    """``asked``, then every order of the dims that are larger than 1."""
+def _orders(asked: str, layouts: Layouts | None) -> Iterable[str]:
+    """``asked``, then every order of the dims that are larger than 1 in its ``layouts``."""
     yield asked
-    layouts = layouts_of(asked)
-    tokens = dict.fromkeys(asked.lower().split("-"))
+    dims = dict.fromkeys(asked.lower().split("-"))
     if layouts is not None:
         used = {dim for layout in layouts.values() for dim in layout.trimmed.dims}
-        tokens = {token: None for token in tokens if token in used}
-    yield from map("-".join, permutations(tokens))
+        dims = {dim: None for dim in dims if dim in used}
+    yield from map("-".join, permutations(dims))

@@ -1,5 +1,5 @@
 """The command line: the only package of the core that imports ``compat``.
 
-``app`` has the commands, ``source`` reads a layout, ``prints`` prints results, and ``machine``
-examines this machine.
+``app`` has the commands, ``command`` declares one, ``source`` reads a layout, ``prints`` prints
+results, and ``machine`` examines this machine.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,60 +11,34 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.megatron.checks import rules
+from compat.megatron.checks import faults
 from compat.megatron.job import JobError
 from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
-from hypergrid.analysis.summary import communicators, dims_in_words, names
+from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
-from hypergrid.cli.prints import (
-    SCHEMA,
-    as_data,
-    console,
-    lines_of,
-    new_table,
-    of_rank,
-    print_difference,
-    print_finding,
-    print_head,
-    print_json,
-    print_orders,
-    print_rank,
-    span,
-)
-from hypergrid.cli.source import Subject, about_a_layout, read, read_json, refusing
+from hypergrid.cli import prints
+from hypergrid.cli.command import Json, app, command
+from hypergrid.cli.prints import red, span
+from hypergrid.cli.source import Subject, read, read_json
 from hypergrid.layout import LayoutError
 
-app = typer.Typer(
-    help="Shows, checks and compares which ranks of a training job communicate with each other, "
-    "without a GPU. Only parity and doctor need torch.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-line.md has it.")]
+__all__ = ["app"]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print it and exit.")] = False,
+) -> None:
+    """Options before the command."""
+    if version:
         typer.echo(__version__)
         raise typer.Exit
 
 
-@app.callback()
-def _top(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
-    ] = False,
-) -> None:
-    """Options before the command."""
-
-
-@app.command()
-@about_a_layout
+@command()
 def plan(
     subject: Subject,
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
@@ -75,33 +49,35 @@ def plan(
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
     if as_json:
-        print_json(of_rank(subject, rank) if rank is not None else as_data(subject))
+        data = prints.as_data(subject) if rank is None else prints.of_rank(subject, rank)
+        prints.as_json(data)
         return
-    out = console()
-    print_head(out, subject)
+    out = prints.head(subject)
     if rank is not None:
-        print_rank(out, subject, rank)
+        prints.rank_and_groups(out, subject, rank)
         return
-    table = new_table("dims", ">ranks", ">groups", ">hosts", "name")
-    for line in lines_of(subject):
-        across = Text(span(line.hosts), style="bold red" if line.crossing else "")
+    rows = []
+    for line in summaries(subject.plan, subject.hosts):
         label = Text(line.label)
         if line.same_as:
             label.append(f"\n  = {line.same_as}", style="dim")
-        dims = dims_in_words(line.dims, line.pick)
-        table.add_row(dims, span(line.size), str(line.groups), across, label)
-    out.print(table)
+        dims, hosts = dims_in_words(line.dims, line.pick), red(span(line.hosts), line.crossing > 0)
+        rows.append((dims, span(line.size), line.groups, hosts, label))
+    prints.table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
     made = communicators(subject.plan)
     shares = ", ".join(f"{span(n)} with share={share}" for share, n in made.items())
     out.print(
         "\nhosts: how many one group touches. = NAME: same ranks and traffic, could share "
         "communicators."
     )
-    out.print(f"Each rank is in {span(names(subject.plan))} groups; communicators: {shares}.")
+    out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
+    opened = descriptors(subject.plan)
+    if any(row.backend == "gloo" for row in subject.plan.rows):
+        twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
+        out.print(f"Gloo twins open descriptors in each rank: {twins}.")
 
 
-@app.command()
-@about_a_layout
+@command()
 def show(
     subject: Subject,
     by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
@@ -119,7 +95,8 @@ def show(
         if path is not None:
             from hypergrid.show.picture import picture
 
-            picture(subject.plan, subject.ranks_per_host, path, layout=view, by=by)
+            drawn = replace(subject.plan, layouts=subject.layouts)
+            picture(drawn, subject.ranks_per_host, path, layout=view, by=by)
     if html is not None:
         from hypergrid.show.page import page
 
@@ -133,18 +110,16 @@ def show(
 
     long = layout.trimmed.dims or layout.dims[:1]
     chosen = by or ("tp" if "tp" in long else long[0])
-    out = console()
     # All lines first, so that an error comes before any output.
-    only = _numbers(hosts)
-    lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=out.width))
-    print_head(out, subject)
+    only, width = _numbers(hosts), prints.console().width
+    lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=width))
+    out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
     out.print(f"Ranks of one colour are one group over {chosen}; the last line numbers the groups.")
 
 
-@app.command()
-@about_a_layout
+@command()
 def check(
     subject: Subject,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
@@ -154,55 +129,48 @@ def check(
         typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25."),
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Check a layout: which placements are expensive, why, and which order avoids them.
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
     weights = _volumes(volumes)
-    orders = ranked(
-        subject.order, subject.layouts_in, subject.hosts, partial(flows_of, volumes=weights)
-    )
+    hosts, flows = subject.hosts, partial(flows_of, volumes=weights)
+    orders = ranked(subject.order, subject.layouts_in, hosts, flows)
     asked = next(each for each in orders if each.order == subject.order)
-    better = [
-        (each, subject.layouts_in(each.order) or {})
+    better = (
+        (each.order, subject.layouts_in(each.order) or {})
         for each in orders
         if each.total <= asked.total and each is not asked
-    ]
-    found = findings(
-        rules(subject.job is not None and subject.job.user_buffers),
-        subject.layouts,
-        subject.hosts,
-        better,
-        racks_of=subject.racks if subject.hosts_per_rack else None,
     )
+    user_buffers = subject.job is not None and subject.job.user_buffers
+    finds = partial(faults, hosts=hosts, racks=subject.racks, user_buffers=user_buffers)
+    found = findings(finds, subject.layouts, better)
     status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
-        data: dict[str, Any] = {"schema": SCHEMA, "findings": [asdict(each) for each in found]}
+        data: dict[str, Any] = {"findings": [asdict(each) for each in found]}
         if suggest:
             data |= {"volumes": weights, "orders": [asdict(each) for each in orders]}
-        print_json(data)
-        raise typer.Exit(status)
-    out = console()
-    print_head(out, subject)
+        prints.as_json(data)
+        return status
+    out = prints.head(subject)
     for finding in found:
-        print_finding(out, finding)
+        prints.finding(out, finding)
     if not found:
         out.print("No findings.")
     if suggest:
-        print_orders(out, asked, orders, top)
-    raise typer.Exit(status)
+        prints.orders(out, asked, orders, top)
+    return status
 
 
-@app.command(context_settings={"ignore_unknown_options": True})  # sizes are one argument
-@refusing
+@command(ignore_unknown_options=True)  # sizes are one argument
 def diff(
     before: Annotated[str, typer.Argument(help="A saved plan, or sizes: '--world-size 8 --tp 2'.")],
     after: Annotated[
         list[str], typer.Argument(help="Another one, or dumps of hypergrid.dump() of any ranks.")
     ],
     as_json: Json = False,
-) -> None:
+) -> int:
     """What differs between two layouts, or between a plan and the live groups of a job.
 
     Exit status 0 if nothing differs, 1 if something does.
@@ -212,24 +180,23 @@ def diff(
     if all(dump is not None for dump in dumps):
         said = [line for dump in dumps for line in against_dump(one.plan, dump or {})]
         if as_json:
-            print_json({"schema": SCHEMA, "differences": said})
+            prints.as_json({"differences": said})
         else:
             typer.echo("\n".join(said) or f"{len(dumps)} dumps are as planned.")
-        raise typer.Exit(1 if said else 0)
+        return 1 if said else 0
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
     other = read(after[0])
     found = difference(one.plan, other.plan, shards_of(one.plan, other.plan))
     if as_json:
-        print_json({"schema": SCHEMA, **asdict(found)})
+        prints.as_json(asdict(found))
     else:
-        print_difference(console(), found)
-    raise typer.Exit(0 if found.is_empty else 1)
+        prints.difference(prints.console(), found)
+    return 0 if found.is_empty else 1
 
 
-@app.command()
-@about_a_layout
-def parity(subject: Subject) -> None:
+@command()
+def parity(subject: Subject) -> int:
     """The same layout through the installed megatron-core, group by group.
 
     Exit status 0 if all groups are equal, 1 if not.
@@ -239,37 +206,33 @@ def parity(subject: Subject) -> None:
     if subject.job is None:
         raise JobError("a saved plan has no arguments of Megatron: give sizes instead.")
     release, rows = compared(subject.job)
-    out = console()
-    print_head(out, subject)
-    table = new_table("grid", "groups over", ">groups", "equal")
-    for grid, token, groups, equal in rows:
-        table.add_row(grid, token, str(groups), "yes" if equal else Text("NO", style="bold red"))
-    out.print(table)
+    out = prints.head(subject)
+    cells = ((*row, "yes" if equal else red("NO", True)) for *row, equal in rows)
+    prints.table(out, ("grid", "groups over", ">groups", "equal"), cells)
     differ = sum(not equal for *_, equal in rows)
     out.print(
         f"\nmegatron-core {release}'s RankGenerator: "
         + (f"{differ} of {len(rows)} kinds of groups differ." if differ else "all groups equal.")
     )
-    raise typer.Exit(1 if differ else 0)
+    return 1 if differ else 0
 
 
-@app.command()
-@refusing
-def doctor() -> None:
+@command()
+def doctor() -> int:
     """This machine: versions, how groups would be created, whether the swap works, and remedies.
 
     Exit status 1 if something needs a remedy.
     """
     from hypergrid.cli.machine import examined
 
-    out, faults = console(), 0
+    out, status = prints.console(), 0
     for name, state, remedy in examined():
-        faults += bool(remedy)
         text = Text(f"{name:<20} ", style="bold")
         out.print(text.append(state, style="not bold"), soft_wrap=True)
         if remedy:
+            status = 1
             out.print(Text(f"{'':<20} -> {remedy}", style="yellow"), soft_wrap=True)
-    raise typer.Exit(1 if faults else 0)
+    return status
 
 
 def _dump(text: str) -> Mapping[str, Any] | None:

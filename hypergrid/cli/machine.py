@@ -35,7 +35,8 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
     dims, how many groups, and whether all are equal.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # megatron's, of what else is missing
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # megatron's, of what else is missing
             from megatron.core import __version__ as release
             from megatron.core.parallel_state import RankGenerator
     except ImportError as error:

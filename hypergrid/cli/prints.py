@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,36 +15,45 @@ from rich.text import Text
 from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diff import Difference
-from hypergrid.analysis.summary import Summary, communicators, long_dims, names, summaries
+from hypergrid.analysis.summary import (
+    communicators,
+    descriptors,
+    dims_in_words,
+    long_dims,
+    sizes_in_words,
+    summaries,
+)
 from hypergrid.analysis.traffic import Ranked
 from hypergrid.cli.source import Subject
-from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 
-SCHEMA = 1  # of what --json prints
+_SCHEMA = 1  # of what --json prints
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
 def as_data(subject: Subject) -> dict[str, Any]:
-    """What ``plan --json`` prints."""
-    fewest, most = names(subject.plan)
+    """What ``plan --json`` prints; ``source.saved`` reads it back."""
+    made = communicators(subject.plan)
     return {
-        **subject.to_json(),
-        "groups": [asdict(line) for line in lines_of(subject)],
-        "groups_of_a_rank": [fewest, most],
-        "communicators_of_a_rank": communicators(subject.plan),
+        **json.loads(subject.plan.to_json()),
+        "ranks_per_host": subject.ranks_per_host,
+        "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
+        "groups_of_a_rank": made["none"],
+        "communicators_of_a_rank": made,
+        "gloo_descriptors_of_a_rank": descriptors(subject.plan),
     }
 
 
 def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
     """What ``plan --rank N --json`` prints."""
-    topology = subject.hosts(subject.layouts["decoder"])
+    hosts = subject.hosts
     return {
-        "schema": SCHEMA,
         "rank": rank,
-        "host": topology.host(rank),
+        "host": hosts.host(rank),
         "coordinates": {
-            name: layout.coordinate(rank) for name, layout in subject.plan.layouts.items()
+            name: layout.coordinate(rank)
+            for name, layout in subject.plan.layouts.items()
+            if rank in layout
         },
         "groups": [
             {
@@ -53,7 +61,7 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
                 "layout": row.layout,
                 "dims": long_dims(subject.plan, row),
                 "ranks": ranks,
-                "hosts": list(dict.fromkeys(map(topology.host, ranks))),
+                "hosts": list(dict.fromkeys(map(hosts.host, ranks))),
                 "backend": row.backend,
             }
             for row, ranks in subject.plan.groups_of(rank)
@@ -61,71 +69,55 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
     }
 
 
-def print_rank(out: Console, subject: Subject, rank: int) -> None:
-    """One rank's coordinates and its groups."""
-    data = of_rank(subject, rank)
-    for name in SHARDS:
-        if name in data["coordinates"]:
-            place = ", ".join(
-                f"{dim}={at}"
-                for dim, at in subject.plan.layouts[name].trimmed.coordinate(rank).items()
-            )
-            out.print(f"rank {rank} on {data['host']}, {name}: {place or 'alone'}")
-    table = new_table("dims", ">ranks", ">hosts", "name, and the members")
-    for group in data["groups"]:
-        hosts = Text(str(len(group["hosts"])), style="bold red" if group["hosts"][1:] else "")
-        dims, ranks = "-".join(group["dims"]) or "alone", group["ranks"]
-        label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
-        table.add_row(dims, str(len(ranks)), hosts, label)
-    out.print(table)
-
-
-def print_head(out: Console, subject: Subject) -> None:
-    """The job in a line or two, and the assumptions."""
-    layouts = subject.layouts
-    hosts = len(subject.hosts(layouts["decoder"]).names)
-    ranks = layouts["decoder"].size
+def head(subject: Subject) -> Console:
+    """The job in a line or two, and the assumptions; returns where to print the rest."""
+    out, layouts, hosts = console(), subject.layouts, len(subject.hosts.names)
     out.print(
-        f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} of {subject.ranks_per_host}: "
-        f"{_sizes(layouts['decoder'])}"
+        f"{layouts['decoder'].size} ranks on {hosts} host{'s' * (hosts > 1)} of "
+        f"{subject.ranks_per_host}: {sizes_in_words(layouts['decoder'])}"
     )
     if has_experts(layouts):
-        out.print(f"experts: {_sizes(layouts['expert'])}")
+        out.print(f"experts: {sizes_in_words(layouts['expert'])}")
     for line in subject.assumed:
         out.print(f"assumed: {line}", style="dim")
     out.print()
+    return out
 
 
-def _sizes(layout: RankLayout) -> str:
-    layout = layout.trimmed
-    if not layout.dims:
-        return "one rank"
-    sizes = " ".join(f"{d}={s}" for d, s in zip(layout.dims, layout.sizes, strict=True))
-    return f"{sizes}, order {layout.order}"
+def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
+    """One rank's coordinates and its groups."""
+    data = of_rank(subject, rank)
+    for name in (name for name in SHARDS if name in data["coordinates"]):
+        place = subject.plan.layouts[name].trimmed.coordinate(rank)
+        at = ", ".join(f"{dim}={number}" for dim, number in place.items())
+        out.print(f"rank {rank} on {data['host']}, {name}: {at or 'alone'}")
+    rows = []
+    for group in data["groups"]:
+        hosts, ranks = len(group["hosts"]), group["ranks"]
+        label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
+        rows.append((dims_in_words(group["dims"]), len(ranks), red(hosts, hosts > 1), label))
+    table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
 
-def print_finding(out: Console, finding: Finding) -> None:
+def finding(out: Console, found: Finding) -> None:
     """What is so, what it costs, what to do."""
-    out.print(Text(f"{finding.severity}: ", _COLOURS[finding.severity]).append(finding.rule))
-    for line in (finding.what, finding.cost):
-        out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
-    out.print(Padding(Text(f"-> {finding.remedy}", style="bold"), (0, 0, 0, 2), expand=False))
+    out.print(Text(f"{found.severity}: ", _COLOURS[found.severity]).append(found.rule))
+    for line in (Text(found.what), Text(found.cost), Text(f"-> {found.remedy}", style="bold")):
+        out.print(Padding(line, (0, 0, 0, 2), expand=False))
     out.print()
 
 
-def print_orders(out: Console, asked: Ranked, orders: list[Ranked], top: int) -> None:
+def orders(out: Console, asked: Ranked, found: list[Ranked], top: int) -> None:
     """The best orders and the one that was asked for, with the reasons."""
-    shown = orders[:top] + [asked] * (asked not in orders[:top])
-    flows = list(orders[0].flows)
-    table = new_table("", "order", ">between hosts", *(f">{flow}" for flow in flows))
-    for each in shown:
-        marks = ("best" * (each is orders[0]), "yours" * (each is asked))
-        style = "bold" if each is orders[0] else ""
-        cells = [_amount(each.total), *(_amount(each.flows[flow]) for flow in flows)]
-        table.add_row(", ".join(filter(None, marks)), each.order, *cells, style=style)
-    out.print(table)
+    best, rows = found[0], []
+    for each in found[:top] + [asked] * (asked not in found[:top]):
+        marks = ", ".join(["best"] * (each is best) + ["yours"] * (each is asked))
+        amounts = map(_amount, (each.total, *each.flows.values()))
+        style = "bold" if each is best else ""
+        rows.append([Text(cell, style=style) for cell in (marks, each.order, *amounts)])
+    table(out, ("", "order", ">between hosts", *(f">{flow}" for flow in best.flows)), rows)
     out.print()
-    for line in _explained(orders[0], asked, len(orders)):
+    for line in _explained(best, asked, len(found)):
         out.print(line)
 
 
@@ -152,7 +144,7 @@ def _explained(best: Ranked, asked: Ranked, many: int) -> Iterable[str]:
     )
 
 
-def print_difference(out: Console, found: Difference) -> None:
+def difference(out: Console, found: Difference) -> None:
     """Which ranks move, which groups change, and whether weights must be resharded."""
     if found.is_empty:
         out.print("No differences.")
@@ -163,16 +155,12 @@ def print_difference(out: Console, found: Difference) -> None:
             f"are compared."
         )
     if found.moved:
-        table = new_table("grid", "dim", ">size", ">ranks with another coordinate")
-        for moved in found.moved:
-            table.add_row(moved.layout, moved.dim, _arrow(moved.sizes), str(moved.ranks))
-        out.print(table)
+        rows = ((m.layout, m.dim, span(m.sizes, " -> "), m.ranks) for m in found.moved)
+        table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), rows)
         out.print()
     if found.regrouped:
-        table = new_table(">groups", ">ranks with other members", "name")
-        for group in found.regrouped:
-            table.add_row(_arrow(group.groups), str(group.ranks), group.label)
-        out.print(table)
+        changes = ((span(r.groups, " -> "), r.ranks, r.label) for r in found.regrouped)
+        table(out, (">groups", ">ranks with other members", "name"), changes)
         out.print()
     for shard in found.resharded:
         dims = " x ".join(shard.dims)
@@ -187,29 +175,27 @@ def print_difference(out: Console, found: Difference) -> None:
         out.print("Weights: every rank keeps its part.")
 
 
-def lines_of(subject: Subject) -> list[Summary]:
-    """The plan in a line for each name."""
-    return list(summaries(subject.plan, subject.hosts(subject.layouts["decoder"])))
-
-
-def new_table(*columns: str) -> Table:
+def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table without lines; ``">"`` before a column's name aligns it to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in columns:
         right = name.startswith(">")
-        table.add_column(
+        made.add_column(
             name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right
         )
-    return table
+    for cells in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))
+    out.print(made)
 
 
-def span(pair: tuple[int, int]) -> str:
-    """Fewest and most, in one number where they are equal."""
-    return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}-{pair[1]}"
+def span(pair: tuple[int, int], to: str = "-") -> str:
+    """Both numbers, or one where they are equal."""
+    return to.join(map(str, dict.fromkeys(pair)))
 
 
-def _arrow(pair: tuple[int, int]) -> str:
-    return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} -> {pair[1]}"
+def red(text: object, wanted: bool) -> Text:
+    """The text, red and bold if so ``wanted``."""
+    return Text(str(text), style="bold red" if wanted else "")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -220,12 +206,11 @@ def _amount(value: float) -> str:
     return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
 
 
-def print_json(data: Mapping[str, Any]) -> None:
+def as_json(data: Mapping[str, Any]) -> None:
     """To standard output."""
-    json.dump(data, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    print(json.dumps({"schema": _SCHEMA, **data}, indent=1))
 
 
 def console() -> Console:
     """The terminal; its width and colours as rich finds them, 80 columns where there is none."""
-    return Console(highlight=False, soft_wrap=False)
+    return Console(highlight=False, markup=False, emoji=False)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line, from_sizes
+from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line
 from compat.megatron.planning import Request
 from compat.megatron.traffic import SHARDS, flows_of
 from hypergrid.analysis.traffic import ranked
@@ -32,7 +28,7 @@ class Subject:
     ranks_per_host: int
     job: Job | None = None  # None: it was saved
     hosts_per_rack: int | None = None
-    assumed: tuple[str, ...] = field(default=())
+    assumed: tuple[str, ...] = ()
 
     @property
     def layouts(self) -> dict[str, RankLayout]:
@@ -61,17 +57,21 @@ class Subject:
         pipelines = {each.stride("pp") for each in turned.values() if "pp" in each.dims}
         return turned if len(pipelines) < 2 else None
 
-    def hosts(self, layout: RankLayout) -> Topology:
-        """The hosts under a layout."""
-        return Topology(layout, self.ranks_per_host)
+    @property
+    def hosts(self) -> Topology:
+        """The hosts of all ranks."""
+        return _hosts(self.plan.window.stop, self.ranks_per_host)
 
-    def racks(self, layout: RankLayout) -> Topology:
-        """The racks under a layout."""
-        return Topology(layout, self.ranks_per_host * (self.hosts_per_rack or 1))
+    @property
+    def racks(self) -> Topology | None:
+        """The racks of all ranks, where they are known."""
+        if not self.hosts_per_rack:
+            return None
+        return _hosts(self.plan.window.stop, self.ranks_per_host * self.hosts_per_rack)
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as data, and where its ranks are; ``saved`` reads it back."""
-        return {**json.loads(self.plan.to_json()), "ranks_per_host": self.ranks_per_host}
+
+def _hosts(ranks: int, on_each: int) -> Topology:
+    return Topology(RankLayout(("rank",), (ranks,)), on_each)
 
 
 def _turned(layout: RankLayout, order: str) -> RankLayout:
@@ -80,7 +80,9 @@ def _turned(layout: RankLayout, order: str) -> RankLayout:
     return RankLayout.from_order("-".join(tokens), sizes, layout.offset)
 
 
-def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
+def saved(
+    path: Path, ranks_per_host: int | None = None, hosts_per_rack: int | None = None
+) -> Subject:
     """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
     data = read_json(path)
     if "layouts" not in data:
@@ -103,7 +105,7 @@ def saved(path: Path, ranks_per_host: int | None = None) -> Subject:
     given = ranks_per_host or data.get("ranks_per_host")
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
-    return Subject(plan, per_host, assumed=assumed)
+    return Subject(plan, per_host, None, hosts_per_rack, assumed)
 
 
 def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
@@ -134,7 +136,7 @@ def of_job(job: Job) -> Subject:
     try:
         return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
     except JobError as error:
-        hosts = lambda each: Topology(each, job.ranks_per_host)  # noqa: E731
+        hosts = _hosts(job.world_size, job.ranks_per_host)
         allowed = ranked(Request.order, job.layouts, hosts, flows_of)
         if not allowed or "order" not in job.arguments:
             raise
@@ -147,75 +149,3 @@ def read(text: str) -> Subject:
     if not is_file and "--" not in text:
         raise JobError(f"{text!r} is neither a file nor sizes such as '--world-size 64 --tp 4'.")
     return saved(Path(text)) if is_file else of_job(from_line(text))
-
-
-# Flag: the type of its value, where it has one, how that is shown, and help.
-_FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
-    ("from-args", str, "LINE", "A launch line of torchrun or srun with Megatron's flags, pasted."),
-    ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
-    ("world-size", int, None, "Ranks of the job."),
-    ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
-    ("hosts-per-rack", int, None, "Hosts in each rack."),
-    ("tp", int, None, "Tensor parallel size."),
-    ("cp", int, None, "Context parallel size."),
-    ("pp", int, None, "Pipeline parallel size."),
-    ("vp", int, None, "Virtual stages on each pipeline rank."),
-    ("ep", int, None, "Expert parallel size."),
-    ("etp", int, None, "Tensor parallel size of experts; tp if not given."),
-    ("instances", int, None, "Instances of the distributed optimizer."),
-    ("order", str, "tp-cp-ep-dp-pp", "Dims from fastest to slowest."),
-    ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
-    ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
-)
-
-
-def about_a_layout(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags of a layout; the command takes the ``Subject`` first."""
-    flags = [_parameter(*flag) for flag in _FLAGS]
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    parameters = [*flags, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        command(_subject(**{flag.name: given.pop(flag.name) for flag in flags}), **given)
-
-    command_with_flags = refusing(run)
-    command_with_flags.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command_with_flags.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command_with_flags
-
-
-def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect.Parameter:
-    option = typer.Option(
-        f"--{flag}", help=what, metavar=metavar, rich_help_panel="Layout", show_default=False
-    )
-    return inspect.Parameter(
-        flag.replace("-", "_"),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False if kind is bool else None,
-        annotation=Annotated[bool if kind is bool else kind | None, option],
-    )
-
-
-def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
-    if plan is not None:
-        hosts = {key: given.pop(key) for key in ("gpus_per_node", "hosts_per_rack")}
-        if from_args is not None or any(given.values()):
-            raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
-        subject = saved(Path(plan), hosts["gpus_per_node"])
-        return replace(subject, hosts_per_rack=hosts["hosts_per_rack"])
-    return of_job(from_sizes(**given) if from_args is None else from_line(from_args, **given))
-
-
-def refusing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Print an expected error as one line, with exit status 2."""
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        try:
-            command(**given)
-        except (LayoutError, JobError, OSError, ImportError) as error:
-            typer.echo(f"hypergrid: {error}", err=True)
-            raise typer.Exit(2) from None
-
-    return run

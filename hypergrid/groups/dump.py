@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups.pool import live_pools
+from hypergrid.groups.pool import PooledGroup, live_pools
 
 SCHEMA = 1
 
@@ -49,24 +49,24 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _groups() -> list[dict[str, Any]]:
-    default = c10d._get_default_group()
-    rows, ours = [], {default}
-    for pool in live_pools():
-        for pooled in pool.groups:
-            if pooled.group in c10d._world.pg_map:
-                ours.add(pooled.group)
-                known = {"owner": pool.owner, "label": pooled.label, "dims": list(pooled.dims)}
-                rows.append({**known, **_seen(pooled.group), "shared_with": pooled.shares})
-    unknown = {"owner": None, "label": None, "dims": None}
-    others = [default, *(group for group in c10d._world.pg_map if group not in ours)]
-    seen = [{**unknown, **_seen(group), "shared_with": None} for group in others]
-    return [seen[0], *rows, *seen[1:]]
-
-
-def _seen(group: ProcessGroup) -> dict[str, Any]:
-    return {
-        "ranks": dist.get_process_group_ranks(group),
-        "backend": dist.get_backend(group),
-        "name": group.group_name,
-        "description": group.group_desc,
-    }
+    default, alive = c10d._get_default_group(), c10d._world.pg_map
+    pooled = [(p.owner, each) for p in live_pools() for each in p.groups if each.group in alive]
+    ours = {default, *(each.group for _, each in pooled)}
+    rows: list[tuple[ProcessGroup, str | None, PooledGroup | None]] = [
+        (default, None, None),
+        *((each.group, owner, each) for owner, each in pooled),
+        *((group, None, None) for group in alive if group not in ours),
+    ]
+    return [
+        {
+            "owner": owner,
+            "label": each and each.label,
+            "dims": each and list(each.dims),
+            "ranks": dist.get_process_group_ranks(group),
+            "backend": dist.get_backend(group),
+            "name": group.group_name,
+            "description": group.group_desc,
+            "shared_with": each and each.shares,
+        }
+        for group, owner, each in rows
+    ]

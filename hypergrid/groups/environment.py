@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,6 +17,7 @@ from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.known_groups import (
     NOT_A_MEMBER,
+    Found,
     KnownGroups,
     Labelled,
     Place,
@@ -34,27 +35,22 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Group: TypeAlias = ProcessGroup | str | None  # a group, or its name
+T = TypeVar("T")
 
 
 class EnvironmentTable:
     """What ColossalAI's issue 3051 proposed: one object to ask about ranks, groups and meshes.
 
-    Its open questions, answered:
-
-    1. *How is a group or mesh created?* ``create_process_group("dp-tp")`` over dims of a grid,
-       ``create_process_group("io", [0, 4])`` over ranks, ``create_device_mesh("train", (2, 4),
-       ("dp", "tp"))``.
-    2. *Duplicates?* A group with the members and backend of one in the table is refused with the
-       name of that one; ``share=True`` makes the new name a second one. The default group does
-       not count.
-    3. *Who initialises?* torch: call ``init_process_group()`` first; the table launches nothing.
-    4. *Groups and meshes?* A mesh is a view of groups in the table; both return the same ones.
-    5. *What is the key?* What the group is: its dims in any order (``"dp-tp"``), after the mesh or
-       view that they are of (``"train/dp"``, ``"moe/ep"``), or the label it was given.
+    The name of a group is its dims in any order (``"dp-tp"``), after the mesh or view that they
+    are of (``"train/dp"``, ``"moe/ep"``), or the label it was given. A mesh is a view of groups
+    in the table; both return the same ones. A group with the members and backend of one in the
+    table is refused with the name of that one; ``share=True`` makes the new name a second one. The
+    default group does not count.
 
     A job may hold several tables; each destroys what it created. Methods that create are
     *collective*, the others *local*. A collective method that refuses its arguments raises when
-    the other ranks know of it, after a minute at most.
+    the other ranks know of it, after a minute at most. RuntimeError if torch.distributed, or the
+    state, is not initialised.
 
     Parameters
     ----------
@@ -62,11 +58,6 @@ class EnvironmentTable:
         Whose groups are in the table too. The table does not destroy them.
     local_rank : int, optional
         By default ``LOCAL_RANK``, which torchrun sets.
-
-    Raises
-    ------
-    RuntimeError
-        torch.distributed, or the state, is not initialised.
 
     Examples
     --------
@@ -122,14 +113,13 @@ class EnvironmentTable:
     @property
     def local_rank(self) -> int:
         """This process's place on its host."""
-        if self._local_rank is not None:
-            return self._local_rank
-        if "LOCAL_RANK" not in os.environ:
+        found = os.environ.get("LOCAL_RANK") if self._local_rank is None else self._local_rank
+        if found is None:
             raise RuntimeError(
                 f"the local rank of rank {self.rank} is not known: start with torchrun, which sets "
                 f"LOCAL_RANK, or give EnvironmentTable(local_rank=...)."
             )
-        return int(os.environ["LOCAL_RANK"])
+        return int(found)
 
     @property
     def process_group_pool(self) -> dict[str, ProcessGroup]:
@@ -160,30 +150,24 @@ class EnvironmentTable:
     def get_process_group(self, name: Dims) -> ProcessGroup:
         """The group of this name, or over these dims; torch's non-member marker outside it.
 
-        Raises
-        ------
-        KeyError
-            It was not created.
+        KeyError if it was not created.
         """
-        known, place = self.process_group_pool, self._known.find(name)
-        for each in (name, place and place.name):
-            if isinstance(each, str) and each in known:
-                return known[each]
-        remedy = f"create_process_group({shown(name)}{'' if place else ', ranks'})"
-        raise KeyError(
-            f"there is no process group {shown(name)} on rank {self.rank}: call {remedy} on every "
-            f"rank first. Created so far: {sorted(known) or 'none'}."
-        )
+        ranks = "" if self._known.find(name) else ", ranks"
+        create = f"create_process_group({shown(name)}{ranks})"
+        return self._found("process group", name, self.process_group_pool, create)
 
     def get_device_mesh(self, name: Dims) -> DeviceMesh:
         """The mesh of this name, or over these dims. KeyError if it was not created."""
+        return self._found("device mesh", name, self._meshes, "create_device_mesh()")
+
+    def _found(self, what: str, name: Dims, pool: Mapping[str, T], create: str) -> T:
         place = self._known.find(name)
         for each in (name, place and place.name):
-            if isinstance(each, str) and each in self._meshes:
-                return self._meshes[each]
+            if isinstance(each, str) and each in pool:
+                return pool[each]
         raise KeyError(
-            f"there is no device mesh {shown(name)} on rank {self.rank}: call create_device_mesh() "
-            f"on every rank first. Created so far: {sorted(self._meshes) or 'none'}."
+            f"there is no {what} {shown(name)} on rank {self.rank}: call {create} on every rank "
+            f"first. Created so far: {sorted(pool) or 'none'}."
         )
 
     def create_process_group(
@@ -196,7 +180,9 @@ class EnvironmentTable:
         pg_options: Any = None,
         share: bool = False,
     ) -> ProcessGroup:
-        """Create a group. *Collective* over the world, or over the grid of the dims.
+        """Create a group; returns this rank's, torch's non-member marker outside it.
+
+        *Collective* over the world, or over the grid of the dims.
 
         Parameters
         ----------
@@ -211,11 +197,6 @@ class EnvironmentTable:
         share : bool
             If a group with the same members and backend exists, make this a second name of it.
 
-        Returns
-        -------
-        ProcessGroup
-            torch's non-member marker on ranks outside it.
-
         Raises
         ------
         ValueError
@@ -227,41 +208,28 @@ class EnvironmentTable:
         """
         options = {"timeout": timeout, "pg_options": pg_options}
         if ranks is not None:
-            return self._create_labelled(name_or_dims, ranks, backend, share, options)
+            return self._create_labelled(name_or_dims, ranks, backend, share, **options)
         place = self._place(name_or_dims)
-        with refusing_together(place.grid.participants(), self._policy):
-            same = backend is None or plain_backend(backend) == plain_backend(place.grid.backend)
-            if not same:
+        name, grid = place.name, place.grid
+        with refusing_together(grid.participants(), self._policy):
+            if backend is not None and plain_backend(backend) != plain_backend(grid.backend):
                 raise ValueError(
-                    f"the groups over {place.name!r} have the backend of their grid, not "
-                    f"{backend!r}. Leave it out, or give ranks and a label."
+                    f"the groups over {name!r} have the backend of their grid, not {backend!r}. "
+                    f"Leave it out, or give ranks and a label."
                 )
-            found = self._known.duplicates(
-                place.name, place.groups, place.grid.backend, share, options
-            )
-        if place.name not in self.process_group_pool:
-            self._create_over(place.grid, {place: found}, options)
-        return self.get_process_group(place.name)
+            found = self._known.duplicates(name, place.groups, grid.backend, share, **options)
+        if name not in self.process_group_pool:
+            self._create_over(grid, {place: found}, **options)
+        return self.get_process_group(name)
 
     def hold(self, name: str, group: ProcessGroup, ranks: Iterable[Iterable[int]]) -> None:
         """Add a group that the caller created and will destroy, under a label. *Local*.
 
-        Parameters
-        ----------
-        name : str
-            The label.
-        group : ProcessGroup
-            This rank's, or torch's non-member marker.
-        ranks : iterable of iterables of int
-            All groups of the label, those of other ranks too.
-
-        Raises
-        ------
-        ValueError
-            The name is taken, or the ranks are invalid.
+        ``group`` is this rank's, or torch's non-member marker; ``ranks`` are all groups of the
+        label, those of other ranks too. ValueError if the name is taken or the ranks are invalid.
         """
         groups = groups_of(ranks, name, self.world_size)
-        self._check_free(name)
+        self._check_label(name)
         backend = None if group is NOT_A_MEMBER else plain_backend(dist.get_backend(group))
         self._known.labelled[name] = Labelled(group, backend, groups)
 
@@ -275,7 +243,7 @@ class EnvironmentTable:
         backend: str | None = None,
         share: bool = False,
     ) -> DeviceMesh:
-        """Create a mesh whose groups are in the table. *Collective* as for a group.
+        """Create a mesh whose groups are in the table. *Collective* as for a group; same errors.
 
         Parameters
         ----------
@@ -290,10 +258,6 @@ class EnvironmentTable:
             Of a new mesh; by default the default group's.
         share : bool
             As for a group. A dim of size 1 always uses a group that exists.
-
-        Raises
-        ------
-        As ``create_process_group``.
         """
         place = self._place(name_or_dims) if shape is None else None
         ranks = range(self.world_size) if place is None else place.grid.participants()
@@ -307,18 +271,18 @@ class EnvironmentTable:
                     f"dim_names for a mesh of its own."
                 )
             grid = place.grid
-            if mesh in self._meshes:
-                raise ValueError(_taken("device mesh", mesh, self.rank))
+            self._check_free("device mesh", mesh, mesh in self._meshes)
+            prefix = place.name[: place.name.rfind("/") + 1]
             # A mesh needs a group for each dim; one of size 1 may always be shared.
             wanted = {
                 each: self._known.duplicates(
-                    each.name, each.groups, grid.backend, share or len(each.groups[0]) == 1, {}
+                    each.name, each.groups, grid.backend, share or len(each.groups[0]) == 1
                 )
-                for each in (Place(place.prefix + dim, grid, (dim,)) for dim in place.dims)
+                for each in (Place(prefix + dim, grid, (dim,)) for dim in place.dims)
                 if each.dims[0] not in grid.groups
             }
         try:
-            self._create_over(grid, wanted, {}, "" if shape is None else mesh)
+            self._create_over(grid, wanted, "" if shape is None else mesh)
             made = grid.device_mesh(place.dims, device_type)
         except BaseException:
             if shape is not None:
@@ -333,7 +297,16 @@ class EnvironmentTable:
         base = self._known.base
         everybody = range(self.world_size) if base is None else base.participants()
         with refusing_together(everybody, self._policy):
-            return self._known.place(name_or_dims)
+            place = self._known.find(name_or_dims)
+            if place is None:
+                grids = self._known.all_grids()
+                dims = [prefix + dim for prefix, grid in grids for dim in grid.dim_names]
+                raise KeyError(
+                    f"{shown(name_or_dims)} names no dims that rank {self.rank} knows: "
+                    f"{dims or 'none'}. For a group with that label, give ranks; for a mesh, "
+                    f"shape and dim_names."
+                )
+            return place
 
     def _new_grid(
         self, name: Any, shape: Any, dim_names: Sequence[str] | None, backend: str | None
@@ -345,8 +318,7 @@ class EnvironmentTable:
                 f"name/dim; rank {self.rank} was given {shown(name)}."
             )
         views = self._known.base.views if self._known.base else ()
-        if name in self._meshes or name in views or self._known.find(name):
-            raise ValueError(_taken("device mesh", name, self.rank))
+        self._check_free("device mesh", name, name in views or self._known.find(name))
         layout = RankLayout(tuple(dim_names or ())[::-1], tuple(shape)[::-1])
         if layout.size != self.world_size:
             raise ValueError(
@@ -368,16 +340,12 @@ class EnvironmentTable:
         self._start()
 
     def _create_over(
-        self,
-        grid: HyperCommGrid,
-        wanted: Mapping[Place, Mapping[Ranks, str]],
-        options: Mapping[str, Any],
-        mesh: str = "",
+        self, grid: HyperCommGrid, wanted: dict[Place, Found], mesh: str = "", **options: Any
     ) -> None:
         """Create the groups that are wanted and not found, all or none; the grid holds them."""
         if not wanted:
             return
-        made: dict[Place, ProcessGroup] = {}
+        made = dict.fromkeys(wanted, NOT_A_MEMBER)
         if self.rank in grid.participants():
             proposal = {
                 "layouts": {name: repr(layout) for name, layout in grid.views.items()},
@@ -388,20 +356,14 @@ class EnvironmentTable:
             }
             with grid.agreed(proposal, f"{self!r}, mesh {mesh!r}" if mesh else None) as pool:
                 for place, found in wanted.items():
-                    label, own = place.name.removeprefix(f"{mesh}/"), {**options}
-                    own |= {"dims": place.dims, "backend": grid.backend}
-                    made[place] = self._make(pool, label, place.groups, found, own)
-        for place in wanted:
-            group = made.get(place, NOT_A_MEMBER)
+                    label = place.name.removeprefix(f"{mesh}/")
+                    own = {**options, "dims": place.dims, "backend": grid.backend}
+                    made[place] = self._make(pool, label, place.groups, found, **own)
+        for place, group in made.items():
             grid.hold(place.dims, None if group is NOT_A_MEMBER else group, view=place.view)
 
     def _make(
-        self,
-        pool: GroupPool,
-        label: str,
-        groups: Sequence[Ranks],
-        found: Mapping[Ranks, str],
-        options: Mapping[str, Any],
+        self, pool: GroupPool, label: str, groups: list[Ranks], found: Found, **options: Any
     ) -> ProcessGroup:
         """This rank's one of ``groups``: as found under another name, or created now."""
         mine = next((ranks for ranks in groups if self.rank in ranks), ())
@@ -412,12 +374,7 @@ class EnvironmentTable:
         return made[0] if made else shared
 
     def _create_labelled(
-        self,
-        name: Any,
-        ranks: Iterable[int] | Iterable[Iterable[int]],
-        backend: str | None,
-        share: bool,
-        options: Mapping[str, Any],
+        self, name: Any, ranks: Any, backend: str | None, share: bool, **options: Any
     ) -> ProcessGroup:
         everybody = range(self.world_size)
         with refusing_together(everybody, self._policy):
@@ -430,8 +387,8 @@ class EnvironmentTable:
             known = self._known.labelled.get(name)
             if share and known is not None and known[1:] == (backend, groups):
                 return known.group
-            self._check_free(name)
-            found = self._known.duplicates(name, groups, backend, share, options)
+            self._check_label(name)
+            found = self._known.duplicates(name, groups, backend, share, **options)
         proposal = {
             "group": name,
             "ranks": [span_of(each) for each in groups[:8]],
@@ -441,14 +398,16 @@ class EnvironmentTable:
             "timeout": options["timeout"],
         }
         with self._pool.agreed(everybody, proposal):
-            group = self._make(self._pool, name, groups, found, {**options, "backend": backend})
+            group = self._make(self._pool, name, groups, found, backend=backend, **options)
         self._known.labelled[name] = Labelled(group, backend, groups)
         return group
 
-    def _check_free(self, name: str) -> None:
-        if name in self.process_group_pool or self._known.find(name):
-            raise ValueError(_taken("process group", name, self.rank))
+    def _check_label(self, name: str) -> None:
+        is_taken = name in self.process_group_pool or self._known.find(name)
+        self._check_free("process group", name, is_taken)
 
-
-def _taken(what: str, name: str, rank: int) -> str:
-    return f"the name {name!r} is taken on rank {rank}: choose another for a new {what}."
+    def _check_free(self, what: str, name: str, is_taken: object) -> None:
+        if is_taken:
+            raise ValueError(
+                f"the name {name!r} is taken on rank {self.rank}: choose another for a new {what}."
+            )

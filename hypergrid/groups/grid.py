@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -20,7 +19,7 @@ from hypergrid.groups.prepare import Agreement, expected
 from hypergrid.layout import Dims, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.topology import Hosts, Topology
-from hypergrid.views import BASE, Key, Views, groups_over, name_of, ordered
+from hypergrid.views import BASE, Key, Views, name_of, ordered
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +80,8 @@ class HyperCommGrid:
         self._views = Views(layout)
         self._pgs: dict[Key, ProcessGroup | None] = {}
         self._asked: dict[Key, tuple[list[str], str | None, dict[str, Any]]] = {}
-        self._pool: GroupPool | None = None
+        self.pool: GroupPool | None = None
+        """The groups that this grid created; None before the first."""
 
     @classmethod
     def over(
@@ -131,11 +131,6 @@ class HyperCommGrid:
         """The groups of this rank by ``name``; None for a rank outside the grid."""
         return {name_of(key): group for key, group in self._pgs.items()}
 
-    @property
-    def pool(self) -> GroupPool | None:
-        """The groups that this grid created; None before the first."""
-        return self._pool
-
     def __repr__(self) -> str:
         here = ""
         if dist.is_initialized():
@@ -143,8 +138,8 @@ class HyperCommGrid:
             inside = rank in self.layout
             here = f", rank {rank} at {self.layout.coordinate(rank)}" if inside else ", not here"
         views = "".join(f", view {n}: {x!r}" for n, x in self.views.items() if n != BASE)
-        created = sorted(map(name_of, self._pgs))
-        return f"HyperCommGrid({self.layout!r}{here}{views}, created: {created or 'none'})"
+        created = sorted(self.groups) or "none"
+        return f"HyperCommGrid({self.layout!r}{here}{views}, created: {created})"
 
     def register_view(
         self,
@@ -155,6 +150,9 @@ class HyperCommGrid:
     ) -> None:
         """Add another factorisation of the same ranks, for ``view=`` of the other methods. *Local*.
 
+        ValueError if the name is taken, the sizes do not multiply to the grid's size, or a shared
+        dim is missing in one of them or has other members.
+
         Parameters
         ----------
         name : str
@@ -163,12 +161,6 @@ class HyperCommGrid:
             As for the grid; their product is the size of the grid.
         shared_dims : sequence of str, optional
             Dims whose groups are the same in both: the view uses the groups of the base.
-
-        Raises
-        ------
-        ValueError
-            The name is taken, the sizes do not multiply to the grid's size, or a shared dim is
-            missing in one of them or has other members.
         """
         layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
         self._views.register(name, layout, shared_dims)
@@ -199,38 +191,29 @@ class HyperCommGrid:
             A dim that the view does not have.
         """
         key, layout, names = self._views.find(dims, view)
+        label = name_of(key)
         if key in self._pgs:
             raise KeyError(
-                f"the groups over {name_of(key)!r} have already been created, and options cannot "
-                f"be compared. Call get_pg({_call(key)}) for the group of this rank."
+                f"the groups over {label!r} have already been created, and options cannot be "
+                f"compared. Call get_pg({_call(key)}) for the group of this rank."
             )
         options["backend"] = self.backend
-        group = self._pgs[key] = self._create(name_of(key), layout, names, options)
+        rank, made = dist.get_rank(), list[ProcessGroup]()
+        if rank in self.participants():
+            views = {f"view {name}": repr(each) for name, each in self.views.items()}
+            proposal = {**views, "backend": self.backend, "groups over": label}
+            mine = {label: layout.group(rank, names)} if rank in layout else {}
+            everyone = lambda: layout.groups(names).tolist()  # noqa: E731
+            with self.agreed(proposal, timeout=options.get("timeout")) as pool:
+                made = pool.make(label, mine, everyone, dims=tuple(names), **options)
+        self._pgs[key] = made[0] if made else None
         self._asked[key] = (names, view, options)
-        return group
+        return self._pgs[key]
 
     def renew(self, old: HyperCommGrid) -> None:
         """Create again what ``create_pg`` of ``old`` was called for. *Collective* as that is."""
         for dims, view, options in old._asked.values():
             self.create_pg(dims, view=view, **options)
-
-    def _create(
-        self, label: str, layout: RankLayout, dims: list[str], options: dict[str, Any]
-    ) -> ProcessGroup | None:
-        rank = dist.get_rank()
-        if rank not in self.participants():
-            return None
-        views = {f"view {name}": repr(layout) for name, layout in self.views.items()}
-        proposal = {**views, "backend": self.backend, "groups over": label}
-        with self.agreed(proposal, timeout=options.get("timeout")) as pool:
-            made = pool.make(
-                label,
-                {label: layout.group(rank, dims)} if rank in layout else {},
-                lambda: groups_over(layout, dims).tolist(),
-                dims=tuple(dims),
-                **options,
-            )
-        return made[0] if made else None
 
     def participants(self) -> range:
         """The ranks that create this grid's groups together. *Local*.
@@ -238,15 +221,15 @@ class HyperCommGrid:
         Those of the grid; all of the world where members alone cannot create, as under
         ``TORCH_DIST_INIT_BARRIER=1`` or where the default group is bound to a device.
         """
-        policy = _policy() if self._pool is None else self._pool.policy
+        policy = _policy() if self.pool is None else self.pool.policy
         alone = expected(policy).way_of(self.backend) == "members"
         return self.layout.ranks if alone else range(dist.get_world_size())
 
     def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
         """Start a pool under ``agreement``, for callers that agreed on more than dims."""
-        self._pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
-        self._pool.holder = weakref.ref(self)
-        return self._pool
+        self.pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
+        self.pool.holder = weakref.ref(self)
+        return self.pool
 
     @contextmanager
     def agreed(
@@ -259,14 +242,14 @@ class HyperCommGrid:
 
         ``hold`` then tells the grid which dims they are over.
         """
-        first = self._pool is None
-        pool = self._pool or self.begin(Agreement(""), _policy(), owner)
+        first = self.pool is None
+        pool = self.pool or self.begin(Agreement(""), _policy(), owner)
         try:
             with pool.agreed(self.participants(), proposal, timeout):
                 yield pool
         except BaseException:
             if first:
-                self._pool = None
+                self.pool = None
             raise
 
     def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
@@ -276,18 +259,14 @@ class HyperCommGrid:
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.
 
-        Raises
-        ------
-        KeyError
-            ``create_pg`` was not called for this combination, or there is no such view.
+        KeyError if ``create_pg`` was not called for this combination, or there is no such view.
         """
         key, _, _ = self._views.find(dims, view)
         if key not in self._pgs:
-            created = sorted(name_of(known) for known in self._pgs)
             raise KeyError(
                 f"the groups over {name_of(key)!r} have not been created: call "
                 f"create_pg({_call(key)}) on every rank of the grid first. Created so far: "
-                f"{created or 'none'}."
+                f"{sorted(self.groups) or 'none'}."
             )
         return self._pgs[key]
 
@@ -297,9 +276,8 @@ class HyperCommGrid:
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
-        layout = self._views.layout(view)
-        enumeration: list[list[int]] = groups_over(layout, ordered(layout, dims)).tolist()
-        return enumeration
+        groups: list[list[int]] = self._views.layout(view).groups(dims).tolist()
+        return groups
 
     def is_current_rank_in_grid(self) -> bool:
         """Whether this rank is one of the grid's."""
@@ -350,36 +328,29 @@ class HyperCommGrid:
     def device_mesh(self, dims: Dims | None = None, device_type: str | None = None) -> DeviceMesh:
         """A torch ``DeviceMesh`` over the groups of this grid; creates none. *Local*.
 
+        RuntimeError if this rank is outside the grid.
+
         Parameters
         ----------
         dims : str or iterable of str, optional
-            The dims of the mesh, by default all. Each needs its group: ``create_pg(dim)``. In the
-            mesh the slowest is the first. Over some dims it has the ranks that differ on these
-            from this one.
+            The dims of the mesh, by default all. KeyError for one without its group, which
+            ``create_pg(dim)`` creates. In the mesh the slowest is the first. Over some dims it has
+            the ranks that differ on these from this one.
         device_type : str, optional
             Such as "cpu" or "cuda"; by default what the groups' backend serves.
-
-        Raises
-        ------
-        KeyError
-            The group over a single dim has not been created.
-        RuntimeError
-            This rank is outside the grid.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
-        if not self.is_current_rank_in_grid():
-            raise RuntimeError(
-                f"rank {dist.get_rank()} is outside {self.layout!r}: it has no mesh."
-            )
+        rank = dist.get_rank()
+        if rank not in self.layout:
+            raise RuntimeError(f"rank {rank} is outside {self.layout!r}: it has no mesh.")
         names = ordered(self.layout, self.layout.dims if dims is None else dims)
         groups = [self.get_pg(dim) for dim in names]
-        members = np.array(self.layout.group(dist.get_rank(), names))
-        mesh = torch.from_numpy(members.reshape([self.dim_size(dim) for dim in names]))
+        mesh = torch.tensor(self.layout.group(rank, names), device="cpu")
         return DeviceMesh.from_group(
             groups,  # type: ignore[arg-type]
             device_type or _device_type(groups[0]),
-            mesh=mesh,
+            mesh=mesh.reshape([self.dim_size(dim) for dim in names]),
             mesh_dim_names=tuple(names),
         )
 
@@ -387,10 +358,7 @@ class HyperCommGrid:
     def from_device_mesh(cls, mesh: DeviceMesh) -> HyperCommGrid:
         """The grid of ``mesh``: its dims reversed, with its groups; ``destroy`` keeps them.
 
-        Raises
-        ------
-        ValueError
-            The mesh has no names, or its ranks do not ascend without a gap.
+        ValueError if the mesh has no names, or its ranks do not ascend without a gap.
         """
         names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
         if not names:
@@ -410,9 +378,9 @@ class HyperCommGrid:
         *Local* with ``abort``; else NCCL waits until the other members close theirs, see
         ``GroupPool.destroy``.
         """
-        if self._pool is not None:
-            self._pool.destroy(abort=abort)
-        self._pool = None
+        if self.pool is not None:
+            self.pool.destroy(abort=abort)
+        self.pool = None
         self._pgs.clear()
 
 
@@ -431,10 +399,8 @@ def _call(key: Key) -> str:
 
 def _device_type(group: ProcessGroup | None) -> str:
     types: list[str] = [device.type for device in getattr(group, "_device_types", [])]
-    fast = [
-        each for each in types if each != "cpu" and torch.get_device_module(each).is_available()
-    ]
-    return (fast or ["cpu"])[0]
+    fast = (x for x in types if x != "cpu" and torch.get_device_module(x).is_available())
+    return next(fast, "cpu")
 
 
 def world_size() -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -14,9 +14,10 @@ from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import Dims, LayoutError
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Ranks
-from hypergrid.views import BASE
+from hypergrid.views import BASE, ordered
 
 NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
+Found: TypeAlias = dict[Ranks, str]  # groups that exist, and under which name
 
 
 class State(Protocol):
@@ -36,10 +37,6 @@ class Place(NamedTuple):
     grid: HyperCommGrid
     dims: tuple[str, ...]
     view: str | None = None
-
-    @property
-    def prefix(self) -> str:
-        return self.name[: self.name.rfind("/") + 1]
 
     @property
     def groups(self) -> list[Ranks]:
@@ -69,11 +66,10 @@ class KnownGroups:
     def names(self) -> dict[str, ProcessGroup]:
         """Every group by its names; torch's non-member marker where this rank is outside."""
         names = {name: each.group for name, each in self.labelled.items()}
-        for prefix, grid in self._all_grids():
+        for prefix, grid in self.all_grids():
             for name, group in grid.groups.items():
                 names[prefix + name] = NOT_A_MEMBER if group is None else group
-        base = self.base
-        for pooled in base.pool.groups if base is not None and base.pool else ():
+        for pooled in self.base.pool.groups if self.base and self.base.pool else ():
             names.setdefault(pooled.label, pooled.group)
         for _, row in self._rows():
             names.setdefault(row.label, NOT_A_MEMBER)
@@ -84,51 +80,34 @@ class KnownGroups:
         source = self._source
         return source if source is None or isinstance(source, HyperCommGrid) else source.grid
 
-    def _rows(self) -> Iterator[tuple[GroupPlan, GroupRow]]:
+    def _rows(self) -> list[tuple[GroupPlan, GroupRow]]:
         """The rows of a state's plan; none while it is suspended."""
-        plan = getattr(self._source, "plan", None)
-        if plan is not None and self.base is not None and self.base.pool is not None:
-            yield from ((plan, row) for row in plan.rows)
+        plan = getattr(self._source, "plan", None) if self.base and self.base.pool else None
+        return [(plan, row) for row in plan.rows] if plan is not None else []
 
-    def _all_grids(self) -> Iterator[tuple[str, HyperCommGrid]]:
-        if self.base is not None:
-            yield "", self.base
-        yield from ((f"{name}/", grid) for name, grid in self.grids.items())
+    def all_grids(self) -> list[tuple[str, HyperCommGrid]]:
+        """With the prefixes of their groups' names."""
+        own = [] if self.base is None else [("", self.base)]
+        return own + [(f"{name}/", grid) for name, grid in self.grids.items()]
 
     def find(self, name: Dims) -> Place | None:
         """The place that a name or dims mean, whether or not its groups exist."""
         where, _, dims = name.rpartition("/") if isinstance(name, str) else ("", "", tuple(name))
-        grid, view = self.grids.get(where), None
-        if grid is None and self.base is not None:
-            grid, view = self.base, where or None
-        try:
-            if grid is None or (view is not None and view not in grid.views):
-                return None
-            known = grid.name(dims, view=view)
-            layout = grid.views[view or BASE]
-            ordered = tuple(layout.dims[axis] for axis in layout.axes(dims))
-        except LayoutError:
+        grid = self.grids.get(where, self.base)
+        view = None if where in self.grids else where or None
+        if grid is None:
             return None
-        return Place(known if grid is self.base else f"{where}/{known}", grid, ordered, view)
-
-    def place(self, name: Dims) -> Place:
-        place = self.find(name)
-        if place is None:
-            dims = [
-                f"{prefix}{dim}" for prefix, grid in self._all_grids() for dim in grid.dim_names
-            ]
-            raise KeyError(
-                f"{shown(name)} names no dims that rank {dist.get_rank()} knows: {dims or 'none'}. "
-                f"For a group with that label, give ranks; for a mesh, shape and dim_names."
-            )
-        return place
+        try:
+            known, over = grid.name(dims, view=view), ordered(grid.views[view or BASE], dims)
+        except (KeyError, LayoutError):
+            return None
+        return Place(known if grid is self.base else f"{where}/{known}", grid, tuple(over), view)
 
     def _families(self) -> Iterator[tuple[str, str | None, Iterable[Ranks]]]:
         """Each name with its backend and all its groups; equal on all ranks."""
-        for prefix, grid in self._all_grids():
+        for prefix, grid in self.all_grids():
             for name in grid.groups:
-                place = self.find(prefix + name)
-                if place is not None:
+                if (place := self.find(prefix + name)) is not None:
                     yield place.name, grid.backend, place.groups
         for name, each in self.labelled.items():
             yield name, each.backend, each.groups
@@ -136,18 +115,10 @@ class KnownGroups:
             yield row.label, row.backend, plan.all(row)
 
     def duplicates(
-        self,
-        name: str,
-        groups: Iterable[Ranks],
-        backend: str | None,
-        share: bool,
-        options: Mapping[str, Any],
-    ) -> dict[Ranks, str]:
-        """Which of ``groups`` (ascending) exist, and under which name.
-
-        Raises ValueError unless they may be shared.
-        """
-        wanted, found = {*groups}, dict[Ranks, str]()
+        self, name: str, groups: list[Ranks], backend: str | None, share: bool, **options: Any
+    ) -> Found:
+        """Which of ``groups`` (ascending) exist. ValueError unless they may be shared."""
+        wanted, found = {*groups}, Found()
         for known, theirs, members in self._families():
             if plain_backend(theirs) == plain_backend(backend):
                 for ranks in {tuple(sorted(each)) for each in members} & wanted:

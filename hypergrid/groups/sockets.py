@@ -1,9 +1,9 @@
 """Which sockets of this process belong to which gloo group, and how to shut them. Linux only.
 
-A gloo group has an event loop of its own (one for each interface in ``GLOO_SOCKET_IFNAME``): an
-epoll instance with one listening socket and the group's connections. The kernel lists the members
-of an epoll instance. So a group's listener leads to its connections and to no others, also to those
-that were opened after the group was created, whichever side opened them.
+A gloo device, which one group or several connect through, has an event loop: an epoll instance with
+one listening socket and the connections of these groups. The kernel lists the members of an epoll
+instance. So a device's listener leads to its connections and to no others, also to those that were
+opened later, whichever side opened them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -35,42 +34,47 @@ class _Loop:
     connections: dict[int, int]  # descriptor -> inode
 
 
-@dataclass(frozen=True)
-class _Creation:
-    """A call in progress that creates a group of ``size`` ranks, and the sockets before it."""
+@dataclass(eq=False)
+class Opened:
+    """What was opened for some groups: these, how many ranks each has, if the last is unfinished."""
 
-    before: Collection[int]
-    size: int
+    groups: tuple[ReferenceType[ProcessGroup], ...] = ()
+    sizes: tuple[int, ...] = ()
+    unfinished: bool = False
+
+    def begin(self, size: int) -> None:
+        """One more group of ``size`` ranks is created on them."""
+        self.sizes, self.unfinished = (*self.sizes, size), True
+
+    def add(self, group: ProcessGroup) -> None:
+        """It is created."""
+        self.groups, self.unfinished = (*self.groups, ref(group)), False
+
+    def live(self) -> set[int]:
+        """The groups that torch knows, as their ``id``."""
+        return {id(each()) for each in self.groups if each() in c10d._world.pg_map}
 
 
-# Inode of a listener -> its group. A forked child knows none: its parent uses the sockets.
-_owners: dict[int, ReferenceType[ProcessGroup]] = {}
-_lazy: set[int] = set()  # the listeners of groups that connect on first use
-_running: list[_Creation] = []
+# By the inode of a listener. A forked child knows none: its parent uses the sockets.
+_opened: dict[int, Opened] = {}
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_owners.clear)
+    os.register_at_fork(after_in_child=_opened.clear)
 
 
 @contextmanager
-def creating(size: int) -> Iterator[Callable[[Any], Any]]:
-    """Inside, one group of ``size`` ranks is created, and given to the function that this yields.
+def opening(devices: int) -> Iterator[Opened]:
+    """Inside, that many gloo devices are created; gives what is to be noted of them. *Local*.
 
-    It remembers the group's listeners, and returns the group. If another thread creates a gloo
-    group meanwhile, nobody can tell whose listener is whose: none is remembered, and ``shut`` does
-    not find the group. *Local*.
+    If another thread creates a listener at the same time, nobody can tell whose is whose: none is
+    remembered, and ``shut`` does not find the groups.
     """
-    here = _Creation(_inodes(), size)
-
-    def note(group: Any) -> Any:
-        if isinstance(group, ProcessGroup):
-            _remember(group, _loops(here.before))
-        return group
-
-    _running.append(here)
-    try:
-        yield note
-    finally:
-        _running.remove(here)
+    before, opened = _inodes(), Opened()
+    for closed in _opened.keys() - before:
+        del _opened[closed]
+    yield opened
+    listeners = [inode for inode, number in _inodes(before).items() if _listens_at(number, inode)]
+    if len(listeners) == devices:
+        _opened.update(dict.fromkeys(listeners, opened))
 
 
 def note_default(ask_store: bool = True) -> None:
@@ -81,51 +85,51 @@ def note_default(ask_store: bool = True) -> None:
     ``ask_store`` none, as another thread may be waiting in it.
     """
     default: Any = c10d._get_default_group()
-    if any(owner() is default for owner in [*_owners.values()]) or not _devices(default):
+    devices = _devices(default)
+    if not devices or any(id(default) in opened.live() for opened in [*_opened.values()]):
         return
-    loops = _unknown()
-    if ask_store and len(loops) != _devices(default):
+    loops = [loop for loop in _loops() if loop.listener not in _opened]
+    if ask_store and len(loops) != devices:
         store: Any = c10d._world.pg_map[default][1]
-        keys = [f"cpu//{i}/{default.rank()}" for i in range(_devices(default))]
+        keys = [f"cpu//{i}/{default.rank()}" for i in range(devices)]
         with suppress(AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
             told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
             loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
-    _remember(default, loops)
+    if len(loops) == devices:
+        opened = Opened((ref(default),), (default.size(),))
+        _opened.update((loop.listener, opened) for loop in loops)
 
 
 def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
     """End what waits for another rank in gloo's ``groups``. *Local*.
 
     Shuts their connections in both directions, and closes none: the descriptors are gloo's. Where
-    a group waits until another rank connects, this process connects to itself, and leaves. With
-    ``unfinished`` also those of the group that another thread is creating.
+    a group waits until another rank connects, this process connects to itself, and leaves. What
+    they share with other live groups is left alone. With ``unfinished`` also those of the group
+    that another thread is creating.
 
     Returns
     -------
     int
         The number of connections that were found.
     """
-    asked = {id(group): group.size() for group in groups}
-    owners = {inode: id(owner()) for inode, owner in [*_owners.items()]}
-    sizes = {inode: asked[owner] for inode, owner in owners.items() if owner in asked}
-    unconnected = {*_lazy}
-    for creation in [*_running] if unfinished else ():
-        found = _unknown(creation.before)
-        if len(found) <= _interfaces() * (2 if _in_detail() else 1):
-            sizes.update({loop.listener: creation.size for loop in found})
-            unconnected.update(loop.listener for loop in found)
+    asked = {id(group) for group in groups}
+    ending = {
+        inode: opened.sizes
+        for inode, opened in [*_opened.items()]
+        if (live := opened.live()) <= asked and (live or (unfinished and opened.unfinished))
+    }
     done, count = set[int](), 0
-    for turn in range(5 if sizes else 0):  # more connections may be about to open
+    for turn in range(5 if ending else 0):  # more connections may be about to open
         before = len(done)
         for loop in _loops():
-            size = sizes.get(loop.listener)
-            if size is None:
+            if loop.listener not in ending:
                 continue
             for descriptor, inode in loop.connections.items():
                 if inode not in done and _shut(descriptor, inode):
                     done.add(inode)
-            if turn == 0 and loop.listener in unconnected and len(loop.connections) < size - 1:
-                _connect_and_leave(loop.address, size)
+            if turn == 0:
+                _connect_and_leave(loop, ending[loop.listener])
         if turn == 0:
             count = len(done)
         elif before == len(done):
@@ -143,58 +147,36 @@ def _shut(descriptor: int, inode: int) -> bool:
         return True
 
 
-def _connect_and_leave(address: Any, size: int) -> None:
-    """Be each of ``size`` ranks for an instant: a new connection begins with whose it is.
+def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
+    """Be each rank that the last group of these ``sizes`` waits for, for an instant.
 
-    Without this a group waits for a rank that does not connect until its timeout.
+    Without this it waits for a rank that does not connect until its timeout. A new connection
+    begins with its number: a device counts those of all its groups.
     """
     import resource  # not on every system
 
+    first, size = sum(sizes[:-1]) - len(sizes[:-1]), sizes[-1]
+    if len(loop.connections) >= first + size - 1:
+        return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = limit // 2 - len(os.listdir(_OPEN))  # gloo ends the process when it cannot accept
-    for rank in range(min(size, room)):
-        with suppress(OSError), socket.create_connection(address[:2], timeout=1) as connection:
-            connection.sendall(struct.pack("=q", rank))
-
-
-def _remember(group: ProcessGroup, loops: Collection[_Loop]) -> None:
-    if len(loops) == _devices(group):
-        for loop in loops:
-            _owners[loop.listener] = ref(group, partial(_forget, loop.listener))
-            if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
-                _lazy.add(loop.listener)
-
-
-def _forget(listener: int, _: object) -> None:
-    _owners.pop(listener, None)
-    _lazy.discard(listener)
-
-
-def _unknown(before: Collection[int] = ()) -> list[_Loop]:
-    return [loop for loop in _loops(before) if loop.listener not in _owners]
+    for number in range(first, first + min(size, room)):
+        with suppress(OSError), socket.create_connection(loop.address[:2], timeout=1) as connection:
+            connection.sendall(struct.pack("=q", number))
 
 
 def _devices(group: Any) -> int:
-    """How many event loops gloo has for ``group``."""
-    gloo, count, backends = getattr(c10d, "ProcessGroupGloo", ()), 0, dict[int, Any]()
+    """How many event loops torch's gloo has for ``group``."""
+    backends = dict[int, Any]()
     with suppress(AttributeError, RuntimeError):  # a backend that does not tell
         each = [group._get_backend(device) for device in group._device_types]
         backends = {id(backend): backend for backend in each}
+    count = 0
     for backend in backends.values():
-        wrapped = getattr(backend, "wrapped_pg", None)
-        if isinstance(wrapped or backend, gloo):
-            count += len(getattr((wrapped or backend).options, "_devices", ()))
-        if wrapped is not None:  # TORCH_DISTRIBUTED_DEBUG=DETAIL: and a second group
-            count += _interfaces()
+        inner = getattr(backend, "wrapped_pg", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: two groups
+        options = getattr(inner or backend, "options", None)
+        count += len(getattr(options, "_devices", ())) * (1 if inner is None else 2)
     return count
-
-
-def _interfaces() -> int:
-    return max(1, len([i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]))
-
-
-def _in_detail() -> bool:
-    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
 def _tells(published: bytes, address: Any) -> bool:
@@ -209,16 +191,15 @@ def _tells(published: bytes, address: Any) -> bool:
     return published[begin : begin + len(written)] == written
 
 
-def _loops(before: Collection[int] = ()) -> list[_Loop]:
-    """Gloo's event loops in this process, without sockets ``before``."""
+def _loops() -> list[_Loop]:
+    """Gloo's event loops in this process."""
     found: dict[int, _Loop] = {}
     for name in _descriptors():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_OPEN}/{name}") != "anon_inode:[eventpoll]":
                 continue
             with open(f"{_INFO}/{name}") as info:
-                every = [_member(line.split()) for line in info if line.startswith("tfd:")]
-            members = [member for member in every if member[1] not in before]
+                members = [_member(line.split()) for line in info if line.startswith("tfd:")]
             listeners, connections = dict[int, Any](), dict[int, int]()
             for descriptor, inode, by_number in members:
                 with _duplicate(descriptor, inode) as connection:
@@ -263,14 +244,19 @@ def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
         yield connection if internet else None
 
 
-def _inodes() -> set[int]:
-    """The inodes of this process's sockets."""
-    found = set()
+def _listens_at(descriptor: int, inode: int) -> bool:
+    with _duplicate(descriptor, inode) as connection:
+        return connection is not None and _listens(connection)
+
+
+def _inodes(before: Collection[int] = ()) -> dict[int, int]:
+    """The inodes of this process's sockets but those ``before``, and their descriptors."""
+    found = {}
     for name in _descriptors():
         with suppress(OSError):
             status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found.add(status.st_ino)
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino not in before:
+                found[status.st_ino] = int(name)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import combinations
 
 from hypergrid.groups import grid
 from hypergrid.layout import RankLayout
@@ -15,24 +16,17 @@ def validate_grids(
     """Check that grids divide the world between them. *Local*.
 
     Any two must lay out the same ranks or have none in common, and each rank of the world must
-    be in one.
-
-    Raises
-    ------
-    ValueError
-        Names the ranks in conflict, or those in no grid.
+    be in one. ValueError otherwise: it names the ranks in conflict, or those in no grid.
     """
     layouts = [each if isinstance(each, RankLayout) else each.layout for each in grids]
     world = range(grid.world_size() if world_size is None else world_size)
-    for i, one in enumerate(layouts):
-        for other in layouts[:i]:
-            both = sorted(set(one.ranks) & set(other.ranks))
-            if both and one.ranks != other.ranks:
-                raise ValueError(
-                    f"{other!r} and {one!r} overlap on ranks {few(both)} only: grids that are "
-                    f"declared together have all ranks in common or none. Change an offset or a "
-                    f"shape."
-                )
+    for one, other in combinations(layouts, 2):
+        both = sorted(set(one.ranks) & set(other.ranks))
+        if both and one.ranks != other.ranks:
+            raise ValueError(
+                f"{one!r} and {other!r} overlap on ranks {few(both)} only: grids that are declared "
+                f"together have all ranks in common or none. Change an offset or a shape."
+            )
     covered = {rank for layout in layouts for rank in layout.ranks}
     for ranks, fault in (
         (sorted(set(world) - covered), "are in no grid"),

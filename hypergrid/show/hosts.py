@@ -1,8 +1,10 @@
-"""Which ranks of a layout each host has: the boxes that every drawing consists of."""
+"""Where each rank of a layout is drawn: in which host's box, and in which group's colour."""
 
 from __future__ import annotations
 
-from hypergrid.layout import RankLayout
+import numpy as np
+
+from hypergrid.layout import Dims, RankLayout
 from hypergrid.topology import Hosts, Topology
 
 
@@ -12,3 +14,12 @@ def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
     for rank in layout.ranks:
         boxes.setdefault(topology.host(rank), []).append(rank)
     return boxes
+
+
+def group_numbers(layout: RankLayout, by: Dims) -> list[int]:
+    """By rank, the number of its group over ``by`` in Megatron's order; -1 before the layout."""
+    groups = layout.groups(by)
+    numbers = np.full(layout.ranks.stop, -1)
+    numbers[groups] = np.arange(len(groups))[:, None]
+    found: list[int] = numbers.tolist()
+    return found

@@ -7,8 +7,9 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from itertools import groupby
 
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
@@ -37,7 +38,7 @@ def page(
         "title": title,
         "plan": json.loads(plan.to_json()),
         "offered": list(plan.layouts if offered is None else offered),
-        "hosts": [{"name": name, "runs": _runs(ranks)} for name, ranks in boxes.items()],
+        "hosts": [{"name": name, "runs": list(_runs(ranks))} for name, ranks in boxes.items()],
     }
     style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
     parts = {
@@ -52,15 +53,11 @@ def page(
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _read("page.html"))
 
 
-def _runs(ranks: list[int]) -> list[list[int]]:
-    """Ascending ranks as [first, count]: short where a host holds neighbours."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == sum(runs[-1]):
-            runs[-1][1] += 1
-        else:
-            runs.append([rank, 1])
-    return runs
+def _runs(ranks: list[int]) -> Iterator[tuple[int, int]]:
+    """Ascending ranks as (first, count): short where a host holds neighbours."""
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        neighbours = [rank for _, rank in run]
+        yield neighbours[0], len(neighbours)
 
 
 def _inert(text: str) -> str:

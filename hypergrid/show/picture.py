@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hypergrid.analysis.summary import sizes_in_words
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import ranks_by_host
+from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.topology import Hosts
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ CELL, GAP, MARGIN, HEAD = 0.29, 0.05, 0.25, 0.46  # inches
 PITCH = CELL + GAP
 COLUMNS = 8  # ranks side by side; a larger host takes several lines
 WHOLE = 256  # ranks up to which nothing is folded away
-KINDS = {
-    "inside": {"edgecolor": INK, "linewidth": 1.4},
-    "crossing": {"edgecolor": CROSSING, "linewidth": 1.6, "linestyle": (0, (3, 2))},
-    "hidden": {"edgecolor": MUTED, "linewidth": 1.2, "linestyle": (0, (1, 2))},
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hypergrid",
+    "font.family": "DejaVu Sans",
 }
-WORDS = {
-    "inside": "link inside a host",
-    "crossing": "link across hosts",
-    "hidden": "members not shown",
+LINKS: dict[str, dict[str, Any]] = {
+    "link inside a host": {"edgecolor": INK, "linewidth": 1.4},
+    "link across hosts": {"edgecolor": CROSSING, "linewidth": 1.6, "linestyle": (0, (3, 2))},
+    "members not shown": {"edgecolor": MUTED, "linewidth": 1.2, "linestyle": (0, (1, 2))},
 }
 
 
@@ -68,14 +68,14 @@ def picture(
             f"invalid layout {shown(chosen)}. Valid layouts are {list(plan.layouts)}."
         )
     drawn = plan.layouts[chosen]
-    if by is not None and by not in drawn.dims:
-        raise LayoutError(f"invalid dim {shown(by)}. Valid dims are {list(drawn.dims)}.")
-    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+    dims = [by] if by is not None else drawn.trimmed.dims or drawn.dims[:1]
+    drawn.axes(dims)  # refuses an unknown one
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".png", ".svg", ".pdf"):
         raise LayoutError(
             f"a picture cannot be written to {shown(str(path))}: name a .png, .svg or .pdf file."
         )
     boxes = ranks_by_host(drawn, hosts)
-    dims = [by] if by is not None else drawn.trimmed.dims or drawn.dims[:1]
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -87,15 +87,9 @@ def picture(
 
     figure = Figure(dpi=200, facecolor="white")
     FigureCanvasAgg(figure)
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "hypergrid",
-        "font.family": "DejaVu Sans",
-    }
-    metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         _compose(figure, [_Panel(drawn, boxes, dim) for dim in dims])
-        figure.savefig(path, metadata=metadata)
+        figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
 
 
 def _compose(figure: Figure, panels: list[_Panel]) -> None:
@@ -107,16 +101,15 @@ def _compose(figure: Figure, panels: list[_Panel]) -> None:
     heights = [max(panel.height for panel in line) + MARGIN for line in lines]
     width = max(across * each + MARGIN, 5.0)
 
-    wide = layout.trimmed
     title = f"{layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
-    if wide.dims:
-        sizes = " ".join(f"{dim}={size}" for dim, size in zip(wide.dims, wide.sizes, strict=True))
-        title += f": {sizes}, order {wide.order}"
+    if layout.size > 1:
+        title += f": {sizes_in_words(layout)}"
     heading = textwrap.wrap(title, int((width - 2 * MARGIN) * 9.5), break_on_hyphens=False)
     note = f"Outlined: the group of rank {layout.offset}."
     if any(layout.size // len(panel.members) > len(HUES) for panel in panels):
         note += " Colours repeat."
-    kinds = sorted({link[2] for panel in panels for link in panel.links}, key=list(KINDS).index)
+    drawn = {kind for panel in panels for *_, kind in panel.links}
+    kinds = [kind for kind in LINKS if kind in drawn]
 
     top = MARGIN + 0.22 * len(heading) + 0.12
     height = top + sum(heights) + 0.34 + 0.24 * bool(kinds)
@@ -132,29 +125,21 @@ def _compose(figure: Figure, panels: list[_Panel]) -> None:
     _text(axes, MARGIN, top, note, 8, color=MUTED)
     for i, kind in enumerate(kinds):
         left = MARGIN + i * 1.55
-        _curve(axes, [(left, top + 0.3), (left + 0.3, top + 0.3)], KINDS[kind])
-        _text(axes, left + 0.37, top + 0.24, WORDS[kind], 8, color=MUTED)
+        _curve(axes, [(left, top + 0.3), (left + 0.3, top + 0.3)], LINKS[kind])
+        _text(axes, left + 0.37, top + 0.24, kind, 8, color=MUTED)
 
 
-@dataclass
 class _Panel:
     """One dim: the lines of ranks that are shown, where each is, and the first group's ring."""
 
-    layout: RankLayout
-    boxes: dict[str, list[int]]
-    dim: str
-    columns: int = field(init=False)
-    labels: float = field(init=False)  # width of the hosts' names
-    places: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
-    texts: list[tuple[float, float, str]] = field(init=False, default_factory=list)
-    links: list[tuple[int, int, str]] = field(init=False, default_factory=list)
-    height: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.columns = min(COLUMNS, max(map(len, self.boxes.values())))
-        self.labels = 0.075 * max(len(_short(name)) for name in self.boxes) + 0.12
-        self.host = {rank: name for name, ranks in self.boxes.items() for rank in ranks}
-        self.members = self.layout.group(self.layout.offset, self.dim)
+    def __init__(self, layout: RankLayout, boxes: dict[str, list[int]], dim: str) -> None:
+        self.layout, self.boxes, self.dim = layout, boxes, dim
+        self.columns = min(COLUMNS, max(map(len, boxes.values())))
+        self.labels = 0.075 * max(len(_short(name)) for name in boxes) + 0.12  # width of the names
+        self.host = {rank: name for name, ranks in boxes.items() for rank in ranks}
+        self.members = layout.group(layout.offset, dim)
+        self.places: dict[int, tuple[float, float]] = {}
+        self.texts: list[tuple[float, float, str]] = []
         y, before = HEAD, ""
         for hidden, lines in self._folded():
             if hidden:
@@ -171,12 +156,8 @@ class _Panel:
                 for i, rank in enumerate(line):
                     self.places[rank] = (self.labels + i * PITCH, y)
                 y += PITCH
-        self.height = y
+        self.height, self.width = y, max(self.labels + self.columns * PITCH, 2.45)
         self.links = list(self._links())
-
-    @property
-    def width(self) -> float:
-        return max(self.labels + self.columns * PITCH, 2.45)
 
     def _folded(self) -> Iterator[tuple[bool, list[list[int]]]]:
         """Runs of lines, shown or hidden: the first ones, those of the first group, the last."""
@@ -205,8 +186,9 @@ class _Panel:
         pairs = list(pairwise(visible)) + ([(visible[-1], visible[0])] if len(visible) > 2 else [])
         next_to = set(pairwise(self.members)) | {(self.members[-1], self.members[0])}
         for a, b in pairs:
-            same = self.host[a] == self.host[b]
-            yield a, b, ("inside" if same else "crossing") if (a, b) in next_to else "hidden"
+            inside, across, hidden = LINKS
+            where = inside if self.host[a] == self.host[b] else across
+            yield a, b, where if (a, b) in next_to else hidden
 
     @property
     def reach(self) -> str:
@@ -229,28 +211,16 @@ class _Panel:
         _text(axes, left, top + 0.2, self.reach, 8, color=MUTED)
         for x, y, text in self.texts:
             _text(axes, left + x, top + y, text, 8, color=MUTED)
-        numbers = {
-            rank: number
-            for number, group in enumerate(self.layout.groups(self.dim).tolist())
-            for rank in group
-        }
+        numbers = group_numbers(self.layout, self.dim)
         digits = len(str(max(self.host)))
         size = 8.5 if digits < 3 else min(8.0, 26 / digits)
         for rank, (x, y) in self.places.items():
             member = rank in self.members
             hue = HUES[numbers[rank] % len(HUES)]
-            axes.add_patch(
-                FancyBboxPatch(
-                    (left + x, top + y),
-                    CELL,
-                    CELL,
-                    boxstyle="round,pad=0,rounding_size=0.05",
-                    facecolor=hue,
-                    edgecolor=INK if member else "none",
-                    linewidth=1.6 if member else 0,
-                    zorder=4 if member else 2,
-                )
-            )
+            outline = {"edgecolor": INK, "linewidth": 1.6} if member else {"linewidth": 0}
+            box = FancyBboxPatch((left + x, top + y), CELL, CELL, facecolor=hue, **outline)
+            box.set(boxstyle="round,pad=0,rounding_size=0.05", zorder=4 if member else 2)
+            axes.add_patch(box)
             across, down = self._centre(rank)
             style: dict[str, Any] = {"weight": "bold" if member else "normal", "zorder": 5}
             style |= {"ha": "center", "va": "center_baseline"}
@@ -258,7 +228,7 @@ class _Panel:
             style |= {"bbox": {"boxstyle": "round,pad=0.08", "facecolor": hue, "linewidth": 0}}
             _text(axes, left + across, top + down, str(rank), size, **style)
         for a, b, kind in self.links:
-            _curve(axes, [(left + x, top + y) for x, y in map(self._centre, (a, b))], KINDS[kind])
+            _curve(axes, [(left + x, top + y) for x, y in map(self._centre, (a, b))], LINKS[kind])
 
     def _centre(self, rank: int) -> tuple[float, float]:
         x, y = self.places[rank]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 from rich.text import Text
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.show.hosts import ranks_by_host
+from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.topology import Hosts
 
 FOLD_ABOVE = 256  # ranks
@@ -34,48 +33,31 @@ def table(
     default all hosts are shown, or above 256 ranks the first and the last; ``only`` names others
     by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
     """
-    group = _group_numbers(layout, by)
+    group = group_numbers(layout, by)
     shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
     label = max(map(len, (*shown, *layout.trimmed.dims, f"{by} group"))) + 4
-    cell = max(len(str(layout.ranks[-1])), len(str(group.max()))) + 2
+    cell = max(len(str(layout.ranks[-1])), len(str(max(group)))) + 2
     step = max(1, (width - label) // cell)
+
+    def line(name: str, values: Iterable[int], style: str = "") -> Text:
+        cells = "".join(f"{value:>{cell - 1}} " for value in values)
+        return Text(f"  {name:<{label - 2}}{cells.rstrip()}", style)
+
     for i, (name, ranks) in enumerate(shown.items()):
         if left_out and i == len(shown) - 1:
             yield Text(f"... {left_out} hosts between, --hosts shows them ...", style="dim")
             yield Text()
         for start in range(0, len(ranks), step):
-            yield from _block(layout, name, ranks[start : start + step], group, by, label, cell)
+            part = ranks[start : start + step]
+            coloured = Text(name.ljust(label), style="bold")
+            for rank in part:
+                coloured.append(f"{rank:>{cell - 1}} ", _STYLES[group[rank] % len(_STYLES)])
+            yield coloured
+            places = [layout.coordinate(rank) for rank in part]
+            for dim in layout.trimmed.dims:
+                yield line(dim, (place[dim] for place in places))
+            yield line(f"{by} group", (group[rank] for rank in part), "bold")
         yield Text()
-
-
-def _block(
-    layout: RankLayout,
-    name: str,
-    ranks: list[int],
-    group: np.ndarray,
-    by: str,
-    label: int,
-    cell: int,
-) -> Iterator[Text]:
-    colours = [_STYLES[group[rank - layout.offset] % len(_STYLES)] for rank in ranks]
-    line = Text(name.ljust(label), style="bold")
-    for rank, colour in zip(ranks, colours, strict=True):
-        line.append(str(rank).rjust(cell - 1) + " ", style=colour)
-    yield line
-    places = [layout.coordinate(rank) for rank in ranks]
-    for dim in layout.trimmed.dims:
-        cells = "".join(str(place[dim]).rjust(cell - 1) + " " for place in places)
-        yield Text("  " + dim.ljust(label - 2) + cells.rstrip())
-    numbers = "".join(f"{group[rank - layout.offset]}".rjust(cell - 1) + " " for rank in ranks)
-    yield Text("  " + f"{by} group".ljust(label - 2) + numbers.rstrip(), style="bold")
-
-
-def _group_numbers(layout: RankLayout, by: str) -> np.ndarray:
-    """The number of each rank's group over ``by``, in Megatron's order of the groups."""
-    groups = layout.groups(by)
-    numbers = np.empty(layout.size, dtype=int)
-    numbers[groups - layout.offset] = np.arange(len(groups))[:, None]
-    return numbers
 
 
 def _chosen(

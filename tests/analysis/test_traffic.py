@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compat.megatron.checks import rules as rules_of
+from compat.megatron.checks import faults
 from compat.megatron.job import from_sizes
 from compat.megatron.traffic import VOLUMES, flows_of
 from hypergrid import RankLayout
@@ -16,6 +16,10 @@ from hypergrid.analysis.traffic import crossing, ranked
 from hypergrid.topology import Topology
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
+
+
+def topology(world, per_host):
+    return Topology(RankLayout(("rank",), (world,)), per_host)
 
 
 def places(order, sizes):
@@ -94,9 +98,7 @@ def test_the_ranking_is_that_of_counting_every_link_in_every_order(job):
     by_hand = {"-".join(o): counted(o, dense, expert, per_host) for o in permutations(DIMS)}
     allowed = {order: total for order, total in by_hand.items() if total is not None}
 
-    found = ranked(
-        "tp-cp-ep-dp-pp", planned.layouts, lambda each: Topology(each, per_host), flows_of
-    )
+    found = ranked("tp-cp-ep-dp-pp", planned.layouts, topology(world, per_host), flows_of)
 
     assert found[0].total == pytest.approx(min(allowed.values()))
     totals = [each.total for each in found]
@@ -111,7 +113,7 @@ def test_the_ranking_is_that_of_counting_every_link_in_every_order(job):
 def test_of_orders_that_send_the_same_the_asked_one_is_first():
     job = from_sizes(world_size=8, tp=2, cp=2)
     for asked in ("tp-cp-ep-dp-pp", "cp-dp-tp-ep-pp"):
-        found = ranked(asked, job.layouts, lambda each: Topology(each, 8), flows_of)
+        found = ranked(asked, job.layouts, topology(8, 8), flows_of)
         assert found[0].order == asked
 
 
@@ -120,7 +122,7 @@ def test_volumes_decide_what_goes_inside():
     best = []
     for more in ({}, {"cp": 100}):
         flows = partial(flows_of, volumes={**VOLUMES, **more})
-        best.append(ranked("dp-tp-cp", job.layouts, lambda x: Topology(x, 8), flows)[0].flows)
+        best.append(ranked("dp-tp-cp", job.layouts, topology(64, 8), flows)[0].flows)
     assert [(flows["tp"], flows["cp"]) for flows in best] == [(0, 3 * 64), (8 * 64, 0)]
 
 
@@ -132,12 +134,13 @@ def test_one_flow_in_numbers():
 
 def rules(per_host=8, racks=None, user_buffers=False, **sizes):
     job = from_sizes(gpus_per_node=per_host, **sizes)
-    found = findings(
-        rules_of(user_buffers),
-        job.request().layouts,
-        lambda each: Topology(each, per_host),
-        racks_of=racks and (lambda each: Topology(each, per_host * racks)),
+    check = partial(
+        faults,
+        hosts=topology(job.world_size, per_host),
+        racks=racks and topology(job.world_size, per_host * racks),
+        user_buffers=user_buffers,
     )
+    found = findings(check, job.request().layouts)
     return {each.rule: each.severity for each in found}
 
 
@@ -177,12 +180,12 @@ def test_each_fault_is_found_and_no_other(asked, found):
 
 def test_a_remedy_is_an_order_that_avoids_the_fault_or_the_advice_that_none_does():
     job = from_sizes(world_size=64, gpus_per_node=8, tp=8, cp=2, order="dp-tp-cp-ep-pp")
-    hosts = lambda each: Topology(each, 8)  # noqa: E731
+    hosts = topology(64, 8)
     orders = ranked("dp-tp-cp-ep-pp", job.layouts, hosts, flows_of)
-    better = [(each, job.layouts(each.order)) for each in orders]
-    layouts = job.request().layouts
-    found = {each.rule: each for each in findings(rules_of(), layouts, hosts, better)}
+    better = [(each.order, job.layouts(each.order)) for each in orders]
+    layouts, check = job.request().layouts, partial(faults, hosts=hosts)
+    found = {each.rule: each for each in findings(check, layouts, better)}
     assert found["tp-across-hosts"].order == orders[0].order
     assert orders[0].order.startswith("tp")
-    none = findings(rules_of(), layouts, hosts)[0]
+    none = findings(check, layouts)[0]
     assert none.order is None and "A smaller tp would fit" in none.remedy

@@ -97,6 +97,26 @@ def test_a_saved_plan_may_have_an_encoders_ranks_in_front(tmp_path):
     plan = GroupPlan(layouts, (GroupRow("MODEL", "decoder", ("dp",), explicit=((0, 1, 2),)),))
     (tmp_path / "plan.json").write_text(plan.to_json())
     assert rows(run(f"plan --plan {tmp_path / 'plan.json'}"))["MODEL"] == ["dp", "3", "1", "1"]
+    assert "  0, 1, 2" in run(f"plan --plan {tmp_path / 'plan.json'} --rank 2")
+
+
+def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(tmp_path):
+    layouts = {"vision": RankLayout(("a", "dp"), (2, 8)), "decoder": RankLayout(("[red]",), (8,))}
+    plan_rows = (GroupRow("V", "vision", ("dp",)), GroupRow("D", "decoder", ("[red]",)))
+    (tmp_path / "plan.json").write_text(GroupPlan(layouts, plan_rows).to_json())
+    said = run(f"plan --plan {tmp_path / 'plan.json'}")
+    assert "8 ranks on 2 hosts of 8: [red]=8" in said
+    assert rows(said)["V"] == ["dp", "8", "2", "2"]
+    assert rows(said)["D"] == ["[red]", "8", "1", "1"]
+    data = json.loads(run(f"plan --plan {tmp_path / 'plan.json'} --rank 12 --json"))
+    assert (data["host"], data["coordinates"]) == ("host1", {"vision": {"a": 0, "dp": 6}})
+
+
+def test_a_saved_plan_without_a_decoder_has_a_picture_of_its_first_layout(tmp_path):
+    plan = GroupPlan({"vision": RankLayout(("a", "dp"), (2, 8))})
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    run(f"show --plan {tmp_path / 'plan.json'} --svg {tmp_path / 'plan.svg'}")
+    assert "16 ranks on 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
 
 
 def test_a_flag_beside_a_launch_line_wins():

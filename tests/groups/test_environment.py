@@ -285,6 +285,15 @@ def test_what_one_rank_cannot_create_is_left_on_none_and_can_be_asked_for_again(
     assert own.get_group("a") is other.get_group("dp")
 
 
+@mock.patch.object(c10d, "default_pg_timeout", timedelta(seconds=5))
+@on_ranks(4)
+def test_ranks_that_write_the_dims_of_a_mesh_in_different_orders_do_not_wait_for_each_other(rank):
+    table = EnvironmentTable.from_grid(HyperCommGrid([2, 2], ["tp", "dp"]))
+    mesh = table.create_device_mesh("tp-dp" if rank in (0, 3) else "dp-tp")
+    assert mesh.mesh_dim_names == ("dp", "tp")
+    assert _ranks(mesh.get_group("tp")) == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
 @pytest.mark.parametrize("ranks", [[], [0, 0], [4], [-1], ["a"], 3, [[0, 1], [1, 2]], [[0], []]])
 def test_ranks_that_make_no_group_are_refused(fake_world, ranks):
     fake_world(4)

@@ -1,0 +1,98 @@
+"""How a command is declared: its flags, the layout that it is about, and its errors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compat.megatron.job import JobError, from_line, from_sizes
+from hypergrid.cli.source import Subject, of_job, saved
+from hypergrid.layout import LayoutError
+
+app = typer.Typer(
+    help="Shows, checks and compares which ranks of a training job communicate with each other, "
+    "without a GPU. Only parity and doctor need torch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-line.md has it.")]
+
+# Flags of a layout: the type of the value, how it is shown, and help.
+_FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
+    ("from-args", str, "LINE", "A launch line of torchrun or srun with Megatron's flags, pasted."),
+    ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
+    ("world-size", int, None, "Ranks of the job."),
+    ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
+    ("hosts-per-rack", int, None, "Hosts in each rack."),
+    ("tp", int, None, "Tensor parallel size."),
+    ("cp", int, None, "Context parallel size."),
+    ("pp", int, None, "Pipeline parallel size."),
+    ("vp", int, None, "Virtual stages on each pipeline rank."),
+    ("ep", int, None, "Expert parallel size."),
+    ("etp", int, None, "Tensor parallel size of experts; tp if not given."),
+    ("instances", int, None, "Instances of the distributed optimizer."),
+    ("order", str, "tp-cp-ep-dp-pp", "Dims from fastest to slowest."),
+    ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
+    ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
+)
+
+
+def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Make a function a command.
+
+    Its docstring is the help, its parameters are the flags (``subject`` stands for those of a
+    layout), and it returns the exit status, 0 if nothing. An expected error is printed as one line,
+    with exit status 2. ``settings`` are those of click's context.
+    """
+
+    def add(function: Callable[..., int | None]) -> Callable[..., None]:
+        own = dict(inspect.signature(function, eval_str=True).parameters)
+        of_layout = [_parameter(*flag) for flag in _FLAGS] if own.pop("subject", None) else []
+        keywords = (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values())
+        parameters = [*of_layout, *keywords]
+
+        @functools.wraps(function)
+        def run(**given: Any) -> None:
+            try:
+                if of_layout:
+                    said = {flag.name: given.pop(flag.name) for flag in of_layout}
+                    given["subject"] = _subject(**said)
+                status = function(**given) or 0
+            except (LayoutError, JobError, OSError, ImportError) as error:
+                typer.echo(f"hypergrid: {error}", err=True)
+                status = 2
+            raise typer.Exit(status)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return app.command(context_settings=settings)(run)
+
+    return add
+
+
+def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect.Parameter:
+    option = typer.Option(
+        f"--{flag}", help=what, metavar=metavar, rich_help_panel="Layout", show_default=False
+    )
+    return inspect.Parameter(
+        flag.replace("-", "_"),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
+    if plan is not None:
+        per_host, per_rack = given.pop("gpus_per_node"), given.pop("hosts_per_rack")
+        if from_args is not None or any(given.values()):
+            raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
+        return saved(Path(plan), per_host, per_rack)
+    return of_job(from_sizes(**given) if from_args is None else from_line(from_args, **given))
