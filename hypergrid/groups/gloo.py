@@ -109,6 +109,8 @@ def connecting(lazily: Lazily, devices: Devices | None = None) -> Iterator[None]
     try:
         yield
     finally:
+        for opened in _here.opened:
+            opened.unfinished = False  # created, or failed
         _here.lazily, _here.devices, _here.opened = before
         with _lock:
             _inside -= 1

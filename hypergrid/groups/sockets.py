@@ -13,7 +13,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +36,11 @@ class _Loop:
 
 @dataclass(eq=False)
 class Opened:
-    """What was opened for some groups: these, how many ranks each has, if the last is unfinished."""
+    """What was opened for some groups: these, each one's ranks, and if one is not finished."""
 
     groups: tuple[ReferenceType[ProcessGroup], ...] = ()
     sizes: tuple[int, ...] = ()
-    unfinished: bool = False
+    unfinished: bool = True
 
     def begin(self, size: int) -> None:
         """One more group of ``size`` ranks is created on them."""
@@ -68,11 +68,9 @@ def opening(devices: int) -> Iterator[Opened]:
     If another thread creates a listener at the same time, nobody can tell whose is whose: none is
     remembered, and ``shut`` does not find the groups.
     """
-    before, opened = _inodes(), Opened()
-    for closed in _opened.keys() - before:
-        del _opened[closed]
+    before, opened = {*_descriptors()}, Opened()
     yield opened
-    listeners = [inode for inode, number in _inodes(before).items() if _listens_at(number, inode)]
+    listeners = [inode for name in {*_descriptors()} - before if (inode := _listener(int(name)))]
     if len(listeners) == devices:
         _opened.update(dict.fromkeys(listeners, opened))
 
@@ -85,8 +83,11 @@ def note_default(ask_store: bool = True) -> None:
     ``ask_store`` none, as another thread may be waiting in it.
     """
     default: Any = c10d._get_default_group()
-    devices = _devices(default)
-    if not devices or any(id(default) in opened.live() for opened in [*_opened.values()]):
+    devices, live = _devices(default), {inode: each.live() for inode, each in [*_opened.items()]}
+    for inode in live:
+        if not live[inode] and not _opened[inode].unfinished:
+            del _opened[inode]
+    if not devices or any(id(default) in groups for groups in live.values()):
         return
     loops = [loop for loop in _loops() if loop.listener not in _opened]
     if ask_store and len(loops) != devices:
@@ -96,7 +97,7 @@ def note_default(ask_store: bool = True) -> None:
             told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
             loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
     if len(loops) == devices:
-        opened = Opened((ref(default),), (default.size(),))
+        opened = Opened((ref(default),), (default.size(),), unfinished=False)
         _opened.update((loop.listener, opened) for loop in loops)
 
 
@@ -115,7 +116,7 @@ def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
     """
     asked = {id(group) for group in groups}
     ending = {
-        inode: opened.sizes
+        inode: opened
         for inode, opened in [*_opened.items()]
         if (live := opened.live()) <= asked and (live or (unfinished and opened.unfinished))
     }
@@ -128,8 +129,10 @@ def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
             for descriptor, inode in loop.connections.items():
                 if inode not in done and _shut(descriptor, inode):
                     done.add(inode)
-            if turn == 0:
-                _connect_and_leave(loop, ending[loop.listener])
+            opened = ending[loop.listener]
+            # Never where a group has failed: gloo would call into its freed memory.
+            if turn == 0 and (opened.unfinished or len(opened.sizes) == 1):
+                _connect_and_leave(loop, opened.sizes)
         if turn == 0:
             count = len(done)
         elif before == len(done):
@@ -151,12 +154,12 @@ def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
     """Be each rank that the last group of these ``sizes`` waits for, for an instant.
 
     Without this it waits for a rank that does not connect until its timeout. A new connection
-    begins with its number: a device counts those of all its groups.
+    begins with its number: a device counts the ranks of all its groups.
     """
     import resource  # not on every system
 
-    first, size = sum(sizes[:-1]) - len(sizes[:-1]), sizes[-1]
-    if len(loop.connections) >= first + size - 1:
+    first, size = sum(sizes[:-1]), sizes[-1]
+    if len(loop.connections) >= first + size - len(sizes):
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = limit // 2 - len(os.listdir(_OPEN))  # gloo ends the process when it cannot accept
@@ -244,20 +247,13 @@ def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
         yield connection if internet else None
 
 
-def _listens_at(descriptor: int, inode: int) -> bool:
-    with _duplicate(descriptor, inode) as connection:
-        return connection is not None and _listens(connection)
-
-
-def _inodes(before: Collection[int] = ()) -> dict[int, int]:
-    """The inodes of this process's sockets but those ``before``, and their descriptors."""
-    found = {}
-    for name in _descriptors():
-        with suppress(OSError):
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode) and status.st_ino not in before:
-                found[status.st_ino] = int(name)
-    return found
+def _listener(descriptor: int) -> int | None:
+    """The inode of the socket that listens at ``descriptor``, if one does."""
+    with suppress(OSError):  # closed meanwhile
+        inode = os.fstat(descriptor).st_ino
+        with _duplicate(descriptor, inode) as connection:
+            return inode if connection is not None and _listens(connection) else None
+    return None
 
 
 def _descriptors() -> list[str]:

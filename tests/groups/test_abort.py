@@ -24,6 +24,8 @@ from compat import parallel_state as ps
 from compat.state import SLOTS, ParallelState
 from hypergrid import AbortedError, HyperCommGrid
 from hypergrid.groups import rendezvous, sockets
+from hypergrid.groups.prepare import Agreement
+from hypergrid.policy import Policy
 from tests.support import forked
 from tests.support.forked import from_all, on_ranks
 
@@ -137,32 +139,80 @@ def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_a
     assert add_up(ps.get_data_parallel_group()) == 3
 
 
-@on_ranks(3)
-def test_a_rank_that_waits_to_be_connected_comes_out(rank):
-    @members_only
-    def published_only(*args, **kwargs):
-        """Publish an address from which gloo expects a connection, and never connect."""
-        store = c10d._world.pg_map[dist.group.WORLD][1]
-        published = store.get("cpu//0/2")
-        port = 8 + published[0] + 8 + 2  # after the host's name, two lengths and the family
-        address = published[:port] + struct.pack("!H", 65535) + published[port + 2 :]
-        store.set(f"{c10d._world.group_count}//cpu//0/2", address)
-        from_all(None)
-        hypergrid.abort()
-        raise RuntimeError("this rank has failed")
+@contextmanager
+def on_one_device():
+    """A pool whose groups share a device, and a function that creates one more of three ranks."""
+    pool = HyperCommGrid([3], ["dp"]).begin(Agreement(""), Policy())
 
-    grid = HyperCommGrid([3], ["dp"])
-    create = published_only if rank == 2 else dist.new_group
-    with mock.patch.object(dist, "new_group", create), pytest.raises(AbortedError):
-        if rank == 2:
-            grid.create_pg("dp")
-        with aborted_by_a_thread(after=3):
-            grid.create_pg("dp")
-    if rank < 2:
+    def make(label):
+        return pool.make(label, {label: (0, 1, 2)}, lambda: [(0, 1, 2)])[0]
+
+    with pool.agreed(range(3), {}, one_device=True):
+        yield pool, make
+
+
+@members_only
+def publishes_and_fails(*args, **kwargs):
+    """Publish an address from which gloo expects a connection, and never connect."""
+    store = c10d._world.pg_map[dist.group.WORLD][1]
+    published = store.get("cpu//0/2")
+    port = 8 + published[0] + 8 + 2  # after the host's name, two lengths and the family
+    address = published[:port] + struct.pack("!H", 65535) + published[port + 2 :]
+    store.set(f"{c10d._world.group_count}//cpu//0/2", address)
+    fails()
+
+
+@members_only
+def fails(*args, **kwargs):
+    from_all(None)  # the others are out
+    hypergrid.abort()
+    raise RuntimeError("this rank has failed")
+
+
+@pytest.mark.parametrize("batches", [None, "0", "1"])
+@pytest.mark.parametrize("how", [publishes_and_fails, fails])
+@on_ranks(3)
+def test_a_rank_that_waits_for_another_in_torchs_creation_comes_out(rank, how, batches):
+    """For its connection, or in the store for its address."""
+    batches = {} if batches is None else {"GLOO_ENABLE_STORE_V2_API": batches}
+    with mock.patch.dict(os.environ, batches):
+        before = dict(os.environ)
+        with pytest.raises(AbortedError), on_one_device() as (pool, make):
+            make("first")
+            pool.make("alone", {"alone": (rank,)}, lambda: [])
+            with mock.patch.object(dist, "new_group", how if rank == 2 else dist.new_group):
+                if rank == 2:
+                    make("third")
+                with aborted_by_a_thread(after=1, within=5):
+                    make("third")
+        if rank < 2:
+            from_all(None)
+        assert known_to_torch() and not pool.groups and os.environ == before
+        with on_one_device() as (_, make):
+            assert add_up(make("fourth")) == 3
+
+
+@on_ranks(3)
+def test_groups_that_stay_on_a_shared_device_are_not_shut_with_those_that_go(rank):
+    with on_one_device() as (pool, make):
+        for label in ("first", "second", "third"):
+            make(label)
+        with pytest.raises(ZeroDivisionError), pool._rolling_back():
+            make("rolled back")
+            from_all(None)
+            raise ZeroDivisionError
         from_all(None)
-    assert known_to_torch() and not grid.groups
-    grid.create_pg("dp")
-    assert add_up(grid.get_pg("dp")) == 3
+    pool.destroy(keep=2, abort=True)
+    from_all(None)
+    first, second = (pooled.group for pooled in pool.groups)
+    assert add_up(first) == add_up(second) == 3
+    pool.close([first], abort=True)
+    from_all(None)
+    assert add_up(second) == 3
+    if rank < 2:
+        with aborted_by_a_thread(), pytest.raises(LEFT):
+            add_up(second)
+    from_all(None)
 
 
 @pytest.mark.parametrize("first", ["used", "not used"])
