@@ -105,7 +105,8 @@ def connecting(lazily: Lazily, devices: Devices | None = None) -> Iterator[None]
         if _inside == 0:
             _torchs, kind.__init__ = kind.__init__, _create
         _inside += 1
-    _here.lazily, _here.devices, _here.opened = lazily, devices, ()
+    _here.lazily, _here.devices = lazily, devices
+    _here.opened = tuple[sockets.Opened, ...]()
     try:
         yield
     finally:
