@@ -8,7 +8,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -173,7 +173,7 @@ def close(
     world, failed = c10d._world, list[tuple[ProcessGroup, RuntimeError]]()
     end = getattr(c10d, "_abort_process_group", None) if abort else None
     end = end or dist.destroy_process_group
-    ordered = sorted(groups, key=lambda group: world.pg_names[group], reverse=True)
+    ordered = sorted(groups, key=lambda group: world.pg_names.get(group, ""), reverse=True)
     with _aborting(ordered if abort else []):
         for group in ordered:
             tag = world.pg_to_tag.get(group)
@@ -181,9 +181,18 @@ def close(
                 end(group)
             except RuntimeError as error:
                 failed.append((group, error))
+            except (AssertionError, LookupError, ValueError):
+                if group in world.pg_map:  # else another thread has destroyed it meanwhile
+                    raise
             if tag is not None and not world.tags_to_pg.get(tag, True):
                 del world.tags_to_pg[tag]  # torch leaves an empty list for every past group
     return failed
+
+
+def abort(group: ProcessGroup) -> None:
+    """Let torch abort ``group``, which stays registered. *Local*; gloo goes on waiting."""
+    with _aborting([group]), suppress(AttributeError, RuntimeError):  # an older torch
+        group.abort()
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import CreationError
-from hypergrid.groups import creation, gloo
+from hypergrid.groups import creation, gloo, sockets
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
+from hypergrid.groups.store import abortable, raise_if_aborted
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import Kind
@@ -59,6 +60,7 @@ class GroupPool:
         self._owners: dict[tuple[Ranks, Kind], str] = {}
         self._made: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments by label
         self._old: GroupPool | None = None  # whose open groups make() returns
+        self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
         _live.add(self)
 
@@ -79,6 +81,8 @@ class GroupPool:
 
         Raises
         ------
+        AbortedError
+            ``hypergrid.abort()`` was called meanwhile.
         AgreementError
             The ranks were asked for different groups, or one of them refused or did not arrive.
         CreationError
@@ -89,14 +93,16 @@ class GroupPool:
                 f"rank {dist.get_rank()} cannot create groups: those of {self.owner} are "
                 f"suspended. Call resume() first, on every rank."
             )
-        with one_thread(ranks, proposal) as turn:
+        with one_thread(ranks, proposal) as turn, abortable():
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
+            sockets.note_default()
             self._devices = gloo.Devices() if one_device else None
             try:
                 with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
                     yield
                     turn.end()
+                    raise_if_aborted()
             except BaseException as error:
                 if one_device:
                     _forget_locals(error)
@@ -165,7 +171,9 @@ class GroupPool:
                 else:
                     made = self._make_all(label, mine, everyone(), kind, options)
                 for ranks, group, shares in made:
+                    gloo.note(group)
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+                    raise_if_aborted()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
@@ -275,7 +283,7 @@ class GroupPool:
         *Local* with ``abort``; else NCCL waits until the other members destroy the group too. A
         group that torch cannot destroy, and a function of ``before_closing`` that raises, cause a
         warning, and the other groups are destroyed.
-        With ``abort`` NCCL drops operations in progress.
+        With ``abort`` NCCL drops operations in progress, and gloo's connections are shut.
         """
         self._drop(self.groups[keep:], abort)
         if not keep:
@@ -422,6 +430,8 @@ class GroupPool:
             for each in leaving
             if each.shares is None and each.group in known
         }
+        if abort:  # else gloo waits for its operations in progress when it destroys the group
+            sockets.shut(closing)
         for tell in before_closing if leaving else ():
             try:
                 tell([*closing], abort)
@@ -443,4 +453,8 @@ def _warn(text: str) -> None:
 
 def live_pools() -> list[GroupPool]:
     """Every pool of this process that has groups."""
-    return [pool for pool in _live if pool.groups]
+    while True:
+        try:
+            return [pool for pool in [*_live] if pool.groups]
+        except RuntimeError:  # another thread has created a pool meanwhile
+            continue

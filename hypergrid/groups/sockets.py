@@ -1,0 +1,260 @@
+"""Which sockets of this process belong to which gloo group, and how to shut them. Linux only.
+
+A gloo device, which one group or several connect through, has an event loop: an epoll instance with
+one listening socket and the connections of these groups. The kernel lists the members of an epoll
+instance. So a device's listener leads to its connections and to no others, also to those that were
+opened later, whichever side opened them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+_OPEN, _INFO = "/proc/self/fd", "/proc/self/fdinfo"
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A gloo event loop: its listener's inode and address, and its connections."""
+
+    listener: int
+    address: Any
+    connections: dict[int, int]  # descriptor -> inode
+
+
+@dataclass(eq=False)
+class Opened:
+    """What was opened for some groups: these, each one's ranks, and if one is not finished."""
+
+    groups: tuple[ReferenceType[ProcessGroup], ...] = ()
+    sizes: tuple[int, ...] = ()
+    unfinished: bool = True
+
+    def begin(self, size: int) -> None:
+        """One more group of ``size`` ranks is created on them."""
+        self.sizes, self.unfinished = (*self.sizes, size), True
+
+    def add(self, group: ProcessGroup) -> None:
+        """It is created."""
+        self.groups, self.unfinished = (*self.groups, ref(group)), False
+
+    def live(self) -> set[int]:
+        """The groups that torch knows, as their ``id``."""
+        return {id(each()) for each in self.groups if each() in c10d._world.pg_map}
+
+
+# By the inode of a listener. A forked child knows none: its parent uses the sockets.
+_opened: dict[int, Opened] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_opened.clear)
+
+
+@contextmanager
+def opening(devices: int) -> Iterator[Opened]:
+    """Inside, that many gloo devices are created; gives what is to be noted of them. *Local*.
+
+    If another thread creates a listener at the same time, nobody can tell whose is whose: none is
+    remembered, and ``shut`` does not find the groups.
+    """
+    before, opened = {*_descriptors()}, Opened()
+    yield opened
+    listeners = [inode for name in {*_descriptors()} - before if (inode := _listener(int(name)))]
+    if len(listeners) == devices:
+        _opened.update(dict.fromkeys(listeners, opened))
+
+
+def note_default(ask_store: bool = True) -> None:
+    """Remember the listeners of the default group, which the caller created. *Local*.
+
+    They are those that no known group has. If there are more, as the caller has created other gloo
+    groups, then those whose addresses the default group has published in the store; without
+    ``ask_store`` none, as another thread may be waiting in it.
+    """
+    default: Any = c10d._get_default_group()
+    devices, live = _devices(default), {inode: each.live() for inode, each in [*_opened.items()]}
+    for inode in live:
+        if not live[inode] and not _opened[inode].unfinished:
+            del _opened[inode]
+    if not devices or any(id(default) in groups for groups in live.values()):
+        return
+    loops = [loop for loop in _loops() if loop.listener not in _opened]
+    if ask_store and len(loops) != devices:
+        store: Any = c10d._world.pg_map[default][1]
+        keys = [f"cpu//{i}/{default.rank()}" for i in range(devices)]
+        with suppress(AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+            told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
+            loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
+    if len(loops) == devices:
+        opened = Opened((ref(default),), (default.size(),), unfinished=False)
+        _opened.update((loop.listener, opened) for loop in loops)
+
+
+def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
+    """End what waits for another rank in gloo's ``groups``. *Local*.
+
+    Shuts their connections in both directions, and closes none: the descriptors are gloo's. Where
+    a group waits until another rank connects, this process connects to itself, and leaves. What
+    they share with other live groups is left alone. With ``unfinished`` also those of the group
+    that another thread is creating.
+
+    Returns
+    -------
+    int
+        The number of connections that were found.
+    """
+    asked = {id(group) for group in groups}
+    ending = {
+        inode: opened
+        for inode, opened in [*_opened.items()]
+        if (live := opened.live()) <= asked and (live or (unfinished and opened.unfinished))
+    }
+    done, count = set[int](), 0
+    for turn in range(5 if ending else 0):  # more connections may be about to open
+        before = len(done)
+        for loop in _loops():
+            if loop.listener not in ending:
+                continue
+            for descriptor, inode in loop.connections.items():
+                if inode not in done and _shut(descriptor, inode):
+                    done.add(inode)
+            opened = ending[loop.listener]
+            # Never where a group has failed: gloo would call into its freed memory.
+            if turn == 0 and (opened.unfinished or len(opened.sizes) == 1):
+                _connect_and_leave(loop, opened.sizes)
+        if turn == 0:
+            count = len(done)
+        elif before == len(done):
+            break
+    return count
+
+
+def _shut(descriptor: int, inode: int) -> bool:
+    # Of a duplicate: the descriptor may by now be that of another socket, which is left alone.
+    with _duplicate(descriptor, inode) as connection:
+        if connection is None or _listens(connection):
+            return False
+        with suppress(OSError):  # not connected any more
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
+    """Be each rank that the last group of these ``sizes`` waits for, for an instant.
+
+    Without this it waits for a rank that does not connect until its timeout. A new connection
+    begins with its number: a device counts the ranks of all its groups.
+    """
+    import resource  # not on every system
+
+    first, size = sum(sizes[:-1]), sizes[-1]
+    if len(loop.connections) >= first + size - len(sizes):
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = limit // 2 - len(os.listdir(_OPEN))  # gloo ends the process when it cannot accept
+    for number in range(first, first + min(size, room)):
+        with suppress(OSError), socket.create_connection(loop.address[:2], timeout=1) as connection:
+            connection.sendall(struct.pack("=q", number))
+
+
+def _devices(group: Any) -> int:
+    """How many event loops torch's gloo has for ``group``."""
+    backends = dict[int, Any]()
+    with suppress(AttributeError, RuntimeError):  # a backend that does not tell
+        each = [group._get_backend(device) for device in group._device_types]
+        backends = {id(backend): backend for backend in each}
+    count = 0
+    for backend in backends.values():
+        inner = getattr(backend, "wrapped_pg", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: two groups
+        options = getattr(inner or backend, "options", None)
+        count += len(getattr(options, "_devices", ())) * (1 if inner is None else 2)
+    return count
+
+
+def _tells(published: bytes, address: Any) -> bool:
+    """Whether what gloo has published for the other ranks is this address.
+
+    That is the host's name, and the address as the system writes it, each after its length.
+    """
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    written = struct.pack("=H", family) + struct.pack("!H", address[1])
+    written += b"\0" * 4 * (family == socket.AF_INET6) + socket.inet_pton(family, address[0])
+    begin = 16 + int.from_bytes(published[:8], sys.byteorder)
+    return published[begin : begin + len(written)] == written
+
+
+def _loops() -> list[_Loop]:
+    """Gloo's event loops in this process."""
+    found: dict[int, _Loop] = {}
+    for name in _descriptors():
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(f"{_OPEN}/{name}") != "anon_inode:[eventpoll]":
+                continue
+            with open(f"{_INFO}/{name}") as info:
+                members = [_member(line.split()) for line in info if line.startswith("tfd:")]
+            listeners, connections = dict[int, Any](), dict[int, int]()
+            for descriptor, inode, by_number in members:
+                with _duplicate(descriptor, inode) as connection:
+                    if connection is None:
+                        continue
+                    if not _listens(connection):
+                        connections[descriptor] = inode
+                    elif not by_number:  # other libraries register a descriptor by its number
+                        listeners[inode] = connection.getsockname()
+            for inode, address in listeners.items() if len(listeners) == 1 else ():
+                found[inode] = _Loop(inode, address, connections)
+    return [*found.values()]
+
+
+def _member(words: list[str]) -> tuple[int, int, bool]:
+    """Of a line of an epoll instance: descriptor, inode, and whether its data is the descriptor."""
+    values = dict(zip(words[::2], words[1::2], strict=False))
+    inode = next(int(word[4:], 16) for word in words if word.startswith("ino:"))
+    return int(values["tfd:"]), inode, int(values["data:"], 16) == int(values["tfd:"])
+
+
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+@contextmanager
+def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
+    """The internet socket with this inode, if ``descriptor`` is still it."""
+    try:
+        status = os.fstat(number := os.dup(descriptor))
+    except OSError:
+        yield None
+        return
+    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
+        os.close(number)
+        yield None
+        return
+    # As non-blocking, see `hypergrid.groups.store`: else the original may become so.
+    kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
+    with socket.socket(type=kind, fileno=number) as connection:
+        internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        yield connection if internet else None
+
+
+def _listener(descriptor: int) -> int | None:
+    """The inode of the socket that listens at ``descriptor``, if one does."""
+    with suppress(OSError):  # closed meanwhile
+        inode = os.fstat(descriptor).st_ino
+        with _duplicate(descriptor, inode) as connection:
+            return inode if connection is not None and _listens(connection) else None
+    return None
+
+
+def _descriptors() -> list[str]:
+    return os.listdir(_OPEN) if os.path.isdir(_INFO) else []
