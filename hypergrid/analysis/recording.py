@@ -238,6 +238,8 @@ class _Reader:
         for name, label in {tuple(entry["process_group"]) for entry in entries}:
             self._group(rank, str(name), str(label), None)
         mine = self._rank(rank)
+        if mine.calls:  # point-to-point operations, of its file of stacks
+            calls = sorted([*calls, *mine.calls], key=lambda call: call.created)
         mine.calls, mine.has_calls = calls, True
         mine.whole = not entries or int(entries[0].get("record_id") or 0) == 0
 

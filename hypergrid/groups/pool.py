@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.errors import CreationError
+from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import creation
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
@@ -27,6 +27,8 @@ DEFAULT = "the default group"
 # For code that uses groups of a pool: called with those that are about to be destroyed, and
 # whether it must not wait for other ranks.
 before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
+# Called with each AgreementError and CreationError, before it leaves the pool.
+after_failure: set[Callable[[BaseException], None]] = set()
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
 
 
@@ -75,12 +77,17 @@ class GroupPool:
         CreationError
             A rank could not create its group; all have rolled back.
         """
-        with one_thread(ranks, proposal) as turn:
-            self.agreement = agree(ranks, proposal, self.policy, timeout, life)
-            timeout = timeout or c10d.default_pg_timeout
-            with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
-                yield
-                turn.end()
+        try:
+            with one_thread(ranks, proposal) as turn:
+                self.agreement = agree(ranks, proposal, self.policy, timeout, life)
+                timeout = timeout or c10d.default_pg_timeout
+                with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
+                    yield
+                    turn.end()
+        except (AgreementError, CreationError) as error:
+            for tell in after_failure:
+                tell(error)
+            raise
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
