@@ -160,7 +160,9 @@ class _Case:
         return bool(_OF_OTHERS.search(self.ranks[rank].error))
 
     def _pending(self, rank: int, numbered: Mapping[int, Call]) -> list[int]:
-        found = [seq for seq, call in numbered.items() if not call.done]
+        # Calls of a group end in order; one whose handle was dropped may never be marked as done.
+        done = max((seq for seq, call in numbered.items() if call.done), default=_NOWHERE)
+        found = [seq for seq, call in numbered.items() if not call.done and seq > done]
         last = self.last.get(rank)
         if not found and rank in self.victims and last in numbered.values():
             found = [max(numbered)]  # it is done, but with an error
@@ -198,6 +200,8 @@ class _Case:
                 absent = tuple(rank for rank in members if top[rank] < seq)
                 yield from self._wait(group, seq, ranks, absent)
             for seq, ranks in running.items():
+                if all(self.ranks[rank].stack and not self._is_blocked(rank) for rank in ranks):
+                    continue
                 self.running += self._wait(group, seq, ranks, ())
 
     def _wait(

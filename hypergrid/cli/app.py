@@ -1,4 +1,4 @@
-"""The commands: plan, show, check, diff, parity, doctor."""
+"""The commands: plan, show, check, diff, diagnose, parity, doctor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import Subject, read, read_json
+from hypergrid.cli.source import Subject, read, read_json, saved
 from hypergrid.layout import LayoutError
 
 __all__ = ["app"]
@@ -189,6 +189,31 @@ def diff(
     else:
         prints.difference(prints.console(), found)
     return 0 if found.is_empty else 1
+
+
+@command()
+def diagnose(
+    directory: Annotated[Path, typer.Argument(help="Where the job left its flight recorders.")],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Name ranks by this saved plan.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Who everyone waits for in a job that hangs, from what its ranks left in a directory.
+
+    Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
+    """
+    from hypergrid.analysis import diagnosis, recording
+
+    left = recording.read(directory)
+    if not left.ranks:
+        raise JobError(" ".join((f"{directory} has no dump of a rank.", *left.problems[:3])))
+    found = diagnosis.diagnose(left, saved(plan).plan if plan else None)
+    if as_json:
+        prints.as_json(found.to_json())
+    else:
+        prints.diagnosis(found)
+    return 0 if found.ok else 1
 
 
 @command()

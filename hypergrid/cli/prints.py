@@ -14,6 +14,7 @@ from rich.text import Text
 
 from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
+from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
 from hypergrid.analysis.summary import (
     communicators,
@@ -171,6 +172,19 @@ def difference(out: Console, found: Difference) -> None:
         out.print(f"Weights of {what}: {text}")
     if not found.resharded:
         out.print("Weights: every rank keeps its part.")
+
+
+def diagnosis(found: Diagnosis) -> None:
+    """The verdict, then why, then what could not be read."""
+    out = console()
+    out.print(Text(found.sentence, style="bold"))
+    for heading, lines in (("Why", found.chain), ("Not read", found.problems)):
+        if lines:
+            out.print(f"\n{heading}:")
+        for line in lines[:20]:
+            out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+        if len(lines) > 20:
+            out.print(f"  and {len(lines) - 20} more")
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:

@@ -1,0 +1,253 @@
+"""The verdict on flight recorders in NCCL's form: first cause, group and kind."""
+
+import json
+
+import pytest
+
+from compat.megatron.job import from_sizes
+from hypergrid.analysis.diagnosis import diagnose, lasting
+from hypergrid.analysis.recording import read
+from tests.support.recorded import SECOND, START, Rank, stack, write
+
+TP, OTHER, DP, PP, WORLD = "11", "12", "21", "31", "0"
+GROUPS = {
+    WORLD: ("default_pg", [0, 1, 2, 3]),
+    TP: ("TENSOR", [0, 1]),
+    OTHER: ("TENSOR", [2, 3]),
+    DP: ("DATA", [0, 2]),
+    "22": ("DATA", [1, 3]),
+    PP: ("PIPELINE", [0, 2]),
+}
+
+
+class Job:
+    """Four ranks that made three equal turns; further calls are made by hand."""
+
+    def __init__(self, directory, turns=3):
+        self.directory = directory
+        self.ranks = [Rank(rank, GROUPS) for rank in range(4)]
+        self.tp = lambda rank: TP if rank < 2 else OTHER
+        self.dp = lambda rank: DP if rank in (0, 2) else "22"
+        for _ in range(turns):
+            for rank in range(4):
+                self.call(rank, self.tp(rank)).call(rank, self.dp(rank))
+
+    def call(self, rank, group, *args, **options):
+        self.ranks[rank].call(group, *args, **options)
+        return self
+
+    def verdict(self, without=(), **options):
+        write(self.directory, [rank for rank in self.ranks if rank.rank not in without])
+        return diagnose(read(self.directory), **options)
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def test_nothing_is_wrong(job):
+    found = job.verdict()
+    assert found.ok and found.sentence == (
+        "Nothing is wrong: 4 ranks made 24 calls, and nobody is stuck."
+    )
+
+
+def test_the_rank_that_never_came_is_told_from_those_behind_it(job):
+    job.call(2, OTHER, done=False).call(0, TP).call(1, TP)
+    job.call(0, DP, done=False).call(1, "22", done=False, after=400)
+    found = job.verdict()
+    assert (found.kind, found.ranks, found.group, found.members) == (
+        "never entered",
+        (3,),
+        "TENSOR",
+        (2, 3),
+    )
+    assert found.sentence == (
+        "Rank 3 never entered all_reduce #4 of TENSOR 2..3, which rank 2 has been in for at least "
+        "6 min 40 s; its last call was all_reduce #3 of DATA. 2 other groups wait behind it."
+    )
+    assert found.waiting == {0: (2,), 1: (3,), 2: (3,)}
+    assert found.states[3] == "cause" and found.states[0] == "waiting"
+
+
+def test_a_rank_is_named_by_its_host_coordinates_stack_and_the_time(job):
+    end = START + 700 * SECOND
+    for rank in range(4):
+        where = [("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce")] * (rank != 3)
+        stack(job.directory, rank, [*where, ("/home/me/data.py", 30 + rank, "load")], written=end)
+    job.call(2, OTHER, done=False)
+    plan = from_sizes(world_size=4, tp=2).plan()
+    assert job.verdict(plan=plan).sentence == (
+        "Rank 3 (host0, tp=1 dp=1) never entered all_reduce #4 of TENSOR 2..3, which rank 2 has "
+        "been in for 11 min 33 s; it is in load (/home/me/data.py:33), and its last call was "
+        "all_reduce #3 of DATA."
+    )
+
+
+def test_who_waits_for_a_moment_is_not_stuck(job):
+    for rank in range(4):
+        stack(job.directory, rank, [("train.py", 1, "step")], written=job.ranks[0].now + SECOND)
+    job.call(2, OTHER, done=False, after=0.9)
+    assert job.verdict().ok
+    assert not job.verdict(patience=0.05).ok
+
+
+def test_a_rank_without_a_dump_is_the_cause(job):
+    job.call(1, TP, done=False)
+    found = job.verdict(without=[0])
+    assert (found.kind, found.ranks, found.group) == ("no dump", (0,), "TENSOR")
+    assert "left no dump" in found.sentence
+
+
+def test_the_error_that_came_first_is_the_cause_and_lost_connections_are_not(job):
+    stack(job.directory, 0, error="RuntimeError: Connection closed by peer", written=START + SECOND)
+    stack(job.directory, 1, error="ValueError: the batch is empty", written=START + SECOND)
+    job.call(0, TP)  # ended with the error
+    found = job.verdict()
+    assert (found.kind, found.ranks, found.group) == ("raised", (1,), "TENSOR")
+    assert "raised ValueError: the batch is empty." in found.sentence
+
+
+@pytest.mark.parametrize(
+    "one, other, said",
+    [
+        ({"name": "all_reduce"}, {"name": "broadcast"}, "broadcast"),
+        ({"size": [4]}, {"size": [5]}, "all_reduce of size [5]"),
+        ({"dtype": "Float"}, {"dtype": "Half"}, "all_reduce of dtype Half"),
+        ({"name": "broadcast root=0"}, {"name": "broadcast root=1"}, "broadcast with root=1"),
+    ],
+)
+def test_the_minority_made_another_call(job, one, other, said):
+    for rank in range(4):
+        job.call(rank, WORLD, done=False, **(other if rank == 2 else one))
+    found = job.verdict()
+    assert (found.kind, found.ranks, found.group) == ("mismatch", (2,), "the default group")
+    assert found.sentence.startswith(f"Rank 2 called {said} as #1 of the default group 0..3, where")
+
+
+def test_of_two_ranks_that_differ_both_are_named(job):
+    job.call(0, TP, "all_gather", done=False).call(1, TP, "broadcast", done=False)
+    found = job.verdict()
+    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+    assert "which of them is right cannot be seen" in found.sentence
+
+
+def test_what_may_differ_between_members_is_no_mismatch(job):
+    for rank in range(4):
+        job.call(rank, WORLD, "all_to_all", size=[rank + 1], done=False)
+    assert job.verdict().kind == "slow"
+
+
+def test_a_skipped_call_is_seen_where_the_calls_differ(job):
+    for rank in range(4):
+        if rank != 1:
+            job.call(rank, WORLD, "broadcast")
+        job.call(rank, WORLD, "all_gather", done=False).call(rank, WORLD, "barrier", done=False)
+    found = job.verdict()
+    assert (found.kind, found.ranks) == ("mismatch", (1,))
+    assert "one was skipped" in found.sentence
+
+
+def test_a_circle_names_the_rank_with_another_order(tmp_path):
+    job = Job(tmp_path, turns=0)
+    for _ in range(3):
+        for rank in range(4):
+            job.call(rank, job.tp(rank)).call(rank, WORLD)
+    for rank in range(4):
+        job.call(rank, WORLD if rank == 1 else job.tp(rank), done=rank > 1)
+    job.ranks[1].entries[-1].update(state="started", retired=False)
+    job.call(2, WORLD, done=False).call(3, WORLD, done=False)
+    found = job.verdict()
+    assert (found.kind, found.ranks) == ("order", (1,))
+    assert "Rank 1 went from all_reduce of the default group to all_reduce of the" in found.sentence
+    assert "where all_reduce of TENSOR is next" in found.sentence
+    assert found.chain[:2] == (
+        "rank 0 is in all_reduce #4 of TENSOR 0..1 and waits for rank 1.",
+        "rank 1 is in all_reduce #4 of the default group 0..3 and waits for rank 0.",
+    )
+
+
+def test_a_circle_without_a_pattern_names_all_of_it(tmp_path):
+    groups = {"1": ("A", [0, 1]), "2": ("B", [0, 1])}
+    one, other = (Rank(rank, groups) for rank in range(2))
+    one.call("1", done=False)
+    other.call("2", done=False)
+    found = diagnose(read(write(tmp_path, [one, other])))
+    assert (found.kind, found.ranks) == ("order", (0, 1))
+    assert found.sentence == (
+        "Deadlock: ranks 0..1 wait for each other in all_reduce #1 of A 0..1 and all_reduce #1 of "
+        "B 0..1."
+    )
+
+
+def test_a_stage_that_waits_for_what_nobody_sends(job):
+    job.call(2, PP, "recv 1<-0", done=False, after=60)
+    found = job.verdict()
+    assert (found.kind, found.ranks, found.group) == ("never entered", (0,), "PIPELINE")
+    assert found.sentence.startswith(
+        "Rank 0 never sent what rank 2 has been waiting for in recv from rank 0 to rank 2 of PIPE"
+    )
+
+
+def test_a_stage_that_sends_twice(tmp_path):
+    job = Job(tmp_path, turns=0)
+    for _ in range(3):
+        job.call(0, PP, "send 0->1").call(2, PP, "recv 1<-0")
+        for rank in (0, 2):
+            job.call(rank, DP).call(rank, job.tp(rank))
+            job.call(rank + 1, job.tp(rank))
+    job.call(0, PP, "send 0->1").call(2, PP, "recv 1<-0")
+    job.call(0, PP, "send 0->1", done=False)
+    job.call(2, DP, done=False).call(2, OTHER, done=False).call(3, OTHER, done=False)
+    found = job.verdict()
+    assert (found.kind, found.ranks, found.group) == ("order", (0,), "PIPELINE")
+    assert "went from send to send" in found.sentence
+
+
+def test_a_collective_that_all_are_in_is_slow(job):
+    for rank in range(4):
+        job.call(rank, WORLD, done=False, after=1)
+    found = job.verdict()
+    assert (found.kind, found.group, found.seq) == ("slow", "the default group", 1)
+    assert "nobody is missing" in found.sentence
+
+
+def test_members_that_the_recorder_lacks_come_from_hypergrid_dump(job):
+    for rank in range(4):
+        mine = [
+            {"owner": "x", "label": f"my {desc}", "dims": ["tp"], "ranks": ranks, "name": name}
+            | {"backend": "gloo", "description": desc, "shared_with": None}
+            for name, (desc, ranks) in GROUPS.items()
+            if rank in ranks
+        ]
+        said = {"schema": 1, "rank": rank, "world_size": 4, "host": "a", "pid": 7, "groups": mine}
+        (job.directory / f"groups_{rank}.json").write_text(json.dumps(said))
+        job.ranks[rank].config = lambda: {"": {"name": "", "desc": "", "ranks": "[]"}}
+    job.call(3, OTHER, done=False)
+    found = job.verdict(without=[2])
+    assert (found.kind, found.ranks, found.group) == ("no dump", (2,), "my TENSOR")
+    assert "(pid 7 on a)" in found.sentence
+
+
+def test_recorders_that_wrapped_around_are_compared_from_where_they_begin(job):
+    for rank in range(4):
+        job.call(rank, WORLD, done=rank != 1)
+        del job.ranks[rank].entries[: rank + 1]
+    job.ranks[3].entries.pop()
+    assert job.verdict().ranks == (3,)
+
+
+def test_a_verdict_is_plain_data(job):
+    job.call(2, OTHER, done=False)
+    said = json.loads(json.dumps(job.verdict().to_json()))
+    assert said["schema"] == 1 and not said["ok"] and said["ranks"] == [3]
+
+
+def test_durations_have_two_units():
+    assert [lasting(int(s * SECOND)) for s in (0.25, 59, 492, 7380)] == [
+        "0.2 s",
+        "59.0 s",
+        "8 min 12 s",
+        "2 h 3 min",
+    ]
