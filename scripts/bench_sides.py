@@ -5,12 +5,15 @@ A job prints its result as JSON on the last line of its output.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
+import pickle
 import re
 import resource
 import sys
+import tempfile
 import time
 import timeit
 from collections.abc import Iterator
@@ -179,6 +182,54 @@ def import_side(side: str) -> dict[str, Any]:
     }
 
 
+def diagnosis(ranks: int, calls: int, repeats: int, seconds: float) -> dict[str, list[float]]:
+    """Read and judge the recordings of a job with one rank missing; and only load the same files.
+
+    CPU seconds, without the collector of cycles on either side: it would hurt the loading more.
+    """
+    sys.path.insert(0, str(ROOT))
+    from hypergrid.analysis.diagnosis import diagnose
+    from hypergrid.analysis.recording import read
+    from tests.support.recorded import Rank
+
+    late = ranks // 2 + 1
+    groups = {f"1{i:018}": ("TENSOR", range(i, i + 8)) for i in range(0, ranks, 8)}
+    groups |= {f"2{i:018}": ("DATA", range(i, ranks, 8)) for i in range(8)}
+    frames = [("/job/megatron/training.py", 100 + i, f"step_{i}") for i in range(5)]
+    times: dict[str, list[float]] = {"ours": [], "alone": []}
+    with tempfile.TemporaryDirectory() as directory:
+        for rank in range(ranks):
+            one = Rank(
+                rank, {name: (d, list(of)) for name, (d, of) in groups.items() if rank in of}
+            )
+            names = [*one.groups]
+            for i in range(calls - 1):
+                one.call(names[i % 4 == 3], size=(4096, 1024), frames=frames)
+            if rank != late:
+                one.call(names[0], done=False, frames=frames)
+            Path(directory, f"trace_{rank}").write_bytes(pickle.dumps(one.dump(), 2))
+            mine = [
+                {"label": d, "description": d, "dims": ["tp"], "name": name, "ranks": [*of]}
+                for name, (d, of) in one.groups.items()
+            ]
+            said = {"schema": 1, "rank": rank, "world_size": ranks, "host": "a", "pid": 1}
+            Path(directory, f"groups_{rank}.json").write_text(json.dumps({**said, "groups": mine}))
+        gc.disable()
+        for i in rounds(repeats, seconds):
+            for side in sorted(times, reverse=bool(i % 2)):
+                start = time.process_time()
+                if side == "ours":
+                    found = diagnose(read(directory))
+                    if found.ranks != (late,):
+                        raise SystemExit(f"rank {late} is missing, the verdict is {found.sentence}")
+                else:
+                    for path in Path(directory).iterdir():
+                        data = path.read_bytes()
+                        (json if path.suffix == ".json" else pickle).loads(data)
+                times[side].append(time.process_time() - start)
+    return times
+
+
 def _reset_peak() -> int:
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -195,6 +246,7 @@ def _peak() -> int:
 
 
 JOBS: dict[str, Any] = {
+    "diagnosis": diagnosis,
     "initialise": initialise,
     "enumerate": enumerate_groups,
     "getters": call_getters,

@@ -373,7 +373,7 @@ class _Case:
         sentence = (
             f"{self._ranks(found.odd)} called {does[one]} as {place}, where "
             f"{self._ranks(found.others, short=True)} called {does[other]}"
-            f"{'; which of them is right cannot be seen' if tied else ''}."
+            f"{self._usually(calls[one], calls[other], one, other) if tied else ''}."
         )
         if found.why == "operation":
             sentence += self._shifted(found, one, other)
@@ -391,6 +391,18 @@ class _Case:
             calls[one],
             chain=[*lines, *self._chain(self.waits)],
         )
+
+    def _usually(self, call: Call, second: Call, one: int, other: int) -> str:
+        """Which of two calls other ranks and earlier turns make there, where that is known."""
+        steps, often = self._steps(), {}
+        for rank, mine in ((one, call), (other, second)):
+            calls = self.ranks[rank].calls
+            pair = self._pattern(rank)[calls.index(mine)]
+            often[mine.what.name] = steps[pair] - 1
+        usual = max(often, key=lambda name: often[name])
+        if len(set(often.values())) < 2:
+            return "; which of them is right cannot be seen"
+        return f"; {usual} is what other ranks and earlier turns call there"
 
     def _shifted(self, found: _Mismatch, one: int, other: int) -> str:
         by_rank = self.calls[found.group]
@@ -626,7 +638,9 @@ class _Case:
     def _all_well(self) -> str:
         many = len(self.ranks)
         calls = sum(len(mine.calls) for mine in self.ranks.values())
-        return f"nothing is wrong: {_many(many, 'rank')} made {calls:,} calls, and nobody is stuck."
+        said = f"nothing is wrong: {_many(many, 'rank')} made {calls:,} calls, and nobody is stuck."
+        unread = len(self.recording.problems)
+        return f"{said} {_many(unread, 'file')} could not be read." if unread else said
 
     def _made(
         self,
@@ -728,26 +742,29 @@ class _Case:
         if short:
             return f"rank {rank}"
         mine = self.ranks.get(rank)
-        where = " ".join(f"{dim}={at}" for dim, at in self.coordinate(rank).items())
+        where = " ".join(
+            f"{dim}={at}" for dim, at in coordinate(self.recording, self.plan, rank).items()
+        )
         known = ", ".join(filter(None, (mine.host if mine else "", where)))
         return f"rank {rank} ({known})" if known else f"rank {rank}"
-
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """From the plan, or from the place in the largest group over each dim."""
-        if self.plan is not None:
-            layout = next(iter(self.plan.layouts.values()))
-            return dict(layout.trimmed.coordinate(rank)) if rank in layout else {}
-        best: dict[str, tuple[int, ...]] = {}
-        for group in self.recording.groups.values():
-            if len(group.dims) == 1 and group.ranks and rank in group.ranks:
-                (dim,) = group.dims
-                if len(group.ranks) > len(best.get(dim, (0,))):
-                    best[dim] = group.ranks
-        return {dim: ranks.index(rank) for dim, ranks in best.items()}
 
     def _lasting(self, wait: _Wait) -> str:
         exact = any(self.ranks[r].written for r in wait.inside if r in self.ranks)
         return ("" if exact else "at least ") + lasting(wait.ns)
+
+
+def coordinate(recording: Recording, plan: GroupPlan | None, rank: int) -> dict[str, int]:
+    """From the plan's first layout, or from the places in the largest group over each dim."""
+    if plan is not None:
+        layout = next(iter(plan.layouts.values()))
+        return dict(layout.trimmed.coordinate(rank)) if rank in layout else {}
+    best: dict[str, tuple[int, ...]] = {}
+    for group in recording.groups.values():
+        if len(group.dims) == 1 and group.ranks and rank in group.ranks:
+            (dim,) = group.dims
+            if len(group.ranks) > len(best.get(dim, (0,))):
+                best[dim] = group.ranks
+    return {dim: ranks.index(rank) for dim, ranks in best.items()}
 
 
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")

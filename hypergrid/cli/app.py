@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +18,7 @@ from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
-from hypergrid.analysis.summary import communicators, dims_in_words, summaries
+from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
@@ -71,6 +72,10 @@ def plan(
         "communicators."
     )
     out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
+    opened = descriptors(subject.plan)
+    if any(row.backend == "gloo" for row in subject.plan.rows):
+        twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
+        out.print(f"Gloo twins open descriptors in each rank: {twins}.")
 
 
 @command()
@@ -201,10 +206,14 @@ def diagnose(
     ] = None,
     pids: Annotated[
         list[int] | None,
-        typer.Option(
-            "--pid", help="Have these ranks, or this torchrun's, write first. Repeatable."
-        ),
+        typer.Option("--pid", help="Have these ranks, or a torchrun's, write first; repeatable."),
     ] = None,
+    stragglers: Annotated[
+        bool,
+        typer.Option("--stragglers", help="Also who comes last to collectives, and how often."),
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
     as_json: Json = False,
 ) -> int:
     """Who everyone waits for in a job that hangs, from what its ranks left in a directory.
@@ -215,6 +224,7 @@ def diagnose(
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.analysis import diagnosis, recording
+    from hypergrid.analysis.stragglers import last_arrivals
 
     problems: tuple[str, ...] = ()
     if pids:
@@ -228,11 +238,27 @@ def diagnose(
     left.problems += problems
     if not left.ranks:
         raise JobError(" ".join((f"{directory} has no dump of a rank.", *left.problems[:3])))
-    found = diagnosis.diagnose(left, saved(plan).plan if plan else None)
+    layout = saved(plan).plan if plan else None
+    found = diagnosis.diagnose(left, layout)
+    late = last_arrivals(left, layout) if stragglers else None
+    if html is not None:
+        from hypergrid.show.job import found as told
+        from hypergrid.show.job import hosts_of, plan_of
+        from hypergrid.show.page import page
+
+        drawn = layout or plan_of(left)
+        job = told(left, found, last_arrivals(left, layout))
+        title = f"{directory.name}: {found.kind}"
+        html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
+    if trace is not None:
+        from hypergrid.show.trace import trace_events
+
+        trace.write_text(json.dumps(trace_events(left, layout)))
     if as_json:
-        prints.as_json(found.to_json())
+        more = {"stragglers": [asdict(each) for each in late]} if late is not None else {}
+        prints.as_json({**found.to_json(), **more})
     else:
-        prints.diagnosis(found)
+        prints.diagnosis(found, late)
     return 0 if found.ok else 1
 
 

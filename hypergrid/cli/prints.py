@@ -16,8 +16,10 @@ from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
+from hypergrid.analysis.stragglers import Late
 from hypergrid.analysis.summary import (
     communicators,
+    descriptors,
     dims_in_words,
     long_dims,
     sizes_in_words,
@@ -40,6 +42,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
+        "gloo_descriptors_of_a_rank": descriptors(subject.plan),
     }
 
 
@@ -174,8 +177,8 @@ def difference(out: Console, found: Difference) -> None:
         out.print("Weights: every rank keeps its part.")
 
 
-def diagnosis(found: Diagnosis) -> None:
-    """The verdict, then why, then what could not be read."""
+def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
+    """The verdict, then why, then what could not be read, then who comes last."""
     out = console()
     out.print(Text(found.sentence, style="bold"))
     for heading, lines in (("Why", found.chain), ("Not read", found.problems)):
@@ -185,6 +188,22 @@ def diagnosis(found: Diagnosis) -> None:
             out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
         if len(lines) > 20:
             out.print(f"  and {len(lines) - 20} more")
+    if late is not None:
+        out.print("\nWho comes last to collectives, and how long the others wait for it:")
+        rows = [
+            (
+                f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
+                f"{each.share:.0%}",
+                f"{1 / each.members:.0%}",
+                f"{each.last:,} of {each.calls:,}",
+                f"{each.median * 1e3:,.1f}",
+                f"{each.seconds:,.2f}",
+                each.label,
+            )
+            for each in late[:20]
+        ]
+        columns = ("who", ">last", ">by chance", ">calls", ">median ms", ">sum s", "group")
+        table(out, columns, rows)
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:

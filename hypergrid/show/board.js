@@ -46,10 +46,10 @@ function paint() {
   const { layout, by } = state;
   for (const [rank, cell] of cells) {
     const number = by === null ? 0 : layout.number(rank, [by]);
-    cell.dataset.colour = by === null ? "none" : number % COLOURS;
+    cell.dataset.colour = by === null ? stateOf(rank) : number % COLOURS;
     cell.dataset.number = by === null ? "" : number;
     const where = layout.wide.map((dim) => `${dim} ${layout.at(rank, layout.dims.indexOf(dim))}`);
-    cell.setAttribute("aria-label", [`rank ${rank}`, nameOf(rank), ...where].join(", "));
+    cell.setAttribute("aria-label", [`rank ${rank}`, nameOf(rank), ...where, ...(job ? [stateOf(rank)] : [])].join(", "));
   }
   legend();
 }
@@ -77,6 +77,12 @@ function legend() {
     const turns = count > COLOURS ? ", colours repeat" : "";
     const swatches = make("span", { className: "swatches" }, ...marks);
     parts.push(entry(swatches, `${many(count, "group")} of ${by}${turns}`));
+  }
+  if (by === null && job) {
+    for (const [name, ranks] of byState()) {
+      const swatch = make("i", { className: "swatch", data: { colour: name } });
+      parts.push(entry(swatch, `${name}: ${many(ranks, "rank")}`));
+    }
   }
   parts.push(
     entry(make("i", { className: "swatch member" }), "member"),

@@ -124,14 +124,16 @@ function setLayout(name) {
   state.layout = layouts.get(name);
   Object.assign(state, { group: null, shownGroup: null });
   describe();
-  setBy(state.layout.wide.includes(state.by) ? state.by : (state.layout.wide[0] ?? null));
+  const first = job ? null : (state.layout.wide[0] ?? null);
+  setBy(state.layout.wide.includes(state.by) ? state.by : first);
   const dims = state.layout.wide.map((dim) => {
     const row = dimRow(state.layout, dim);
     const across = acrossHosts(row);
     const note = across ? `${across} of ${many(row.count, "group")} cross hosts` : "inside a host";
     return { value: dim, text: `${dim} ${row.full}`, note, across };
   });
-  choices($("dims"), "dim", dims, state.by, setBy);
+  const states = job ? [{ value: null, text: "state", note: "what each rank does" }] : [];
+  choices($("dims"), "dim", [...states, ...dims], state.by, setBy);
   const those = (kept) => dims.filter(kept).map(({ value }) => value).join(", ");
   const [inside, crosses] = [those(({ across }) => !across), those(({ across }) => across)];
   const told = [inside && `inside a host: ${inside}`, crosses && `across hosts: ${crosses}`];
@@ -210,6 +212,7 @@ function wire() {
 
 theme(stored());
 build();
+verdict();
 wire();
 const names = grids.map(([name]) => ({ value: name, text: name }));
 choices($("layouts"), "layout", names, names[0].value, setLayout);

@@ -7,16 +7,17 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import groupby
+from typing import Any
 
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
 from hypergrid.topology import Hosts
 
 # One script in these parts: arithmetic, elements, the grid, the panel, events.
-SCRIPTS = ("plan.js", "elements.js", "board.js", "panel.js", "page.js")
+SCRIPTS = ("plan.js", "elements.js", "job.js", "board.js", "panel.js", "page.js")
 
 
 def page(
@@ -25,11 +26,13 @@ def page(
     title: str = "Who talks to whom",
     *,
     offered: Sequence[str] | None = None,
+    job: Mapping[str, Any] | None = None,
 ) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
     ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
-    that can be switched to, if they are over the ranks of the first one; by default all.
+    that can be switched to, if they are over the ranks of the first one; by default all. ``job``
+    is what ``hypergrid.show.job.found`` says of a job with this plan.
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """

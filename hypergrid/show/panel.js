@@ -56,6 +56,7 @@ function rankPanel() {
   return [
     place,
     coordinates,
+    ...jobOf(rank),
     make("h3", {}, "Along one dim"),
     list(alongs),
     make("h3", {}, `Its ${many(named.length, "named group")}`),

@@ -7,6 +7,7 @@ import pytest
 from compat.megatron.job import from_sizes
 from hypergrid.analysis.diagnosis import diagnose, lasting
 from hypergrid.analysis.recording import read
+from tests.support.peer import torchfrtrace
 from tests.support.recorded import SECOND, START, Rank, stack, write
 
 TP, OTHER, DP, PP, WORLD = "11", "12", "21", "31", "0"
@@ -133,6 +134,13 @@ def test_of_two_ranks_that_differ_both_are_named(job):
     assert "which of them is right cannot be seen" in found.sentence
 
 
+def test_of_two_calls_the_usual_one_is_told(job):
+    job.call(0, TP, done=False).call(1, TP, "broadcast", done=False)
+    found = job.verdict()
+    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+    assert "; all_reduce is what other ranks and earlier turns call there." in found.sentence
+
+
 def test_what_may_differ_between_members_is_no_mismatch(job):
     for rank in range(4):
         job.call(rank, WORLD, "all_to_all", size=[rank + 1], done=False)
@@ -251,3 +259,58 @@ def test_durations_have_two_units():
         "8 min 12 s",
         "2 h 3 min",
     ]
+
+
+def never_came(job):
+    job.call(2, OTHER, done=False)
+
+
+def another_operation(job):
+    for rank in range(4):
+        job.call(rank, WORLD, "broadcast" if rank == 2 else "all_reduce", done=False)
+
+
+def another_size(job):
+    for rank in range(4):
+        job.call(rank, WORLD, size=[4 + (rank == 1)], done=False)
+
+
+def another_dtype(job):
+    for rank in range(4):
+        job.call(rank, WORLD, dtype="Half" if rank == 1 else "Float", done=False)
+
+
+def two_differ(job):
+    job.call(0, TP, "all_gather", done=False).call(1, TP, "broadcast", done=False)
+
+
+def others_wait_behind(job):
+    job.call(2, OTHER, done=False).call(0, TP).call(1, TP)
+    job.call(0, DP, done=False).call(1, "22", done=False)
+
+
+def left_no_dump(job):
+    job.call(1, TP, done=False)
+    job.ranks[0].entries = []
+
+
+def all_is_well(job):
+    pass
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(never_came, another_operation, another_size, another_dtype, two_differ),
+        *(others_wait_behind, left_no_dump, all_is_well),
+    ],
+)
+def test_whom_torchfrtrace_names_we_name_too(job, fault):
+    fault(job)
+    without = [rank.rank for rank in job.ranks if not rank.entries]
+    ours, theirs = job.verdict(without), torchfrtrace(job.directory)
+    print(ours.sentence, theirs.text, theirs.error, sep="\n")
+    assert bool(theirs.ranks) == (not ours.ok) and not theirs.error, theirs
+    # It names every rank that is missed anywhere, also those that only wait behind the cause.
+    assert not theirs.ranks or theirs.ranks & set(ours.ranks), (theirs, ours)
+    assert len(theirs.ranks) != 1 or theirs.ranks <= set(ours.ranks), (theirs, ours)

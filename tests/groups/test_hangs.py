@@ -12,6 +12,7 @@ from hypergrid import HyperCommGrid
 from hypergrid.analysis.diagnosis import diagnose
 from hypergrid.analysis.recording import read
 from tests.support.hung import hang
+from tests.support.peer import completed, torchfrtrace
 
 
 class Job:
@@ -129,6 +130,11 @@ def finished(job):
     ],
 )
 def test_the_first_cause_is_named(fault, silent, kind, ranks, group, tmp_path):
-    found = diagnose(read(hang(4, lambda rank: fault(Job(rank)), tmp_path, silent=silent)))
-    print(found.sentence, *found.chain, sep="\n")
+    left = tmp_path / "left"
+    left.mkdir()
+    found = diagnose(read(hang(4, lambda rank: fault(Job(rank)), left, silent=silent)))
+    theirs = torchfrtrace(completed(left, tmp_path / "completed"))
+    print(found.sentence, *found.chain, "torchfrtrace:", theirs.text, theirs.error, sep="\n")
     assert (found.kind, found.ranks, found.group) == (kind, ranks, group), found
+    # Told the members, torch's analysis names all ranks that are missed anywhere.
+    assert not theirs.ranks or theirs.ranks & set(ranks), theirs

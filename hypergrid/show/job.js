@@ -1,0 +1,43 @@
+// What is wrong with the job that the plan is of: the verdict, and what each rank does.
+
+const { job } = data;
+const stateOf = (rank) => (job ? (job.states[rank] ?? "elsewhere") : "none");
+
+function byState() {
+  const found = new Map();
+  for (const rank of sequence) found.set(stateOf(rank), (found.get(stateOf(rank)) ?? 0) + 1);
+  return found;
+}
+
+const points = (lines, className) =>
+  make("ul", { className }, ...lines.map((line) => make("li", {}, line)));
+
+function folded(title, ...inside) {
+  return make("details", {}, make("summary", {}, title), ...inside);
+}
+
+function verdict() {
+  $("job").hidden = !job;
+  if (!job) return;
+  $("job").append(make("p", {}, make("strong", {}, job.sentence)));
+  if (job.chain.length) $("job").append(folded("Why", points(job.chain)));
+  if (job.problems.length) $("job").append(folded("Not read", points(job.problems)));
+  if (job.late.length) {
+    const line = (tag) => (cells) => make("tr", {}, ...cells.map((text) => make(tag, {}, text)));
+    const table = make("table", {}, ...job.late.slice(0, 1).map(line("th")));
+    table.append(...job.late.slice(1).map(line("td")));
+    $("job").append(folded("Who comes last to collectives", table));
+  }
+  for (const rank of job.ranks) cells.get(rank)?.classList.add("cause");
+}
+
+// The entries of a rank's panel.
+function jobOf(rank) {
+  if (!job) return [];
+  const parts = [make("h3", {}, `In this job: ${stateOf(rank)}`)];
+  const told = job.told[rank] ?? [];
+  if (told.length) parts.push(points(told, "calls"));
+  const calls = job.calls[rank] ?? [];
+  const title = calls.length ? "Its last calls, the newest first" : "No calls recorded";
+  return [...parts, make("h3", {}, title), points(calls, "calls")];
+}

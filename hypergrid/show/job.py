@@ -1,0 +1,73 @@
+"""A job's recording for the page: a plan, its hosts, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypergrid.analysis.diagnosis import Diagnosis, lasting
+from hypergrid.analysis.recording import Call, RankRecording, Recording
+from hypergrid.analysis.stragglers import Late
+from hypergrid.layout import RankLayout
+from hypergrid.plan import GroupPlan, GroupRow
+
+_LAST = 10  # calls shown of each rank
+
+
+def plan_of(recording: Recording) -> GroupPlan:
+    """A plan with the groups that were recorded, for a job whose own plan is not known."""
+    by_label: dict[str, list[tuple[int, ...]]] = {}
+    world = range(recording.world_size)
+    for group in recording.groups.values():
+        if group.ranks and all(rank in world for rank in group.ranks):
+            by_label.setdefault(group.label, []).append(group.ranks)
+    rows = (GroupRow(label, "ranks", (), explicit=tuple(some)) for label, some in by_label.items())
+    layout = RankLayout(("rank",), (recording.world_size,))
+    return GroupPlan({"ranks": layout}, tuple(rows))
+
+
+def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
+    """The host of each rank of the plan."""
+    none = RankRecording(-1)
+    return [recording.ranks.get(rank, none).host or "host not known" for rank in plan.window]
+
+
+def found(recording: Recording, diagnosis: Diagnosis, late: Sequence[Late] = ()) -> dict[str, Any]:
+    """What ``page`` takes as ``job``."""
+    return {
+        **{name: getattr(diagnosis, name) for name in ("sentence", "chain", "problems", "ranks")},
+        "states": diagnosis.states,
+        "told": {rank: _told(mine, diagnosis) for rank, mine in recording.ranks.items()},
+        "calls": {
+            rank: [_line(recording, call) for call in mine.calls[: -_LAST - 1 : -1]]
+            for rank, mine in recording.ranks.items()
+        },
+        "late": [("who", "last in", "of calls", "median", "sum", "group")] * bool(late)
+        + [
+            (
+                f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
+                f"{each.share:.0%}",
+                f"{each.calls:,}",
+                f"{each.median * 1e3:,.1f} ms",
+                f"{each.seconds:,.2f} s",
+                each.label,
+            )
+            for each in late[:20]
+        ],
+    }
+
+
+def _told(mine: RankRecording, diagnosis: Diagnosis) -> list[str]:
+    told = [mine.error] if mine.error else []
+    others = diagnosis.waiting.get(mine.rank)
+    if others:
+        told.append(f"waits for {', '.join(map(str, others[:8]))}{', ...' * (len(others) > 8)}")
+    return told + [f"{f.function} ({f.file}:{f.line})" for f in mine.stack[:6]]
+
+
+def _line(recording: Recording, call: Call) -> str:
+    what = call.what
+    lasts = f", {lasting(call.completed - call.started)}" * bool(call.started and call.completed)
+    state = f"done{lasts}" if call.done else "not done"
+    label = recording.groups[call.group].label
+    return f"{what.name} {what.detail} #{call.seq} of {label}: {state}; {what.inputs}"
