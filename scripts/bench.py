@@ -169,6 +169,7 @@ def all_cases(bench: Bench) -> list[Case]:
         Case(tuple(f"`{name}()`" for name in GETTERS), getters),
         Case(IMPORT, imports),
         Case((RECORDED.format(recorded(bench)),), diagnosis),
+        Case(RECORDING, recording),
     ]
     return cases
 
@@ -191,6 +192,11 @@ IMPORT = (
     "Import of `compat.parallel_state`",
     "Megatron modules that the import brings",
     "CUDA contexts that the import makes",
+)
+RECORDING = (
+    "CPU of an `all_reduce` of two gloo ranks, recorded by `hypergrid.record`",
+    "CPU of the recorder's thread in a second of that",
+    "CPU of a receive over gloo, recorded on request",
 )
 RECORDED = "Reading and judging the recordings of {:,} ranks, 2,000 calls each"
 
@@ -385,6 +391,16 @@ def simulation(bench: Bench) -> list[Row]:
                 at_most = 2 if case == "hosts" else None
                 rows.append(Row(SIMULATED[case], [seconds], at_most=at_most))
     return rows
+
+
+def recording(bench: Bench) -> list[Row]:
+    found = child("bench_sides.py", job="recording", turns=bench.repeats(20, 4), calls=1000)
+    without = {"peer_name": "not recorded"}
+    return [
+        Row(RECORDING[0], found["with"], found["without"], at_least=0.99, **without),
+        Row(RECORDING[1], found["thread"], at_most=0.01),
+        Row(RECORDING[2], found["p2p with"], found["p2p without"], **without),
+    ]
 
 
 class ChildError(RuntimeError):

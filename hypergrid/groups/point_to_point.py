@@ -28,8 +28,9 @@ class PointToPoint:
         self._waited: weakref.WeakKeyDictionary[Work, _Call] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
         self._record = 0
-        self._originals = {name: getattr(ProcessGroup, name) for name in _METHODS}
-        self._wait = Work.wait
+        # Got from the class they are functions, which would not bind when they are put back.
+        self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS}
+        self._wait = vars(Work)["wait"]
         for name in _METHODS:
             setattr(ProcessGroup, name, self._recording(name))
         waited, wait = self._waited, self._wait
@@ -51,7 +52,7 @@ class PointToPoint:
             if getattr(ProcessGroup, name) is self._ours[name]:
                 setattr(ProcessGroup, name, original)
         if Work.wait is self._our_wait:
-            Work.wait = self._wait  # type: ignore[method-assign]
+            setattr(Work, "wait", self._wait)  # noqa: B010 - its type is that of torch's method
 
     def _recording(self, name: str) -> Callable[..., Work]:
         original = self._originals[name]

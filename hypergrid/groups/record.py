@@ -120,7 +120,7 @@ class Recorder:
     """Writes ``groups_RANK.json``, ``trace_RANK`` and ``stack_RANK.json``, until it is closed.
 
     ``record`` makes it. ``settings`` are the directory, the seconds and whether point-to-point
-    operations are recorded.
+    operations are recorded; ``thread`` is the one that watches.
     """
 
     def __init__(self, directory: Path, after: float | None, p2p: bool) -> None:
@@ -149,8 +149,8 @@ class Recorder:
         pool.after_failure.add(self._on_failure)
         os.register_at_fork(after_in_child=self._in_child)
         self._write_groups()
-        self._thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
+        self.thread.start()
 
     def write(self, reason: str, error: BaseException | None = None) -> None:
         """Write all three files now, from any thread. *Local*. What cannot be written is warned of.
@@ -162,7 +162,7 @@ class Recorder:
             self._attempt(self._write_groups)
             if self._rank is None:
                 return
-            self._attempt(lambda: self._replace(f"trace_{self._rank}", _flight_recorder()))
+            self._attempt(lambda: self._replace(f"trace_{self._rank}", self._trace()))
             self._attempt(lambda: self._write_stacks(reason, error))
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class Recorder:
             self._p2p.close()
         if os.getpid() == self._pid:
             os.write(self._in, bytes([_ENOUGH]))
-            self._thread.join()
+            self.thread.join()
         os.close(self._out)
         os.close(self._in)
         if _current is self:
@@ -347,6 +347,22 @@ class Recorder:
         }
         self._replace(f"stack_{self._rank}.json", json.dumps(said).encode())
 
+    def _trace(self) -> bytes:
+        """What torch recorded, pickled as it does, with the members that it knows of NCCL only."""
+        names = ("_dump_nccl_trace", "_dump_fr_trace")
+        found = [getattr(torch._C._distributed_c10d, name, None) for name in names]
+        whole = _joined([read() for read in found if read is not None])
+        configured = {
+            group["name"]: {
+                "name": group["name"],
+                "desc": group["description"],
+                "ranks": json.dumps(group["ranks"]),
+            }
+            for group in json.loads(dump())["groups"]
+        }
+        whole["pg_config"] = {**configured, **whole.get("pg_config", {})}
+        return pickle.dumps(whole, 2)
+
     def _replace(self, name: str, data: bytes) -> None:
         part = self.settings[0] / f"{name}.{self._pid}.part"
         part.write_bytes(data)
@@ -379,16 +395,10 @@ def _number(name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _flight_recorder() -> bytes:
-    """What torch recorded, pickled as it does: NCCL and the other backends have one each."""
-    names = ("_dump_nccl_trace", "_dump_fr_trace")
-    found = [getattr(torch._C._distributed_c10d, n, None) for n in names]
-    dumps = [read() for read in found if read is not None]
-    if len(dumps) == 1:
-        return bytes(dumps[0])
-    loaded: Sequence[dict[str, Any]] = [pickle.loads(each) for each in dumps]
+def _joined(dumps: Sequence[bytes]) -> dict[str, Any]:
+    """NCCL and the other backends have a flight recorder each: one dump of all."""
     whole: dict[str, Any] = {}
-    for each in loaded:
+    for each in map(pickle.loads, dumps):
         for key, value in each.items():
             if isinstance(value, dict):
                 whole[key] = {**whole.get(key, {}), **value}
@@ -397,4 +407,4 @@ def _flight_recorder() -> bytes:
             else:
                 whole.setdefault(key, value)
     whole.get("entries", []).sort(key=lambda entry: entry["time_created_ns"])
-    return pickle.dumps(whole, 2)
+    return whole
