@@ -250,21 +250,25 @@ def recording(turns: int, calls: int) -> dict[str, list[float]]:
             "p2p without": lambda: None,
             "p2p with": lambda: hypergrid.record(directory, p2p=True),
         }
+
+        def reducing() -> None:
+            dist.all_reduce(tensor)
+
+        def passing() -> None:
+            (dist.send if number else dist.recv)(tensor, 1 - number)
+
         times: dict[str, list[float]] = {side: [] for side in (*sides, "thread")}
         for turn in range(turns):
             for side in sorted(sides, reverse=bool(turn % 2)):
                 recorder = sides[side]()
-                dist.barrier()
+                call = passing if "p2p" in side else reducing
+                for _ in range(20):  # what opening it has displaced from the caches comes back
+                    call()
                 clock = recorder and time.pthread_getcpuclockid(recorder.thread.ident)
                 start, used = time.perf_counter(), clock and time.clock_gettime(clock)
                 cpu = time.process_time()  # of all threads; a machine may be busy otherwise
                 for _ in range(calls):
-                    if "p2p" not in side:
-                        dist.all_reduce(tensor)
-                    elif number:
-                        dist.send(tensor, 0)
-                    else:
-                        dist.recv(tensor, 1)
+                    call()
                 times[side].append((time.process_time() - cpu) / calls)
                 lasted = time.perf_counter() - start
                 if side == "with":
