@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat.megatron import helpers as group_helpers
 from compat.megatron import replaced
-from compat.megatron.buffers import Buffers, release_megatrons
+from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import CACHED, OVERRIDE_SLOTS, Getters, Setters
+from compat.megatron.getters import FUNCTIONS, known, over
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
@@ -26,6 +29,7 @@ from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, s
 from compat.transformer_engine import process as te_process
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
+from hypergrid.groups.suspension import Suspended, Suspension
 from hypergrid.plan import GroupPlan
 
 before_closing.add(te_process.release)
@@ -33,62 +37,84 @@ _HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
 GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
 OTHER_SLOTS = (
-    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
-    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
-    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
-    "_PIPELINE_MODEL_PARALLEL_DECODER_START",
+    *("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"),
+    *("_PIPELINE_MODEL_PARALLEL_SPLIT_RANK", "_PIPELINE_MODEL_PARALLEL_DECODER_START"),
     "_MOE_LAYER_WISE_LOGGING_TRACKER",
     "_GLOBAL_MEMORY_BUFFER",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
     "_global_process_group_list",
 )
+# Private globals that setters write, and that answer then instead of a group.
+OVERRIDE_SLOTS = tuple(
+    f"_MPU_{group}_PARALLEL_{number}"
+    for group in ("TENSOR_MODEL", "PIPELINE_MODEL", "DATA", "EXPERT_MODEL", "EXPERT_TENSOR")
+    for number in ("RANK", "WORLD_SIZE")
+)
 SLOTS = frozenset((*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS))
-_SOURCES = frozenset((*OVERRIDE_SLOTS, *GROUP_SLOTS))
+_KEPT = frozenset((*SLOTS, *known({}, None)))  # what is a state's own among the names of a module
+_current: Any = None  # the state that compat.parallel_state answers from
+_home: dict[str, Any] = {"__name__": __name__}  # where its values are
+_at_home = over(_home)  # the functions over them
+_switching = threading.RLock()  # held while the values of one state replace those of another
+os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-class ParallelState(Getters, Setters, Buffers):
+class ParallelState:
     """What one ``initialize_model_parallel`` built.
 
-    Its attributes are named as upstream's private globals (``_TENSOR_MODEL_PARALLEL_GROUP`` ...)
-    and may be written, as outside code does: the getters see it. A fresh object has no groups;
-    ``create`` gives one that has.
+    It has the getters and setters of ``compat.parallel_state``, and upstream's private globals
+    (``_TENSOR_MODEL_PARALLEL_GROUP`` ...) as attributes that may be written, as outside code does:
+    the getters see it. A fresh object has no groups; ``create`` gives one that has.
+
+    Each state has names of its own with functions over them, as a module has. While it is current
+    its values are those of ``compat.parallel_state``, where outside code may write them.
     """
 
-    # Slots, not a dictionary: a getter is called millions of times.
-    __slots__ = (
-        *sorted(SLOTS),
-        *CACHED,
-        *("_numbered", "_grid", "_via", "_extra", "_timeouts", "_names", "request", "__weakref__"),
-    )
-
-    if TYPE_CHECKING:
-        _global_process_group_list: list[ProcessGroup | None] | None
-        _PIPELINE_MODEL_PARALLEL_SPLIT_RANK: int | None
-        _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: int | None
-        _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: int | None
-
     def __init__(self) -> None:
+        self._own: dict[str, Any] = {"__name__": __name__}
+        self._functions = over(self._own)
+        self._guarded = {name: functools.partial(self._ask, name) for name in FUNCTIONS}
+        vars(self).update(self._functions)
         self._forget()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SLOTS:
+            with _switching:
+                names = _home if self is _current else self._own
+                if name in names:
+                    return names[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SLOTS:
+            self._put({name: value})
+        else:
+            object.__setattr__(self, name, value)
+
+    def _put(self, values: dict[str, Any]) -> None:
+        with _switching:
+            self._own.update(values)
+            if self is _current:
+                _home.update(values)
+
+    def _ask(self, function: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of this state while it is current, and remains so meanwhile."""
+        with _switching:
+            own = _at_home if self is _current else self._functions
+            return own[function](*args, **kwargs)
 
     def _forget(self) -> None:
         self.request: Request | None = None
         # What create_all_gather_groups was asked for, for resume.
         self._extra: list[tuple[Sequence[Row], timedelta | None, Configs]] = []
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
-        # Of the groups while they are suspended, by label and ranks.
-        self._names: dict[tuple[str, tuple[int, ...]], str] | None = None
-        self._via = self
-        for slot in SLOTS:
-            object.__setattr__(self, slot, None)
-        self._MOE_LAYER_WISE_LOGGING_TRACKER: dict[str, Any] = {}
+        self._asleep: dict[Any, Any] = {}  # placeholder -> group that its backend suspended
+        self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
         self._take(Built())
 
     def _take(self, built: Built) -> None:
-        self._grid = built.grid
-        self._numbered = built.numbers
-        for slot, value in built.slots.items():
-            object.__setattr__(self, slot, value)
-        self._renumber()
+        self._grid, self._numbered = built.grid, built.numbers
+        self._put(built.slots | known(built.numbers, self.request))
 
     @classmethod
     def create(cls, **arguments: Any) -> ParallelState:
@@ -154,11 +180,6 @@ class ParallelState(Getters, Setters, Buffers):
         """The grid of this state: dense layers as its own dims, expert layers as view "expert"."""
         return self._grid
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in _SOURCES:
-            self._renumber()
-
     def __repr__(self) -> str:
         if self.request is None:
             return "ParallelState(not initialized)"
@@ -167,15 +188,17 @@ class ParallelState(Getters, Setters, Buffers):
         here = layout.coordinate(rank) if rank in layout else "outside the window"
         if self.request.encoder is not None and rank in self.request.encoder:
             here = f"{self.request.encoder.coordinate(rank)} of the encoder"
-        suspended = "" if self._names is None else ", suspended"
+        suspended = ", suspended" if self._is_suspended else ""
         return f"ParallelState(rank {rank} at {here} of {layout!r}{suspended})"
 
     def take_overrides(self, before: ParallelState) -> None:
         """Keep the values of ``set_*`` from before initialisation, as upstream does."""
-        for slot in (*OVERRIDE_SLOTS, "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"):
-            object.__setattr__(self, slot, getattr(before, slot))
-        self._MOE_LAYER_WISE_LOGGING_TRACKER = before._MOE_LAYER_WISE_LOGGING_TRACKER
-        self._renumber()
+        kept = (
+            *OVERRIDE_SLOTS,
+            "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
+            "_MOE_LAYER_WISE_LOGGING_TRACKER",
+        )
+        self._put({slot: getattr(before, slot) for slot in kept})
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
@@ -227,89 +250,117 @@ class ParallelState(Getters, Setters, Buffers):
                 f"activations must nest. For two states at the same time, call their methods."
             )
 
-    def suspend(self) -> None:
-        """Close every communicator until ``resume``; NCCL waits until all members do.
+    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
+        """Free the device memory of the groups until ``resume``; only between collectives.
 
-        Ranks, sizes and the plan stay available. Getters of groups return placeholders, which
-        raise on use. References to the old groups elsewhere (a model, an optimizer, a
-        ``DeviceMesh``) keep gloo's file descriptors open: delete them first.
+        Ranks, sizes and the plan stay available. A group that is kept works as before, and getters
+        return it. For the others they return placeholders, which raise on use. Elsewhere (a model,
+        an optimizer), a group that suspends natively must not be used meanwhile; a closed one
+        keeps gloo's file descriptors open: delete it first.
+
+        *Collective*, arguments, result and errors as for ``GroupPool.suspend``. Where functions
+        that create groups were replaced, all groups are closed if one must be.
 
         Raises
         ------
         RuntimeError
             There are no groups to suspend.
         """
-        if self.pool is None or self._grid is None or self._names is not None:
+        if self.request is None or self._grid is None or self.pool is None or self._is_suspended:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         pooled = list(self.pool.groups)
-        placeholders: dict[Any, Any] = {each.group: SuspendedGroup(each.label) for each in pooled}
-        self._names = {(each.label, each.ranks): each.group.group_name for each in pooled}
-        was = {slot: getattr(self, slot) for slot in self._numbered}
-        for slot in GROUP_SLOTS:
-            object.__setattr__(self, slot, exchanged(getattr(self, slot), placeholders))
-        groups = self._global_process_group_list or []
-        self._global_process_group_list = [g for g in groups if g not in placeholders]
-        self._numbered = {
-            slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
-            for slot, (group, rank, size) in self._numbered.items()
+        report = self._grid.suspend(how, alike=replaced.creates(self.request.helpers))
+        usable = {id(each.group) for each in self.pool.usable()}
+        away: dict[Any, Any] = {
+            each.group: SuspendedGroup(each.label)
+            for each in pooled
+            if id(each.group) not in usable
         }
-        del pooled, placeholders, groups, was
-        self._grid.destroy()
-        self._renumber()
+        self._exchange(away)
+        asleep = {id(each.group) for each in self.pool.groups} - usable
+        self._asleep = {away[group]: group for group in away if id(group) in asleep}
+        listed = self._global_process_group_list or []
+        self._global_process_group_list = [
+            group for group in listed if group not in away or id(group) in asleep
+        ]
+        return report
 
     def resume(self) -> dict[str, ProcessGroup]:
-        """Create the groups again as planned. *Collective* as the first initialisation.
+        """Let the groups work again.
 
-        Torch cannot reopen a group: these are new ones, with the same ranks, options and
-        timeouts, also those of ``update_pg_timeout`` and ``create_all_gather_groups``. Replace
-        the old ones wherever they are kept.
+        Those that were not closed are the same objects, and only a native backend waits for other
+        members. If groups were closed, *collective* as the first initialisation: they are created
+        again as planned, with the same ranks, options and timeouts, also those of
+        ``update_pg_timeout`` and ``create_all_gather_groups``. These are new objects, as torch
+        cannot reopen a group: replace the old ones wherever they are kept.
 
         Returns
         -------
         dict
-            New group by the name of the old one: ``renewed[old.group_name]``.
+            Each group, the same or a new one, by the name that it had before:
+            ``renewed[old.group_name]``.
 
         Raises
         ------
         RuntimeError
-            The state is not suspended.
+            The state is not suspended, or a backend cannot resume.
         As initialisation does; the state is then still suspended.
         """
-        if self.request is None or self._names is None:
+        old, pool = self._grid, self.pool
+        if self.request is None or old is None or pool is None or pool.suspended is None:
             raise RuntimeError(f"this state is not suspended: {self!r}.")
+        pool.suspended.wake()
+        self._exchange(self._asleep)
+        self._asleep = {}
+        if pool.suspended.closes:
+            return self._rebuild(self.request, old, pool.suspended)
+        return old.resume()
+
+    def _rebuild(
+        self, request: Request, old: HyperCommGrid, suspension: Suspension
+    ) -> dict[str, ProcessGroup]:
         with environment_restored_on_failure():
-            built = build(self.request)
+            built = build(request, old.pool)
             before = {slot: getattr(self, slot) for slot in GROUP_SLOTS}
-            own = [group for group in self._global_process_group_list or [] if group is not None]
-            kept = self._grid, self._numbered
+            noted, numbered = self._global_process_group_list, self._numbered
+            pooled = [None, *(each.group for each in old.pool.groups)] if old.pool else [None]
+            own = [group for group in noted or [] if group not in pooled]
             self._take(built)
             try:
-                for slot, value in before.items():
-                    if not is_suspended(value):  # from outside code
-                        object.__setattr__(self, slot, value)
+                # From outside code:
+                self._put({s: value for s, value in before.items() if not is_suspended(value)})
                 listed = built.groups or ([None] if own else [])
                 self._global_process_group_list = [*listed, *own] or None
                 for arguments in self._extra:
                     self._make_extra(*arguments)
-                if built.grid is not None and kept[0] is not None:
-                    built.grid.renew(kept[0])
-                renewed = list(self.pool.groups) if self.pool else []
-                for each in renewed:
+                assert built.grid is not None and built.grid.pool is not None
+                built.grid.replace(old)
+                for each in built.grid.pool.groups:
                     if (each.label, each.ranks) in self._timeouts:
                         changed = self._timeouts[each.label, each.ranks]
                         c10d._set_pg_timeout(changed, each.group)
             except BaseException:
                 if built.grid is not None:
                     built.grid.destroy(abort=True)
-                self._grid, self._numbered = kept
-                for slot, value in before.items():
-                    object.__setattr__(self, slot, value)
-                self._global_process_group_list = [None, *own]
+                self._grid, self._numbered = old, numbered
+                self._put(before | known(self._numbered, self.request))
+                self._global_process_group_list = noted
                 raise
-        names, self._names = self._names, None
-        self._renumber()
-        known = {(each.label, each.ranks): each.group for each in renewed}
-        return {name: known[key] for key, name in names.items() if key in known}
+        return built.grid.pool.renewed(suspension)
+
+    def _exchange(self, others: dict[Any, Any]) -> None:
+        """Put other values in the place of groups, or of placeholders."""
+        was = {slot: getattr(self, slot) for slot in self._numbered}
+        self._put({s: exchanged(getattr(self, s), others) for s in GROUP_SLOTS})
+        self._numbered = {
+            slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
+            for slot, (group, rank, size) in self._numbered.items()
+        }
+        self._put(known(self._numbered, self.request))
+
+    @property
+    def _is_suspended(self) -> bool:
+        return self.pool is not None and self.pool.suspended is not None
 
     @property
     def is_in_use(self) -> bool:
@@ -320,11 +371,6 @@ class ParallelState(Getters, Setters, Buffers):
         if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
             return True
         return self.request is not None and self.pool is None
-
-    def ask_via(self, other: Any) -> None:
-        """Let getters that are built from other getters ask those of ``other``."""
-        self._via = other
-        self._renumber()
 
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
         """Set ``timeout`` on ``pg``, or on every group that was made. *Collective* over ``pg``.
@@ -378,34 +424,35 @@ class ParallelState(Getters, Setters, Buffers):
         self, rows: Sequence[Row], timeout: timedelta | None, configs: Configs
     ) -> list[ProcessGroup | None]:
         assert self.request is not None and self.pool is not None
-        known = self.request, self.pool, self.note_group
-        return [build_extra(row, *known, timeout, configs) for row in rows]
-
-
-_current = ParallelState()  # what compat.parallel_state answers from
-_module: dict[str, Any] = {}  # its names: for its functions a global of theirs is the fastest
+        about = self.request, self.pool, self.note_group
+        return [build_extra(row, *about, timeout, configs) for row in rows]
 
 
 def current() -> ParallelState:
     """The state that ``compat.parallel_state`` answers from; at first one without groups."""
-    return _current
+    return _current  # type: ignore[no-any-return]
 
 
 def make_current(state: ParallelState) -> None:
-    """Let ``compat.parallel_state`` answer from ``state``, also if its getters are patched."""
+    """Let ``compat.parallel_state`` answer from ``state``."""
     global _current
-    before, _current = _current, state
-    via = before._via
-    before.ask_via(before)
-    state.ask_via(state if via is before else via)
-    _module["_current"] = state
+    with _switching:
+        if _current is not None:
+            # Outside code may have written its values, or deleted one.
+            _current._own.update({name: _home[name] for name in _KEPT if name in _home})
+            vars(_current).update(_current._functions)
+        vars(state).update(state._guarded)
+        _current = state
+        _home.update({name: state._own[name] for name in _KEPT})
 
 
-def speak_through(module: dict[str, Any]) -> None:
-    """Keep ``_current`` up to date among the names of a module."""
-    global _module
-    _module = module
-    _module["_current"] = _current
+def speak_through(names: dict[str, Any]) -> None:
+    """Move the values of the current state into ``names``, the globals of a module."""
+    global _home, _at_home
+    with _switching:
+        names.update({name: _home[name] for name in _KEPT})
+        _home, _at_home = names, over(names)
 
 
+make_current(ParallelState())
 group_helpers.tell.append(lambda group: _current.note_group(group))

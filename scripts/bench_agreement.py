@@ -198,7 +198,7 @@ def simulated(world: int, case: str) -> dict[str, float]:
         return here
 
     silent: Any = SimpleNamespace(sendall=len, close=list)
-    others = {rank: (silent, True) for rank in range(1, step)}
+    others = dict.fromkeys(range(1, step), silent)
     with mock.patch.object(dist, "get_rank", lambda: at):
         for at in speakers:
             here = _Round(store, ranks, _Memory())

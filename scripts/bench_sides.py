@@ -9,6 +9,7 @@ import gc
 import hashlib
 import importlib
 import json
+import os
 import pickle
 import re
 import resource
@@ -62,6 +63,18 @@ GROUPS = (
     "get_expert_tensor_model_pipeline_parallel_group",
     "get_expert_data_parallel_group",
 )
+TIMED = (
+    *dict.fromkeys((*GETTERS, *GROUPS)),
+    *("get_amax_reduction_group", "get_global_memory_buffer"),
+    *("get_data_parallel_src_rank", "get_tensor_model_parallel_src_rank"),
+    *("get_expert_data_parallel_rank", "get_expert_data_parallel_world_size"),
+    *("get_expert_tensor_parallel_rank", "get_expert_tensor_parallel_world_size"),
+    *("get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank"),
+    *("get_pipeline_model_parallel_first_rank", "get_pipeline_model_parallel_last_rank"),
+    *("get_virtual_pipeline_model_parallel_rank", "is_rank_in_embedding_group", "get_all_ranks"),
+    *("is_initialized", "model_parallel_is_initialized"),
+)
+RELEASES = ("0.16.1", "0.19.2")
 
 
 def rounds(most: int, seconds: float) -> Iterator[int]:
@@ -73,13 +86,13 @@ def rounds(most: int, seconds: float) -> Iterator[int]:
         yield i
 
 
-def load(side: str) -> Any:
+def load(side: str, release: str | None = None) -> Any:
     """The parallel_state module of one side. Stock's is run from its source, by itself."""
     sys.path.insert(0, str(ROOT))
     if side == "ours":
         return importlib.import_module("compat.parallel_state")
     return importlib.import_module("tests.support.stock").load_stock(
-        metadata.version("megatron-core")
+        release or metadata.version("megatron-core")
     )
 
 
@@ -146,9 +159,12 @@ def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> di
     return times
 
 
-def call_getters(calls: int, repeats: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+def call_getters(
+    release: str, calls: int, repeats: int, seconds: float
+) -> dict[str, dict[str, list[float]]]:
     """Seconds for a call of each getter, on stock and ours in turn."""
-    sides = {side: load(side) for side in ("stock", "ours")}
+    os.environ["HYPERGRID_MEGATRON_RELEASE"] = release
+    sides = {side: load(side, release) for side in ("stock", "ours")}
     start_fake_world(37, 64)
     for module in sides.values():
         sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
@@ -156,9 +172,9 @@ def call_getters(calls: int, repeats: int, seconds: float) -> dict[str, dict[str
         module.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
     if digest(sides["stock"]) != digest(sides["ours"]):
         raise SystemExit("stock and ours answer differently")
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in GETTERS}
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in TIMED}
     for i in rounds(repeats, seconds):
-        for name in GETTERS:
+        for name in TIMED:
             for side in sorted(sides, reverse=bool(i % 2)):
                 # Through the module, as callers do: mpu.get_tensor_model_parallel_rank().
                 timer = timeit.Timer(f"mpu.{name}()", globals={"mpu": sides[side]})

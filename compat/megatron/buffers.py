@@ -6,57 +6,37 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from compat.megatron.methods import missing
 
-_LATER = object()  # in the global until the buffer is used: initialising imports no megatron
+class GlobalMemoryBuffer:
+    """Becomes Megatron's when it is first used, so that initialising imports no megatron."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _memory_buffer()
+        self.__class__, self.__dict__ = type(made), vars(made)
+        return getattr(self, name)
 
 
-def _make() -> Any:
+def _memory_buffer() -> Any:
     try:
         from megatron.core.utils import GlobalMemoryBuffer
     except ImportError as error:
-        raise missing("_GLOBAL_MEMORY_BUFFER") from error
+        raise AssertionError(
+            "global memory buffer is not initialized: there is no megatron.core.utils."
+        ) from error
     return GlobalMemoryBuffer()
 
 
-class Buffers:
-    """The functions of the module about buffers, as methods of the state."""
+def memory_buffer() -> Any:
+    """Megatron's ``GlobalMemoryBuffer``, or what becomes it."""
+    return _memory_buffer() if "megatron.core.utils" in sys.modules else GlobalMemoryBuffer()
 
-    __slots__ = ()
 
-    def get_global_memory_buffer(self: Any) -> Any:
-        """Megatron's ``GlobalMemoryBuffer``, made on first use."""
-        buffer = self._held("_GLOBAL_MEMORY_BUFFER")
-        if buffer is _LATER:
-            buffer = self._GLOBAL_MEMORY_BUFFER = _make()
-        return buffer
+def symmetric_memory_buffer(group: Any) -> Any:
+    from megatron.core.utils import GlobalSymmetricMemoryBuffer
 
-    def _set_global_memory_buffer(self: Any) -> None:
-        if self._GLOBAL_MEMORY_BUFFER is not None:
-            raise AssertionError("the global memory buffer is already initialized.")
-        loaded = "megatron.core.utils" in sys.modules
-        self._GLOBAL_MEMORY_BUFFER = _make() if loaded else _LATER
-
-    def destroy_global_memory_buffer(self: Any) -> None:
-        """Forget the memory buffer."""
-        self._GLOBAL_MEMORY_BUFFER = None
-
-    def get_global_symmetric_memory_buffer(self: Any) -> Any:
-        """Megatron 0.16's buffer for inference; only where it was set up."""
-        return self._held("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-
-    def _set_global_symmetric_memory_buffer(self: Any) -> None:
-        if self._GLOBAL_SYMMETRIC_MEMORY_BUFFER is not None:
-            raise AssertionError("the global symmetric memory buffer is already initialized.")
-        from megatron.core.utils import GlobalSymmetricMemoryBuffer
-
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = GlobalSymmetricMemoryBuffer(
-            size_in_mb=256, process_group=self.get_tensor_model_parallel_group()
-        )
-
-    def destroy_global_symmetric_memory_buffer(self: Any) -> None:
-        """Forget the symmetric memory buffer."""
-        self._GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
+    return GlobalSymmetricMemoryBuffer(size_in_mb=256, process_group=group)
 
 
 def release_megatrons(abort: bool) -> None:

@@ -49,8 +49,10 @@ class Built:
     grid: HyperCommGrid | None = None
 
 
-def build(request: Request) -> Built:
+def build(request: Request, suspended: GroupPool | None = None) -> Built:
     """Create every group of ``request`` that this rank belongs to.
+
+    Those that a ``suspended`` pool has not closed are taken from there.
 
     *Collective* over the request's participants; a rank that is none of them gets no groups.
     After a failure no group is left.
@@ -78,6 +80,8 @@ def build(request: Request) -> Built:
     if request.helpers:
         owner += f", with {replaced.in_words(request.helpers)} replaced"
     pool = grid.begin(Agreement(""), policy, owner)
+    if suspended is not None:
+        pool.replace(suspended)
     try:
         agreed = request.participants, request.proposal(), request.timeout, request.life
         with pool.agreed(*agreed, one_device=alone):

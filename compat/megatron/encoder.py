@@ -1,12 +1,11 @@
 """The encoder of megatron-core 0.12 and 0.13, on ranks of its own before the decoder's.
 
-Its sizes, its pipelines, and the functions about stages that only those releases have.
+Its sizes and its pipelines.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
 
 from compat.megatron.releases import HAS
 from compat.megatron.table import Row
@@ -16,14 +15,14 @@ TENSOR = "encoder_tensor_model_parallel_size"
 STAGES = "encoder_pipeline_model_parallel_size"
 
 
-def warn_of_its_end(what: str, stacklevel: int = 4) -> None:
+def warn_of_its_end(what: str, stacklevel: int = 2) -> None:
     """Warn, as upstream does, that this will be removed: a DeprecationWarning."""
     if HAS["encoder_deprecated"]:
         warnings.warn(
             f"{what} deprecated, as encoders with sizes of their own: lay out encoder and decoder "
             f"as two grids.",
             DeprecationWarning,
-            stacklevel=stacklevel,
+            stacklevel=stacklevel + 1,
         )
 
 
@@ -38,7 +37,7 @@ def sizes(tensor: int, stages: int, decoder_tensor: int) -> tuple[int, int]:
 def check(asked: tuple[int, int], decoder_tensor: int) -> None:
     """Refuse more tensor parallelism than the decoder has: AssertionError, as upstream."""
     if any(asked):
-        warn_of_its_end(f"{TENSOR} and {STAGES} are", stacklevel=3)
+        warn_of_its_end(f"{TENSOR} and {STAGES} are")
     if asked[0] > max(decoder_tensor, 0):
         raise AssertionError(
             f"{TENSOR}={shown(asked[0])} is more than tensor_model_parallel_size="
@@ -66,57 +65,3 @@ def beside(
         share, more = divmod(len(decoder), len(encoder))
         encoder = [pipe for i, pipe in enumerate(encoder) for _ in range(share + (i < more))]
     return [first + second for first, second in zip(encoder, decoder, strict=True)]
-
-
-class EncoderGetters:
-    """Answers from the rank at which the pipeline was split, or the stage that ends the encoder.
-
-    All stages are inside both where nothing was split.
-    """
-
-    __slots__ = ()
-
-    if TYPE_CHECKING:  # the slots of the state
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def get_pipeline_model_parallel_split_rank(self) -> int | None:
-        return self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
-
-    def get_pipeline_model_parallel_decoder_start(self) -> int | None:
-        warn_of_its_end("get_pipeline_model_parallel_decoder_start is")
-        return self._PIPELINE_MODEL_PARALLEL_DECODER_START
-
-    def is_pipeline_stage_before_split(self, rank: int | None = None) -> bool:
-        warn_of_its_end("is_pipeline_stage_before_split is")
-        stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
-        return stage is None or split is None or stage < split
-
-    def is_pipeline_stage_after_split(self, rank: int | None = None) -> bool:
-        warn_of_its_end("is_pipeline_stage_after_split is")
-        stage, split = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK
-        return stage is None or split is None or stage >= split
-
-    def is_pipeline_stage_at_split(self) -> bool:
-        warn_of_its_end("is_pipeline_stage_at_split is")
-        stage = self._via.get_pipeline_model_parallel_rank()
-        before = self._via.is_pipeline_stage_before_split(stage)
-        return before and self._via.is_pipeline_stage_after_split(stage + 1)
-
-    def is_inside_encoder(self, rank: int | None = None) -> bool:
-        warn_of_its_end("is_inside_encoder is")
-        stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
-        # Without an encoder on ranks of its own, it is in the first stage.
-        return stage is None or (stage == 0 if start is None else stage < start)
-
-    def is_inside_decoder(self, rank: int | None = None) -> bool:
-        warn_of_its_end("is_inside_decoder is")
-        stage, start = self._stage(rank), self._PIPELINE_MODEL_PARALLEL_DECODER_START
-        return stage is None or start is None or stage >= start
-
-    def _stage(self, rank: int | None) -> int | None:
-        """``rank``, or else this rank's stage; None if the pipeline has one stage."""
-        if self._via.get_pipeline_model_parallel_world_size() == 1:
-            return None
-        stage: int = self._via.get_pipeline_model_parallel_rank() if rank is None else rank
-        return stage

@@ -1,461 +1,991 @@
-"""Every getter and setter of the module as a method of the state; most are a line of a table."""
+"""Every getter and setter of the module, each written out: a plain function over globals.
+
+Their globals are not this module's. ``over`` gives them those of ``compat.parallel_state``, where
+the current state's values are, or those of another state. So outside code reads, writes and
+replaces there what it likes, as on stock, and a getter costs what a global costs. Functions call
+each other by name: one that outside code has replaced counts.
+
+All are *local*: no communication.
+"""
+
+# ruff: noqa: F821 - upstream's private globals are in the namespaces, see ``over``
+# mypy: disable-error-code="name-defined,index"
 
 from __future__ import annotations
 
-import functools
 import warnings
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron.encoder import EncoderGetters
-from compat.megatron.methods import (
-    NUMBERS,
-    First,
-    Held,
-    Number,
-    Read,
-    Written,
-    missing,
-    number_of,
-    of_expert_tensor,
-    of_group,
-    of_stage,
-    or_zero,
-    or_zero_without,
-)
-from compat.megatron.releases import HAS
-
-# The data-parallel groups, by (with cp, with gtp_remat, partial) ...
-DATA_PARALLEL: dict[tuple[bool, ...], str] = {
-    (False, False, False): "_DATA_PARALLEL_GROUP",
-    (False, True, False): "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-    (True, False, False): "_DATA_PARALLEL_GROUP_WITH_CP",
-    (True, True, False): "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-    (True, False, True): "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    (True, True, True): "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-}
-# ... and the expert ones, by (with gtp_remat, partial).
-EXPERT_DATA_PARALLEL: dict[tuple[bool, ...], str] = {
-    (False, False): "_EXPERT_DATA_PARALLEL_GROUP",
-    (True, False): "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-    (False, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-    (True, True): "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-}
+from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
+from compat.megatron.encoder import warn_of_its_end
+from compat.megatron.releases import HAS, as_released
 
 
-def _remat(asked: bool) -> dict[str, bool]:
-    """The argument of a group getter: for releases that have it, and for callers that pass it."""
-    return {"with_gtp_remat": asked} if HAS["gtp_remat"] or not asked else {}
+def get_global_memory_buffer() -> Any:
+    """Megatron's buffer of reusable tensors."""
+    if _GLOBAL_MEMORY_BUFFER is None:
+        raise missing("_GLOBAL_MEMORY_BUFFER")
+    return _GLOBAL_MEMORY_BUFFER
 
 
-def _partial(asked: bool) -> dict[str, bool]:
-    """The argument of the expert-data-parallel getter, for releases that have it."""
-    return {"partial_expert_data_parallel": asked} if HAS["instances_in_expert"] else {}
+def _set_global_memory_buffer() -> None:
+    """Make the memory buffer; AssertionError if there is one."""
+    global _GLOBAL_MEMORY_BUFFER
+    if _GLOBAL_MEMORY_BUFFER is not None:
+        raise AssertionError("the global memory buffer is already initialized.")
+    _GLOBAL_MEMORY_BUFFER = memory_buffer()
 
 
-class Setters:
-    """The setters: what the getters answer from then on."""
-
-    __slots__ = ()
-
-    set_tensor_model_parallel_rank = Written("_MPU_TENSOR_MODEL_PARALLEL_RANK")
-    set_tensor_model_parallel_world_size = Written("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
-    set_pipeline_model_parallel_rank = Written("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
-    set_pipeline_model_parallel_world_size = Written("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-    set_pipeline_model_parallel_split_rank = Written("_PIPELINE_MODEL_PARALLEL_SPLIT_RANK")
-    set_virtual_pipeline_model_parallel_world_size = Written()
-    set_data_parallel_rank = Written("_MPU_DATA_PARALLEL_RANK")
-    set_expert_model_parallel_rank = Written("_MPU_EXPERT_MODEL_PARALLEL_RANK")
-    set_expert_model_parallel_world_size = Written("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
-    set_expert_tensor_parallel_rank = Written("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
-    set_expert_tensor_parallel_world_size = Written("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
-
-    def set_virtual_pipeline_model_parallel_rank(self: Any, rank: int | None) -> None:
-        if HAS["vp_stage"]:
-            warnings.warn(
-                "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
-                "is_pipeline_first_stage() and its like.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-        self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
+def destroy_global_memory_buffer() -> None:
+    """Forget the memory buffer."""
+    global _GLOBAL_MEMORY_BUFFER
+    _GLOBAL_MEMORY_BUFFER = None
 
 
-class Getters(EncoderGetters):
-    """Every getter of the module, as a method that answers from the slots of the state.
+def get_global_symmetric_memory_buffer() -> Any:
+    """Megatron 0.16's symmetric memory buffer for inference."""
+    if _GLOBAL_SYMMETRIC_MEMORY_BUFFER is None:
+        raise missing("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
+    return _GLOBAL_SYMMETRIC_MEMORY_BUFFER
 
-    All are *local*: no communication. A method that is built from other getters asks them through
-    ``_via``: the state itself, or the module while somebody has patched a getter there.
-    """
 
-    __slots__ = ()
+def _set_global_symmetric_memory_buffer() -> None:
+    """Make the symmetric memory buffer; AssertionError if there is one."""
+    global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
+    if _GLOBAL_SYMMETRIC_MEMORY_BUFFER is not None:
+        raise AssertionError("the global symmetric memory buffer is already initialized.")
+    _GLOBAL_SYMMETRIC_MEMORY_BUFFER = symmetric_memory_buffer(get_tensor_model_parallel_group())
 
-    get_model_parallel_group = Held[ProcessGroup]()
-    get_tensor_model_parallel_group = Held[ProcessGroup]()
-    get_gtp_weight_remat_group = Held[ProcessGroup]()
-    get_pipeline_model_parallel_group = Held[ProcessGroup]()
-    get_context_parallel_group = Held[ProcessGroup]()
-    get_hierarchical_context_parallel_groups = Held[list[ProcessGroup]]()
-    get_embedding_group = Held[ProcessGroup]()
-    get_position_embedding_group = Held[ProcessGroup]()
-    get_tensor_and_context_parallel_group = Held[ProcessGroup]()
-    get_expert_gtp_weight_remat_group = Held[ProcessGroup]()
-    get_expert_model_parallel_group = Held[ProcessGroup]()
-    get_expert_tensor_parallel_group = Held[ProcessGroup]()
-    get_expert_tensor_and_model_parallel_group = Held[ProcessGroup]()
-    get_intra_distributed_optimizer_instance_group = Held[ProcessGroup]()
-    get_inter_distributed_optimizer_instance_group = Held[ProcessGroup](
-        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
-    )
-    get_inter_partial_data_parallel_group = Held[ProcessGroup](
-        "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
-    )
 
-    get_gtp_weight_remat_global_ranks = Held[list[int]]()
-    get_expert_gtp_weight_remat_global_ranks = Held[list[int]]()
-    get_context_parallel_global_ranks = Held[list[int]]()
-    get_tensor_model_parallel_src_rank = First("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-    get_model_parallel_src_rank = First("_MODEL_PARALLEL_GLOBAL_RANKS")
-    get_expert_model_parallel_src_rank = First("_EXPERT_MODEL_PARALLEL_RANKS")
+def destroy_global_symmetric_memory_buffer() -> None:
+    """Forget the symmetric memory buffer."""
+    global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
+    _GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
 
-    get_tensor_model_parallel_rank = Number(of_group, settable=True)
-    get_tensor_model_parallel_world_size = Number(of_group, settable=True)
-    get_pipeline_model_parallel_rank = Number(of_stage, settable=True)
-    get_pipeline_model_parallel_world_size = Number(of_group, settable=True)
-    get_context_parallel_rank = Number(or_zero)
-    get_context_parallel_world_size = Number(or_zero)
-    get_tensor_and_context_parallel_rank = Number(or_zero)
-    get_tensor_and_context_parallel_world_size = Number(or_zero)
-    get_gtp_weight_remat_rank = Number(or_zero_without)
-    get_gtp_weight_remat_world_size = Number(or_zero_without)
-    get_expert_gtp_weight_remat_rank = Number(or_zero_without)
-    get_expert_gtp_weight_remat_world_size = Number(or_zero_without)
-    get_expert_model_parallel_rank = Number(or_zero, settable=True)
-    get_expert_model_parallel_world_size = Number(or_zero, settable=True)
-    get_expert_tensor_parallel_rank = Number(of_expert_tensor, settable=True)
-    get_expert_tensor_parallel_world_size = Number(of_expert_tensor, settable=True)
-    get_expert_tensor_and_model_parallel_rank = Number(or_zero)
-    get_expert_tensor_and_model_parallel_world_size = Number(or_zero)
 
-    get_virtual_pipeline_model_parallel_rank = Read["int | None"]()
-    get_virtual_pipeline_model_parallel_world_size = Read["int | None"]()
-    get_moe_layer_wise_logging_tracker = Read[dict[str, Any]]()
+def get_moe_layer_wise_logging_tracker() -> dict[str, Any]:
+    """Megatron 0.12's losses of experts by name, for logging."""
+    return _MOE_LAYER_WISE_LOGGING_TRACKER
 
-    def _held(self, slot: str, check_initialized: bool = True) -> Any:
-        value = getattr(self, slot)
-        if value is None and check_initialized:
-            raise missing(slot)
-        return value
 
-    # data parallelism. Releases without gtp_remat have one global where later ones have two, and
-    # code for them writes that one: only a state with the axis has the other there.
+@as_released
+def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group of this rank's model: tensor, GTP and pipeline parallel ranks."""
+    if _MODEL_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_MODEL_PARALLEL_GROUP")
+    return _MODEL_PARALLEL_GROUP
 
-    def _dp_slot(self, with_cp: bool, with_gtp: bool, partial: bool) -> str:
-        if partial and not with_cp:
-            raise AssertionError(
-                "a partial data-parallel group includes context parallelism: pass "
-                "with_context_parallel=True with partial_data_parallel=True."
-            )
-        known = HAS["gtp_remat"] or self._has_axis("gtp_remat_size")
-        return DATA_PARALLEL[bool(with_cp), bool(with_gtp) and known, bool(partial)]
 
-    def _edp_slot(self, with_gtp: bool, partial: bool) -> str:
-        known = HAS["gtp_remat"] or self._has_axis("expert_gtp_remat_size")
-        return EXPERT_DATA_PARALLEL[bool(with_gtp) and known, bool(partial)]
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over tp: one layer's matrices are split over it."""
+    if _TENSOR_MODEL_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_TENSOR_MODEL_PARALLEL_GROUP")
+    return _TENSOR_MODEL_PARALLEL_GROUP
 
-    def _has_axis(self, size: str) -> bool:
-        return self.request is not None and getattr(self.request, size) > 1
 
-    def get_data_parallel_group(
-        self,
-        with_context_parallel: bool = False,
-        with_gtp_remat: bool = True,
-        partial_data_parallel: bool = False,
-        independent_all_gather: bool = False,
-    ) -> ProcessGroup:
-        if independent_all_gather and with_context_parallel and not partial_data_parallel:
-            return self._held("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-        key = (with_context_parallel, with_gtp_remat, partial_data_parallel)
-        group = self._dp_groups.get(key)
-        return group if group is not None else self._held(self._dp_slot(*key))
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over gtp_remat: weights are sharded over it."""
+    if _GTP_WEIGHT_REMAT_GROUP is None and check_initialized:
+        raise missing("_GTP_WEIGHT_REMAT_GROUP")
+    return _GTP_WEIGHT_REMAT_GROUP
 
-    def get_data_parallel_group_gloo(
-        self, with_context_parallel: bool = False, partial_data_parallel: bool = False
-    ) -> ProcessGroup:
-        slot = self._dp_slot(with_context_parallel, False, partial_data_parallel)
-        return self._held(slot + "_GLOO")
 
-    def has_separate_all_gather_group(self) -> bool:
-        return self._DATA_PARALLEL_GROUP_WITH_CP_AG is not None
+@as_released
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over pp: the stages of one pipeline."""
+    if _PIPELINE_MODEL_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_PIPELINE_MODEL_PARALLEL_GROUP")
+    return _PIPELINE_MODEL_PARALLEL_GROUP
 
-    def get_data_parallel_world_size(
-        self,
-        with_context_parallel: bool = False,
-        with_gtp_remat: bool = True,
-        partial_data_parallel: bool = False,
-    ) -> int:
-        key = (with_context_parallel, with_gtp_remat, partial_data_parallel)
-        number = self._dp_sizes.get(key)
-        return number if number is not None else self._ask_data_parallel("size", *key)
 
-    def get_data_parallel_rank(
-        self,
-        with_context_parallel: bool = False,
-        with_gtp_remat: bool = True,
-        partial_data_parallel: bool = False,
-    ) -> int:
-        key = (with_context_parallel, with_gtp_remat, partial_data_parallel)
-        number = self._dp_ranks.get(key)
-        return number if number is not None else self._ask_data_parallel("rank", *key)
-
-    def _ask_data_parallel(self, kind: str, with_cp: bool, with_gtp: bool, partial: bool) -> int:
-        override = self._MPU_DATA_PARALLEL_RANK
-        if kind == "size":
-            override = self._MPU_DATA_PARALLEL_WORLD_SIZE
-        if override is not None:
-            return override
-        if not dist.is_initialized():
-            return 0
-        group = self._via.get_data_parallel_group(
-            with_context_parallel=with_cp, partial_data_parallel=partial, **_remat(with_gtp)
+@as_released
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+    with_gtp_remat: bool = True,
+) -> ProcessGroup:
+    """Group over dp; optionally with cp, without gtp_remat, or of one optimizer instance."""
+    if _gtp_remat and with_gtp_remat:
+        return _data_parallel_with_remat(
+            with_context_parallel, partial_data_parallel, independent_all_gather
         )
-        return number_of(group, kind)
+    if with_context_parallel:
+        if partial_data_parallel:
+            if _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP is None:
+                raise missing("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
+            return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
+        if independent_all_gather:
+            if _DATA_PARALLEL_GROUP_WITH_CP_AG is None:
+                raise missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+            return _DATA_PARALLEL_GROUP_WITH_CP_AG
+        if _DATA_PARALLEL_GROUP_WITH_CP is None:
+            raise missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _DATA_PARALLEL_GROUP_WITH_CP
+    if partial_data_parallel:
+        raise _partial_without_cp()
+    if _DATA_PARALLEL_GROUP is None:
+        raise missing("_DATA_PARALLEL_GROUP")
+    return _DATA_PARALLEL_GROUP
 
-    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
-        slot = "_DATA_PARALLEL_GLOBAL_RANKS"
-        return self._held(slot + "_WITH_CP" if with_context_parallel else slot)[0]
 
-    def get_expert_data_parallel_group(
-        self,
-        check_initialized: bool = True,
-        with_gtp_remat: bool = True,
-        partial_expert_data_parallel: bool = False,
-    ) -> ProcessGroup:
-        slot = self._edp_slot(with_gtp_remat, partial_expert_data_parallel)
-        return self._held(slot, check_initialized)
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """Gloo twin of a data-parallel group."""
+    if with_context_parallel:
+        if partial_data_parallel:
+            if _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO is None:
+                raise missing("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+            return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO
+        if _DATA_PARALLEL_GROUP_WITH_CP_GLOO is None:
+            raise missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+        return _DATA_PARALLEL_GROUP_WITH_CP_GLOO
+    if partial_data_parallel:
+        raise _partial_without_cp()
+    if _DATA_PARALLEL_GROUP_GLOO is None:
+        raise missing("_DATA_PARALLEL_GROUP_GLOO")
+    return _DATA_PARALLEL_GROUP_GLOO
 
-    def get_expert_data_parallel_group_gloo(
-        self, partial_expert_data_parallel: bool = False
-    ) -> ProcessGroup:
-        return self._held(self._edp_slot(False, partial_expert_data_parallel) + "_GLOO")
 
-    def get_data_modulo_expert_parallel_group(
-        self, partial_expert_data_parallel: bool = False
-    ) -> ProcessGroup:
-        warnings.warn(
-            "get_data_modulo_expert_parallel_group is deprecated: use "
-            "get_expert_data_parallel_group.",
-            DeprecationWarning,
-            stacklevel=3,
+def has_separate_all_gather_group() -> bool:
+    """Whether ``create_all_gather_group`` was asked for."""
+    return _DATA_PARALLEL_GROUP_WITH_CP_AG is not None
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over cp: one sequence is split over it."""
+    if _CONTEXT_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_CONTEXT_PARALLEL_GROUP")
+    return _CONTEXT_PARALLEL_GROUP
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
+    """One group per level of hierarchical context parallelism, innermost first."""
+    if _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS is None and check_initialized:
+        raise missing("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS")
+    return _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> ProcessGroup:
+    """Group of ``group_size`` consecutive data x context parallel ranks."""
+    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
+        if _DATA_PARALLEL_GROUP_WITH_CP is None and check_initialized:
+            raise missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _DATA_PARALLEL_GROUP_WITH_CP
+    if _HYBRID_DP_CP_GROUPS is None and check_initialized:
+        raise missing("_HYBRID_DP_CP_GROUPS")
+    if group_size not in _HYBRID_DP_CP_GROUPS:
+        raise KeyError(
+            f"there is no hybrid data x context parallel group of size {group_size!r}; sizes that "
+            f"exist: {sorted(_HYBRID_DP_CP_GROUPS) or 'none'}. Initialise with "
+            f"hybrid_context_parallel=True."
         )
-        return self._via.get_expert_data_parallel_group(**_partial(partial_expert_data_parallel))
+    return _HYBRID_DP_CP_GROUPS[group_size]
 
-    def get_expert_data_parallel_world_size(
-        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-    ) -> int:
-        key = (with_gtp_remat, partial_expert_data_parallel)
-        number = self._edp_sizes.get(key)
-        return number if number is not None else self._ask_expert_data_parallel("size", *key)
 
-    def get_expert_data_parallel_rank(
-        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-    ) -> int:
-        key = (with_gtp_remat, partial_expert_data_parallel)
-        number = self._edp_ranks.get(key)
-        return number if number is not None else self._ask_expert_data_parallel("rank", *key)
+@as_released
+def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
+    """Ranks of this pipeline that hold word embeddings."""
+    if _EMBEDDING_GROUP is None and check_initialized:
+        raise missing("_EMBEDDING_GROUP")
+    return _EMBEDDING_GROUP
 
-    def _ask_expert_data_parallel(self, kind: str, with_gtp: bool, partial: bool) -> int:
-        if not dist.is_initialized():
-            return 0
-        arguments = {**_remat(with_gtp), **_partial(partial)}
-        return number_of(self._via.get_expert_data_parallel_group(**arguments), kind)
 
-    # groups that an argument chooses
+@as_released
+def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
+    """Ranks of this pipeline that hold position embeddings."""
+    if _POSITION_EMBEDDING_GROUP is None and check_initialized:
+        raise missing("_POSITION_EMBEDDING_GROUP")
+    return _POSITION_EMBEDDING_GROUP
 
-    def get_hybrid_data_context_parallel_groups(
-        self, check_initialized: bool = True, group_size: int | None = None
-    ) -> ProcessGroup:
-        if self._via.get_data_parallel_world_size(with_context_parallel=True) == group_size:
-            return self._held("_DATA_PARALLEL_GROUP_WITH_CP", check_initialized)
-        groups = self._held("_HYBRID_DP_CP_GROUPS", check_initialized)
-        if group_size not in groups:
-            raise KeyError(
-                f"there is no hybrid data x context parallel group of size {group_size!r}; sizes "
-                f"that exist: {sorted(groups) or 'none'}. Initialise with "
-                f"hybrid_context_parallel=True."
-            )
-        return groups[group_size]
 
-    def get_amax_reduction_group(
-        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
-    ) -> ProcessGroup:
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> ProcessGroup:
+    """Group over which FP8 scaling factors are reduced."""
+    if with_context_parallel:
         if tp_only_amax_red:
-            with_cp, without = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"
-        else:
-            with_cp = "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
-            without = "_TENSOR_AND_DATA_PARALLEL_GROUP"
-        return self._held(with_cp if with_context_parallel else without)
+            if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
+                raise missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+        if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None:
+            raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    if tp_only_amax_red:
+        if _TENSOR_MODEL_PARALLEL_GROUP is None:
+            raise missing("_TENSOR_MODEL_PARALLEL_GROUP")
+        return _TENSOR_MODEL_PARALLEL_GROUP
+    if _TENSOR_AND_DATA_PARALLEL_GROUP is None:
+        raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
+    return _TENSOR_AND_DATA_PARALLEL_GROUP
 
-    def get_tensor_and_data_parallel_group(
-        self, check_initialized: bool = True, with_context_parallel: bool = False
-    ) -> ProcessGroup:
-        slot = "_TENSOR_AND_DATA_PARALLEL_GROUP"
-        return self._held(slot + "_WITH_CP" if with_context_parallel else slot, check_initialized)
 
-    def get_expert_tensor_model_pipeline_parallel_group(
-        self, check_initialized: bool = True, with_egtp_remat: bool = False
-    ) -> ProcessGroup:
-        slot = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
-        return self._held(slot + "_WITH_EGTP" if with_egtp_remat else slot, check_initialized)
+@as_released
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> ProcessGroup:
+    """Group over tp and dp, optionally with cp."""
+    if with_context_parallel:
+        if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None and check_initialized:
+            raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    if _TENSOR_AND_DATA_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
+    return _TENSOR_AND_DATA_PARALLEL_GROUP
 
-    # ranks of the pipeline
 
-    def get_pipeline_model_parallel_first_rank(self) -> int:
-        ranks = self._held("_PIPELINE_GLOBAL_RANKS")
-        return ranks[0][0] if isinstance(ranks[0], list) else ranks[0]
+@as_released
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over tp and cp."""
+    if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+    return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
 
-    def get_pipeline_model_parallel_last_rank(self) -> int | list[int]:
-        ranks = self._held("_PIPELINE_GLOBAL_RANKS")
-        return _at(ranks, self._via.get_pipeline_model_parallel_world_size() - 1)
 
-    def get_pipeline_model_parallel_next_rank(self) -> int | list[int]:
-        return self._pipeline_neighbour(+1)
+def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over the expert grid's gtp_remat."""
+    if _EXPERT_GTP_WEIGHT_REMAT_GROUP is None and check_initialized:
+        raise missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP")
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP
 
-    def get_pipeline_model_parallel_prev_rank(self) -> int | list[int]:
-        return self._pipeline_neighbour(-1)
 
-    def _pipeline_neighbour(self, step: int) -> int | list[int]:
-        ranks = self._held("_PIPELINE_GLOBAL_RANKS")
-        stage = self._via.get_pipeline_model_parallel_rank()
-        return _at(ranks, (stage + step) % self._via.get_pipeline_model_parallel_world_size())
+def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over ep: the experts are spread over it."""
+    if _EXPERT_MODEL_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_EXPERT_MODEL_PARALLEL_GROUP")
+    return _EXPERT_MODEL_PARALLEL_GROUP
 
-    def get_all_ranks(self) -> str:
-        ranks = [
-            self._via.get_tensor_model_parallel_rank(),
-            self._via.get_data_parallel_rank(),
-            self._via.get_context_parallel_rank(),
-            self._via.get_pipeline_model_parallel_rank(),
-            self._via.get_expert_model_parallel_rank(),
-        ]
-        if HAS["gtp_remat"]:
-            ranks.insert(1, self._via.get_gtp_weight_remat_rank())
-        return "_".join(str(rank or 0) for rank in ranks)
 
-    # predicates
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over the expert grid's tp."""
+    if _EXPERT_TENSOR_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_EXPERT_TENSOR_PARALLEL_GROUP")
+    return _EXPERT_TENSOR_PARALLEL_GROUP
 
-    def is_initialized(self) -> bool:
-        return self._DATA_PARALLEL_GROUP is not None
 
-    def model_parallel_is_initialized(self) -> bool:
-        return (
-            self._TENSOR_MODEL_PARALLEL_GROUP is not None
-            and self._PIPELINE_MODEL_PARALLEL_GROUP is not None
-            and self._DATA_PARALLEL_GROUP is not None
-        )
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over the expert grid's tp and ep."""
+    if _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
+    return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
 
-    def is_unitialized(self) -> bool:
-        warnings.warn(
-            "is_unitialized is deprecated: use is_initialized.", DeprecationWarning, stacklevel=3
-        )
-        return not self._via.is_initialized()
 
-    def is_pipeline_first_stage(
-        self, ignore_virtual: bool = True, vp_stage: int | None = None
-    ) -> bool:
-        if ignore_virtual and self._is_first is not None:
-            return self._is_first
-        if not ignore_virtual:
-            stages, virtual = self._virtual_stage(vp_stage)
-            if stages is not None and virtual != 0:
-                return False
-        return self._via.get_pipeline_model_parallel_rank() == 0
+@as_released
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
+) -> ProcessGroup:
+    """Group over the expert grid's tp, ep and pp, optionally with gtp_remat."""
+    if with_egtp_remat:
+        if _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP is None and check_initialized:
+            raise missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP")
+        return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
+    if _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")
+    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
 
-    def is_pipeline_last_stage(
-        self, ignore_virtual: bool = True, vp_stage: int | None = None
-    ) -> bool:
-        if ignore_virtual and self._is_last is not None:
-            return self._is_last
-        if not ignore_virtual:
-            stages, virtual = self._virtual_stage(vp_stage)
-            if stages is not None and virtual != stages - 1:
-                return False
-        stage = self._via.get_pipeline_model_parallel_rank()
-        return stage == self._via.get_pipeline_model_parallel_world_size() - 1
 
-    def _virtual_stage(self, vp_stage: int | None) -> tuple[int | None, int | None]:
-        """Virtual stages per rank, and the one that is asked about."""
-        stages = self._via.get_virtual_pipeline_model_parallel_world_size()
-        if stages is not None and vp_stage is None:
-            if not HAS["vp_stage"]:
-                return stages, self._via.get_virtual_pipeline_model_parallel_rank()
-            raise AssertionError(
-                f"virtual pipelines are on ({stages} stages per rank): pass vp_stage, or "
-                f"ignore_virtual=True."
-            )
-        return stages, vp_stage
+@as_released
+def get_expert_data_parallel_group(
+    check_initialized: bool = True,
+    partial_expert_data_parallel: bool = False,
+    with_gtp_remat: bool = True,
+) -> ProcessGroup:
+    """Group over the expert grid's dp; optionally without gtp_remat, or of one instance."""
+    if _expert_gtp_remat and with_gtp_remat:
+        return _expert_data_parallel_with_remat(check_initialized, partial_expert_data_parallel)
+    if partial_expert_data_parallel:
+        if _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP is None and check_initialized:
+            raise missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+    if _EXPERT_DATA_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_EXPERT_DATA_PARALLEL_GROUP")
+    return _EXPERT_DATA_PARALLEL_GROUP
 
-    def is_rank_in_embedding_group(
-        self, ignore_virtual: bool = True, vp_stage: int | None = None
-    ) -> bool:
-        ranks, rank = self._EMBEDDING_GLOBAL_RANKS, dist.get_rank()
-        if ranks is None or rank not in ranks:
+
+@as_released
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """Gloo twin of an expert-data-parallel group."""
+    if partial_expert_data_parallel:
+        if _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO is None:
+            raise missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO
+    if _EXPERT_DATA_PARALLEL_GROUP_GLOO is None:
+        raise missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+    return _EXPERT_DATA_PARALLEL_GROUP_GLOO
+
+
+@as_released
+def get_data_modulo_expert_parallel_group(
+    partial_expert_data_parallel: bool = False,
+) -> ProcessGroup:
+    """Former name of the expert-data-parallel group."""
+    warnings.warn(
+        "get_data_modulo_expert_parallel_group is deprecated: use get_expert_data_parallel_group.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return _expert_data_parallel(partial_expert_data_parallel, True)
+
+
+@as_released
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
+    """All ranks of this rank's distributed-optimizer instance."""
+    if _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP is None and check_initialized:
+        raise missing("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
+    return _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP
+
+
+@as_released
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
+    """Ranks with this rank's place in each optimizer instance."""
+    if _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP is None and check_initialized:
+        raise missing("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
+    return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+
+
+def get_inter_partial_data_parallel_group() -> ProcessGroup:
+    """Megatron 0.12's ranks with this rank's place in each optimizer instance, dense layers."""
+    if _INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP is None:
+        raise missing("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
+    return _INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
+
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Global ranks of the gtp_remat group."""
+    if _GTP_WEIGHT_REMAT_GLOBAL_RANKS is None and check_initialized:
+        raise missing("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
+    return _GTP_WEIGHT_REMAT_GLOBAL_RANKS
+
+
+def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Global ranks of the expert gtp_remat group."""
+    if _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS is None and check_initialized:
+        raise missing("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
+    return _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Global ranks of the context-parallel group."""
+    if _CONTEXT_PARALLEL_GLOBAL_RANKS is None and check_initialized:
+        raise missing("_CONTEXT_PARALLEL_GLOBAL_RANKS")
+    return _CONTEXT_PARALLEL_GLOBAL_RANKS
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank that comes first in the tensor-parallel group."""
+    if _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS is None:
+        raise missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+    return _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS[0]
+
+
+def get_model_parallel_src_rank() -> int:
+    """Global rank that comes first in the model-parallel group."""
+    if _MODEL_PARALLEL_GLOBAL_RANKS is None:
+        raise missing("_MODEL_PARALLEL_GLOBAL_RANKS")
+    return _MODEL_PARALLEL_GLOBAL_RANKS[0]
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank that comes first in the data-parallel group."""
+    if with_context_parallel:
+        if _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP is None:
+            raise missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
+        return _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP[0]
+    if _DATA_PARALLEL_GLOBAL_RANKS is None:
+        raise missing("_DATA_PARALLEL_GLOBAL_RANKS")
+    return _DATA_PARALLEL_GLOBAL_RANKS[0]
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    """Global rank that comes first in the expert-parallel group."""
+    if _EXPERT_MODEL_PARALLEL_RANKS is None:
+        raise missing("_EXPERT_MODEL_PARALLEL_RANKS")
+    return _EXPERT_MODEL_PARALLEL_RANKS[0]
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of this pipeline's first stage."""
+    if _several:
+        return _first_of_several()
+    if _PIPELINE_GLOBAL_RANKS is None:
+        raise missing("_PIPELINE_GLOBAL_RANKS")
+    return _PIPELINE_GLOBAL_RANKS[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int | list[int]:
+    """Global rank of this pipeline's last stage; a list on an encoder's rank in several."""
+    ranks = _pipeline()
+    return _at(ranks, get_pipeline_model_parallel_world_size() - 1)
+
+
+def get_pipeline_model_parallel_next_rank() -> int | list[int]:
+    """Global rank of the next stage; the first follows the last."""
+    ranks, stage = _pipeline(), get_pipeline_model_parallel_rank()
+    return _at(ranks, (stage + 1) % get_pipeline_model_parallel_world_size())
+
+
+def get_pipeline_model_parallel_prev_rank() -> int | list[int]:
+    """Global rank of the previous stage; the last precedes the first."""
+    ranks, stage = _pipeline(), get_pipeline_model_parallel_rank()
+    return _at(ranks, (stage - 1) % get_pipeline_model_parallel_world_size())
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Tensor-parallel size."""
+    if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+    group = get_tensor_model_parallel_group()
+    return _tp[2] if group is _tp[0] else _size_of(group)
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place in the tensor-parallel group."""
+    if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
+        return _MPU_TENSOR_MODEL_PARALLEL_RANK
+    group = get_tensor_model_parallel_group()
+    return _tp[1] if group is _tp[0] else _rank_in(group)
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Number of pipeline stages."""
+    if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    group = get_pipeline_model_parallel_group()
+    return _pp[2] if group is _pp[0] else _size_of(group)
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's pipeline stage."""
+    if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
+        return _MPU_PIPELINE_MODEL_PARALLEL_RANK
+    if not _numbers and HAS["stage_asks_torch"]:
+        dist.get_rank()
+    group = get_pipeline_model_parallel_group()
+    return _pp[1] if group is _pp[0] else _rank_in(group, HAS["stage_from_torch"])
+
+
+@as_released
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    with_gtp_remat: bool = True,
+) -> int:
+    """Data-parallel size; arguments as for the group."""
+    if _MPU_DATA_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_DATA_PARALLEL_WORLD_SIZE
+    if not _numbers and not dist.is_initialized():
+        return 0
+    return _size_of(_data_parallel(with_context_parallel, partial_data_parallel, with_gtp_remat))
+
+
+@as_released
+def get_data_parallel_rank(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    with_gtp_remat: bool = True,
+) -> int:
+    """This rank's place in the data-parallel group; arguments as for the group."""
+    if _MPU_DATA_PARALLEL_RANK is not None:
+        return _MPU_DATA_PARALLEL_RANK
+    if not _numbers and not dist.is_initialized():
+        return 0
+    return _rank_in(_data_parallel(with_context_parallel, partial_data_parallel, with_gtp_remat))
+
+
+def get_context_parallel_world_size() -> int:
+    """Context-parallel size."""
+    return _size_of(get_context_parallel_group()) if _numbers or dist.is_initialized() else 0
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's place in the context-parallel group."""
+    return _rank_in(get_context_parallel_group()) if _numbers or dist.is_initialized() else 0
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Size of the tensor x context parallel group."""
+    return (
+        _size_of(get_tensor_and_context_parallel_group())
+        if _numbers or dist.is_initialized()
+        else 0
+    )
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """This rank's place in the tensor x context parallel group."""
+    return (
+        _rank_in(get_tensor_and_context_parallel_group())
+        if _numbers or dist.is_initialized()
+        else 0
+    )
+
+
+def get_gtp_weight_remat_world_size() -> int:
+    """gtp_remat size; 0 where there is no such group."""
+    group = None
+    if _numbers or dist.is_initialized():
+        group = get_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else _size_of(group)
+
+
+def get_gtp_weight_remat_rank() -> int:
+    """This rank's place in the gtp_remat group; 0 where there is none."""
+    group = None
+    if _numbers or dist.is_initialized():
+        group = get_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else _rank_in(group)
+
+
+def get_expert_gtp_weight_remat_world_size() -> int:
+    """Expert gtp_remat size; 0 where there is no such group."""
+    group = None
+    if _numbers or dist.is_initialized():
+        group = get_expert_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else _size_of(group)
+
+
+def get_expert_gtp_weight_remat_rank() -> int:
+    """This rank's place in the expert gtp_remat group; 0 where there is none."""
+    group = None
+    if _numbers or dist.is_initialized():
+        group = get_expert_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else _rank_in(group)
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Expert-parallel size."""
+    if _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
+    return _size_of(get_expert_model_parallel_group()) if _numbers or dist.is_initialized() else 0
+
+
+def get_expert_model_parallel_rank() -> int:
+    """This rank's place in the expert-parallel group."""
+    if _MPU_EXPERT_MODEL_PARALLEL_RANK is not None:
+        return _MPU_EXPERT_MODEL_PARALLEL_RANK
+    return _rank_in(get_expert_model_parallel_group()) if _numbers or dist.is_initialized() else 0
+
+
+def get_expert_tensor_parallel_world_size() -> int | None:
+    """Expert tensor-parallel size."""
+    if _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
+    if _EXPERT_TENSOR_PARALLEL_GROUP is None:
+        return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+    return _size_of(get_expert_tensor_parallel_group())
+
+
+def get_expert_tensor_parallel_rank() -> int | None:
+    """This rank's place in the expert tensor-parallel group."""
+    if _MPU_EXPERT_TENSOR_PARALLEL_RANK is not None:
+        return _MPU_EXPERT_TENSOR_PARALLEL_RANK
+    if _EXPERT_TENSOR_PARALLEL_GROUP is None:
+        return _MPU_TENSOR_MODEL_PARALLEL_RANK
+    return _rank_in(get_expert_tensor_parallel_group())
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Size of the expert tensor x expert parallel group."""
+    return (
+        _size_of(get_expert_tensor_and_model_parallel_group())
+        if _numbers or dist.is_initialized()
+        else 0
+    )
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """This rank's place in the expert tensor x expert parallel group."""
+    return (
+        _rank_in(get_expert_tensor_and_model_parallel_group())
+        if _numbers or dist.is_initialized()
+        else 0
+    )
+
+
+@as_released
+def get_expert_data_parallel_world_size(
+    partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
+) -> int:
+    """Expert-data-parallel size; arguments as for the group."""
+    if not _numbers and not dist.is_initialized():
+        return 0
+    return _size_of(_expert_data_parallel(partial_expert_data_parallel, with_gtp_remat))
+
+
+@as_released
+def get_expert_data_parallel_rank(
+    partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
+) -> int:
+    """This rank's place in the expert-data-parallel group."""
+    if not _numbers and not dist.is_initialized():
+        return 0
+    return _rank_in(_expert_data_parallel(partial_expert_data_parallel, with_gtp_remat))
+
+
+def get_all_ranks() -> str:
+    """This rank's places on the dims, joined by underscores; for names of files."""
+    ranks = [
+        get_tensor_model_parallel_rank(),
+        *([get_gtp_weight_remat_rank()] if HAS["gtp_remat"] else []),
+        get_data_parallel_rank(),
+        get_context_parallel_rank(),
+        get_pipeline_model_parallel_rank(),
+        get_expert_model_parallel_rank(),
+    ]
+    return "_".join(str(rank or 0) for rank in ranks)
+
+
+def is_initialized() -> bool:
+    """Whether this rank has a data-parallel group."""
+    return _DATA_PARALLEL_GROUP is not None
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether this rank has tensor-, pipeline- and data-parallel groups."""
+    if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
+        return False
+    return _DATA_PARALLEL_GROUP is not None
+
+
+def is_unitialized() -> bool:
+    """The opposite of ``is_initialized``; deprecated."""
+    warnings.warn("is_unitialized is deprecated: use is_initialized.", DeprecationWarning, 2)
+    return not is_initialized()
+
+
+@as_released
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank, or its virtual stage, begins the pipeline."""
+    if not ignore_virtual:
+        stages, virtual = _virtual_stage(vp_stage)
+        if stages is not None and virtual != 0:
             return False
-        staged = {"vp_stage": vp_stage} if HAS["vp_stage"] else {}
-        if not ignore_virtual and rank == ranks[0]:
-            return self._via.is_pipeline_first_stage(ignore_virtual=False, **staged)
-        if not ignore_virtual and rank == ranks[-1]:
-            return self._via.is_pipeline_last_stage(ignore_virtual=False, **staged)
-        return True
-
-    def is_rank_in_position_embedding_group(self) -> bool:
-        ranks, rank = self._POSITION_EMBEDDING_GLOBAL_RANKS, dist.get_rank()
-        return ranks is not None and rank in ranks
-
-    # what is known without asking a group
-
-    def _renumber(self) -> None:
-        """Work out every rank and size that can be known without asking a group each time.
-
-        Known are overrides, and the numbers of groups that this state made. Of a group that
-        somebody else put into a slot only the group can tell, each time.
-        """
-        put = functools.partial(object.__setattr__, self)
-        for each in NUMBERS:
-            number = None if each.override is None else getattr(self, each.override)
-            put(each.attribute, self._known(each.group, each.kind) if number is None else number)
-        for kind, override in _DP_OVERRIDES.items():
-            number = getattr(self, override)
-            fixed = dict.fromkeys(DATA_PARALLEL, number)
-            known = {key: self._known(self._dp_slot(*key), kind) for key in DATA_PARALLEL}
-            put(f"_dp_{kind}s", known if number is None else fixed)
-            experts = {key: self._edp_slot(*key) for key in EXPERT_DATA_PARALLEL}
-            put(f"_edp_{kind}s", {key: self._known(slot, kind) for key, slot in experts.items()})
-        put("_dp_groups", {key: getattr(self, self._dp_slot(*key)) for key in DATA_PARALLEL})
-        stage = self._pipeline_model_parallel_rank
-        stages = self._pipeline_model_parallel_world_size
-        known_stage = self._via is self and stage is not None and stages is not None
-        put("_is_first", stage == 0 if known_stage else None)
-        put("_is_last", stage == stages - 1 if known_stage else None)
-
-    def _known(self, slot: str, kind: str) -> int | None:
-        group, rank, size = self._numbered.get(slot, (None, None, None))
-        if group is None or group is not getattr(self, slot) or self._via is not self:
-            return None
-        return rank if kind == "rank" else size
+    return get_pipeline_model_parallel_rank() == 0
 
 
-_DP_OVERRIDES = {"rank": "_MPU_DATA_PARALLEL_RANK", "size": "_MPU_DATA_PARALLEL_WORLD_SIZE"}
-# Private globals that setters write, and that answer then instead of a group.
-OVERRIDE_SLOTS = (*(n.override for n in NUMBERS if n.override), *_DP_OVERRIDES.values())
-# Attributes of the state: what is known without asking a group. ``_renumber`` writes them.
-CACHED = (
-    *(number.attribute for number in NUMBERS),
-    *("_dp_groups", "_dp_ranks", "_dp_sizes", "_edp_ranks", "_edp_sizes", "_is_first", "_is_last"),
-)
+@as_released
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank, or its virtual stage, ends the pipeline."""
+    if not ignore_virtual:
+        stages, virtual = _virtual_stage(vp_stage)
+        if stages is not None and virtual != stages - 1:
+            return False
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
-def _at(ranks: Any, stage: int) -> Any:
-    """The rank at ``stage``; one for each pipeline where there are several."""
+@as_released
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank, or its virtual stage, holds word embeddings."""
+    rank = dist.get_rank()
+    if _EMBEDDING_GLOBAL_RANKS is None or rank not in _EMBEDDING_GLOBAL_RANKS:
+        return False
+    staged = {"vp_stage": vp_stage} if HAS["vp_stage"] else {}
+    if not ignore_virtual and rank == _EMBEDDING_GLOBAL_RANKS[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, **staged)
+    if not ignore_virtual and rank == _EMBEDDING_GLOBAL_RANKS[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, **staged)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds position embeddings."""
+    rank = dist.get_rank()
+    return _POSITION_EMBEDDING_GLOBAL_RANKS is not None and rank in _POSITION_EMBEDDING_GLOBAL_RANKS
+
+
+def get_pipeline_model_parallel_split_rank() -> int | None:
+    """The stage at which the pipeline was split, or None."""
+    return _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+
+
+def get_pipeline_model_parallel_decoder_start() -> int | None:
+    """The decoder's first stage after an encoder on ranks of its own; None without one."""
+    _of_encoder("get_pipeline_model_parallel_decoder_start")
+    return _PIPELINE_MODEL_PARALLEL_DECODER_START
+
+
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Whether a stage, this rank's unless given, comes before the split."""
+    _of_encoder("is_pipeline_stage_before_split")
+    stage, split = _stage(rank), _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+    return stage is None or split is None or stage < split
+
+
+def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
+    """Whether a stage comes after the split."""
+    _of_encoder("is_pipeline_stage_after_split")
+    stage, split = _stage(rank), _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+    return stage is None or split is None or stage >= split
+
+
+def is_pipeline_stage_at_split() -> bool:
+    """Whether this rank's stage is the last before the split."""
+    _of_encoder("is_pipeline_stage_at_split")
+    stage = get_pipeline_model_parallel_rank()
+    return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
+
+
+def is_inside_encoder(rank: int | None = None) -> bool:
+    """Whether a stage, this rank's unless given, belongs to the encoder."""
+    _of_encoder("is_inside_encoder")
+    stage, start = _stage(rank), _PIPELINE_MODEL_PARALLEL_DECODER_START
+    # Without an encoder on ranks of its own, it is in the first stage.
+    return stage is None or (stage == 0 if start is None else stage < start)
+
+
+def is_inside_decoder(rank: int | None = None) -> bool:
+    """Whether a stage belongs to the decoder."""
+    _of_encoder("is_inside_decoder")
+    stage, start = _stage(rank), _PIPELINE_MODEL_PARALLEL_DECODER_START
+    return stage is None or start is None or stage >= start
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The virtual stage that was set, or None."""
+    return _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Virtual stages per rank, or None."""
+    return _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Make the tensor-parallel size return this; None removes that."""
+    global _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+    _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Make the tensor-parallel rank return this; None removes that."""
+    global _MPU_TENSOR_MODEL_PARALLEL_RANK
+    _MPU_TENSOR_MODEL_PARALLEL_RANK = rank
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Make the pipeline size return this; None removes that."""
+    global _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Make the pipeline rank return this; None removes that."""
+    global _MPU_PIPELINE_MODEL_PARALLEL_RANK
+    _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+
+def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
+    """Set the stage at which the pipeline is split."""
+    global _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+    _PIPELINE_MODEL_PARALLEL_SPLIT_RANK = rank
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the number of virtual stages per rank."""
+    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Set the virtual stage. Deprecated: pass ``vp_stage`` instead."""
+    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
+    if HAS["vp_stage"]:
+        warnings.warn(
+            "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
+            "is_pipeline_first_stage() and its like.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Make every data-parallel rank return this; None removes that."""
+    global _MPU_DATA_PARALLEL_RANK
+    _MPU_DATA_PARALLEL_RANK = rank
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    """Make the expert-parallel size return this; None removes that."""
+    global _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
+    _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    """Make the expert-parallel rank return this; None removes that."""
+    global _MPU_EXPERT_MODEL_PARALLEL_RANK
+    _MPU_EXPERT_MODEL_PARALLEL_RANK = rank
+
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    """Make the expert tensor-parallel size return this; None removes that."""
+    global _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
+    _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
+
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    """Make the expert tensor-parallel rank return this; None removes that."""
+    global _MPU_EXPERT_TENSOR_PARALLEL_RANK
+    _MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
+
+
+def missing(slot: str) -> AssertionError:
+    """The error for a group that does not exist."""
+    name = slot.strip("_").replace("_", " ").lower()
+    return AssertionError(
+        f"{name} is not initialized: no model parallel state with such a group is current. Call "
+        f"initialize_model_parallel() first, with the sizes that make this group."
+    )
+
+
+def _partial_without_cp() -> AssertionError:
+    return AssertionError(
+        "a partial data-parallel group includes context parallelism: pass "
+        "with_context_parallel=True with partial_data_parallel=True."
+    )
+
+
+def _data_parallel_with_remat(with_cp: bool, partial: bool, all_gather: bool) -> ProcessGroup:
+    if partial and not with_cp:
+        raise _partial_without_cp()
+    group = _DATA_PARALLEL_GROUP_WITH_GTP_REMAT
+    if partial:
+        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
+    elif with_cp:
+        group = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
+        group = _DATA_PARALLEL_GROUP_WITH_CP_AG if all_gather else group
+    if group is None:
+        raise missing("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
+    return group
+
+
+def _expert_data_parallel_with_remat(check_initialized: bool, partial: bool) -> ProcessGroup:
+    group = _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
+    if partial:
+        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
+    if group is None and check_initialized:
+        raise missing("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
+    return group
+
+
+def _of_encoder(name: str) -> None:
+    warn_of_its_end(f"{name} is", stacklevel=3)
+
+
+def _data_parallel(with_cp: bool, partial: bool, remat: bool) -> ProcessGroup:
+    """The group by its getter, with the arguments that the release has."""
+    if HAS["gtp_remat"] or not remat:
+        return get_data_parallel_group(
+            with_context_parallel=with_cp, partial_data_parallel=partial, with_gtp_remat=remat
+        )
+    return get_data_parallel_group(with_context_parallel=with_cp, partial_data_parallel=partial)
+
+
+def _expert_data_parallel(partial: bool, remat: bool) -> ProcessGroup:
+    if HAS["gtp_remat"] or not remat:
+        return get_expert_data_parallel_group(
+            partial_expert_data_parallel=partial, with_gtp_remat=remat
+        )
+    if HAS["instances_in_expert"]:
+        return get_expert_data_parallel_group(partial_expert_data_parallel=partial)
+    return get_expert_data_parallel_group()
+
+
+def _rank_in(group: Any, from_torch: bool = False) -> int:
+    """Known of groups that the state made; of others only the group can tell."""
+    try:
+        return _numbers[group][0]
+    except (KeyError, TypeError):  # not ours; not hashable
+        group = group[0] if isinstance(group, list) else group
+    return dist.get_rank(group) if from_torch or HAS["numbers_from_torch"] else group.rank()
+
+
+def _size_of(group: Any) -> int:
+    try:
+        return _numbers[group][1]
+    except (KeyError, TypeError):
+        # An encoder's rank is in several pipelines, at the same stage of each.
+        group = group[0] if isinstance(group, list) else group
+    return dist.get_world_size(group) if HAS["numbers_from_torch"] else group.size()
+
+
+def _pipeline() -> list[Any]:
+    if _PIPELINE_GLOBAL_RANKS is None:
+        raise missing("_PIPELINE_GLOBAL_RANKS")
+    return _PIPELINE_GLOBAL_RANKS
+
+
+def _first_of_several() -> int:
+    first = _pipeline()[0]
+    return first[0] if isinstance(first, list) else first
+
+
+def _at(ranks: list[Any], stage: int) -> Any:
+    """The rank at a stage; one for each pipeline where there are several."""
     return [each[stage] for each in ranks] if isinstance(ranks[0], list) else ranks[stage]
+
+
+def _stage(rank: int | None) -> int | None:
+    """``rank``, or else this rank's stage; None if the pipeline has one stage."""
+    if get_pipeline_model_parallel_world_size() == 1:
+        return None
+    return get_pipeline_model_parallel_rank() if rank is None else rank
+
+
+def _virtual_stage(vp_stage: int | None) -> tuple[int | None, int | None]:
+    """Virtual stages per rank, and the one that is asked about."""
+    stages = get_virtual_pipeline_model_parallel_world_size()
+    if stages is not None and vp_stage is None:
+        if not HAS["vp_stage"]:
+            return stages, get_virtual_pipeline_model_parallel_rank()
+        raise AssertionError(
+            f"virtual pipelines are on ({stages} stages per rank): pass vp_stage, or "
+            f"ignore_virtual=True."
+        )
+    return stages, vp_stage
+
+
+_HERE = {name: value for name, value in globals().items() if not name.startswith("__")}
+FUNCTIONS = {
+    name: value
+    for name, value in _HERE.items()
+    if isinstance(value, FunctionType) and value.__module__ == __name__
+}
+_NO_GROUP = (object(), 0, 0)
+
+
+def over(names: dict[str, Any]) -> dict[str, FunctionType]:
+    """Put the functions into ``names``, which become their globals; and give them by name."""
+    made = {}
+    for name, own in FUNCTIONS.items():
+        function = made[name] = FunctionType(own.__code__, names, name, own.__defaults__)
+        function.__kwdefaults__, function.__annotations__ = own.__kwdefaults__, own.__annotations__
+        vars(function).update(vars(own))
+    names.update({**_HERE, **names, **made})
+    return made
+
+
+def known(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:
+    """What the functions use besides upstream's private globals.
+
+    The rank and size in each group that the state made, and for two groups at hand; whether a rank
+    may be in several pipelines; and whether each grid has an axis gtp_remat. Releases without it
+    have one global where later ones have two, and code for them writes that one: only a state with
+    the axis has the other there.
+    """
+    return {
+        "_numbers": {g: place for g, *place in numbers.values() if not isinstance(g, list)},
+        "_tp": numbers.get("_TENSOR_MODEL_PARALLEL_GROUP", _NO_GROUP),
+        "_pp": numbers.get("_PIPELINE_MODEL_PARALLEL_GROUP", _NO_GROUP),
+        "_several": HAS["splits"] or (request is not None and request.encoder is not None),
+        "_gtp_remat": HAS["gtp_remat"] or (request is not None and request.gtp_remat_size > 1),
+        "_expert_gtp_remat": HAS["gtp_remat"]
+        or (request is not None and request.expert_gtp_remat_size > 1),
+    }

@@ -64,6 +64,10 @@ ARGUMENTS: dict[str, Span] = {
     "with_egtp_remat": _since((0, 19)),
 }
 
+# Arguments that are written last, since most releases lack them, and what they stand before: the
+# signature of most releases then needs no wrapper.
+BEFORE = {"with_gtp_remat": "partial_"}
+
 # Defaults that differ from those in parallel_state.py, and in which releases.
 DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": (_until((0, 12)), False)}
 
@@ -160,6 +164,9 @@ def as_released(function: F) -> F:
     always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     spans = {n: ARGUMENTS.get(f"{function.__name__}.{n}", ARGUMENTS.get(n)) for n in always}
     placed = [n for n, span in spans.items() if span is None or _now(span)]
+    for late in BEFORE.keys() & {*placed}:
+        placed.remove(late)
+        placed.insert([n.startswith(BEFORE[late]) for n in placed].index(True), late)
     written = {n: p.default for n, p in parameters.items()}
     other = {n: default for n, (span, default) in DEFAULTS.items() if n in written and _now(span)}
     released: Any = function
@@ -167,14 +174,18 @@ def as_released(function: F) -> F:
         # Generated source, as in dataclasses: a wrapper that sorts its arguments costs ten times
         # as much.
         keyword_only = [n for n in parameters if n not in placed]
-        missing = inspect.Parameter.empty
-        order = [n if written[n] is missing else f"{n}=defaults[{n!r}]" for n in placed]
-        order += ["*"] * bool(keyword_only) + [f"{n}=defaults[{n!r}]" for n in keyword_only]
+        own = f"_{function.__name__}_as_written"
+        order = [*placed, *["*"] * bool(keyword_only), *keyword_only]
         passed = [n if n in always else f"{n}={n}" for n in parameters]
-        call = f"lambda {', '.join(order)}: function({', '.join(passed)})"
-        released = eval(call, {"function": function, "defaults": written | other})
+        # Both in the globals of the function, so that getters can be given others.
+        function.__globals__[own] = function
+        call = f"lambda {', '.join(order)}: {own}({', '.join(passed)})"
+        released = eval(call, function.__globals__)
         functools.update_wrapper(released, function)
         del released.__wrapped__  # or inspect.signature would show the other order
+        given = {n: value for n, value in (written | other).items() if value is not signature.empty}
+        released.__defaults__ = tuple(given[n] for n in placed if n in given)
+        released.__kwdefaults__ = {n: given[n] for n in keyword_only}
     shown = [parameters[n].replace(default=(written | other)[n]) for n in placed]
     released.__signature__ = signature.replace(parameters=shown)
     return released  # type: ignore[no-any-return]

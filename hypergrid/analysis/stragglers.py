@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from statistics import median
 
 from hypergrid.analysis.recording import Call, Group, Recording
@@ -20,7 +21,7 @@ class Late:
     at: int  # the coordinate, or the rank
     last: int
     calls: int  # in which it could have been last
-    members: int  # of a group; by chance each is last in 1 of that many
+    chance: float  # in how much of the calls it would be last if nobody were slow, 0 to 1
     seconds: float  # that the others waited for it, all together
     median: float  # seconds, of the calls in which it was last
 
@@ -28,6 +29,12 @@ class Late:
     def share(self) -> float:
         """In how much of the calls it was last, 0 to 1."""
         return self.last / self.calls
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether that is more than chance explains: three standard deviations, and 20%."""
+        spread = 3 * sqrt(self.chance * (1 - self.chance) / self.calls)
+        return self.share > self.chance + max(spread, 0.2 * self.chance)
 
 
 def last_arrivals(recording: Recording, plan: GroupPlan | None = None) -> list[Late]:
@@ -40,7 +47,7 @@ def last_arrivals(recording: Recording, plan: GroupPlan | None = None) -> list[L
     """
     rows: dict[tuple[str, str | None, int], list[float]] = defaultdict(list)
     calls: dict[tuple[str, str | None, int], int] = defaultdict(int)
-    sizes: dict[str, int] = {}
+    expected: dict[tuple[str, str | None, int], float] = defaultdict(float)
     by_group: dict[str, dict[int, dict[int, Call]]] = defaultdict(dict)
     for rank, mine in recording.ranks.items():
         for call in mine.calls:
@@ -51,15 +58,15 @@ def last_arrivals(recording: Recording, plan: GroupPlan | None = None) -> list[L
         members = group.ranks or tuple(sorted(by_rank))
         if len(members) < 2 or not all(rank in by_rank for rank in members):
             continue
-        sizes[group.label] = max(sizes.get(group.label, 0), len(members))
         places = {rank: [(None, rank), *_places(group, rank, plan)] for rank in members}
         complete = 0
         for _, late, lost in _lasts(members, by_rank):
             complete += 1
-            for dim, at in places[late]:
+            for dim, at in places[late] if lost else ():
                 rows[group.label, dim, at].append(lost)
-        for dim, at in {place for some in places.values() for place in some}:
+        for (dim, at), ranks in Counter(p for some in places.values() for p in some).items():
             calls[group.label, dim, at] += complete
+            expected[group.label, dim, at] += complete * ranks / len(members)
     found = [
         Late(
             label,
@@ -67,7 +74,7 @@ def last_arrivals(recording: Recording, plan: GroupPlan | None = None) -> list[L
             at,
             len(lost),
             calls[label, dim, at],
-            sizes[label],
+            expected[label, dim, at] / calls[label, dim, at],
             sum(lost),
             median(lost),
         )

@@ -247,7 +247,7 @@ def diagnose(
         from hypergrid.show.page import page
 
         drawn = layout or plan_of(left)
-        job = told(left, found, last_arrivals(left, layout))
+        job = told(left, found, [x for x in last_arrivals(left, layout) if x.stands_out])
         title = f"{directory.name}: {found.kind}"
         html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
     if trace is not None:

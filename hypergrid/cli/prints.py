@@ -189,12 +189,16 @@ def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
         if len(lines) > 20:
             out.print(f"  and {len(lines) - 20} more")
     if late is not None:
+        late = [each for each in late if each.stands_out]
+        if not late:
+            out.print("\nNobody comes last to collectives more often than by chance.")
+            return
         out.print("\nWho comes last to collectives, and how long the others wait for it:")
         rows = [
             (
                 f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
                 f"{each.share:.0%}",
-                f"{1 / each.members:.0%}",
+                f"{each.chance:.0%}",
                 f"{each.last:,} of {each.calls:,}",
                 f"{each.median * 1e3:,.1f}",
                 f"{each.seconds:,.2f}",

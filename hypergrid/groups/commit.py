@@ -75,7 +75,7 @@ def _outcome(
 ) -> str:
     """Say that this rank has its groups, and wait for all: empty, or the first failure."""
     end = time.monotonic() + timeout.total_seconds()
-    mates = meet(f"{epoch}/commit", store, phase.ranks, phase.rank, False, timeout)
+    mates = meet(f"{epoch}/commit", store, phase.ranks, phase.rank, timeout)
     try:
         if isinstance(mates, Listener):
             heard = mates.hear(timeout)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, expected
+from hypergrid.groups.suspension import Suspended
 from hypergrid.layout import Dims, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.topology import Hosts, Topology
@@ -78,7 +79,8 @@ class HyperCommGrid:
         self.backend = backend
         self._views = Views(layout)
         self._pgs: dict[Key, ProcessGroup | None] = {}
-        self._asked: dict[Key, tuple[list[str], str | None, dict[str, Any]]] = {}
+        # Groups that are suspended, by their labels and ranks in the pool.
+        self._away: dict[Key, tuple[str, tuple[int, ...]]] = {}
         self.pool: GroupPool | None = None
         """The groups that this grid created; None before the first."""
 
@@ -191,7 +193,7 @@ class HyperCommGrid:
         """
         key, layout, names = self._views.find(dims, view)
         label = name_of(key)
-        if key in self._pgs:
+        if key in self._pgs or key in self._away:
             raise KeyError(
                 f"the groups over {label!r} have already been created, and options cannot be "
                 f"compared. Call get_pg({_call(key)}) for the group of this rank."
@@ -206,13 +208,7 @@ class HyperCommGrid:
             with self.agreed(proposal, timeout=options.get("timeout")) as pool:
                 made = pool.make(label, mine, everyone, dims=tuple(names), **options)
         self._pgs[key] = made[0] if made else None
-        self._asked[key] = (names, view, options)
         return self._pgs[key]
-
-    def renew(self, old: HyperCommGrid) -> None:
-        """Create again what ``create_pg`` of ``old`` was called for. *Collective* as that is."""
-        for dims, view, options in old._asked.values():
-            self.create_pg(dims, view=view, **options)
 
     def participants(self) -> range:
         """The ranks that create this grid's groups together. *Local*.
@@ -250,9 +246,21 @@ class HyperCommGrid:
                 self.pool = None
             raise
 
-    def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
-        """Let ``get_pg(dims)`` return a group created elsewhere, unless it has one already."""
-        self._pgs.setdefault(self._views.find(dims, view)[0], group)
+    def hold(
+        self,
+        dims: Dims,
+        group: ProcessGroup | None,
+        *,
+        view: str | None = None,
+        again: bool = False,
+    ) -> None:
+        """Let ``get_pg(dims)`` return a group created elsewhere.
+
+        If it has one already, only ``again``.
+        """
+        key = self._views.find(dims, view)[0]
+        if again or key not in self._pgs:
+            self._pgs[key] = group
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.
@@ -260,6 +268,10 @@ class HyperCommGrid:
         KeyError if ``create_pg`` was not called for this combination, or there is no such view.
         """
         key, _, _ = self._views.find(dims, view)
+        if key in self._away:
+            raise RuntimeError(
+                f"the groups over {name_of(key)!r} are suspended: call resume() on every rank."
+            )
         if key not in self._pgs:
             raise KeyError(
                 f"the groups over {name_of(key)!r} have not been created: call "
@@ -380,6 +392,51 @@ class HyperCommGrid:
             self.pool.destroy(abort=abort)
         self.pool = None
         self._pgs.clear()
+        self._away.clear()
+
+    def suspend(self, how: str = "auto", *, alike: bool = False) -> dict[str, Suspended]:
+        """Free the device memory of the groups that this grid created, until ``resume``.
+
+        Groups that are kept work as before; ``get_pg`` refuses the others. *Collective*, arguments,
+        result and errors as for ``GroupPool.suspend``; RuntimeError if there are no groups.
+        """
+        if self.pool is None:
+            raise RuntimeError(f"there are no groups to suspend: {self!r}.")
+        where = {id(each.group): (each.label, each.ranks) for each in self.pool.groups}
+        report = self.pool.suspend(how, alike=alike)
+        for each in self.pool.usable():
+            where.pop(id(each.group), None)
+        self._away = {key: where[id(g)] for key, g in self._pgs.items() if id(g) in where}
+        self._pgs = {key: group for key, group in self._pgs.items() if key not in self._away}
+        return report
+
+    def resume(self) -> dict[str, ProcessGroup]:
+        """Let suspended groups work again; collective, result and errors as ``GroupPool.resume``.
+
+        *Collective* over the grid where groups were closed.
+        """
+        if self.pool is None or self.pool.suspended is None:
+            raise RuntimeError(f"there are no suspended groups: {self!r}.")
+        renewed = self.pool.resume(self.participants())
+        self._return(self)
+        return renewed
+
+    def replace(self, old: HyperCommGrid) -> None:
+        """Own the groups of a suspended grid, and create those that were closed and are missing.
+
+        *Collective* over the grid. The pool of this one replaces that of ``old`` already.
+        """
+        if self.pool is None or old.pool is None or old.pool.suspended is None:
+            return
+        self.pool.repeat(self.participants(), old.pool, old.pool.suspended)
+        self.pool.settle()
+        self._return(old)
+
+    def _return(self, old: HyperCommGrid) -> None:
+        made = {(p.label, p.ranks): p.group for p in (self.pool.groups if self.pool else ())}
+        again = {key: made[place] for key, place in old._away.items() if place in made}
+        self._pgs = old._pgs | again | self._pgs
+        self._away = {}
 
 
 def _policy() -> Policy:

@@ -35,15 +35,15 @@ _met: dict[tuple[object, ...], int] = {}  # how many ranks of this host met the 
 def host_of(rank: int) -> range:
     """The ranks that probably run on the host of ``rank``: launchers number hosts one by one."""
     size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    many = max(1, int(size)) if size.isdecimal() else 1
+    many = max(1, int(size)) if size.isdecimal() and len(size) < 10 else 1
     return range(rank // many * many, rank // many * many + many)
 
 
 @dataclass
 class Speaker:
-    """Arrives at the store for itself and for ``others``, by rank; of a fresh process or not."""
+    """Arrives at the store for itself and for ``others``, by rank."""
 
-    others: dict[int, tuple[socket.socket, bool]] = field(default_factory=dict)
+    others: dict[int, socket.socket] = field(default_factory=dict)
     # Keeps its name, without listening: a rank that comes later sees that it is late.
     server: socket.socket | None = None
     where: tuple[object, ...] = ()
@@ -59,26 +59,25 @@ class Speaker:
         """
         if self.server is not None:
             _met[self.where] = self.many
-        for rank, (connection, _) in list(self.others.items()):
+        for rank, connection in list(self.others.items()):
             if not _send(connection, _COUNTED + b"%d\n" % self.many):
                 connection.close()
                 del self.others[rank]
 
-    def let_go(self, fresh_only: bool = False) -> None:
+    def let_go(self) -> None:
         """Let the others arrive themselves."""
-        for rank, (connection, fresh) in list(self.others.items()):
-            if fresh or not fresh_only:
-                _send(connection, _ALONE)
-                connection.close()
-                del self.others[rank]
+        for connection in self.others.values():
+            _send(connection, _ALONE)
+            connection.close()
+        self.others.clear()
 
     def tell(self, outcome: str) -> None:
-        for connection, _ in self.others.values():
+        for connection in self.others.values():
             _send(connection, outcome.encode() + _END)
 
     def close(self) -> None:
         """Idempotent. Who has not been told asks the store."""
-        for connection in (self.server, *(each for each, _ in self.others.values())):
+        for connection in (self.server, *self.others.values()):
             if connection is not None:
                 connection.close()
 
@@ -102,8 +101,8 @@ class Listener:
                 with suppress(OSError):
                     self.connection.shutdown(socket.SHUT_RD)
                 said = self._read(start + seconds)
-        self.counted = said.startswith(_COUNTED) and not said.endswith(_ALONE)
         head, _, text = said.partition(b"\n")
+        self.counted = head.startswith(_COUNTED) and text != _ALONE
         _met[self.where] = int(head[1:]) if self.counted and head[1:].isdigit() else 1
         return text[:-1].decode() if text.endswith(_END) else None
 
@@ -123,7 +122,7 @@ class Listener:
 
 
 def meet(
-    what: str, store: Store, ranks: Sequence[int], rank: int, fresh: bool, timeout: timedelta
+    what: str, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta
 ) -> Speaker | Listener:
     """Find the ranks of this host that say ``what`` too; alone where that is not worth it.
 
@@ -133,7 +132,7 @@ def meet(
     least = os.environ.get("HYPERGRID_HOSTS_FIRST", "")
     least_ranks = int(least) if least.isdecimal() else _FROM
     host, served = host_of(rank), innermost(store)
-    where = (ranks[0], ranks[-1], len(ranks), host.start, len(host))
+    where = (ranks[0], ranks[-1], len(ranks), host.start, host.stop)
     here = bisect_left(ranks, host.stop) - bisect_left(ranks, host.start)
     expected = _met.get(where, here)
     if (
@@ -148,11 +147,11 @@ def meet(
     words = repr((what, where, served.host, served.port, job, os.getuid()))
     name = b"\0hypergrid/" + hashlib.sha256(words.encode()).hexdigest().encode()
     with suppress(OSError):  # no such sockets here, or no descriptors left
-        for _ in range(5):
+        for _ in range(25):  # a speaker listens as soon as it has its name
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 server.bind(name)
-                server.listen(len(host))
+                server.listen(here)
                 patience = min(_PATIENCE, timeout.total_seconds() / 4)
                 return Speaker(_gathered(server, rank, expected, patience), server, where)
             except OSError:  # another one speaks, or did
@@ -162,7 +161,7 @@ def meet(
             try:
                 connection.connect(name)
                 if _same_user(connection):
-                    connection.sendall(b"%d %d\n" % (rank, fresh))
+                    connection.sendall(b"%d\n" % rank)
                     return Listener(connection, where)
             except OSError:  # it does not listen yet, or no longer
                 pass
@@ -174,9 +173,9 @@ def meet(
 
 def _gathered(
     server: socket.socket, rank: int, expected: int, patience: float
-) -> dict[int, tuple[socket.socket, bool]]:
+) -> dict[int, socket.socket]:
     end, connections = time.monotonic() + patience, list[socket.socket]()
-    others: dict[int, tuple[socket.socket, bool]] = {}
+    others: dict[int, socket.socket] = {}
     with suppress(OSError):
         while len(connections) < expected - 1:
             server.settimeout(max(0.001, end - time.monotonic()))
@@ -191,12 +190,12 @@ def _gathered(
         other = -1
         with suppress(OSError, ValueError):
             connection.settimeout(max(0.1, end - time.monotonic()))
-            other, fresh = map(int, connection.recv(64).split())
+            other = int(connection.recv(64))
         if other in (-1, rank, *others) or not _same_user(connection):
             _send(connection, _ALONE)
             connection.close()
         else:
-            others[other] = (connection, bool(fresh))
+            others[other] = connection
     return others
 
 

@@ -69,7 +69,7 @@ class KnownGroups:
         for prefix, grid in self.all_grids():
             for name, group in grid.groups.items():
                 names[prefix + name] = NOT_A_MEMBER if group is None else group
-        for pooled in self.base.pool.groups if self.base and self.base.pool else ():
+        for pooled in self.base.pool.usable() if self.base and self.base.pool else ():
             names.setdefault(pooled.label, pooled.group)
         for _, row in self._rows():
             names.setdefault(row.label, NOT_A_MEMBER)
@@ -81,8 +81,10 @@ class KnownGroups:
         return source if source is None or isinstance(source, HyperCommGrid) else source.grid
 
     def _rows(self) -> list[tuple[GroupPlan, GroupRow]]:
-        """The rows of a state's plan; none while it is suspended."""
-        plan = getattr(self._source, "plan", None) if self.base and self.base.pool else None
+        """The rows of a state's plan; none while a group of it is suspended."""
+        pool = self.base.pool if self.base else None
+        is_open = pool is not None and pool.is_open
+        plan = getattr(self._source, "plan", None) if is_open else None
         return [(plan, row) for row in plan.rows] if plan is not None else []
 
     def all_grids(self) -> list[tuple[str, HyperCommGrid]]:

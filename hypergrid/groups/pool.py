@@ -20,6 +20,7 @@ from hypergrid.groups import creation, gloo
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
+from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import Kind
 from hypergrid.policy import Policy
@@ -56,7 +57,10 @@ class GroupPool:
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
+        self.suspended: Suspension | None = None
         self._owners: dict[tuple[Ranks, Kind], str] = {}
+        self._made: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments by label
+        self._old: GroupPool | None = None  # whose open groups make() returns
         self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
         _live.add(self)
 
@@ -82,6 +86,11 @@ class GroupPool:
         CreationError
             A rank could not create its group; all have rolled back.
         """
+        if self.suspended is not None:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} cannot create groups: those of {self.owner} are "
+                f"suspended. Call resume() first, on every rank."
+            )
         with _telling(), one_thread(ranks, proposal) as turn:
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
@@ -99,12 +108,12 @@ class GroupPool:
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
-        before, owners = len(self.groups), dict(self._owners)
+        before, owners, made = len(self.groups), dict(self._owners), dict(self._made)
         try:
             yield
         except BaseException:
             self.destroy(before, abort=True)  # other ranks may never destroy theirs
-            self._owners = owners
+            self._owners, self._made = owners, made
             raise
 
     def make(
@@ -140,6 +149,12 @@ class GroupPool:
         CreationError
             Torch could not create a group; its own error is the cause.
         """
+        again = (mine, everyone), {"dims": dims, "kind": kind, **options}
+        if self._old is not None and self._old.stays_open(label, options.get("backend")):
+            self._made[label] = again
+            found = [each for each in self._old.groups if each.label == label]
+            self.groups += found
+            return [each.group for each in found]
         options.setdefault("group_desc", label)
         before, timeout = len(self.groups), options.get("timeout")
         shorter = creation.patience(options.get("backend"), timeout)
@@ -156,6 +171,7 @@ class GroupPool:
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
+                self._made[label] = again
         except BaseException as error:
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, mine, options, error) from error
@@ -264,13 +280,143 @@ class GroupPool:
         With ``abort`` NCCL drops operations in progress.
         """
         self._drop(self.groups[keep:], abort)
+        if not keep:
+            self._made, self.suspended = {}, None
 
     def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
         """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
         asked = {id(group) for group in groups}
         self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
 
+    def suspend(self, how: str = "auto", *, alike: bool = False) -> dict[str, Suspended]:
+        """Free the device memory of the groups until ``resume``.
+
+        *Collective* over the members of each group where its backend suspends natively or NCCL
+        closes; else *local*. Every rank gives the same ``how``.
+
+        Parameters
+        ----------
+        how : str
+            ``"auto"``: gloo is kept, and others suspend natively if they can (torch 2.12 and
+            later, NCCL 2.29.7 and later) and are closed if not. ``"native"``: as that, and an
+            error if not. ``"keep"``: nothing happens. ``"recreate"``: all are closed.
+        alike : bool
+            Close all groups if one must be closed.
+
+        Returns
+        -------
+        dict
+            What was done, by backend.
+
+        Raises
+        ------
+        ValueError
+            Another ``how``.
+        RuntimeError
+            The groups are suspended already. A backend cannot suspend: nothing has changed. Or it
+            failed after others were suspended, and ``resume`` wakes those.
+        """
+        if how not in HOW:
+            raise ValueError(f"invalid value for how: {shown(how)}; allowed: {', '.join(HOW)}.")
+        if self.suspended is not None:
+            raise RuntimeError(f"the groups of {self.owner} are suspended already.")
+        names = {(each.label, each.ranks): each.group.group_name for each in self.groups}
+        own = [each for each in self.groups if each.shares is None]
+        labels = {each.group: each.label for each in own if each.group in c10d._world.pg_map}
+        self.suspended = Suspension(names, how)
+        try:
+            closing = self.suspended.start(labels, alike)
+        except BaseException:
+            if not self.suspended.asleep:
+                self.suspended = None
+            raise
+        if closing:
+            self._close([each for each in self.groups if each.group in closing], False)
+            retire({group: labels[group] for group in closing})
+        return self.suspended.report
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no group is suspended, other than by being kept."""
+        return self.suspended is None or all(
+            done.how == "keep" for done in self.suspended.report.values()
+        )
+
+    def usable(self) -> list[PooledGroup]:
+        """The groups that are not suspended."""
+        asleep = [group for group, _ in self.suspended.asleep] if self.suspended else []
+        return [each for each in self.groups if each.group not in asleep]
+
+    def resume(self, ranks: Sequence[int]) -> dict[str, ProcessGroup]:
+        """Wake the groups, and create again those that were closed.
+
+        *Collective* over ``ranks`` if groups were closed; the groups stay suspended if that fails.
+
+        Returns
+        -------
+        dict
+            Each group by the name it had before: the same one, or the new one.
+
+        Raises
+        ------
+        RuntimeError
+            They are not suspended, or a backend could not wake.
+        AgreementError, CreationError
+            As creation raises.
+        """
+        suspension = self.suspended
+        if suspension is None:
+            raise RuntimeError(f"the groups of {self.owner} are not suspended.")
+        suspension.wake()
+        self.suspended = None
+        try:
+            self.repeat(ranks, self, suspension)
+        except BaseException:
+            self.suspended = suspension
+            raise
+        return self.renewed(suspension)
+
+    def repeat(self, ranks: Sequence[int], old: GroupPool, suspension: Suspension) -> None:
+        """Create here what was created in ``old`` and closed. *Collective* over ``ranks``."""
+        calls = {
+            label: (arguments, options)
+            for label, (arguments, options) in old._made.items()
+            if suspension.has_closed(label, options.get("backend"))
+            and (old is self or label not in self._made)
+        }
+        if calls:
+            with self.agreed(ranks, {"groups, again": ", ".join(calls)}):
+                for label, (arguments, options) in calls.items():
+                    self.make(label, *arguments, **options)
+
+    def renewed(self, suspension: Suspension) -> dict[str, ProcessGroup]:
+        """The groups of this pool by the names that they had before the suspension."""
+        made = {(each.label, each.ranks): each.group for each in self.groups}
+        return {name: made[key] for key, name in suspension.names.items() if key in made}
+
+    def replace(self, old: GroupPool) -> None:
+        """Until ``settle``, ``make`` returns the open groups of a suspended pool."""
+        self._old = old
+
+    def settle(self) -> None:
+        """Own what the pool that this one replaces still has."""
+        if self._old is not None:
+            self.groups += [each for each in self._old.groups if each not in self.groups]
+            self._made = self._old._made | self._made
+            self._old.groups, self._old = [], None
+
+    def stays_open(self, label: str, backend: str | None) -> bool:
+        """Whether the groups of a label are not closed while this pool is suspended."""
+        return self.suspended is not None and not self.suspended.has_closed(label, backend)
+
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
+        for each in leaving:
+            self._made.pop(each.label, None)
+        self._close(leaving, abort)
+
+    def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
+        if self._old is not None:  # which owns its groups until all others are there
+            leaving = [each for each in leaving if each not in self._old.groups]
         self.groups = [pooled for pooled in self.groups if pooled not in leaving]
         known = c10d._world.pg_map
         closing = {

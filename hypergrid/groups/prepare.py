@@ -246,6 +246,10 @@ def _place(rank: int) -> str:
     return f"hypergrid/at/{rank}"
 
 
+def _place_of_host(rank: int) -> str:
+    return f"hypergrid/at/host/{host_of(rank).start}"
+
+
 @dataclass
 class _Memory:
     """What this process knows of its rounds under one default group, by window."""
@@ -309,8 +313,9 @@ class _Round:
         self.entry = [self.rank, *json.loads(text)]
         self.policy, self.proposal, self.can = policy, proposal, can
         if meeting is not None:
-            what, fresh = f"{self.epoch} {self.digest}", not self.memory.is_registered
-            self.mates = meet(what, self.store, self.ranks, self.rank, fresh, meeting)
+            # A process that may replace a dead one meets only those that may too.
+            what = f"{self.epoch} {self.digest} {self.memory.is_registered}"
+            self.mates = meet(what, self.store, self.ranks, self.rank, meeting)
         if isinstance(self.mates, Listener):
             self.phase = self._phase(self.number)
         else:
@@ -321,10 +326,12 @@ class _Round:
         count = len(self.ranks) + 1
         while count > len(self.ranks):
             self.phase = self._phase(self.number)
-            here = f"{self.span} {self.number} {self.digest}"
-            set_all(self.store, [_place(rank) for rank in (self.rank, *mates.others)], here)
             instead_of = before[1] if before is not None and before[0] == self.number else None
-            mates.about_to_arrive()
+            mates.about_to_arrive()  # first: who is not spoken for looks up its place itself
+            places = [_place(rank) for rank in (self.rank, *mates.others)]
+            if len(host_of(self.rank)) > 1:
+                places.append(_place_of_host(self.rank))
+            set_all(self.store, places, f"{self.span} {self.number} {self.digest}")
             many, count = mates.many, self.phase.arrive(self.digest, instead_of, mates.many)
             if count > len(self.ranks):  # closed meanwhile
                 mates.let_go()
@@ -339,17 +346,14 @@ class _Round:
 
     def _before(self, mates: Speaker) -> tuple[int, int] | None:
         """The round and the digest with which a dead process arrived here as this rank."""
-        fresh = [rank for rank, (_, is_fresh) in mates.others.items() if is_fresh]
-        if not self.memory.is_registered:
-            fresh.append(self.rank)
-        self.memory.is_registered = True
-        if fresh and mates.server is not None:  # whether this host's first processes are here
-            key = f"hypergrid/at/host/{host_of(self.rank).start}"
-            if self.store.add(key, len(fresh)) == len(fresh):
-                return None
-            mates.let_go(fresh_only=True)
-        if self.rank not in fresh:
+        if self.memory.is_registered:
             return None
+        self.memory.is_registered = True
+        if mates.server is not None:
+            first = f"rank {self.rank} is the first"  # stands until a rank of this host arrives
+            if first_value(self.store, _place_of_host(self.rank), first) == first:
+                return None
+            mates.let_go()
         found = first_value(self.store, _place(self.rank), "here")
         if found == "here":
             return None

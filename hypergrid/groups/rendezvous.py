@@ -140,10 +140,12 @@ class Phase:
     def _call_roll(self, absent: Callable[[str], str]) -> str:
         self._answer()
         end, said = time.monotonic() + _SILENCE, 0
-        while said < self._count - len(self.ranks) and time.monotonic() < end:
+        while time.monotonic() < end:
             time.sleep(0.1)
             if said < (said := len(lines(self.store, "present"))):
-                end = time.monotonic() + _SILENCE
+                # When all that arrived have answered, those answer whose speaker has died.
+                all_arrived = said >= self._count - len(self.ranks)
+                end = time.monotonic() + (_SILENCE / 4 if all_arrived else _SILENCE)
         self.store.set("final", text := absent(self._missing()))
         return text
 

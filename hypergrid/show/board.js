@@ -49,7 +49,8 @@ function paint() {
     cell.dataset.colour = by === null ? stateOf(rank) : number % COLOURS;
     cell.dataset.number = by === null ? "" : number;
     const where = layout.wide.map((dim) => `${dim} ${layout.at(rank, layout.dims.indexOf(dim))}`);
-    cell.setAttribute("aria-label", [`rank ${rank}`, nameOf(rank), ...where, ...(job ? [stateOf(rank)] : [])].join(", "));
+    const words = [`rank ${rank}`, nameOf(rank), ...where, ...(job ? [stateOf(rank)] : [])];
+    cell.setAttribute("aria-label", words.join(", "));
   }
   legend();
 }

@@ -42,6 +42,7 @@ def page(
         "plan": json.loads(plan.to_json()),
         "offered": list(plan.layouts if offered is None else offered),
         "hosts": [{"name": name, "runs": list(_runs(ranks))} for name, ranks in boxes.items()],
+        "job": job,
     }
     style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
     parts = {

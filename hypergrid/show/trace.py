@@ -16,11 +16,11 @@ def trace_events(recording: Recording, plan: GroupPlan | None = None) -> dict[st
     Times are microseconds since the first call. Where the end of a call is not recorded, it lasts
     to the rank's next call, and ``args`` say so; one that is not done lasts to the end.
     """
-    begin = min((call.created for r in recording.ranks.values() for call in r.calls), default=0)
+    calls_of_all = [call for mine in recording.ranks.values() for call in mine.calls]
+    begin = min((call.created for call in calls_of_all), default=0)
+    latest = max((max(call.created, call.completed) for call in calls_of_all), default=0)
+    latest = max([latest, *(mine.written for mine in recording.ranks.values())])
     events: list[dict[str, Any]] = []
-    latest = max(
-        (max(c.created, c.completed) for r in recording.ranks.values() for c in r.calls), default=0
-    )
     for rank, mine in recording.ranks.items():
         place = " ".join(f"{dim}={at}" for dim, at in coordinate(recording, plan, rank).items())
         name = f"rank {rank} {place}".strip() + (f" on {mine.host}" if mine.host else "")
@@ -34,8 +34,8 @@ def trace_events(recording: Recording, plan: GroupPlan | None = None) -> dict[st
         for call, following in pairwise([*calls, None]):
             assert call is not None
             start = call.started or call.created
-            after = following.created if following else max(mine.written, latest)
-            end = call.completed or (after if call.done else max(mine.written, latest))
+            after = following.created if following else latest
+            end = call.completed or (after if call.done else latest)
             end = max(end, start + 1000)
             lane = next((i for i, free in enumerate(lanes) if free <= start), len(lanes))
             lanes[lane : lane + 1] = [end]

@@ -4,7 +4,8 @@
 
 The actor is laid out as tp=2 x pp=2 x dp=2, the critic as tp=4 x dp=2, over the same eight ranks.
 While the critic trains the actor is suspended: its ranks and sizes can be asked, its sockets are
-closed. `resume()` makes its groups anew and says which new group stands for which old one.
+closed. `resume()` makes its groups anew and says which new group stands for which old one. That is
+`how="recreate"`; by default gloo's groups would stay open, and with NCCL be the same afterwards.
 """
 
 import gc
@@ -51,7 +52,7 @@ def main() -> dict[str, Any]:
 
     old_name = player.group.group_name
     player.group = None  # a reference that stays keeps its sockets open
-    actor.suspend()
+    actor.suspend(how="recreate")
     opened["actor suspended"] = descriptors()
     stage = actor.get_pipeline_model_parallel_rank()  # numbers still answer
     try:

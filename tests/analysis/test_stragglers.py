@@ -43,3 +43,11 @@ def test_with_a_plan_coordinates_are_its_own(recording):
 
 def test_calls_that_a_member_did_not_record_are_left_out(recording):
     assert not [row for row in last_arrivals(recording) if row.label == "TENSOR"]
+
+
+def test_who_is_late_by_chance_does_not_stand_out(recording):
+    rows = {(row.dim, row.at): row for row in last_arrivals(recording)}
+    assert rows["pp", 1].chance == 0.5 and not rows["pp", 1].stands_out
+    row = rows[None, 2]
+    assert not row.stands_out
+    assert row.__class__(**{**vars(row), "last": 91, "calls": 100}).stands_out

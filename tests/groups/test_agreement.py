@@ -24,10 +24,10 @@ def _check(rank):
 
 @on_ranks(8)
 def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting(rank):
-    start = time.monotonic()
+    start = time.monotonic()  # of 30 minutes
     with pytest.raises(RuntimeError) as raised:
         ps.initialize_model_parallel(3 if rank == 3 else 2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 35
     assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
     own = "world size 8 is not divisible by tensor_model_parallel_size=3"
     if rank == 3:

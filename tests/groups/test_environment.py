@@ -194,7 +194,7 @@ def test_from_a_state_by_its_labels_and_by_its_dims(rank):
     table.create_process_group("mine", [0, 1, 3])
     table.destroy()
     assert len(c10d._world.pg_map) == before
-    state.suspend()
+    state.suspend("recreate")
     assert table.process_group_pool == {}
     state.resume()
     assert table.get_process_group("tp") is state.get_tensor_model_parallel_group() is not tp

@@ -166,33 +166,34 @@ STILL_ASKED = (
     "is_initialized",  # by get_tensor_model_parallel_group_if_none: whether to look for a default
 )
 TRAIN = """
-import inspect, json, sys
+import json, sys
+from types import FunctionType
 import compat
 compat.install()
 from scripts import train_gpt
 from tests.support import forked
 from compat import parallel_state
-from compat.state import ParallelState
+from compat.megatron import getters
 
 still_asked, layouts = json.loads(sys.argv[1])
-getters = [
-    (name, own)
-    for name, own in inspect.getmembers(ParallelState, inspect.isfunction)
-    if name.startswith(("get_", "is_", "has_", "model_parallel_is"))
-]
+names = vars(parallel_state)
 
 
 def forbid(asked):
-    def guarded(name, own):
-        def getter(self, *args, **kwargs):
-            if self is parallel_state.current_state():
-                asked.add(name)
-                if name not in still_asked:
-                    raise AssertionError(f"the module was asked {name}()")
-            return own(self, *args, **kwargs)
-        return getter
-    for name, own in getters:
-        setattr(ParallelState, name, guarded(name, own))
+    # Inside the functions, since callers have imported them by name.
+    def guard(name, args, kwargs):
+        asked.add(name)
+        if name not in still_asked:
+            raise AssertionError(f"the module was asked {name}()")
+        return own[name](*args, **kwargs)
+
+    names["_guard"], own = guard, {}
+    for name in getters.FUNCTIONS:
+        if name.startswith(("get_", "is_", "has_", "model_parallel_is")):
+            function = names[name]
+            own[name] = FunctionType(function.__code__, names, name, function.__defaults__)
+            guarded = eval(f"lambda *args, **kwargs: _guard({name!r}, args, kwargs)")
+            function.__code__, function.__defaults__ = guarded.__code__, None
 
 
 def train(arguments, forbidden):

@@ -180,7 +180,7 @@ def _recorded(rank):
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     grid.create_pg("dp", group_desc="mine")
     own = ps.create_group([0, 1, 2, 3], group_desc="the user's")
-    text, shown = hypergrid.dump(), (repr(ps), repr(grid))
+    text, shown = hypergrid.dump(), (repr(ps.current_state()), repr(grid))
     names = {group.group_name for group in c10d._world.pg_map}
     tp = ps.get_tensor_model_parallel_group().group_name
     ps.destroy_model_parallel()

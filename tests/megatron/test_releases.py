@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from compat import parallel_state as ps
 from compat import state
-from compat.megatron import releases, replaced
+from compat.megatron import getters, releases, replaced
 from compat.report import report
 from tests.parity.surface import parameters, public_functions
 from tests.support import ROOT, warm
@@ -26,15 +26,21 @@ def speaking(request, monkeypatch):
         pytest.skip(f"run scripts/fetch_megatron {request.param}")
     version = tuple(map(int, request.param.split(".")[:2]))
     monkeypatch.setattr(releases, "RELEASE", version)
+    for fact, span in releases.FACTS.items():
+        monkeypatch.setitem(releases.HAS, fact, span[0] <= version <= span[1])
     # What the module tells of itself when it is loaded.
-    monkeypatch.setattr(state, "_module", {})
+    for name in ("_home", "_at_home"):
+        monkeypatch.setattr(state, name, getattr(state, name))
     monkeypatch.setattr(replaced, "_namespace", {})
     monkeypatch.setattr(replaced, "_own", {})
-    spec = importlib.util.spec_from_file_location("speaking", ps.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "speaking", module)
-    spec.loader.exec_module(module)
-    return request.param, module
+    copies = []
+    for name, original in ((getters.__name__, getters), ("speaking", ps)):
+        spec = importlib.util.spec_from_file_location(name, original.__file__)
+        copies.append(importlib.util.module_from_spec(spec))
+        monkeypatch.setitem(sys.modules, name, copies[-1])
+        spec.loader.exec_module(copies[-1])
+        monkeypatch.setattr(state, "over", copies[0].over)
+    return request.param, copies[1]
 
 
 def test_what_a_release_takes_by_position_means_what_it_means_by_name(speaking, monkeypatch):
@@ -55,20 +61,35 @@ def test_what_a_release_takes_by_position_means_what_it_means_by_name(speaking, 
     assert asked == [given, given]
 
 
-class Heard:
-    """Stands where the state is and keeps what its methods are called with."""
+class Named:
+    """A group or a list of ranks that answers with the name of its private global."""
 
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: (name, args, kwargs)
+    def __init__(self, name):
+        self.rank = self.size = lambda: name
+
+
+def _answer(getter, *args, **kwargs):
+    try:
+        return getter(*args, **kwargs)
+    except Exception as error:
+        return repr(error)
 
 
 def test_getters_mean_the_same_by_position_and_by_name(speaking, monkeypatch):
     release, module = speaking
-    monkeypatch.setitem(vars(module), "_current", Heard())
+    for slot in state.SLOTS - {*state.OVERRIDE_SLOTS}:
+        monkeypatch.setitem(vars(module), slot, Named(slot))
+    monkeypatch.setitem(vars(module), "_numbers", {"a group": (0, 1)})
+    answers = set()
     for name in public_functions(release):
-        getter, given = getattr(module, name), {n: object() for n in parameters(release, name)}
         if name.startswith(("get_", "is_", "has_")) and name != "get_nccl_options":
-            assert getter(*given.values()) == getter(**given), name
+            getter, arguments = getattr(module, name), [*parameters(release, name)]
+            for chosen in [None, *arguments]:
+                given = {each: each == chosen for each in arguments}
+                answer = _answer(getter, *given.values())
+                assert answer == _answer(getter, **given), (name, given)
+                answers.add(str(answer))
+    assert len(answers) > 30
 
 
 def python(*command, path=(), **environment):
@@ -133,7 +154,7 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
         state = ps.current_state()
         assert "of the encoder" in repr(state)
         assert "; encoder RankLayout(" in report(state)
-        state.suspend()
+        state.suspend("recreate")
         assert ps.get_pipeline_model_parallel_world_size() == 2
         state.resume()
         assert ps.get_pipeline_model_parallel_next_rank() == [4, 5]

@@ -138,7 +138,7 @@ def test_a_state_of_ones_own_listens_too_also_when_it_is_resumed(rank):
     with mock.patch.object(ps, "get_nccl_options", get_nccl_options):
         state = ParallelState.create(**SIZES)
         before = len(calls)
-        state.suspend()
+        state.suspend("recreate")
         state.resume()
     state.destroy()
     assert before > 10 and len(calls) == 2 * before

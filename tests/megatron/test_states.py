@@ -1,5 +1,7 @@
 """Several parallel states in one process: side by side, made current, suspended."""
 
+import builtins
+import dis
 import inspect
 import threading
 from datetime import timedelta
@@ -10,19 +12,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
-from compat.megatron.getters import Getters
+from compat.megatron import getters
 from compat.state import ParallelState, make_current
 from tests.support.forked import descriptors, on_ranks, run_ranks
 
 GETTERS = [
     name
-    for name, function in inspect.getmembers(Getters, inspect.isfunction)
+    for name, function in getters.FUNCTIONS.items()
     if name.startswith(("get_", "is_"))
-    and not [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty and p.name != "self"
-    ]
+    and not [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
 ]
 
 
@@ -56,10 +54,18 @@ def two(fake_world):
 
 def test_every_getter_of_the_module_is_one_of_the_object():
     public = [name for name in dir(ps) if name.startswith(("get_", "is_", "has_"))]
-    own = {"get_nccl_options"}  # asks no state
-    aside = {"is_initialized", "is_unitialized", "model_parallel_is_initialized"}
-    for name in public:
-        assert name in own or name in aside or hasattr(ParallelState, name), name
+    state = ParallelState()
+    assert len(public) > 70
+    for name in {*public} - {"get_nccl_options"}:  # which asks no state
+        assert callable(getattr(state, name)), name
+
+
+def test_every_name_that_a_getter_uses_is_in_the_namespaces():
+    names = {*vars(ps)} | {*vars(builtins)}
+    for name, function in getters.FUNCTIONS.items():
+        code = function.__code__
+        used = {i.argval for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
+        assert used <= names, name
 
 
 def test_two_states_live_side_by_side_and_share_no_group(two):
@@ -148,6 +154,23 @@ def test_in_no_thread_does_a_state_answer_with_anothers_group(two):
     assert not wrong
 
 
+def test_what_outside_code_writes_stays_with_the_state_that_was_current(two):
+    actor, critic = two
+    own = critic.get_tensor_model_parallel_group()
+    with actor.activate():
+        vars(ps)["_TENSOR_MODEL_PARALLEL_GROUP"] = "written"
+        exec("global _MPU_DATA_PARALLEL_RANK; _MPU_DATA_PARALLEL_RANK = 7", vars(ps))
+        assert actor.get_tensor_model_parallel_group() == "written"
+        with critic.activate():
+            assert ps.get_tensor_model_parallel_group() is own
+            assert actor.get_tensor_model_parallel_group() == "written"
+            actor.set_pipeline_model_parallel_rank(9)
+        assert ps.get_data_parallel_rank() == actor.get_data_parallel_rank() == 7
+        assert ps.get_pipeline_model_parallel_rank() == 9
+    assert actor._TENSOR_MODEL_PARALLEL_GROUP == "written"
+    assert ps._TENSOR_MODEL_PARALLEL_GROUP is None and ps._MPU_DATA_PARALLEL_RANK is None
+
+
 def test_a_patched_getter_of_the_module_is_not_seen_by_states_that_are_not_current(two):
     from unittest import mock
 
@@ -213,7 +236,7 @@ def test_a_suspended_state_gives_everything_back_and_comes_back_the_same(rank):
     name = held.group_name
     del held
     full = descriptors()
-    state.suspend()
+    state.suspend("recreate")
     empty = descriptors(at_most=full - 1)
     assert {n: a for n, a in _answers(state).items() if isinstance(a, int | bool)} == numbers
     texts = []
@@ -221,7 +244,7 @@ def test_a_suspended_state_gives_everything_back_and_comes_back_the_same(rank):
         lambda group: dist.all_reduce(torch.ones(1), group=group),
         lambda group: dist.get_process_group_ranks(group),
         lambda group: group.size(),
-        lambda group: state.suspend(),
+        lambda group: state.suspend("recreate"),
     ):
         try:
             use(state.get_tensor_model_parallel_group())
@@ -251,7 +274,7 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
     state = two[0]
     with pytest.raises(RuntimeError, match="is not suspended"):
         state.resume()
-    state.suspend()
+    state.suspend("recreate")
     groups = len(c10d._world.pg_map)
     with (
         mock.patch("torch.distributed.new_group", side_effect=MemoryError),
@@ -264,10 +287,10 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
     assert state.get_tensor_model_parallel_rank() == 1
     state.resume()
     assert state.get_tensor_model_parallel_group() in c10d._world.pg_map
-    state.suspend()
+    state.suspend("recreate")
     state.destroy()
     with pytest.raises(RuntimeError, match="no groups to suspend"):
-        state.suspend()
+        state.suspend("recreate")
 
 
 def test_what_was_made_on_the_grid_beside_the_plan_is_made_again(fake_world):
@@ -276,7 +299,7 @@ def test_what_was_made_on_the_grid_beside_the_plan_is_made_again(fake_world):
     extra = state.grid.create_pg("tp-pp-dp", group_desc="mine").group_name
     state.create_all_gather_groups()
     for _ in range(2):
-        state.suspend()
+        state.suspend("recreate")
         renewed = state.resume()
         again = state.grid.get_pg("tp-pp-dp")
         assert renewed[extra] is again and again.group_desc == "mine"
@@ -306,7 +329,7 @@ def test_the_callers_functions_are_not_asked_again_on_resume(fake_world):
 
     state = ParallelState.create(pipeline_model_parallel_size=2, get_embedding_ranks=choose)
     asked = len(calls)
-    state.suspend()
+    state.suspend("recreate")
     state.resume()
     assert asked == len(calls) == 4
     state.destroy()

@@ -1,10 +1,12 @@
 """A real Megatron model trains to the same bits on stock and on ours, in every kind of layout."""
 
 import argparse
+import json
 
 import pytest
 
 from scripts import compare_training
+from tests.support import warm
 
 RUNS = {
     "data parallel": "",
@@ -61,3 +63,53 @@ def test_shared_communicators_that_connect_late_train_to_the_same_bits(trained, 
         stock, _ = trained[name]
         assert stock["rank_digests"] == ours["rank_digests"]
         assert max(ours["live_groups"]) < 0.8 * max(stock["live_groups"])
+
+
+SUSPENDING = """
+import json, sys
+import compat
+compat.install()
+from scripts import train_gpt
+from tests.support import backends, forked
+from torch.distributed import distributed_c10d as c10d
+from compat import parallel_state
+
+
+def train(rank, arguments, backend, suspends):
+    calls, reports, loss = [], [], train_gpt.loss_everywhere
+    backends.native(calls, [])
+    forked.join(rank, 4, backend=backend)
+
+    def then_suspend(*given):
+        value, state, groups = loss(*given), parallel_state.current_state(), {*c10d._world.pg_map}
+        reports.append({kind: done.how for kind, done in state.suspend().items()})
+        state.resume()
+        assert groups == {*c10d._world.pg_map}
+        return value
+
+    if suspends:
+        train_gpt.loss_everywhere = then_suspend
+    results = train_gpt.main(f"{arguments} --steps 3".split()) or {}
+    return results.get("rank_digests"), reports, len(calls)
+
+
+layouts = json.loads(sys.argv[1])
+kinds = [("gloo", False), ("gloo", True), ("native", True)]
+for each in layouts:
+    runs = [forked.run_ranks(4, train, each, *kind, backend="", timeout=60) for kind in kinds]
+    print(json.dumps(runs))
+"""
+
+
+def test_training_that_suspends_between_steps_rebuilds_nothing_and_is_equal_to_the_last_bit():
+    layouts = ["--tp 2 --use-distributed-optimizer", "--tp 2 --pp 2"]
+    done = warm.run("-c", SUSPENDING, json.dumps(layouts), timeout=300)
+    assert done.returncode == 0, done.stderr
+    trained = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(trained) == len(layouts)
+    for plain, kept, native in trained:
+        assert plain[0][0] == kept[0][0] == native[0][0] and len(plain[0][0]) == 4
+        for rank in range(4):
+            assert plain[rank][1:] == [[], 0] and kept[rank][1:] == [[{"gloo": "keep"}] * 3, 0]
+            assert native[rank][1] == [{"gloo": "keep", "native": "native"}] * 3
+            assert native[rank][2] >= 6 * 5  # a call to suspend and one to resume, for each group

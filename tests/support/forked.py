@@ -206,14 +206,14 @@ def _start(rank: int, world: int, listener: socket.socket, backend: str) -> dist
     return store
 
 
-def join(rank: int, world: int, life: int = 0) -> None:
+def join(rank: int, world: int, life: int = 0, backend: str = "gloo") -> None:
     """Start the default group over a file, for bodies that run with ``backend=""``.
 
     Each split opens two connections to torch's TCP store, which look up its host by number: where
     no name server answers, that takes seconds.
     """
     store = dist.PrefixStore(str(life), dist.FileStore(os.environ["STORE_FILE"], world))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def _child(

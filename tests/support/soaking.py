@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compat import members_only
 from compat import parallel_state as ps
-from compat.state import ParallelState
+from compat.state import SLOTS, ParallelState
 from hypergrid.groups import pool
 from hypergrid.groups.creation import Abilities
 from hypergrid.groups.prepare import _Memory, _Round
@@ -86,7 +86,7 @@ def _traces() -> dict[str, Any]:
         "environment": dict(os.environ),
         "pools": len(pool.live_pools()),
         "initialised": ps.is_initialized(),
-        "slots": [s for s in ps.SLOTS if getattr(ps, s) and s != "_HYBRID_DP_CP_GROUPS"],
+        "slots": [s for s in SLOTS if getattr(ps, s) and s != "_HYBRID_DP_CP_GROUPS"],
     }
 
 

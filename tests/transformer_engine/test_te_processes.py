@@ -147,7 +147,7 @@ def test_destroy_imports_nothing_and_survives_a_context_that_cannot_end(fake_wor
         monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
     asked(group)
     with pytest.warns(RuntimeWarning, match="could not end its expert parallelism over .*no commu"):
-        state.suspend()
+        state.suspend("recreate")
     assert asked.cache_info().currsize == 0
     assert not dist.distributed_c10d._world.pg_map.get(group)
     state.destroy()

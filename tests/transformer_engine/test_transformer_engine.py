@@ -92,7 +92,7 @@ def test_a_state_gives_the_very_groups_of_its_getters(fake_world):
         assert te.amax_group(state, tp_only) is te.amax_group(state, tp_only) is amax
         assert te.autocast_kwargs(state, tp_only) == {"amax_reduction_group": amax}
     assert te.cp_args(state).cp_group is state.get_context_parallel_group()
-    state.suspend()
+    state.suspend("recreate")
     for ask in (te.tp_kwargs, te.cp_args, te.amax_group, te.ops_kwargs, te.ep_group):
         with pytest.raises(RuntimeError, match="suspended: call resume"):
             ask(state)

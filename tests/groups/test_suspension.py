@@ -1,0 +1,207 @@
+"""Suspended groups: kept, suspended by their backend, or closed and created anew."""
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from compat.state import ParallelState
+from hypergrid import EnvironmentTable, HyperCommGrid
+from hypergrid.groups.suspension import Suspended
+from tests.support import backends
+from tests.support.forked import descriptors, join, on_ranks
+
+KEPT = {"gloo": Suspended("keep", 2, 0)}
+
+
+def _sum(group):
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def _text(use, kind=Exception):
+    with pytest.raises(kind) as caught:
+        use()
+    return str(caught.value)
+
+
+def _uses(group):
+    one = torch.ones(1)
+    return [
+        lambda: dist.all_reduce(one, group=group),
+        lambda: dist.all_gather([one, one], one, group=group),
+        lambda: dist.barrier(group),
+        lambda: dist.broadcast(one, 0, group),
+        lambda: dist.send(one, 0, group),
+        lambda: dist.all_gather_object([None, None], 1, group),
+        lambda: dist.get_process_group_ranks(group),
+        lambda: dist.get_rank(group),
+        lambda: dist.reduce_scatter_tensor(one, torch.ones(2), group=group),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0, group)]),
+        lambda: group.allreduce([one]),
+    ]
+
+
+@on_ranks(4)
+def test_groups_of_gloo_are_kept_open_and_are_the_same_objects(rank):
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+    assert grid.suspend() == KEPT
+    assert grid.get_pg("tp") is tp and _sum(tp) == 2
+    assert "suspended already" in _text(grid.suspend, RuntimeError)
+    assert "are suspended. Call resume()" in _text(lambda: grid.create_pg("tp-dp"), RuntimeError)
+    assert grid.resume() == {tp.group_name: tp, dp.group_name: dp}
+    assert "no suspended groups" in _text(grid.resume, RuntimeError)
+    assert grid.create_pg("tp-dp").size() == 4
+    grid.suspend()
+    grid.destroy()
+    assert "no groups to suspend" in _text(grid.suspend, RuntimeError)
+    assert grid.create_pg("tp").size() == 2
+
+
+@on_ranks(4)
+def test_closed_groups_are_created_again_and_the_old_ones_say_so(rank):
+    start, methods = descriptors(), dict(vars(ProcessGroup))
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    tp, dp = grid.create_pg("tp"), grid.create_pg("dp", group_desc="mine")
+    assert grid.suspend("recreate") == {"gloo": Suspended("recreate", 2)}
+    assert grid.groups == {} and len(c10d._world.pg_map) == 1
+    assert "call resume() on every rank" in _text(lambda: grid.get_pg("tp"), RuntimeError)
+    renewed = grid.resume()
+    assert renewed == {tp.group_name: grid.get_pg("tp"), dp.group_name: grid.get_pg("dp")}
+    assert grid.get_pg("dp").group_desc == "mine" and _sum(grid.get_pg("tp")) == 2
+    says = "tp, closed by suspend(): use the group that resume() returned under the name"
+    for use in _uses(tp):
+        assert f"{says} {tp.group_name!r}" in _text(use)
+    renewed = use = None
+    del tp, dp
+    gc.collect()
+    assert dict(vars(ProcessGroup)) == methods
+    grid.destroy()
+    assert descriptors(at_most=start) == start
+
+
+@on_ranks(4)
+def test_a_backend_that_suspends_is_called_in_one_order_and_the_objects_stay(rank):
+    calls, made = [], []
+    backends.native(calls, made, lambda number: number == 1 and "NCCL communicator not initialized")
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    groups = [grid.create_pg(dims) for dims in ("tp", "dp", "tp-dp")]
+    extra = HyperCommGrid([4], ["all"], backend="gloo")
+    extra.create_pg("all")
+    assert grid.suspend() == {"native": Suspended("native", 2, 2000)}
+    assert calls == [("suspend", 0), ("suspend", 2)]
+    assert "call resume()" in _text(lambda: grid.get_pg("tp"), RuntimeError)
+    assert grid.get_pg("dp") is groups[1]  # it has no memory
+    assert grid.resume() == {group.group_name: group for group in groups}
+    assert calls[2:] == [("resume", 0), ("resume", 2)]
+    assert [grid.get_pg(dims) for dims in ("tp", "dp", "tp-dp")] == groups
+    assert _sum(groups[0]) == 2 and len(made) == 3
+
+
+@on_ranks(4)
+def test_the_first_refusal_means_unsupported_and_changes_nothing_a_later_one_is_an_error(rank):
+    calls, made, broken = [], [], {0}
+    backends.native(calls, made, lambda number: number in broken and "out of order")
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+    text = _text(lambda: grid.suspend("native"), RuntimeError)
+    assert text == f"rank {rank} could not suspend tp with native: RuntimeError: out of order."
+    assert calls == [] and grid.get_pg("tp") is tp and grid.pool.suspended is None
+    broken.symmetric_difference_update({0, 1})
+    text = _text(grid.suspend, RuntimeError)
+    assert "could not suspend dp" in text and "1 others are suspended: call resume()" in text
+    assert grid.resume()[tp.group_name] is tp and calls == [("suspend", 0), ("resume", 0)]
+    broken.symmetric_difference_update({0, 1})
+    assert grid.suspend() == {"native": Suspended("recreate", 2)}
+    assert grid.resume()[dp.group_name] is grid.get_pg("dp") is not dp
+    assert "allowed: auto, native" in _text(lambda: grid.suspend("never"), ValueError)
+    assert grid.suspend("keep") == {"native": Suspended("keep", 2)}
+
+
+@on_ranks(4, backend="")
+def test_a_state_of_two_backends_keeps_gloo_and_creates_the_others_again(rank):
+    backends.register("plain", [])
+    join(rank, 4, backend="plain")
+    state = ParallelState.create(tensor_model_parallel_size=2)
+    extra = state.grid.create_pg("tp-pp-dp", group_desc="mine")
+    twin, tp = state.get_data_parallel_group_gloo(), state.get_tensor_model_parallel_group()
+    for _ in range(2):
+        listed = len(state._global_process_group_list)
+        report = state.suspend()
+        assert report["gloo"].how == "keep" and report["plain"].how == "recreate"
+        assert state.get_data_parallel_group_gloo() is twin and _sum(twin) == 2
+        assert "suspended: call resume()" in repr(state.get_tensor_model_parallel_group())
+        with mock.patch("torch.distributed.new_group", side_effect=MemoryError):
+            _text(state.resume, MemoryError)
+        assert _sum(twin) == 2 and "suspended" in repr(state)
+        renewed = state.resume()
+        assert len(state._global_process_group_list) == listed
+        assert renewed[twin.group_name] is twin is state.get_data_parallel_group_gloo()
+        assert renewed[tp.group_name] is state.get_tensor_model_parallel_group() is not tp
+        assert renewed[extra.group_name] is state.grid.get_pg("tp-pp-dp") is not extra
+        tp, extra = renewed[tp.group_name], renewed[extra.group_name]
+        assert _sum(tp) == 2 and _sum(extra) == 4 and _sum(twin) == 2
+    state.destroy()
+    assert len(c10d._world.pg_map) == 1
+
+
+@on_ranks(4, backend="")
+def test_a_native_state_has_placeholders_meanwhile_and_then_the_same_groups(rank):
+    calls, made = [], []
+    backends.native(calls, made)
+    join(rank, 4, backend="native")
+    state = ParallelState.create(tensor_model_parallel_size=2)
+    tp, mp = state.get_tensor_model_parallel_group(), state.get_model_parallel_group()
+    listed = [*state._global_process_group_list]
+    for how in ("auto", "native"):
+        calls.clear()
+        report = state.suspend(how)
+        assert report["native"].how == "native" and report["gloo"].how == "keep"
+        assert report["native"].freed == 1000 * report["native"].communicators == 1000 * len(calls)
+        assert "was used while it is suspended" in _text(
+            lambda: state.get_tensor_model_parallel_group().size(), RuntimeError
+        )
+        assert state.get_tensor_model_parallel_rank() == rank % 2
+        renewed = state.resume()
+        assert renewed[tp.group_name] is tp is state.get_tensor_model_parallel_group()
+        assert state.get_model_parallel_group() is mp and _sum(tp) == 2
+        assert state._global_process_group_list == listed
+        half = len(calls) // 2
+        assert [number for _, number in calls[:half]] == [number for _, number in calls[half:]]
+    state.destroy()
+    assert len(c10d._world.pg_map) == 1
+
+
+@on_ranks(4)
+def test_groups_of_a_table_come_along(rank):
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    grid.create_pg("tp")
+    table = EnvironmentTable.from_grid(grid)
+    table.create_process_group("dp")
+    table.create_process_group("mine", [0, 1, 3])
+    table.create_process_group("pairs", [[0, 1], [2, 3]], share=True)
+    mesh = table.create_device_mesh("train", (2, 2), ("pp", "x"), share=True)
+    assert mesh.get_group("x") is grid.get_pg("tp")
+    for how in ("auto", "recreate", "recreate"):
+        before, mesh = table.process_group_pool, table.get_device_mesh("train")
+        grid.suspend(how)
+        table.suspend(how)
+        assert ("mine" in table.process_group_pool) == (how == "auto" or rank == 2)
+        renewed = grid.resume() | table.resume()
+        after = table.process_group_pool
+        assert before.keys() == after.keys() == {"tp", "dp", "mine", "pairs", "train/pp", "train/x"}
+        for name, group in after.items():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                assert group is renewed[before[name].group_name] and _sum(group) == group.size()
+                assert (group is before[name]) == (how == "auto")
+        assert (table.get_device_mesh("train") is mesh) == (how == "auto")
+        assert table.get_device_mesh("train").get_group("x") is after["train/x"] is after["tp"]
+    table.destroy()
+    grid.destroy()
+    assert len(c10d._world.pg_map) == 1
