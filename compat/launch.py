@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import hypergrid
 from compat import swap
 from compat.megatron import order
 from compat.transformer_engine.process import warn_of_an_empty_package
@@ -21,6 +22,7 @@ EPILOG = """\
 environment variables, for launchers whose command line is fixed:
   HYPERGRID_ORDER=tp-cp-pp-dp  as --order        HYPERGRID_SWAP=0    as --no-swap
   HYPERGRID_REPORT=1           as --report       HYPERGRID_SHARE=all as --share all, and so on
+  HYPERGRID_RECORD=DIR         every rank leaves there what `hypergrid diagnose` reads of a hang
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
                                swaps in every Python that starts, without this launcher
 """
@@ -76,6 +78,11 @@ def main(argv: list[str] | None = None) -> None:
         try:
             order.check_choices()
         except ValueError as error:
+            parser.error(str(error))
+    if os.environ.get("HYPERGRID_RECORD"):
+        try:
+            hypergrid.record()
+        except (OSError, ValueError) as error:
             parser.error(str(error))
     _run(options.script, options.args, options.module, swapping=not off)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
     from hypergrid.groups.pool import GroupPool as GroupPool
+    from hypergrid.groups.record import record as record
     from hypergrid.groups.validate import validate_grids as validate_grids
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
@@ -45,6 +46,7 @@ _HOMES = {
     "Topology": "topology",
     "abort": "groups.abort",
     "dump": "groups.dump",
+    "record": "groups.record",
     "validate_grids": "groups.validate",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -174,6 +174,7 @@ def all_cases(bench: Bench) -> list[Case]:
         ),
         Case(IMPORT, imports),
         Case((RECORDED.format(recorded(bench)),), diagnosis),
+        Case(RECORDING, recording),
     ]
     return cases
 
@@ -196,6 +197,11 @@ IMPORT = (
     "Import of `compat.parallel_state`",
     "Megatron modules that the import brings",
     "CUDA contexts that the import makes",
+)
+RECORDING = (
+    "CPU of an `all_reduce` of two gloo ranks, recorded by `hypergrid.record`",
+    "CPU of the recorder's thread in a second of that",
+    "CPU of a receive over gloo, recorded on request",
 )
 RECORDED = "Reading and judging the recordings of {:,} ranks, 2,000 calls each"
 
@@ -398,6 +404,18 @@ def simulation(bench: Bench) -> list[Row]:
                 at_most = 2 if case == "hosts" else None
                 rows.append(Row(SIMULATED[case], [seconds], at_most=at_most))
     return rows
+
+
+def recording(bench: Bench) -> list[Row]:
+    found = child("bench_sides.py", job="recording", turns=bench.repeats(60, 20), calls=100)
+    without = {"peer_name": "not recorded"}
+    # A block takes longer where the machine is busy otherwise, and never less: the least counts.
+    least = {side: [min(times)] for side, times in found.items()}
+    return [
+        Row(RECORDING[0], least["with"], least["without"], at_least=0.99, **without),
+        Row(RECORDING[1], [sum(found["thread"]) / len(found["thread"])], at_most=0.01),
+        Row(RECORDING[2], least["p2p with"], least["p2p without"], **without),
+    ]
 
 
 class ChildError(RuntimeError):

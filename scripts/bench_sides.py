@@ -246,6 +246,58 @@ def diagnosis(ranks: int, calls: int, repeats: int, seconds: float) -> dict[str,
     return times
 
 
+def recording(turns: int, calls: int) -> dict[str, list[float]]:
+    """CPU seconds per all_reduce of two gloo ranks, with and without ``record`` in turn.
+
+    Also, for each second of that, those of the recorder's thread.
+    """
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+
+    import hypergrid
+    from tests.support import forked
+
+    def rank(number: int, directory: str) -> dict[str, list[float]]:
+        tensor = torch.ones(1024)
+        sides: dict[str, Any] = {
+            "without": lambda: None,
+            "with": lambda: hypergrid.record(directory),
+            "p2p without": lambda: None,
+            "p2p with": lambda: hypergrid.record(directory, p2p=True),
+        }
+
+        def reducing() -> None:
+            dist.all_reduce(tensor)
+
+        def passing() -> None:
+            (dist.send if number else dist.recv)(tensor, 1 - number)
+
+        times: dict[str, list[float]] = {side: [] for side in (*sides, "thread")}
+        for turn in range(turns):
+            for side in sorted(sides, reverse=bool(turn % 2)):
+                recorder = sides[side]()
+                call = passing if "p2p" in side else reducing
+                for _ in range(20):  # what opening it has displaced from the caches comes back
+                    call()
+                clock = recorder and time.pthread_getcpuclockid(recorder.thread.ident)
+                start, used = time.perf_counter(), clock and time.clock_gettime(clock)
+                cpu = time.process_time()  # of all threads; a machine may be busy otherwise
+                for _ in range(calls):
+                    call()
+                times[side].append((time.process_time() - cpu) / calls)
+                lasted = time.perf_counter() - start
+                if side == "with":
+                    times["thread"].append((time.clock_gettime(clock) - used) / lasted)
+                if recorder:
+                    recorder.close()
+        return times
+
+    with tempfile.TemporaryDirectory() as directory:
+        found: dict[str, list[float]] = forked.run_ranks(2, rank, directory, timeout=600)[0]
+    return found
+
+
 def _reset_peak() -> int:
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -267,6 +319,7 @@ JOBS: dict[str, Any] = {
     "enumerate": enumerate_groups,
     "getters": call_getters,
     "import": import_side,
+    "recording": recording,
 }
 
 if __name__ == "__main__":

@@ -216,21 +216,36 @@ class _Case:
 
     def _pairs(self) -> Iterator[_Wait]:
         """Sends that nobody receives, and the reverse."""
-        ends: dict[tuple[str, int, int], dict[str, list[Call]]] = {}
-        for calls in self.p2p.values():
-            for call in calls:
-                pair = _pair(call, self.members(call.group))
-                if pair:
-                    both = ends.setdefault((call.group, *pair), {"send": [], "recv": []})
-                    both[call.what.name].append(call)
+        pairs: dict[tuple[str, str], tuple[int, int] | None] = {}
+
+        def end(call: Call) -> tuple[str, int, int] | None:
+            key = call.group, call.text
+            if key not in pairs:
+                pairs[key] = _pair(call, self.members(call.group))
+            pair = pairs[key]
+            return pair and (call.group, *pair)
+
+        pending = [call for calls in self.p2p.values() for call in calls]
+        ends: dict[tuple[str, int, int], dict[str, list[Call]]] = {
+            key: {"send": [], "recv": []} for key in map(end, pending) if key
+        }
+        # Where all are known, the how many-th send belongs to the same receive.
+        involved = {rank for _, *both in ends for rank in both}
+        whole = {rank for rank in involved if rank in self.ranks and self.ranks[rank].whole}
+        for rank in whole:
+            pending += [call for call in self.ranks[rank].calls if call.p2p and call.done]
+        for call in sorted(pending, key=lambda call: call.created):
+            key = end(call)
+            if key in ends and (not call.done or whole.issuperset(key[1:])):
+                ends[key][call.what.name].append(call)
         for (group, source, target), both in ends.items():
             for name, rank, other in (("send", source, target), ("recv", target, source)):
                 mine, theirs = both[name], both["recv" if name == "send" else "send"]
-                if len(mine) > len(theirs):
-                    call = mine[len(theirs)]
-                    ns = self._ns(rank, call.created) if rank in self.ranks else 0
+                late = next((call for call in mine[len(theirs) :] if not call.done), None)
+                if late is not None:
+                    ns = self._ns(rank, late.created) if rank in self.ranks else 0
                     if self._is_stuck((rank,), ns):
-                        yield _Wait(group, call.seq, call, (rank,), (other,), ns)
+                        yield _Wait(group, late.seq, late, (rank,), (other,), ns)
 
     def _guesses(self) -> dict[int, tuple[int, ...]]:
         """Ranks whose stack is in a send or recv that is not recorded: the ranks they may need."""
@@ -315,6 +330,8 @@ class _Case:
     def _is_blocked(self, rank: int) -> bool:
         stack = self.ranks[rank].stack
         if any("distributed" in f.file and "torch" in f.file for f in stack[:4]):
+            return True
+        if rank in self.p2p and self._p2p_frame(rank):
             return True
         last = self.last.get(rank)
         # The call that it is in was made from a line that it still is at.
@@ -567,19 +584,21 @@ class _Case:
     ) -> tuple[list[int], str]:
         """Whose order of calls is not found elsewhere: the ranks, and what they did."""
         steps = self._steps()
-        rarest: dict[int, tuple[str, str]] = {}
+        rarest: dict[int, tuple[bool, int, tuple[str, str]]] = {}  # who did it before comes last
         for rank in _around(circle[0], graph) & set(self.last):
             pairs = self._pattern(rank)
             undone = (i for i, call in enumerate(self.ranks[rank].calls) if not call.done)
             start = min(next(undone, len(pairs)), len(pairs) - 1)
-            rarest[rank] = min(pairs[start:], key=lambda pair: steps[pair])
-        least = min((steps[pair] for pair in rarest.values()), default=0)
-        odd = sorted(rank for rank, pair in rarest.items() if steps[pair] == least)
+            earlier = set(pairs[:start])
+            rarest[rank] = min((pair in earlier, steps[pair], pair) for pair in pairs[start:])
+        least = min((each[:2] for each in rarest.values()), default=None)
+        odd = sorted(rank for rank, each in rarest.items() if each[:2] == least)
         if len({rarest[rank] for rank in odd}) != 1 or len(odd) == len(rarest):
             return [], ""
-        before, after = rarest[odd[0]]
+        before, after = rarest[odd[0]][2]
         went = f"went from {before} to {after}" if before else f"began with {after}"
-        usual = _usual(steps, before, after)
+        own = Counter(self._pattern(odd[0])) if len(odd) == 1 else steps
+        usual = _usual(own, before, after) or _usual(steps, before, after)
         return odd, f"{went}, where {usual} is next on other ranks or in earlier turns" * bool(
             usual
         )

@@ -136,6 +136,10 @@ def _by_rank(path: Path) -> tuple[str, int, str]:
     return (parts[1] if parts else path.name, number, path.name)
 
 
+def _from_the_first(entries: list[dict[str, Any]]) -> bool:
+    return not entries or int(entries[0].get("record_id") or 0) == 0
+
+
 def _prefix(name: str) -> str:
     return name.rstrip("0123456789") if not name.endswith(".json") else _prefix(name[:-5])
 
@@ -238,8 +242,10 @@ class _Reader:
         for name, label in {tuple(entry["process_group"]) for entry in entries}:
             self._group(rank, str(name), str(label), None)
         mine = self._rank(rank)
+        if mine.calls:  # point-to-point operations, of its file of stacks
+            calls = sorted([*calls, *mine.calls], key=lambda call: call.created)
         mine.calls, mine.has_calls = calls, True
-        mine.whole = not entries or int(entries[0].get("record_id") or 0) == 0
+        mine.whole = mine.whole and _from_the_first(entries)
 
     def _calls(self, entries: list[dict[str, Any]]) -> list[Call]:
         texts, names, new = self.texts, self.names, tuple.__new__  # millions of turns
@@ -329,6 +335,7 @@ class _Reader:
         mine.calls += [call for call in self._calls(p2p) if (call.group, call.seq) not in known]
         for name, label in {tuple(entry["process_group"]) for entry in p2p}:
             self._group(rank, str(name), str(label), None)
+        mine.whole = mine.whole and _from_the_first(p2p)
         if p2p:
             mine.calls.sort(key=lambda call: call.created)
         return rank

@@ -20,7 +20,7 @@ from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
-from hypergrid.cli import prints
+from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import Subject, read, read_json, saved
@@ -198,9 +198,15 @@ def diff(
 
 @command()
 def diagnose(
-    directory: Annotated[Path, typer.Argument(help="Where the job left its flight recorders.")],
+    directory: Annotated[
+        Path | None, typer.Argument(help="Where the job left its flight recorders.")
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Name ranks by this saved plan.")
+    ] = None,
+    pids: Annotated[
+        list[int] | None,
+        typer.Option("--pid", help="Have these ranks, or a torchrun's, write first; repeatable."),
     ] = None,
     stragglers: Annotated[
         bool,
@@ -212,12 +218,24 @@ def diagnose(
 ) -> int:
     """Who everyone waits for in a job that hangs, from what its ranks left in a directory.
 
+    With --pid the ranks of a running job on this host are asked first; they record by
+    hypergrid.record, and the directory is that of HYPERGRID_RECORD.
+
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.analysis import diagnosis, recording
     from hypergrid.analysis.stragglers import last_arrivals
 
+    problems: tuple[str, ...] = ()
+    if pids:
+        try:
+            directory, _, problems = processes.ask(pids, directory)
+        except processes.AskError as error:
+            raise JobError(f"{error}.") from None
+    if directory is None:
+        raise JobError("name the DIRECTORY of the dumps, or the processes by --pid.")
     left = recording.read(directory)
+    left.problems += problems
     if not left.ranks:
         raise JobError(" ".join((f"{directory} has no dump of a rank.", *left.problems[:3])))
     layout = saved(plan).plan if plan else None

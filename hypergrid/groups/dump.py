@@ -49,7 +49,7 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _groups() -> list[dict[str, Any]]:
-    default, alive = c10d._get_default_group(), c10d._world.pg_map
+    default, alive = c10d._get_default_group(), dict(c10d._world.pg_map)
     pooled = [(p.owner, each) for p in live_pools() for each in p.groups if each.group in alive]
     ours = {default, *(each.group for _, each in pooled)}
     rows: list[tuple[ProcessGroup, str | None, PooledGroup | None]] = [

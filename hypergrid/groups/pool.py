@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.errors import CreationError
+from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import creation, gloo, sockets
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
@@ -30,6 +30,8 @@ DEFAULT = "the default group"
 # For code that uses groups of a pool: called with those that are about to be destroyed, and
 # whether it must not wait for other ranks.
 before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
+# Called with each AgreementError and CreationError, before it leaves the pool.
+after_failure: set[Callable[[BaseException], None]] = set()
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
 
 
@@ -93,7 +95,7 @@ class GroupPool:
                 f"rank {dist.get_rank()} cannot create groups: those of {self.owner} are "
                 f"suspended. Call resume() first, on every rank."
             )
-        with one_thread(ranks, proposal) as turn, abortable():
+        with _telling(), one_thread(ranks, proposal) as turn, abortable():
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
             sockets.note_default()
@@ -445,6 +447,16 @@ def _forget_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    try:
+        yield
+    except (AgreementError, CreationError) as error:
+        for tell in after_failure:
+            tell(error)
+        raise
 
 
 def _warn(text: str) -> None:

@@ -1,0 +1,143 @@
+"""Asks running ranks for their recordings: by SIGUSR1 on this host, by a file on the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "HYPERGRID_RECORD"
+_ASKED = "asked"  # recorders look at it every five seconds
+
+
+class Ask(NamedTuple):
+    """Where the recordings are, which ranks were asked, and why some did not write."""
+
+    directory: Path
+    ranks: tuple[int, ...]
+    problems: tuple[str, ...]
+
+
+class AskError(Exception):
+    """No rank can be asked."""
+
+
+def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30) -> Ask:
+    """Have the ranks among these processes and their descendants write, and wait for that.
+
+    Only processes that a recorder has named in ``directory`` and that catch SIGUSR1 are sent the
+    signal: it would end others. Without ``directory`` it is the ``HYPERGRID_RECORD`` of the first
+    process that has one. Ranks of other hosts that share the directory write too, within some
+    seconds; this does not wait for them. Raises AskError if there is no process or no rank.
+    """
+    family = _family(pids)
+    directory = directory or _directory(family)
+    asked = time.time_ns()
+    problems, waiting = [], dict[int, int]()
+    for rank, pid in _recorders(directory).items():
+        if pid not in family:
+            continue
+        state = _state(pid)
+        if state is None:
+            problems.append(f"rank {rank} (pid {pid}) has ended")
+        elif not state.catches:
+            problems.append(f"rank {rank} (pid {pid}) does not catch SIGUSR1: not asked")
+        elif state.stopped:
+            problems.append(f"rank {rank} (pid {pid}) is stopped and cannot answer")
+        else:
+            waiting[rank] = pid
+    ranks = tuple(waiting)
+    if not ranks and not problems:
+        shown = ", ".join(map(str, pids))
+        raise AskError(
+            f"no rank among the processes {shown} and their children records to {directory}; "
+            f"call hypergrid.record there, or start with {VARIABLE}=DIR under compat.launch"
+        )
+    with suppress(OSError):
+        (directory / _ASKED).write_text("hypergrid diagnose\n")
+    for pid in waiting.values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    end = time.monotonic() + timeout
+    while waiting and time.monotonic() < end:
+        time.sleep(0.05)
+        for rank, pid in list(waiting.items()):
+            if _written(directory / f"stack_{rank}.json") > asked:
+                del waiting[rank]
+            elif _state(pid) is None:
+                problems.append(f"rank {rank} (pid {pid}) ended before it wrote")
+                del waiting[rank]
+    problems += [f"rank {r} (pid {p}) did not write in {timeout:g} s" for r, p in waiting.items()]
+    return Ask(directory, ranks, tuple(problems))
+
+
+class _State(NamedTuple):
+    catches: bool
+    stopped: bool
+
+
+def _state(pid: int) -> _State | None:
+    """What the kernel says of a process; None if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    if status["State"][0] in "ZX":
+        return None
+    caught = int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1
+    return _State(bool(caught), status["State"][0] in "Tt")
+
+
+def _family(pids: Sequence[int]) -> list[int]:
+    """The processes and all their descendants."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    family = list(pids)
+    for pid in pids:
+        if not Path(f"/proc/{pid}").exists():
+            raise AskError(f"there is no process {pid} on this host")
+    for pid in family:
+        family += [child for child in children.get(pid, ()) if child not in family]
+    return family
+
+
+def _directory(family: Sequence[int]) -> Path:
+    for pid in family:
+        with suppress(OSError):
+            pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            found = dict(pair.split("=", 1) for pair in pairs if "=" in pair).get(VARIABLE)
+            if found:
+                return Path(os.readlink(f"/proc/{pid}/cwd"), found)
+    raise AskError(
+        f"none of these processes was started with {VARIABLE}: name the directory that the job "
+        f"records to"
+    )
+
+
+def _recorders(directory: Path) -> dict[int, int]:
+    """Ranks of this host that record to the directory, and their processes."""
+    found = {}
+    for path in directory.glob("groups_*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(path.read_bytes())
+            if said["host"] == socket.gethostname():
+                found[int(said["rank"])] = int(said["pid"])
+    if not found:
+        raise AskError(f"no rank of this host has recorded to {directory}")
+    return dict(sorted(found.items()))
+
+
+def _written(path: Path) -> int:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(path.read_bytes())["written_ns"])
+    return 0

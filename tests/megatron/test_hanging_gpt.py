@@ -1,0 +1,69 @@
+"""The demo's GPT really hangs on eight gloo ranks, and the verdict names who did it, where and how.
+
+The layout is tp=2 pp=2 dp=2: rank 5 has tp=1 dp=0 pp=1. ``tests/support/hanging.py`` hangs it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hypergrid.analysis.diagnosis import diagnose
+from hypergrid.analysis.recording import read
+from tests.support import ROOT
+
+TENSOR = ("TENSOR_MODEL_PARALLEL_GROUP", (4, 5))
+PIPELINE = ("PIPELINE_MODEL_PARALLEL_GROUP", (1, 5))
+WORLD = ("the default group", tuple(range(8)))
+# The kind, the rank, the group in which it is missed (None: it is missed in several, and which of
+# them has waited for longest is chance), and words of the sentence.
+VERDICTS = {
+    "stopped": ("no dump", 5, None, "it left no dump: ended, stopped or unreachable"),
+    "killed": ("no dump", 5, None, "it left no dump: ended, stopped or unreachable"),
+    "ended": ("no dump", 5, None, "it left no dump: ended, stopped or unreachable"),
+    "sleeping": ("never entered", 5, TENSOR, "hanging.py"),
+    "spinning": ("never entered", 5, TENSOR, "it is in spin ("),
+    "skips": ("order", 5, None, "went from all_reduce of DATA_PARALLEL_GROUP_WITH_CP to recv"),
+    "adds": ("order", 5, None, "went from all_reduce of the default group to all_reduce of the"),
+    "another": ("mismatch", 5, WORLD, "called broadcast as #8"),
+    "size": ("mismatch", 5, WORLD, "called all_reduce of size [3] as #8"),
+    "dtype": ("mismatch", 5, WORLD, "called all_reduce of dtype Double as #8"),
+    "order": ("order", 5, WORLD, "ranks 5, 7 wait for each other"),
+    "sends twice": ("order", 1, PIPELINE, "ranks 1, 5 wait for each other in send"),
+    "raised": ("raised", 5, None, "it raised ValueError: the batch holds a token"),
+    "raised and stays": ("raised", 5, TENSOR, "it raised ValueError: the batch holds a token"),
+    "slow": ("never entered", 5, TENSOR, "hanging.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """The directory with the recording of every hang."""
+    directory = tmp_path_factory.mktemp("hangs")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.hanging", str(directory)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=2400,
+    )
+    assert done.returncode == 0, done.stdout
+    return directory
+
+
+@pytest.mark.parametrize("fault", VERDICTS)
+def test_the_verdict_on_a_real_hang_is_right(left, fault):
+    directory = left / fault.replace(" ", "_")
+    truth = json.loads((directory / "fault.json").read_text())
+    kind, rank, group, words = VERDICTS[fault]
+    assert truth["rank"] == rank
+    recording = read(directory)
+    assert recording.world_size == 8 and not recording.problems
+    found = diagnose(recording)
+    assert (found.kind, found.ranks) == (kind, (rank,)), found.sentence
+    assert rank in found.members if group is None else (found.group, found.members) == group
+    assert words in found.sentence
+    assert f"Rank {rank} (" in found.sentence and not found.ok
