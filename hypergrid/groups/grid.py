@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -244,6 +245,7 @@ class HyperCommGrid:
     def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
         """Start a pool under ``agreement``, for callers that agreed on more than dims."""
         self._pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
+        self._pool.holder = weakref.ref(self)
         return self._pool
 
     @contextmanager
