@@ -184,8 +184,8 @@ def destroy_model_parallel(*, abort: bool = False) -> None:
     """Close every group that ``initialize_model_parallel`` made and forget all state; idempotent.
 
     Without ``abort`` NCCL waits until the other members close theirs. With ``abort``, which is not
-    in upstream, this is *local*: it waits for no other rank, in whatever state NCCL's communicators
-    are. Gloo closes in the same way with and without it.
+    in upstream, this is *local*: it waits for no other rank, in any thread, and threads that wait
+    in a collective of these groups raise an error. ``hypergrid.abort()`` does so with all groups.
     """
     _current.destroy(abort)
 

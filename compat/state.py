@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,14 @@ from compat.megatron.planning import Request, aliases
 from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
+from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
+from hypergrid.groups.store import abortable, raise_if_aborted
 from hypergrid.plan import GroupPlan
 
 before_closing.add(te_process.release)
+_states: WeakSet[ParallelState] = WeakSet()
 _HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
 GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
@@ -69,6 +73,7 @@ class ParallelState(Getters, Setters, Buffers):
 
     def __init__(self) -> None:
         self._forget()
+        _states.add(self)
 
     def _forget(self) -> None:
         self.request: Request | None = None
@@ -116,7 +121,7 @@ class ParallelState(Getters, Setters, Buffers):
 
         *Collective* and all or nothing, as ``create``.
         """
-        with environment_restored_on_failure():
+        with environment_restored_on_failure(), abortable():
             built = build(request)
             try:
                 self.request = request
@@ -134,6 +139,7 @@ class ParallelState(Getters, Setters, Buffers):
                     self._PIPELINE_MODEL_PARALLEL_DECODER_START = start
                 own = self._set_global_memory_buffer
                 request.helpers.get("_set_global_memory_buffer", own)()
+                raise_if_aborted()
             except BaseException:
                 if built.grid is not None:
                     built.grid.destroy(abort=True)
@@ -192,7 +198,7 @@ class ParallelState(Getters, Setters, Buffers):
         ----------
         abort : bool
             Wait for no other rank, whatever state the communicators are in: NCCL drops what is
-            under way. Gloo closes as without it.
+            under way, and gloo's connections are shut.
         """
         release_megatrons(abort)
         if self._grid is not None:
@@ -382,6 +388,13 @@ class ParallelState(Getters, Setters, Buffers):
         return [build_extra(row, *known, timeout, configs) for row in rows]
 
 
+def _forget_all() -> None:
+    for state in [*_states]:
+        if state.request is not None and state.pool is None:  # not one that was made meanwhile
+            state.destroy(abort=True)
+
+
+after_abort.add(_forget_all)
 _current = ParallelState()  # what compat.parallel_state answers from
 _module: dict[str, Any] = {}  # its names: for its functions a global of theirs is the fastest
 

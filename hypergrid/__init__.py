@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hypergrid.errors import AbortedError as AbortedError
     from hypergrid.errors import AgreementError as AgreementError
     from hypergrid.errors import CreationError as CreationError
+    from hypergrid.groups.abort import abort as abort
     from hypergrid.groups.dump import dump as dump
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AbortedError": "errors",
     "AgreementError": "errors",
     "CreationError": "errors",
     "EnvironmentTable": "groups.environment",
@@ -40,6 +43,7 @@ _HOMES = {
     "LayoutError": "layout",
     "RankLayout": "layout",
     "Topology": "topology",
+    "abort": "groups.abort",
     "dump": "groups.dump",
     "validate_grids": "groups.validate",
 }

@@ -8,7 +8,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+
+from hypergrid.groups.sockets import creating
 
 Ranks: TypeAlias = Sequence[int]
 _private = threading.RLock()  # outside code may create groups while it is called to create one
@@ -37,13 +39,19 @@ def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessG
     """
     with _running_number(group_name(label, ranks, epoch)):
         try:
-            group: ProcessGroup = dist.new_group(list(ranks), **own(options))
+            group = _new_group(ranks, options)
         except RuntimeError:
             # A dry run on a fake default group: no store for a real backend to connect through.
             if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
                 raise
             group = dist.new_group(list(ranks), **{**options, "backend": "fake"})
         return group
+
+
+def _new_group(ranks: Ranks, options: dict[str, Any]) -> ProcessGroup:
+    with creating(len(ranks)) as note:
+        group: ProcessGroup = note(dist.new_group(list(ranks), **own(options)))
+    return group
 
 
 def by_split(
@@ -69,14 +77,16 @@ def by_split(
         parts.setdefault(part, torch.device(kind))
     source = _backend_of(default)
     timeout = options.get("timeout") or c10d._get_default_timeout(backend)
-    group: ProcessGroup | None = default.split_group(
-        ranks,
-        timeout=timeout,
-        opts=_options_like_new_group(source, options.get("pg_options")),
-        group_name=name,
-        group_desc=options.get("group_desc") or "undefined",
-        device_types=list(parts.values()),
-    )
+    with creating(len(ranks)) as note:  # the options already open a listener
+        split = default.split_group(
+            ranks,
+            timeout=timeout,
+            opts=_options_like_new_group(source, options.get("pg_options")),
+            group_name=name,
+            group_desc=options.get("group_desc") or "undefined",
+            device_types=list(parts.values()),
+        )
+        group: ProcessGroup | None = note(split)
     if rank not in ranks or group is None:
         return None
     for kind, part in wanted.items():
@@ -145,9 +155,10 @@ def by_everyone(
         try:
             if disjoint(groups):
                 every = [list(ranks) for ranks in groups]
-                mine, _ = dist.new_subgroups_by_enumeration(every, **own(options))
+                with creating(max(map(len, groups))) as note:
+                    mine = note(dist.new_subgroups_by_enumeration(every, **own(options))[0])
                 return [] if mine is None else [mine]
-            made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
+            made = [_new_group(ranks, options) for ranks in groups]
         except BaseException:
             close(c10d._world.pg_map.keys() - before, abort=True)
             raise
@@ -176,7 +187,7 @@ def close(
     world, failed = c10d._world, list[tuple[ProcessGroup, RuntimeError]]()
     end = getattr(c10d, "_abort_process_group", None) if abort else None
     end = end or dist.destroy_process_group
-    ordered = sorted(groups, key=lambda group: world.pg_names[group], reverse=True)
+    ordered = sorted(groups, key=lambda group: world.pg_names.get(group, ""), reverse=True)
     with _aborting(ordered if abort else []):
         for group in ordered:
             tag = world.pg_to_tag.get(group)
@@ -184,9 +195,18 @@ def close(
                 end(group)
             except RuntimeError as error:
                 failed.append((group, error))
+            except (AssertionError, LookupError, ValueError):
+                if group in world.pg_map:  # else another thread has destroyed it meanwhile
+                    raise
             if tag is not None and not world.tags_to_pg.get(tag, True):
                 del world.tags_to_pg[tag]  # torch leaves an empty list for every past group
     return failed
+
+
+def abort(group: ProcessGroup) -> None:
+    """Let torch abort ``group``, which stays registered. *Local*; gloo goes on waiting."""
+    with _aborting([group]), suppress(AttributeError, RuntimeError):  # an older torch
+        group.abort()
 
 
 @contextmanager

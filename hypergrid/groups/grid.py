@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -227,6 +228,7 @@ class HyperCommGrid:
     def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
         """Start a pool under ``agreement``, for callers that agreed on more than dims."""
         self.pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
+        self.pool.holder = weakref.ref(self)
         return self.pool
 
     @contextmanager

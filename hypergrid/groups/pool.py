@@ -15,10 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import CreationError
-from hypergrid.groups import creation
+from hypergrid.groups import creation, sockets
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
+from hypergrid.groups.store import abortable, raise_if_aborted
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import Kind
 from hypergrid.policy import Policy
@@ -54,6 +55,7 @@ class GroupPool:
         self.owner = owner
         self.groups: list[PooledGroup] = []
         self._owners: dict[tuple[Ranks, Kind], str] = {}
+        self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         _live.add(self)
 
     @contextmanager
@@ -70,17 +72,21 @@ class GroupPool:
 
         Raises
         ------
+        AbortedError
+            ``hypergrid.abort()`` was called meanwhile.
         AgreementError
             The ranks were asked for different groups, or one of them refused or did not arrive.
         CreationError
             A rank could not create its group; all have rolled back.
         """
-        with one_thread(ranks, proposal) as turn:
+        with one_thread(ranks, proposal) as turn, abortable():
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
+            sockets.note_default()
             with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
                 yield
                 turn.end()
+                raise_if_aborted()
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
@@ -138,6 +144,7 @@ class GroupPool:
                     made = self._make_all(label, mine, everyone(), kind, options)
                 for ranks, group, shares in made:
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+                    raise_if_aborted()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
@@ -232,7 +239,7 @@ class GroupPool:
         *Local* with ``abort``; else NCCL waits until the other members destroy the group too. A
         group that torch cannot destroy, and a function of ``before_closing`` that raises, cause a
         warning, and the other groups are destroyed.
-        With ``abort`` NCCL drops operations in progress.
+        With ``abort`` NCCL drops operations in progress, and gloo's connections are shut.
         """
         self._drop(self.groups[keep:], abort)
 
@@ -249,6 +256,8 @@ class GroupPool:
             for each in leaving
             if each.shares is None and each.group in known
         }
+        if abort:  # else gloo waits for its operations in progress when it destroys the group
+            sockets.shut(closing)
         for tell in before_closing if leaving else ():
             try:
                 tell([*closing], abort)
@@ -264,4 +273,8 @@ def _warn(text: str) -> None:
 
 def live_pools() -> list[GroupPool]:
     """Every pool of this process that has groups."""
-    return [pool for pool in _live if pool.groups]
+    while True:
+        try:
+            return [pool for pool in [*_live] if pool.groups]
+        except RuntimeError:  # another thread has created a pool meanwhile
+            continue

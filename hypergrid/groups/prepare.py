@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
-from hypergrid.errors import AgreementError
+from hypergrid.errors import AbortedError, AgreementError
 from hypergrid.groups.creation import Abilities, abilities, split_off
 from hypergrid.groups.rendezvous import Phase
 from hypergrid.groups.store import (
@@ -88,6 +88,11 @@ def agree(
     with one_thread(ranks, proposal) as turn:
         try:
             return _agree(ranks, proposal, policy, timeout, life)
+        except AbortedError:  # the next arrival replaces this one, as that of a new process does
+            memory = _memory()
+            memory.is_registered = False
+            memory.refused.clear()
+            raise
         finally:
             turn.decided.set()
 
@@ -158,6 +163,8 @@ def telling_others(ranks: Callable[[], Sequence[int]], life: int | None = None) 
     """Tell ``ranks()`` about an error inside, by ``refuse``."""
     try:
         yield
+    except AbortedError:
+        raise
     except Exception as error:
         with suppress(Exception):  # the refusal itself is what the caller must see
             refuse(ranks(), error, life)
@@ -173,6 +180,8 @@ def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
     """
     try:
         yield
+    except AbortedError:
+        raise
     except Exception as error:
         if dist.is_initialized() and dist.get_rank() in ranks:
             with suppress(Exception):  # the refusal itself is what the caller must see

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hypergrid.groups.store import append, forget, lines, peek, stay_until
+from hypergrid.groups.store import append, forget, lines, peek, stay_until, wait
 from hypergrid.messages import few
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
@@ -106,11 +106,11 @@ class Phase:
             Gives the outcome if ranks differ.
         """
         try:
-            self.store.wait(["outcome"], timeout)
+            wait(self.store, "outcome", timeout)
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
                 return self._call_roll(absent)
-            self.store.wait(["outcome"], _GRACE)
+            wait(self.store, "outcome", _GRACE)
         outcome = peek(self.store, "outcome")
         if outcome == _ROLL_CALL:
             self._answer()
@@ -119,7 +119,7 @@ class Phase:
 
     def _final(self, decide: Callable[[], str]) -> str:
         try:
-            self.store.wait(["final"], _GRACE)
+            wait(self.store, "final", _GRACE)
         except RuntimeError:  # the rank that was to decide has ended meanwhile
             self.store.set("final", decide())
         return peek(self.store, "final")

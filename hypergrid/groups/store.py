@@ -6,6 +6,7 @@ import functools
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.errors import AgreementError, CreationError
+from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.messages import in_words
 
 _SOCKETS = "/proc/self/fd"
+_IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
+_aborts, _thread = 0, threading.local()
 
 
 def shared_store() -> Store | None:
@@ -28,6 +31,49 @@ def shared_store() -> Store | None:
     if switched_off or not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
         return None
     return c10d._get_default_store()
+
+
+def end_waits() -> None:
+    """Make every thread that is in ``abortable`` raise AbortedError within seconds. *Local*."""
+    global _aborts
+    _aborts += 1
+
+
+@contextmanager
+def abortable() -> Iterator[None]:
+    """Inside, ``end_waits`` ends what this thread waits for, and turns its errors into its own."""
+    outer = getattr(_thread, "aborts", None)
+    _thread.aborts = _aborts if outer is None else outer
+    try:
+        yield
+    except Exception:
+        raise_if_aborted()
+        raise
+    finally:
+        _thread.aborts = outer
+
+
+def raise_if_aborted() -> None:
+    """AbortedError if ``end_waits`` was called since this thread is in ``abortable``."""
+    if getattr(_thread, "aborts", None) not in (None, _aborts):
+        raise AbortedError(
+            "hypergrid.abort() was called in this process while it created groups. It has none of "
+            "them now. Other ranks were not told: call it on all of them."
+        )
+
+
+def wait(store: Store, key: str, timeout: timedelta) -> None:
+    """Wait for ``key``; RuntimeError after ``timeout``, and AbortedError, see ``abortable``."""
+    end = time.monotonic() + timeout.total_seconds()
+    raise_if_aborted()
+    try:
+        store.wait([key], min(timeout, _IN_STORE))
+    except RuntimeError:
+        while not store.check([key]):
+            raise_if_aborted()
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.5)
 
 
 def forget(store: Store, *keys: str) -> None:

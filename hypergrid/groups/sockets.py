@@ -1,0 +1,273 @@
+"""Which sockets of this process belong to which gloo group, and how to shut them. Linux only.
+
+A gloo group has an event loop of its own (one for each interface in ``GLOO_SOCKET_IFNAME``): an
+epoll instance with one listening socket and the group's connections. The kernel lists the members
+of an epoll instance. So a group's listener leads to its connections and to no others, also to those
+that were opened after the group was created, whichever side opened them.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+_OPEN, _INFO = "/proc/self/fd", "/proc/self/fdinfo"
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A gloo event loop: its listener's inode and address, and its connections."""
+
+    listener: int
+    address: Any
+    connections: dict[int, int]  # descriptor -> inode
+
+
+@dataclass(frozen=True)
+class _Creation:
+    """A call in progress that creates a group of ``size`` ranks, and the sockets before it."""
+
+    before: Collection[int]
+    size: int
+
+
+# Inode of a listener -> its group. A forked child knows none: its parent uses the sockets.
+_owners: dict[int, ReferenceType[ProcessGroup]] = {}
+_lazy: set[int] = set()  # the listeners of groups that connect on first use
+_running: list[_Creation] = []
+os.register_at_fork(after_in_child=_owners.clear)
+
+
+@contextmanager
+def creating(size: int) -> Iterator[Callable[[Any], Any]]:
+    """Inside, one group of ``size`` ranks is created, and given to the function that this yields.
+
+    It remembers the group's listeners, and returns the group. If another thread creates a gloo
+    group meanwhile, nobody can tell whose listener is whose: none is remembered, and ``shut`` does
+    not find the group. *Local*.
+    """
+    here = _Creation(_inodes(), size)
+
+    def note(group: Any) -> Any:
+        if isinstance(group, ProcessGroup):
+            _remember(group, _loops(here.before))
+        return group
+
+    _running.append(here)
+    try:
+        yield note
+    finally:
+        _running.remove(here)
+
+
+def note_default() -> None:
+    """Remember the listeners of the default group, which the caller created. *Local*.
+
+    They are those that no known group has. If there are more, as the caller has created other gloo
+    groups, then those whose addresses the default group has published in the store.
+    """
+    default: Any = c10d._get_default_group()
+    if any(owner() is default for owner in [*_owners.values()]) or not _devices(default):
+        return
+    loops = _unknown()
+    if len(loops) != _devices(default):
+        store: Any = c10d._world.pg_map[default][1]
+        keys = [f"cpu//{i}/{default.rank()}" for i in range(_devices(default))]
+        with suppress(AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+            told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
+            loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
+    _remember(default, loops)
+
+
+def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
+    """End what waits for another rank in gloo's ``groups``. *Local*.
+
+    Shuts their connections in both directions, and closes none: the descriptors are gloo's. Where
+    a group waits until another rank connects, this process connects to itself, and leaves. With
+    ``unfinished`` also those of the group that another thread is creating.
+
+    Returns
+    -------
+    int
+        The number of connections that were found.
+    """
+    asked = {id(group): group.size() for group in groups}
+    owners = {inode: id(owner()) for inode, owner in [*_owners.items()]}
+    sizes = {inode: asked[owner] for inode, owner in owners.items() if owner in asked}
+    unconnected = {*_lazy}
+    for creation in [*_running] if unfinished else ():
+        found = _unknown(creation.before)
+        if len(found) <= _interfaces() * (2 if _in_detail() else 1):
+            sizes.update({loop.listener: creation.size for loop in found})
+            unconnected.update(loop.listener for loop in found)
+    done, count = set[int](), 0
+    for turn in range(5 if sizes else 0):  # more connections may be about to open
+        before = len(done)
+        for loop in _loops():
+            size = sizes.get(loop.listener)
+            if size is None:
+                continue
+            for descriptor, inode in loop.connections.items():
+                if inode not in done and _shut(descriptor, inode):
+                    done.add(inode)
+            if turn == 0 and loop.listener in unconnected and len(loop.connections) < size - 1:
+                _connect_and_leave(loop.address, size)
+        if turn == 0:
+            count = len(done)
+        elif before == len(done):
+            break
+    return count
+
+
+def _shut(descriptor: int, inode: int) -> bool:
+    # Of a duplicate: the descriptor may by now be that of another socket, which is left alone.
+    with _duplicate(descriptor, inode) as connection:
+        if connection is None or _listens(connection):
+            return False
+        with suppress(OSError):  # not connected any more
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+def _connect_and_leave(address: Any, size: int) -> None:
+    """Be each of ``size`` ranks for an instant: a new connection begins with whose it is.
+
+    Without this a group waits for a rank that does not connect until its timeout.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = limit // 2 - len(os.listdir(_OPEN))  # gloo ends the process when it cannot accept
+    for rank in range(min(size, room)):
+        with suppress(OSError), socket.create_connection(address[:2], timeout=1) as connection:
+            connection.sendall(struct.pack("=q", rank))
+
+
+def _remember(group: ProcessGroup, loops: Collection[_Loop]) -> None:
+    if len(loops) == _devices(group):
+        for loop in loops:
+            _owners[loop.listener] = ref(group, partial(_forget, loop.listener))
+            if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+                _lazy.add(loop.listener)
+
+
+def _forget(listener: int, _: object) -> None:
+    _owners.pop(listener, None)
+    _lazy.discard(listener)
+
+
+def _unknown(before: Collection[int] = ()) -> list[_Loop]:
+    return [loop for loop in _loops(before) if loop.listener not in _owners]
+
+
+def _devices(group: Any) -> int:
+    """How many event loops gloo has for ``group``."""
+    gloo, count = getattr(c10d, "ProcessGroupGloo", ()), 0
+    backends = [group._get_backend(device) for device in group._device_types]
+    for backend in {id(each): each for each in backends}.values():
+        wrapped = getattr(backend, "wrapped_pg", None)
+        if isinstance(wrapped or backend, gloo):
+            count += len((wrapped or backend).options._devices)
+        if wrapped is not None:  # TORCH_DISTRIBUTED_DEBUG=DETAIL: and a second group
+            count += _interfaces()
+    return count
+
+
+def _interfaces() -> int:
+    return max(1, len([i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]))
+
+
+def _in_detail() -> bool:
+    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
+
+
+def _tells(published: bytes, address: Any) -> bool:
+    """Whether what gloo has published for the other ranks is this address.
+
+    That is the host's name, and the address as the system writes it, each after its length.
+    """
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    written = struct.pack("=H", family) + struct.pack("!H", address[1])
+    written += b"\0" * 4 * (family == socket.AF_INET6) + socket.inet_pton(family, address[0])
+    begin = 16 + int.from_bytes(published[:8], sys.byteorder)
+    return published[begin : begin + len(written)] == written
+
+
+def _loops(before: Collection[int] = ()) -> list[_Loop]:
+    """Gloo's event loops in this process, without sockets ``before``."""
+    found: dict[int, _Loop] = {}
+    for name in _descriptors():
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(f"{_OPEN}/{name}") != "anon_inode:[eventpoll]":
+                continue
+            with open(f"{_INFO}/{name}") as info:
+                every = [_member(line.split()) for line in info if line.startswith("tfd:")]
+            members = [member for member in every if member[1] not in before]
+            listeners, connections = dict[int, Any](), dict[int, int]()
+            for descriptor, inode, by_number in members:
+                with _duplicate(descriptor, inode) as connection:
+                    if connection is None:
+                        continue
+                    if not _listens(connection):
+                        connections[descriptor] = inode
+                    elif not by_number:  # other libraries register a descriptor by its number
+                        listeners[inode] = connection.getsockname()
+            for inode, address in listeners.items() if len(listeners) == 1 else ():
+                found[inode] = _Loop(inode, address, connections)
+    return [*found.values()]
+
+
+def _member(words: list[str]) -> tuple[int, int, bool]:
+    """Of a line of an epoll instance: descriptor, inode, and whether its data is the descriptor."""
+    values = dict(zip(words[::2], words[1::2], strict=False))
+    inode = next(int(word[4:], 16) for word in words if word.startswith("ino:"))
+    return int(values["tfd:"]), inode, int(values["data:"], 16) == int(values["tfd:"])
+
+
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+@contextmanager
+def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
+    """The internet socket with this inode, if ``descriptor`` is still it."""
+    try:
+        status = os.fstat(number := os.dup(descriptor))
+    except OSError:
+        yield None
+        return
+    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
+        os.close(number)
+        yield None
+        return
+    # As non-blocking, see `hypergrid.groups.store`: else the original may become so.
+    kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
+    with socket.socket(type=kind, fileno=number) as connection:
+        internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        yield connection if internet else None
+
+
+def _inodes() -> set[int]:
+    """The inodes of this process's sockets."""
+    found = set()
+    for name in _descriptors():
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add(status.st_ino)
+    return found
+
+
+def _descriptors() -> list[str]:
+    return os.listdir(_OPEN) if os.path.isdir(_INFO) else []

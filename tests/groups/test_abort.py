@@ -1,0 +1,296 @@
+"""hypergrid.abort(): one rank leaves its groups, whatever the others do, and can begin again."""
+
+import functools
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import hypergrid
+from compat import members_only
+from compat import parallel_state as ps
+from compat.state import SLOTS, ParallelState
+from hypergrid import AbortedError, HyperCommGrid
+from hypergrid.groups import rendezvous, sockets
+from tests.support import forked
+from tests.support.forked import from_all, on_ranks
+
+
+@contextmanager
+def aborted_by_a_thread(after=0.5, within=15.0, **arguments):
+    """Another thread calls abort() while what is inside waits; gives what it returns."""
+    returned, start = [], time.monotonic()
+
+    def call():
+        time.sleep(after)
+        returned.append(hypergrid.abort(**arguments))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield returned
+    finally:
+        thread.join()
+    assert time.monotonic() - start < after + within
+
+
+def add_up(group=None):
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+# Torch's own report of an error fails with ValueError if the group is destroyed by then.
+LEFT = (RuntimeError, ValueError)
+
+
+def known_to_torch():
+    return {*c10d._world.pg_map} == {*c10d._world.pg_names} == {dist.group.WORLD}
+
+
+@pytest.mark.parametrize("connect", ["torch", "lazy"])
+@pytest.mark.parametrize("creation", ["members", "split", "everyone"])
+@on_ranks(3, backend="")
+def test_a_rank_that_waits_in_a_collective_comes_out_with_torchs_error(rank, connect, creation):
+    forked.join(rank, 3)
+    ps.initialize_model_parallel(connect=connect, creation=creation)
+    if rank < 2:
+        group = ps.get_data_parallel_group()
+        with aborted_by_a_thread() as returned, pytest.raises(LEFT):
+            add_up(group)
+        assert "DATA_PARALLEL_GROUP" in returned[0].groups
+        assert not ps.model_parallel_is_initialized() and known_to_torch()
+        assert hypergrid.abort() == ((), 0)
+    from_all(None)
+
+
+@on_ranks(3)
+def test_it_frees_groups_whose_collectives_torch_checks_in_detail(rank):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    ps.initialize_model_parallel()
+    if rank < 2:
+        with aborted_by_a_thread(), pytest.raises(LEFT):
+            add_up(ps.get_data_parallel_group())
+    from_all(None)
+
+
+@on_ranks(2)
+def test_operations_in_progress_do_not_hold_up_the_destruction_of_their_group(rank):
+    ps.initialize_model_parallel()
+    if rank == 0:
+        group = ps.get_data_parallel_group()
+        works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(20)]
+        start = time.monotonic()
+        ps.destroy_model_parallel(abort=True)
+        del group
+        for work in works:
+            with pytest.raises(RuntimeError):
+                work.wait()
+        works.clear()
+        del work
+        assert time.monotonic() - start < 2 and known_to_torch()
+    from_all(None)
+
+
+@on_ranks(3)
+def test_a_rank_that_waits_for_others_to_reach_creation_comes_out_and_can_try_again(rank):
+    environment = dict(os.environ)
+    if rank < 2:
+        with aborted_by_a_thread(), pytest.raises(AbortedError, match="while it created groups"):
+            ps.initialize_model_parallel()
+    assert not ps.model_parallel_is_initialized() and known_to_torch()
+    assert environment == os.environ
+    from_all(None)
+    ps.initialize_model_parallel()
+    assert add_up(ps.get_data_parallel_group()) == 3
+
+
+@on_ranks(3)
+def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_again(rank):
+    class Commit(rendezvous.Phase):
+        def arrive(self, *arguments):
+            if rank < 2:
+                threading.Timer(0.5, hypergrid.abort).start()
+            else:
+                from_all(None)  # the others are out
+                hypergrid.abort()
+            return super().arrive(*arguments)
+
+    with mock.patch("hypergrid.groups.commit.Phase", Commit), pytest.raises(AbortedError):
+        ps.initialize_model_parallel()
+    assert not ps.model_parallel_is_initialized() and known_to_torch()
+    if rank < 2:
+        from_all(None)
+    ps.initialize_model_parallel()
+    assert add_up(ps.get_data_parallel_group()) == 3
+
+
+@on_ranks(3)
+def test_a_rank_that_waits_to_be_connected_comes_out(rank):
+    @members_only
+    def published_only(*args, **kwargs):
+        """Publish an address from which gloo expects a connection, and never connect."""
+        store = c10d._world.pg_map[dist.group.WORLD][1]
+        published = store.get("cpu//0/2")
+        port = 8 + published[0] + 8 + 2  # after the host's name, two lengths and the family
+        address = published[:port] + struct.pack("!H", 65535) + published[port + 2 :]
+        store.set(f"{c10d._world.group_count}//cpu//0/2", address)
+        from_all(None)
+        hypergrid.abort()
+        raise RuntimeError("this rank has failed")
+
+    grid = HyperCommGrid([3], ["dp"])
+    create = published_only if rank == 2 else dist.new_group
+    with mock.patch.object(dist, "new_group", create), pytest.raises(AbortedError):
+        if rank == 2:
+            grid.create_pg("dp")
+        with aborted_by_a_thread(after=3):
+            grid.create_pg("dp")
+    if rank < 2:
+        from_all(None)
+    assert known_to_torch() and not grid.groups
+    grid.create_pg("dp")
+    assert add_up(grid.get_pg("dp")) == 3
+
+
+@pytest.mark.parametrize("first", ["used", "not used"])
+@on_ranks(3)
+def test_the_default_group_is_left_too_if_asked_and_can_be_destroyed(rank, first):
+    if first == "used":
+        ps.initialize_model_parallel()
+    if rank < 2:
+        with aborted_by_a_thread(default=True), pytest.raises(RuntimeError, match="Connection"):
+            add_up()
+        assert known_to_torch()
+    else:
+        hypergrid.abort(default=True)
+    hypergrid.abort(default=True)
+    dist.destroy_process_group()
+    assert hypergrid.abort(default=True) == ((), 0)
+    from_all(None)
+
+
+@on_ranks(2)
+def test_sockets_that_are_not_those_of_its_groups_stay_open(rank):
+    def own(name):
+        store = dist.PrefixStore(name, forked._STORE)
+        return dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=20))
+
+    with socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        selector.register(accepted, selectors.EVENT_READ)
+        pair = socket.socketpair()
+        groups = [own("before"), dist.new_group([0, 1])._get_backend(torch.device("cpu"))]
+        ps.initialize_model_parallel()
+        grid = HyperCommGrid([2], ["dp"])
+        grid.create_pg("dp")
+        groups += [own("after"), dist.new_group([0, 1])._get_backend(torch.device("cpu"))]
+        from_all(None)
+        assert "DATA_PARALLEL_GROUP" in hypergrid.abort(default=True).groups
+        from_all(None)
+        for group in groups:
+            total = torch.ones(1)
+            group.allreduce([total]).wait()
+            assert total.item() == 2
+        for one, other in [(client, accepted), (accepted, client), pair]:
+            one.sendall(b"here")
+            assert other.recv(10) == b"here"
+        assert len({*from_all(os.getpid())}) == 2  # through the store
+        with pytest.raises(RuntimeError):
+            add_up()
+
+
+@on_ranks(2)
+def test_a_descriptor_that_is_by_now_another_socket_and_a_forked_childs_parent_are_left_alone(rank):
+    ps.initialize_model_parallel()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        inode = os.fstat(client.fileno()).st_ino
+        assert not sockets._shut(client.fileno(), inode + 1)
+        assert not sockets._shut(server.fileno(), os.fstat(server.fileno()).st_ino)
+        client.sendall(b"here")
+        assert accepted.recv(10) == b"here"
+        assert sockets._shut(client.fileno(), inode)
+        assert accepted.recv(10) == b""
+    pid = os.fork()
+    if pid == 0:
+        group = ps.get_data_parallel_group()
+        os._exit(sockets.shut([group]))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert add_up(ps.get_data_parallel_group()) == 2
+
+
+def attributes():
+    return {slot: getattr(ps.current_state(), slot) for slot in SLOTS}
+
+
+@on_ranks(2)
+def test_state_grids_and_caches_are_as_before_the_first_initialisation(rank):
+    before, environment, keys = attributes(), dict(os.environ), set(vars(ps))
+    sizes = functools.lru_cache(dist.get_world_size)
+    expert = types.ModuleType("transformer_engine.pytorch.ep")
+    cached = types.ModuleType("transformer_engine.pytorch.distributed")
+    cached.get_distributed_world_size = sizes
+    fakes = {module.__name__: module for module in (expert, cached)}
+    with mock.patch.dict(sys.modules, fakes):
+        ps.initialize_model_parallel(2)
+        second = ParallelState.create()
+        grid = HyperCommGrid([2], ["dp"])
+        grid.create_pg("dp")
+        vars(expert).update(_EP_GROUP=ps.get_tensor_model_parallel_group(), _BOOTSTRAPPED=True)
+        sizes(ps.get_tensor_model_parallel_group())
+        aborted = hypergrid.abort()
+    assert len(aborted.groups) > 20 and known_to_torch() and not grid.groups
+    assert attributes() == before and environment == os.environ and keys == set(vars(ps))
+    assert repr(second) == repr(ParallelState())
+    assert expert._EP_GROUP is None and sizes.cache_info().currsize == 0
+
+
+def left_by(before):
+    """Descriptors and threads; gloo ends its own in a thread, a little later."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        if not before or found <= before[0] or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
+
+
+@on_ranks(3, backend="", timeout=100)
+def test_all_that_is_left_of_many_lives_is_what_one_leaves(rank):
+    seen = []
+    for life in range(10):
+        store = dist.PrefixStore(f"life {life}", forked._STORE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        ps.initialize_model_parallel()
+        group = [ps.get_data_parallel_group(), None][life % 2]
+        assert add_up(group) == 3
+        if rank == life % 3:  # the one that fails
+            hypergrid.abort(default=True)
+        else:
+            with aborted_by_a_thread(after=0.1, default=True), pytest.raises(LEFT):
+                add_up(group)
+        del group
+        dist.destroy_process_group()
+        seen.append(left_by(seen[1:2]))
+    for one in zip(*seen, strict=True):  # descriptors, threads
+        assert max(one[2:]) <= max(one[:2]), seen
+
+
+def test_without_torchs_default_group_there_is_nothing_to_abort():
+    assert hypergrid.abort(default=True) == ((), 0)
