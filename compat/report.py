@@ -9,7 +9,9 @@ import torch.distributed as dist
 from compat.megatron.releases import HAS
 from compat.megatron.replaced import in_words
 from compat.state import ParallelState
+from hypergrid import policy
 from hypergrid.analysis.summary import dims_in_words, long_dims
+from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 
 
@@ -25,11 +27,8 @@ def report(state: ParallelState) -> str:
         + (f"; encoder {_grid(request.encoder)}" if request.encoder else ""),
         f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
         + (f" ({made.why})" if made.why else "")
-        + (", connected on first use" if made.lazy else "")
-        + (", each connected at creation" if request.policy.connect == "eager" else ""),
+        + _connected(pool),
     ]
-    if request.policy.connect == "lazy" and not made.lazy:
-        lines[-1] += ", connected at once: not every rank's torch can connect on first use"
     chosen = {"order": request.order, **asdict(request.policy)}
     lines.append(
         "hypergrid: "
@@ -47,9 +46,23 @@ def report(state: ParallelState) -> str:
             backend = planned.group.backend or backend
         lines.append(
             f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
-            f"{_short(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
+            f"{_short(pooled.ranks)}"
+            + (f"  = {pooled.shares}" if pooled.shares else "")
+            + ("  connects on first use" if pool.waits(pooled) else "")
         )
     return "\n".join(lines)
+
+
+def _connected(pool: GroupPool) -> str:
+    connect, most = pool.policy.connect, policy.LARGEST_MESH
+    waiting = "" if connect == "lazy" else f"gloo groups of more than {most} ranks "
+    if connect == "eager":
+        return ", each connected at creation"
+    if connect == "torch" or not any(pool.policy.waits(len(g.ranks)) for g in pool.groups):
+        return ""
+    if pool.agreement.lazy:
+        return f", {waiting}connected on first use"
+    return ", connected at once: not every rank's torch can connect on first use"
 
 
 def _grid(layout: RankLayout) -> str:

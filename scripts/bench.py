@@ -2,6 +2,7 @@
 
     python scripts/bench.py                                # all of it, at most twelve minutes
     python scripts/bench.py --quick --only 'Init.*65,536'  # less than a minute; some rows
+    python scripts/bench.py --agreement                    # two-phase commit, a quarter of an hour
     python scripts/bench.py --out bench.md --plot bench.png
 
 A time means little on a machine that others use too: both sides run in the same minutes, take
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -40,6 +42,7 @@ WORLDS = (1024, 8192, 65536, 1048576)
 REAL_WORLDS = (8, 16, 32, 64)
 QUICK_WORLDS, QUICK_REAL_WORLDS = (1024, 65536, 1048576), (8,)
 VARIANTS = [(share, connect) for share in ("none", "all") for connect in ("eager", "lazy")]
+BARS = {("none", "eager"): 1.4, ("all", "eager"): 1.9, ("all", "lazy"): 3.0}  # of 64 ranks
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,11 @@ class Bench:
     quick: bool
     wanted: Callable[[str], bool]
     deadline: float
+    agreement: bool = False
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     counts: list[tuple[str, ...]] = field(default_factory=list)
+    simulated: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def repeats(self, full: int, quick: int = 1) -> int:
@@ -105,6 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--agreement", action="store_true", help="the two-phase commit, alone")
     parser.add_argument("--only", metavar="PATTERN", help="rows whose title matches this regex")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller worlds")
     parser.add_argument("--list", action="store_true", help="print the titles of all rows and end")
@@ -115,6 +121,7 @@ def main() -> int:
     pattern = re.compile(options.only or "", re.IGNORECASE)
     bench = Bench(
         quick=options.quick,
+        agreement=options.agreement,
         wanted=lambda title: bool(pattern.search(title)),
         deadline=time.monotonic() + 60 * options.minutes,
     )
@@ -141,6 +148,14 @@ def main() -> int:
 
 
 def all_cases(bench: Bench) -> list[Case]:
+    if bench.agreement:
+        return [
+            *(
+                Case(agreement_titles(world), lambda bench, world=world: agreement(bench, world))
+                for world in ((64,) if bench.quick else AGREEING)
+            ),
+            Case(tuple(SIMULATED.values()), simulation),
+        ]
     cases = [
         Case((ENUMERATION,), enumeration),
         *(
@@ -158,6 +173,19 @@ def all_cases(bench: Bench) -> list[Case]:
 
 
 ENUMERATION = "`RankGenerator.get_ranks('dp-cp')`, 65,536 ranks"
+BARRIER = "torch's store barrier"
+AGREEING, VIRTUAL = (64, 512), (64, 1024, 16_384, 131_072, 1_048_576)
+CASES = {
+    "success": "success",
+    "hosts": "success, 8 ranks to a host",
+    "different": "one rank differs",
+    "missing": "one rank is missing",
+}
+SIMULATED = {
+    "cost": "One operation of a TCPStore with 64 busy clients, CPU of its process",
+    "success": "CPU of the store's process for 131,072 virtual ranks",
+    "hosts": "CPU of the store's process for 131,072 virtual ranks, 8 to a host",
+}
 IMPORT = (
     "Import of `compat.parallel_state`",
     "Megatron modules that the import brings",
@@ -259,7 +287,9 @@ def real(bench: Bench, world: int) -> list[Row]:
         name = f"{world} gloo ranks, stock" if title == "stock" else title
         bench.counts.append((name, *(f"{n:,}" for n in found[title]["counts"].values())))
         if title != "stock":
-            rows.append(Row(title, found[title]["seconds"], found["stock"]["seconds"]))
+            bar = BARS.get(VARIANTS[titles.index(title)]) if world == REAL_WORLDS[-1] else None
+            seconds = found[title]["seconds"], found["stock"]["seconds"]
+            rows.append(Row(title, *seconds, at_least=bar))
     return rows
 
 
@@ -289,6 +319,57 @@ def imports(bench: Bench) -> list[Row]:
         Row(IMPORT[1], of("ours", "megatron"), of("stock", "megatron"), kind="count", at_most=0),
         Row(IMPORT[2], of("ours", "cuda"), of("stock", "cuda"), kind="count", at_most=0),
     ]
+
+
+def agreement_titles(world: int) -> tuple[str, ...]:
+    where = f"{world} processes"
+    return tuple(
+        f"{where}{hosts}: {what}"
+        for hosts in ("", ", 8 to a host")
+        for what in (
+            "last arrival to last verdict",
+            "the same, beside `dist.barrier`",
+            "CPU of the store's process, for each rank",
+            "store operations of each rank, a process's first",
+            "bytes of each rank on the wire, a process's first",
+        )
+    )
+
+
+def agreement(bench: Bench, world: int) -> list[Row]:
+    """Both phases beside torch's store barrier, and gloo's where so many ranks can connect."""
+    turns, gloo = bench.repeats(7, 3), world <= 64
+    job = {"job": "processes", "world": world, "turns": turns, "gloo": gloo}
+    found = child("bench_agreement.py", **job)
+    barrier, rows, titles = found["barrier"], list[Row](), iter(agreement_titles(world))
+    for kind, operations in (("phases", 9), ("hosts", 2.5)):
+        ours = found[kind]
+        rows.append(Row(next(titles), ours["seconds"], barrier["seconds"], BARRIER))
+        title = next(titles)
+        if gloo:
+            rows.append(Row(title, ours["seconds"], found["gloo"]["seconds"], "dist.barrier"))
+        rows.append(Row(next(titles), ours["cpu"], barrier["cpu"], BARRIER))
+        for name, most in (("operations", operations), ("bytes", None)):
+            each, theirs = ours[f"first {name}"], barrier[f"first {name}"]
+            rows.append(Row(next(titles), each, theirs, BARRIER, "count", at_most=most))
+    return rows
+
+
+def simulation(bench: Bench) -> list[Row]:
+    """Virtual ranks on a store that counts; a round trip costs what it does at a real one."""
+    cost = child("bench_agreement.py", job="operations", clients=64, calls=bench.repeats(2000, 300))
+    rows = [Row(SIMULATED["cost"], [*cost.values()])]
+    worlds = VIRTUAL[: 3 if bench.quick else None]
+    for world, case in itertools.product(worlds, ("hosts", "success", "missing", "different")):
+        if bench.seconds(1):
+            found = child("bench_agreement.py", job="simulate", world=world, case=case, timeout=600)
+            seconds = found["trips"] * world * median(cost.values())
+            each = [f"{found[name]:.2f}" for name in ("operations", "trips", "bytes")]
+            bench.simulated.append((f"{world:,}", CASES[case], *each, show(seconds, "time")))
+            if world == 131_072 and case in SIMULATED:
+                at_most = 2 if case == "hosts" else None
+                rows.append(Row(SIMULATED[case], [seconds], at_most=at_most))
+    return rows
 
 
 class ChildError(RuntimeError):
@@ -343,6 +424,10 @@ def document(bench: Bench) -> str:
     if bench.counts:
         head = ("The busiest rank", "new_group calls", "Communicators", "Store operations")
         text += ["", *table((*head, "Sockets and files"), bench.counts, right=(1, 2, 3, 4))]
+    if bench.simulated:
+        head = ("Virtual ranks", "Case", "Operations a rank", "Round trips a rank")
+        head = (*head, "Characters a rank", "CPU of the store's process")
+        text += ["", *table(head, bench.simulated, right=(0, 2, 3, 4, 5))]
     titles = " ".join(row.title for row in bench.rows)
     if "nitialisation" in titles:
         text += [

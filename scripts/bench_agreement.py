@@ -1,33 +1,37 @@
-#!/usr/bin/env python3
-"""What the two-phase commit costs at the store: real processes, then virtual ranks up to a million.
+"""The two-phase commit at the store, for bench.py: one job as JSON in, its result as JSON out.
 
-    scripts/bench_agreement.py                        # 256 processes; simulations up to 131,072
-    scripts/bench_agreement.py --processes 512 --ranks 1048576
-
-Real: plain processes, each with one connection to one TCPStore, run prepare and commit; the peer in
-the same run is torch's own ``_store_based_barrier``. Simulated: virtual ranks in one process on a
-store that counts, for success, one different rank and one missing rank.
+Real: plain processes, each with one connection to one TCPStore, take turns with torch's own store
+barrier and, where gloo is asked for, with ``dist.barrier``. Simulated: virtual ranks in one process
+on a store that counts.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
+import json
 import os
 import signal
+import socket
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hypergrid.groups import store as connection
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Abilities
+from hypergrid.groups.hosts import Speaker
 from hypergrid.groups.prepare import _Memory, _Round
 from hypergrid.groups.rendezvous import Phase
 from hypergrid.policy import Policy
@@ -35,123 +39,209 @@ from tests.support.counting import CountingStore
 
 PROPOSAL = {"plan": "0" * 64, "tensor_model_parallel_size": 8, "arguments": "x" * 900}
 MINUTE = timedelta(minutes=1)
+PER_HOST = 8
+SERVER_CALLS = ("add", "wait", "compare_set")
 
 
 def two_phases(store: dist.Store, ranks: range, memory: _Memory) -> None:
     here = _Round(store, ranks, memory)
-    here.arrive(PROPOSAL, Abilities(), Policy())
-    with all_or_none(here.outcome(MINUTE)["epoch"], ranks, MINUTE):
+    try:
+        here.arrive(PROPOSAL, Abilities(), Policy(), MINUTE)
+        epoch = here.outcome(MINUTE)["epoch"]
+    finally:
+        here.mates.close()
+    with (
+        mock.patch("hypergrid.groups.commit.shared_store", lambda: store),
+        all_or_none(epoch, ranks, MINUTE),
+    ):
         pass
 
 
-def rank_of_many(port: int, rank: int, world: int, turns: int, pipe: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=MINUTE)
-    memory, seconds = _Memory(), []
-    with (
-        mock.patch.object(dist, "get_rank", return_value=rank),
-        mock.patch("hypergrid.groups.commit.shared_store", return_value=store),
-    ):
-        for turn in range(2 * turns):
-            ready = f"ready/{turn}"
-            if store.add(ready, 1) == world:
-                store.set(f"{ready}/go", "")
-            store.wait([f"{ready}/go"], MINUTE)
-            start = time.monotonic()
-            if turn % 2:
-                two_phases(store, range(world), memory)
-            else:
-                c10d._store_based_barrier(rank, store, f"peer{turn}", world, MINUTE)
-            seconds.append(time.monotonic() - start)
-    os.write(pipe, (" ".join(map(str, seconds)) + "\n").encode())
-
-
-def served() -> tuple[int, int]:
-    """A process that serves a store, until it is killed: its id and the port."""
+@contextmanager
+def served() -> Iterator[tuple[int, int]]:
+    """A process that serves a store: its id and the port. A fork beside its threads may hang."""
     read, write = os.pipe()
-    if (pid := os.fork()) == 0:
+    if (server := os.fork()) == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(write, str(store.port).encode())
         time.sleep(600)
         os._exit(0)
-    return pid, int(os.read(read, 16))
+    try:
+        yield server, int(os.read(read, 16))
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
-def real(world: int, turns: int) -> None:
-    server, port = served()  # in a process of its own: a fork beside its threads may hang
-    read, write = os.pipe()
-    for rank in range(world):
-        if os.fork() == 0:
-            try:
-                rank_of_many(port, rank, world, turns, write)
-            finally:
-                os._exit(0)
-    os.close(write)
-    with open(read) as lines:
-        rows = [[*map(float, line.split())] for line in lines]
-    cpu = Path(f"/proc/{server}/stat").read_text().split()[13:15]
-    used = sum(map(int, cpu)) / os.sysconf("SC_CLK_TCK")
-    os.kill(server, signal.SIGKILL)
-    while rows and os.waitpid(-1, 0)[0] != server:
-        pass
-    slowest = [max(row[turn] for row in rows) for turn in range(2 * turns)]
-    theirs, ours = median(slowest[::2]), median(slowest[1::2])
-    print(
-        f"{world} processes, median of {turns} turns: two phases {ours:.3f} s until the last rank "
-        f"is through, torch's store barrier {theirs:.3f} s, a ratio of {ours / theirs:.1f}; "
-        f"{used:.1f} s of CPU in the process that serves the store"
-    )
+def in_turns(world: int, body: Callable[..., Any], kinds: list[str], gloo: bool = False) -> Any:
+    """Each process calls ``body`` once per kind, together: their results and the server's CPU."""
+    with served() as (server, port):
+        read, write = os.pipe()
+        for rank in range(world):
+            if os.fork() == 0:
+                os.close(read)
+                with open(os.devnull, "w") as null, open(write, "w") as out:
+                    os.dup2(null.fileno(), 2)
+                    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=MINUTE)
+                    if gloo:
+                        own = dist.PrefixStore("gloo", store)
+                        dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
+                    found, kept = [], dict[str, Any]()
+                    for turn, kind in enumerate(kinds):
+                        store.add(f"ready/{turn}", 1)
+                        store.wait([f"go/{turn}"], MINUTE)
+                        found.append(body(store, rank, world, turn, kind, kept))
+                    store.add(f"ready/{len(kinds)}", 1)
+                    out.write(json.dumps(found) + "\n")
+                    out.flush()
+                    os._exit(0)
+        os.close(write)
+        store, used = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=MINUTE), []
+        for turn in range(len(kinds) + 1):
+            while store.add(f"ready/{turn}", 0) < world:
+                time.sleep(0.05)
+            used.append(cpu(server))
+            store.set(f"go/{turn}", "")
+        with open(read) as lines:
+            results = [json.loads(line) for line in lines]
+        for _ in range(world):
+            os.wait()
+    return results, [after - before for before, after in pairwise(used)]
 
 
-def simulated(world: int, fault: str) -> tuple[float, float, float]:
-    """Operations, round trips and bytes per rank of ``world`` virtual ranks."""
-    store, ranks, rounds = CountingStore(dist.HashStore()), range(world), []
-    present = world - (fault == "missing")
-    for rank in range(present):
-        with mock.patch.object(dist, "get_rank", return_value=rank):
+def cpu(process: int) -> float:
+    """Seconds of all threads."""
+    threads = Path(f"/proc/{process}/task").glob("*/schedstat")
+    return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
+
+
+def wire(store: dist.Store) -> int:
+    """Bytes sent and received so far on the connections to the store."""
+    total = 0
+    for each in connection._connections(store):
+        with each:
+            info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            total += sum(int.from_bytes(info[at : at + 8], sys.byteorder) for at in (120, 128))
+    return total
+
+
+def operations(clients: int, calls: int) -> dict[str, float]:
+    """Seconds of CPU that one operation costs the process that serves a saturated store."""
+
+    def body(store: Any, rank: int, world: int, turn: int, kind: str, kept: dict[str, Any]) -> None:
+        store.set("key", "x" * 150)
+        if kind == "add":
+            for _ in range(calls):
+                store.add("hypergrid/0..131071/3/prepare/arrived", 123456789)
+        elif kind == "wait":
+            for _ in range(calls):
+                store.wait(["key"], MINUTE)
+        elif kind == "compare_set":
+            for _ in range(calls):
+                store.compare_set("key", "?", "?")
+
+    _, used = in_turns(clients, body, list(SERVER_CALLS))
+    return {kind: s / clients / calls for kind, s in zip(SERVER_CALLS, used, strict=True)}
+
+
+def processes(world: int, turns: int, gloo: bool) -> dict[str, dict[str, list[float]]]:
+    """Kind of turn -> seconds from the last arrival to the last verdict, and what it cost."""
+    kinds = ["nothing", "barrier", "phases", "hosts", *["gloo"] * gloo]
+
+    def body(base: Any, rank: int, world: int, turn: int, kind: str, kept: Any) -> list[float]:
+        hosts = kind == "hosts"
+        os.environ["LOCAL_WORLD_SIZE"] = str(PER_HOST)
+        os.environ["HYPERGRID_HOSTS_FIRST"] = "2" if hosts else "0"
+        store = CountingStore(dist.PrefixStore(kind, base))
+        memory, sent, start = kept.setdefault(kind, _Memory()), wire(base), time.monotonic()
+        if kind == "barrier":
+            c10d._store_based_barrier(rank, store, str(turn), world, MINUTE)
+        elif kind in ("phases", "hosts"):
+            with mock.patch.object(dist, "get_rank", lambda: rank):
+                two_phases(store, range(world), memory)
+        elif kind == "gloo":
+            dist.barrier()
+        else:  # so that the bench's own operations come one by one, as after the other kinds
+            time.sleep(0.1 + 0.4 * rank / world)
+        end = time.monotonic()
+        return [start, end, sum(store.counts.values()), wire(base) - sent]
+
+    results, used = in_turns(world, body, kinds * (turns + 1), gloo)
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for turn, (kind, seconds) in enumerate(zip(kinds * (turns + 1), used, strict=True)):
+        starts, ends, counts, sizes = zip(*(rows[turn] for rows in results), strict=True)
+        first = "first " * (turn < len(kinds))
+        found[kind][f"{first}seconds"].append(max(ends) - max(starts))
+        found[kind][f"{first}operations"].append(sum(counts) / world)
+        found[kind][f"{first}bytes"].append(sum(sizes) / world)
+        found[kind][f"{first}cpu"].append(seconds / world)
+    for measured in found.values():
+        for name in ("first cpu", "cpu"):  # without the bench's own operations
+            idle = median(found["nothing"][name])
+            measured[name] = [max(0.0, each - idle) for each in measured[name]]
+    return found
+
+
+def simulated(world: int, case: str) -> dict[str, float]:
+    """Operations, round trips and characters per rank of ``world`` virtual ranks."""
+    store, ranks = CountingStore(dist.HashStore()), range(world)
+    step = PER_HOST if case == "hosts" else 1
+    speakers = range(0, world - (case == "missing"), step)
+    start, made = time.process_time(), dict[bool, _Round]()
+    at = 0
+
+    def back(rank: int) -> _Round:
+        """The round as this rank sees it; a million of them at once would fill the memory."""
+        here = copy.copy(made[case == "different" and rank == 1])
+        here.rank, here.entry = rank, [rank, *here.entry[1:]]
+        here.memory, here.phase = _Memory(), Phase(here.phase.store, ranks, rank)
+        return here
+
+    silent: Any = SimpleNamespace(sendall=len, close=list)
+    others = {rank: (silent, True) for rank in range(1, step)}
+    with mock.patch.object(dist, "get_rank", lambda: at):
+        for at in speakers:
             here = _Round(store, ranks, _Memory())
-        odd = fault == "different" and rank == 1
-        here.arrive({**PROPOSAL, "odd": odd}, Abilities(), Policy())
-        rounds.append(here)
-    if fault == "missing":  # the first whose time is up calls the roll, and all answer
-        phases = [each.phase for each in rounds]
-        assert phases[0].publish("roll call", early=True)
-        for phase in phases:
+            if case == "hosts":
+                here.mates = Speaker(dict(others), socket.socket(socket.AF_UNIX))
+            odd = case == "different" and at == 1
+            here.arrive({**PROPOSAL, "odd": odd}, Abilities(), Policy())
+            here.mates.close()
+            made.setdefault(odd, here)
+    if case == "missing":  # the first whose time is up calls the roll, and all answer
+        assert back(0).phase.publish("roll call", early=True)
+        for at in speakers:
+            phase = back(at).phase
             phase.store.wait(["outcome"], MINUTE)
             phase._answer()
-        assert f"1 of {world} ranks" in phases[0]._missing()
-    elif fault == "different":
-        for here in rounds:
+        assert f"1 of {world} ranks" in phase._missing()
+    elif case == "different":
+        for at in speakers:
+            here = back(at)
             here.phase.store.wait(["outcome"], MINUTE)
             here.phase.tell(here.digest, here.entry)
-        for here in reversed(rounds):  # the last one to tell decides
+        for at in reversed(speakers):  # the last one to tell decides
+            here = back(at)
+            here.phase._told = at + 1
             assert "different groups" in here.outcome(MINUTE)["error"]
     else:
-        epochs = {here.outcome(MINUTE)["epoch"] for here in rounds}
-        arrivals = [Phase(dist.PrefixStore("c", store), ranks, rank) for rank in ranks]
-        if [phase.arrive() for phase in arrivals][-1] == world:
-            arrivals[-1].publish("")
-        assert len(epochs) == 1 and {phase.outcome(MINUTE, str) for phase in arrivals} == {""}
-    return sum(store.counts.values()) / world, store.trips / world, store.characters / world
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--processes", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=131_072, help="of the largest simulation")
-    given = parser.parse_args()
-    real(given.processes, given.turns)
-    print("\n| virtual ranks | case | operations a rank | round trips a rank | bytes a rank |")
-    print("|--:|---|--:|--:|--:|")
-    world = 64
-    while world <= given.ranks:
-        for fault in ("success", "different", "missing"):
-            operations, trips, size = simulated(world, fault)
-            print(f"| {world:,} | {fault} | {operations:.2f} | {trips:.2f} | {size:.0f} |")
-        world *= 8
+        for at in speakers:
+            assert back(at).outcome(MINUTE)["epoch"] == f"0..{world - 1}/0"
+        phases = dist.PrefixStore("commit", store)
+        for at in speakers:
+            if Phase(phases, ranks, at).arrive(many=step) == world:
+                Phase(phases, ranks, at).publish("")
+        assert {Phase(phases, ranks, at).outcome(MINUTE, str) for at in speakers} == {""}
+    return {
+        "operations": sum(store.counts.values()) / world,
+        "trips": store.trips / world,
+        "bytes": store.characters / world,
+        "seconds": time.process_time() - start,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    job = json.loads(sys.argv[1])
+    print(json.dumps({"operations": operations, "processes": processes, "simulate": simulated}[
+        job.pop("job")
+    ](**job)))  # fmt: skip

@@ -39,6 +39,11 @@ class CountingStore(dist.Store):
         self.inner = inner
         self.operations: Counter[str] = Counter()
 
+    def has_extended_api(self) -> bool:
+        """Whether the other store has the operations that read and write many keys."""
+        answer: bool = self.inner.has_extended_api()
+        return answer
+
     def clone(self) -> CountingStore:
         """The same store: a clone's operations count as well."""
         return self

@@ -79,7 +79,8 @@ def build(request: Request) -> Built:
         owner += f", with {replaced.in_words(request.helpers)} replaced"
     pool = grid.begin(Agreement(""), policy, owner)
     try:
-        with pool.agreed(request.participants, request.proposal(), request.timeout, request.life):
+        agreed = request.participants, request.proposal(), request.timeout, request.life
+        with pool.agreed(*agreed, one_device=alone):
             _check_window(request, pool.agreement)
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
@@ -94,6 +95,8 @@ def build(request: Request) -> Built:
                     built.numbers[alias.slot] = built.numbers[alias.same_as]
     except BaseException:
         grid.destroy(abort=True)
+        for groups in (built.slots, built.numbers, built.groups):
+            groups.clear()  # the error's traceback holds ``built``
         raise
     return built
 

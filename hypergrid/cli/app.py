@@ -17,7 +17,7 @@ from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
-from hypergrid.analysis.summary import communicators, dims_in_words, summaries
+from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints
 from hypergrid.cli.command import Json, app, command
@@ -71,6 +71,10 @@ def plan(
         "communicators."
     )
     out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
+    opened = descriptors(subject.plan)
+    if any(row.backend == "gloo" for row in subject.plan.rows):
+        twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
+        out.print(f"Gloo twins open descriptors in each rank: {twins}.")
 
 
 @command()

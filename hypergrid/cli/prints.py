@@ -17,6 +17,7 @@ from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diff import Difference
 from hypergrid.analysis.summary import (
     communicators,
+    descriptors,
     dims_in_words,
     long_dims,
     sizes_in_words,
@@ -39,6 +40,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
+        "gloo_descriptors_of_a_rank": descriptors(subject.plan),
     }
 
 

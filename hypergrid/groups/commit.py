@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.errors import CreationError
+from hypergrid.groups.hosts import Listener, Speaker, meet
 from hypergrid.groups.rendezvous import Phase, clear_before
 from hypergrid.groups.store import (
     bounded,
@@ -59,12 +61,8 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
                 raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
             raise
         with telling_of_a_lost_store():
-            if phase.arrive() == len(ranks):
-                phase.publish("")
-                with suppress(RuntimeError):  # what is published stands
-                    clear_before(store, epoch)
             # A rank that is stuck in torch finds out after the timeout, and knows better why.
-            failure = phase.outcome(timeout + timedelta(seconds=5), absent)
+            failure = _outcome(phase, store, epoch, timeout + timedelta(seconds=5), absent)
         if failure:
             with suppress(RuntimeError):  # what has been read stands, also if the store is lost
                 phase.leave_after_a_failure(store, all_come=True)
@@ -72,3 +70,29 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
                 f"rank {rank} rolled back its groups, as another rank could not create its own: "
                 f"{failure}"
             )
+
+
+def _outcome(
+    phase: Phase, store: Store, epoch: str, timeout: timedelta, absent: Callable[[str], str]
+) -> str:
+    """Say that this rank has its groups, and wait for all: empty, or the first failure."""
+    end = time.monotonic() + timeout.total_seconds()
+    mates = meet(f"{epoch}/commit", store, phase.ranks, phase.rank, False, timeout)
+    try:
+        if isinstance(mates, Listener):
+            heard = mates.hear(timeout)
+            if heard is not None:
+                return heard
+        else:
+            mates.about_to_arrive()
+        if not (isinstance(mates, Listener) and mates.counted):
+            many = 1 if isinstance(mates, Listener) else mates.many
+            if phase.arrive(many=many) == len(phase.ranks):
+                phase.publish("")
+                with suppress(RuntimeError):  # what is published stands
+                    clear_before(store, epoch)
+        speaker = mates if isinstance(mates, Speaker) else None
+        left = bounded(timedelta(seconds=end - time.monotonic()))
+        return phase.outcome(left, absent, mates=speaker)
+    finally:
+        mates.close()

@@ -19,7 +19,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+<<<<<<< HEAD
 from hypergrid.groups.sockets import creating
+=======
+from hypergrid.groups import gloo
+>>>>>>> abort
 
 Ranks: TypeAlias = Sequence[int]
 _private = threading.RLock()  # outside code may create groups while it is called to create one
@@ -77,6 +81,7 @@ def by_split(
         parts.setdefault(part, torch.device(kind))
     source = _backend_of(default)
     timeout = options.get("timeout") or c10d._get_default_timeout(backend)
+<<<<<<< HEAD
     with creating(len(ranks)) as note:  # the options already open a listener
         split = default.split_group(
             ranks,
@@ -87,6 +92,16 @@ def by_split(
             device_types=list(parts.values()),
         )
         group: ProcessGroup | None = note(split)
+=======
+    group: ProcessGroup | None = default.split_group(
+        ranks,
+        timeout=timeout,
+        opts=_options_like_new_group(source, len(ranks), options.get("pg_options")),
+        group_name=name,
+        group_desc=options.get("group_desc") or "undefined",
+        device_types=list(parts.values()),
+    )
+>>>>>>> abort
     if rank not in ranks or group is None:
         return None
     for kind, part in wanted.items():
@@ -118,17 +133,12 @@ def _tell_its_ranks(default: ProcessGroup) -> None:
             backend.options.global_ranks_in_group = list(range(default.size()))
 
 
-def _options_like_new_group(source: Any, given: Any) -> Any:
+def _options_like_new_group(source: Any, size: int, given: Any) -> Any:
     """Options of the backend ``source``, to split with; torch itself copies those of ``source``."""
-    gloo = getattr(c10d, "ProcessGroupGloo", None)
-    if gloo is None or not isinstance(source, gloo):
+    kind = getattr(c10d, "ProcessGroupGloo", None)
+    if kind is None or not isinstance(source, kind):
         return type(source.options)() if given is None else copy.deepcopy(given)
-    options = type(source.options)()
-    interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
-    devices = [gloo.create_device(interface=interface) for interface in interfaces]
-    options._devices = devices or [gloo.create_default_device()]
-    options._threads = 2 * len(options._devices)
-    return options
+    return gloo.options(size)
 
 
 @functools.cache
@@ -264,7 +274,7 @@ def abilities(insisted: str = "auto") -> Abilities:
                 f"init_process_group(device_id=...) has bound the default group to a {device.type} "
                 f"device, and its splits want every rank"
             )
-    return Abilities(_obstacle(), reason, can_split, can_connect_lazily())
+    return Abilities(_obstacle(), reason, can_split, gloo.can_connect_lazily())
 
 
 def devices_of(backend: str | None) -> dict[str, str]:
@@ -333,13 +343,6 @@ def names_can_be_set() -> bool:
         return False
 
 
-@functools.cache
-def can_connect_lazily() -> bool:
-    """Whether this torch's gloo can connect on first use of a group."""
-    gloo = getattr(dist, "ProcessGroupGloo", None)
-    return "lazy_init" in (getattr(getattr(gloo, "create_device", None), "__doc__", None) or "")
-
-
 def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None:
     """The timeout with which creation fails within ``timeout``; None: its own timeout.
 
@@ -357,24 +360,6 @@ def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None
         return None
     timeout = timeout or c10d.default_pg_timeout
     return max(timeout / 5, min(timeout, timedelta(seconds=5)))
-
-
-@contextmanager
-def connecting(lazily: bool | None) -> Iterator[None]:
-    """Gloo groups created inside connect on first use, or at once; None: as torch is set."""
-    if lazily is None:
-        yield
-        return
-    name = "TORCH_GLOO_LAZY_INIT"
-    before = os.environ.get(name)
-    os.environ[name] = str(int(lazily))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def own(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import CreationError
+<<<<<<< HEAD
 from hypergrid.groups import creation, sockets
+=======
+from hypergrid.groups import creation, gloo, sockets
+>>>>>>> abort
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
@@ -56,6 +61,10 @@ class GroupPool:
         self.groups: list[PooledGroup] = []
         self._owners: dict[tuple[Ranks, Kind], str] = {}
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
+<<<<<<< HEAD
+=======
+        self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
+>>>>>>> abort
         _live.add(self)
 
     @contextmanager
@@ -65,10 +74,13 @@ class GroupPool:
         proposal: Mapping[str, Any],
         timeout: timedelta | None = None,
         life: int | None = None,
+        one_device: bool = False,
     ) -> Iterator[None]:
         """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
 
         Arguments as for ``hypergrid.groups.prepare.agree``; each call has an epoch of its own.
+        ``one_device`` lets gloo groups that connect at once share a device, see ``gloo.Devices``:
+        then the caller holds none of the groups when this raises.
 
         Raises
         ------
@@ -83,10 +95,25 @@ class GroupPool:
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
             sockets.note_default()
+<<<<<<< HEAD
             with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
                 yield
                 turn.end()
                 raise_if_aborted()
+=======
+            self._devices = gloo.Devices() if one_device else None
+            try:
+                with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
+                    yield
+                    turn.end()
+                    raise_if_aborted()
+            except BaseException as error:
+                if one_device:
+                    _forget_locals(error)
+                raise
+            finally:
+                self._devices = None
+>>>>>>> abort
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
@@ -143,6 +170,7 @@ class GroupPool:
                 else:
                     made = self._make_all(label, mine, everyone(), kind, options)
                 for ranks, group, shares in made:
+                    gloo.note(group)
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
                     raise_if_aborted()
                     self._connect(self.groups[-1], timeout)
@@ -180,8 +208,22 @@ class GroupPool:
 
     def connecting(self) -> AbstractContextManager[None]:
         """Inside, gloo groups connect at once or on first use, as the ranks have agreed."""
-        at_once = self.policy.connect == "eager"
-        return creation.connecting(self.agreement.lazy or (False if at_once else None))
+        return gloo.connecting(self._lazily, self._devices)
+
+    def waits(self, pooled: PooledGroup) -> bool:
+        """Whether the choice ``connect`` makes this gloo group connect on first use."""
+        group = pooled.group
+        return (
+            self.policy.connect == "auto"
+            and bool(self._lazily(len(pooled.ranks)))
+            and group in c10d._world.pg_map
+            and "gloo" in creation.devices_of(c10d._world.pg_map[group][0]).values()
+        )
+
+    def _lazily(self, members: int) -> bool | None:
+        if self.agreement.lazy and self.policy.waits(members):
+            return True
+        return False if self.policy.connect == "eager" else None
 
     def _make_mine(
         self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
@@ -265,6 +307,12 @@ class GroupPool:
                 _warn(f"{shown(tell)} raised while groups are destroyed: {in_words(error)}")
         for group, why in creation.close(closing, abort):
             _warn(f"rank {dist.get_rank()} could not destroy {closing[group]}: {in_words(why)}")
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _warn(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hypergrid import __version__
 from hypergrid.errors import AbortedError, AgreementError
 from hypergrid.groups.creation import Abilities, abilities, split_off
+from hypergrid.groups.hosts import Listener, Speaker, host_of, meet
 from hypergrid.groups.rendezvous import Phase
 from hypergrid.groups.store import (
     another_connection,
@@ -26,6 +28,7 @@ from hypergrid.groups.store import (
     first_value,
     forget,
     noticing_a_dead_link,
+    set_all,
     shared_store,
     telling_of_a_lost_store,
 )
@@ -115,8 +118,11 @@ def _agree(
         if refused is not None:  # and the other ranks do not know it yet
             refused.outcome(timeout)
         here = _Round(store, ranks, memory, life)
-        here.arrive(everything, can, policy)
-        return _accept(here.outcome(timeout))
+        try:
+            here.arrive(everything, can, policy, timeout)
+            return _accept(here.outcome(timeout))
+        finally:
+            here.mates.close()
 
 
 def _counted(ranks: Sequence[int]) -> int:
@@ -245,6 +251,10 @@ def _two_threads(ranks: Sequence[int]) -> AgreementError:
     )
 
 
+def _place(rank: int) -> str:
+    return f"hypergrid/at/{rank}"
+
+
 @dataclass
 class _Memory:
     """What this process knows of its rounds under one default group, by window."""
@@ -282,6 +292,7 @@ class _Round:
         self.span = span_of(ranks)
         self.board = PrefixStore(f"hypergrid/{self.span}", store)
         self.memory, self.number = memory, memory.rounds.get(self.span, 0)
+        self.mates: Speaker | Listener = Speaker()
 
     @property
     def epoch(self) -> str:
@@ -291,39 +302,64 @@ class _Round:
         here = PrefixStore(f"{number}/prepare", self.board)
         return Phase(here, self.ranks, self.rank, lambda: self.board.add("round", 1))
 
-    def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> None:
-        """Say what this rank proposes; the last of all publishes the outcome."""
+    def arrive(
+        self,
+        proposal: dict[str, Any],
+        can: Abilities,
+        policy: Policy,
+        meeting: timedelta | None = None,
+    ) -> None:
+        """Say what this rank proposes; the last of all publishes the outcome.
+
+        With ``meeting``, the time of the round, one rank of a host may arrive for others.
+        """
         text = json.dumps([proposal, asdict(can)], sort_keys=True, default=str)
         self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         self.entry = [self.rank, *json.loads(text)]
-        self.policy = policy
-        before = self._before()
+        self.policy, self.proposal, self.can = policy, proposal, can
+        if meeting is not None:
+            what, fresh = f"{self.epoch} {self.digest}", not self.memory.is_registered
+            self.mates = meet(what, self.store, self.ranks, self.rank, fresh, meeting)
+        if isinstance(self.mates, Listener):
+            self.phase = self._phase(self.number)
+        else:
+            self._arrive(self.mates)
+
+    def _arrive(self, mates: Speaker) -> None:
+        before = self._before(mates)
         count = len(self.ranks) + 1
         while count > len(self.ranks):
             self.phase = self._phase(self.number)
-            self.store.set(self._place, f"{self.span} {self.number} {self.digest}")
+            here = f"{self.span} {self.number} {self.digest}"
+            set_all(self.store, [_place(rank) for rank in (self.rank, *mates.others)], here)
             instead_of = before[1] if before is not None and before[0] == self.number else None
-            count = self.phase.arrive(self.digest, instead_of)
+            mates.about_to_arrive()
+            many, count = mates.many, self.phase.arrive(self.digest, instead_of, mates.many)
             if count > len(self.ranks):  # closed meanwhile
+                mates.let_go()
                 self.number = max(self.number + 1, self.board.add("round", 0))
-        if count == 1 and self.life is not None and self.overlaps(self.life):
+        if count == many and self.life is not None and self.overlaps(self.life):
             return
         if count == len(self.ranks):
-            if self.phase.all_equal(self.digest) and "refused" not in proposal:
-                self.phase.publish(json.dumps(_choose(self.epoch, policy, [can])))
+            if self.phase.all_equal(self.digest) and "refused" not in self.proposal:
+                self.phase.publish(json.dumps(_choose(self.epoch, self.policy, [self.can])))
             else:
                 self.phase.ask()
 
-    @property
-    def _place(self) -> str:
-        return f"hypergrid/at/{self.rank}"
-
-    def _before(self) -> tuple[int, int] | None:
+    def _before(self, mates: Speaker) -> tuple[int, int] | None:
         """The round and the digest with which a dead process arrived here as this rank."""
-        if self.memory.is_registered:
-            return None
+        fresh = [rank for rank, (_, is_fresh) in mates.others.items() if is_fresh]
+        if not self.memory.is_registered:
+            fresh.append(self.rank)
         self.memory.is_registered = True
-        found = first_value(self.store, self._place, "here")
+        if fresh and mates.server is not None:  # whether this host's first processes are here
+            key = f"hypergrid/at/host/{host_of(self.rank).start}"
+            if self.store.add(key, len(fresh)) == len(fresh):
+                return None
+            mates.let_go(fresh_only=True)
+        if self.rank not in fresh:
+            return None
+        found = first_value(self.store, _place(self.rank), "here")
         if found == "here":
             return None
         self.number = self.board.add("round", 0)
@@ -373,7 +409,18 @@ class _Round:
         def compared() -> str:
             return self.phase.compare(self.digest, self.entry, self._decide)
 
-        outcome: dict[str, Any] = json.loads(self.phase.outcome(timeout, absent, compared))
+        found, end = None, time.monotonic() + timeout.total_seconds()
+        if isinstance(self.mates, Listener):
+            found = self.mates.hear(timeout)
+            if self.mates.counted:
+                self.memory.is_registered = True
+            else:
+                self._arrive(Speaker())
+            self.mates = Speaker()
+        if found is None:
+            left = bounded(timedelta(seconds=end - time.monotonic()))
+            found = self.phase.outcome(left, absent, compared, self.mates)
+        outcome: dict[str, Any] = json.loads(found)
         self.memory.rounds[self.span] = self.number + 1
         self.memory.refused.pop(self.span, None)
         if "error" in outcome:
@@ -412,7 +459,8 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
             way=way,
             others="members" if members_alone else "everyone",
             why=why["members"] or "",
-            lazy=policy.connect == "lazy" and all(can.can_connect_lazily for can in everybody),
+            lazy=policy.connect in ("lazy", "auto")
+            and all(can.can_connect_lazily for can in everybody),
         )
     )
 

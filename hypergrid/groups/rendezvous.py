@@ -9,7 +9,6 @@ say more.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +17,17 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+<<<<<<< HEAD
 from hypergrid.groups.store import append, forget, lines, peek, stay_until, wait
+=======
+from hypergrid.groups.hosts import Speaker, host_of
+from hypergrid.groups.store import append, forget, forget_lines, lines, peek, stay_until, wait
+>>>>>>> abort
 from hypergrid.messages import few
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
+_SILENCE = 2  # seconds without an answer, after which a rank that arrived has ended
 _KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
 
 
@@ -57,13 +62,14 @@ class Phase:
         self._modulus = 1 << (62 - self._shift - members)  # of digests: their sum fits
         self._sum = self._told = 0
 
-    def arrive(self, digest: int = 0, instead_of: int | None = None) -> int:
+    def arrive(self, digest: int = 0, instead_of: int | None = None, many: int = 1) -> int:
         """Add this rank to the tally; gives how many have arrived, more than all if it is closed.
 
-        ``instead_of`` is the digest of a process that arrived as this rank and is dead.
+        ``instead_of`` is the digest of a process that arrived as this rank and is dead. ``many``
+        ranks say the same through this one.
         """
-        added = digest % self._modulus - (instead_of or 0) % self._modulus
-        amount = (instead_of is None) + (added << self._shift)
+        added = digest % self._modulus * many - (instead_of or 0) % self._modulus
+        amount = many - (instead_of is not None) + (added << self._shift)
         self._sum = self.store.add("arrived", amount)
         if self._count > len(self.ranks):  # closed: nobody is to wait for this rank to read it
             self.store.add("arrived", -amount)
@@ -92,7 +98,11 @@ class Phase:
         self.publish(_COMPARE)
 
     def outcome(
-        self, timeout: timedelta, absent: Callable[[str], str], compared: Callable[[], str] = str
+        self,
+        timeout: timedelta,
+        absent: Callable[[str], str],
+        compared: Callable[[], str] = str,
+        mates: Speaker | None = None,
     ) -> str:
         """Wait for the outcome.
 
@@ -104,14 +114,29 @@ class Phase:
             Makes the outcome if ranks are missing; it is given these in words.
         compared : function
             Gives the outcome if ranks differ.
+        mates : Speaker, optional
+            The ranks of this host that are to hear it; of a failure they read themselves.
         """
+        mates = mates or Speaker()
         try:
+<<<<<<< HEAD
             wait(self.store, "outcome", timeout)
+=======
+            wait(self.store, ["outcome"], timeout)
+>>>>>>> abort
         except RuntimeError:
+            mates.close()
             if self.publish(_ROLL_CALL, early=True):
                 return self._call_roll(absent)
+<<<<<<< HEAD
             wait(self.store, "outcome", _GRACE)
+=======
+            wait(self.store, ["outcome"], _GRACE)
+>>>>>>> abort
         outcome = peek(self.store, "outcome")
+        if outcome not in (_ROLL_CALL, _COMPARE):
+            mates.tell(outcome)
+        mates.close()
         if outcome == _ROLL_CALL:
             self._answer()
             return self._final(lambda: absent(self._missing()))
@@ -119,17 +144,22 @@ class Phase:
 
     def _final(self, decide: Callable[[], str]) -> str:
         try:
+<<<<<<< HEAD
             wait(self.store, "final", _GRACE)
+=======
+            wait(self.store, ["final"], _GRACE)
+>>>>>>> abort
         except RuntimeError:  # the rank that was to decide has ended meanwhile
             self.store.set("final", decide())
         return peek(self.store, "final")
 
     def _call_roll(self, absent: Callable[[str], str]) -> str:
         self._answer()
-        end, said = time.monotonic() + 1, list[str]()
-        while len(said) < self._count - len(self.ranks) and time.monotonic() < end:
+        end, said = time.monotonic() + _SILENCE, 0
+        while said < self._count - len(self.ranks) and time.monotonic() < end:
             time.sleep(0.1)
-            said = lines(self.store, "present")
+            if said < (said := len(lines(self.store, "present"))):
+                end = time.monotonic() + _SILENCE
         self.store.set("final", text := absent(self._missing()))
         return text
 
@@ -142,9 +172,8 @@ class Phase:
         absent = [rank for rank in self.ranks if rank not in hosts]
         if not absent:
             return f"one of {len(self.ranks)} ranks, which has arrived since,"
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        named = {rank // per_host: host for rank, host in hosts.items()}
-        places = dict.fromkeys(named.get(rank // per_host, "") for rank in absent[:10])
+        named = {host_of(rank): host for rank, host in hosts.items()}
+        places = dict.fromkeys(named.get(host_of(rank), "") for rank in absent[:10])
         where = f" on {', '.join(filter(None, places))}" if any(places) else ""
         return f"{len(absent)} of {len(self.ranks)} ranks ({few(absent)}{where})"
 
@@ -200,3 +229,5 @@ def clear_before(store: Store, epoch: str) -> None:
         told = [json.loads(line)[0] for line in lines(prepare, "entries")]
         forget(prepare, *_KEYS, *(f"of/{digest}" for digest in told))
         forget(commit, *_KEYS)
+        forget_lines(prepare, "entries", "present")
+        forget_lines(commit, "present")

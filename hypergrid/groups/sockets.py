@@ -1,23 +1,39 @@
 """Which sockets of this process belong to which gloo group, and how to shut them. Linux only.
 
+<<<<<<< HEAD
 A gloo group has an event loop of its own (one for each interface in ``GLOO_SOCKET_IFNAME``): an
 epoll instance with one listening socket and the group's connections. The kernel lists the members
 of an epoll instance. So a group's listener leads to its connections and to no others, also to those
 that were opened after the group was created, whichever side opened them.
+=======
+A gloo device, which one group or several connect through, has an event loop: an epoll instance with
+one listening socket and the connections of these groups. The kernel lists the members of an epoll
+instance. So a device's listener leads to its connections and to no others, also to those that were
+opened later, whichever side opened them.
+>>>>>>> abort
 """
 
 from __future__ import annotations
 
 import os
+<<<<<<< HEAD
 import resource
+=======
+>>>>>>> abort
 import socket
 import stat
 import struct
 import sys
+<<<<<<< HEAD
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+=======
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+>>>>>>> abort
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -36,6 +52,7 @@ class _Loop:
     connections: dict[int, int]  # descriptor -> inode
 
 
+<<<<<<< HEAD
 @dataclass(frozen=True)
 class _Creation:
     """A call in progress that creates a group of ``size`` ranks, and the sockets before it."""
@@ -90,20 +107,93 @@ def note_default() -> None:
             told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
             loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
     _remember(default, loops)
+=======
+@dataclass(eq=False)
+class Opened:
+    """What was opened for some groups: these, how many ranks each has, if the last is unfinished."""
+
+    groups: tuple[ReferenceType[ProcessGroup], ...] = ()
+    sizes: tuple[int, ...] = ()
+    unfinished: bool = False
+
+    def begin(self, size: int) -> None:
+        """One more group of ``size`` ranks is created on them."""
+        self.sizes, self.unfinished = (*self.sizes, size), True
+
+    def add(self, group: ProcessGroup) -> None:
+        """It is created."""
+        self.groups, self.unfinished = (*self.groups, ref(group)), False
+
+    def live(self) -> set[int]:
+        """The groups that torch knows, as their ``id``."""
+        return {id(each()) for each in self.groups if each() in c10d._world.pg_map}
+
+
+# By the inode of a listener. A forked child knows none: its parent uses the sockets.
+_opened: dict[int, Opened] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_opened.clear)
+
+
+@contextmanager
+def opening(devices: int) -> Iterator[Opened]:
+    """Inside, that many gloo devices are created; gives what is to be noted of them. *Local*.
+
+    If another thread creates a listener at the same time, nobody can tell whose is whose: none is
+    remembered, and ``shut`` does not find the groups.
+    """
+    before, opened = _inodes(), Opened()
+    for closed in _opened.keys() - before:
+        del _opened[closed]
+    yield opened
+    listeners = [inode for inode, number in _inodes(before).items() if _listens_at(number, inode)]
+    if len(listeners) == devices:
+        _opened.update(dict.fromkeys(listeners, opened))
+
+
+def note_default(ask_store: bool = True) -> None:
+    """Remember the listeners of the default group, which the caller created. *Local*.
+
+    They are those that no known group has. If there are more, as the caller has created other gloo
+    groups, then those whose addresses the default group has published in the store; without
+    ``ask_store`` none, as another thread may be waiting in it.
+    """
+    default: Any = c10d._get_default_group()
+    devices = _devices(default)
+    if not devices or any(id(default) in opened.live() for opened in [*_opened.values()]):
+        return
+    loops = [loop for loop in _loops() if loop.listener not in _opened]
+    if ask_store and len(loops) != devices:
+        store: Any = c10d._world.pg_map[default][1]
+        keys = [f"cpu//{i}/{default.rank()}" for i in range(devices)]
+        with suppress(AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+            told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
+            loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
+    if len(loops) == devices:
+        opened = Opened((ref(default),), (default.size(),))
+        _opened.update((loop.listener, opened) for loop in loops)
+>>>>>>> abort
 
 
 def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
     """End what waits for another rank in gloo's ``groups``. *Local*.
 
     Shuts their connections in both directions, and closes none: the descriptors are gloo's. Where
+<<<<<<< HEAD
     a group waits until another rank connects, this process connects to itself, and leaves. With
     ``unfinished`` also those of the group that another thread is creating.
+=======
+    a group waits until another rank connects, this process connects to itself, and leaves. What
+    they share with other live groups is left alone. With ``unfinished`` also those of the group
+    that another thread is creating.
+>>>>>>> abort
 
     Returns
     -------
     int
         The number of connections that were found.
     """
+<<<<<<< HEAD
     asked = {id(group): group.size() for group in groups}
     owners = {inode: id(owner()) for inode, owner in [*_owners.items()]}
     sizes = {inode: asked[owner] for inode, owner in owners.items() if owner in asked}
@@ -119,12 +209,30 @@ def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
         for loop in _loops():
             size = sizes.get(loop.listener)
             if size is None:
+=======
+    asked = {id(group) for group in groups}
+    ending = {
+        inode: opened.sizes
+        for inode, opened in [*_opened.items()]
+        if (live := opened.live()) <= asked and (live or (unfinished and opened.unfinished))
+    }
+    done, count = set[int](), 0
+    for turn in range(5 if ending else 0):  # more connections may be about to open
+        before = len(done)
+        for loop in _loops():
+            if loop.listener not in ending:
+>>>>>>> abort
                 continue
             for descriptor, inode in loop.connections.items():
                 if inode not in done and _shut(descriptor, inode):
                     done.add(inode)
+<<<<<<< HEAD
             if turn == 0 and loop.listener in unconnected and len(loop.connections) < size - 1:
                 _connect_and_leave(loop.address, size)
+=======
+            if turn == 0:
+                _connect_and_leave(loop, ending[loop.listener])
+>>>>>>> abort
         if turn == 0:
             count = len(done)
         elif before == len(done):
@@ -142,6 +250,7 @@ def _shut(descriptor: int, inode: int) -> bool:
         return True
 
 
+<<<<<<< HEAD
 def _connect_and_leave(address: Any, size: int) -> None:
     """Be each of ``size`` ranks for an instant: a new connection begins with whose it is.
 
@@ -192,6 +301,40 @@ def _in_detail() -> bool:
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
+=======
+def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
+    """Be each rank that the last group of these ``sizes`` waits for, for an instant.
+
+    Without this it waits for a rank that does not connect until its timeout. A new connection
+    begins with its number: a device counts those of all its groups.
+    """
+    import resource  # not on every system
+
+    first, size = sum(sizes[:-1]) - len(sizes[:-1]), sizes[-1]
+    if len(loop.connections) >= first + size - 1:
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = limit // 2 - len(os.listdir(_OPEN))  # gloo ends the process when it cannot accept
+    for number in range(first, first + min(size, room)):
+        with suppress(OSError), socket.create_connection(loop.address[:2], timeout=1) as connection:
+            connection.sendall(struct.pack("=q", number))
+
+
+def _devices(group: Any) -> int:
+    """How many event loops torch's gloo has for ``group``."""
+    backends = dict[int, Any]()
+    with suppress(AttributeError, RuntimeError):  # a backend that does not tell
+        each = [group._get_backend(device) for device in group._device_types]
+        backends = {id(backend): backend for backend in each}
+    count = 0
+    for backend in backends.values():
+        inner = getattr(backend, "wrapped_pg", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: two groups
+        options = getattr(inner or backend, "options", None)
+        count += len(getattr(options, "_devices", ())) * (1 if inner is None else 2)
+    return count
+
+
+>>>>>>> abort
 def _tells(published: bytes, address: Any) -> bool:
     """Whether what gloo has published for the other ranks is this address.
 
@@ -204,16 +347,25 @@ def _tells(published: bytes, address: Any) -> bool:
     return published[begin : begin + len(written)] == written
 
 
+<<<<<<< HEAD
 def _loops(before: Collection[int] = ()) -> list[_Loop]:
     """Gloo's event loops in this process, without sockets ``before``."""
+=======
+def _loops() -> list[_Loop]:
+    """Gloo's event loops in this process."""
+>>>>>>> abort
     found: dict[int, _Loop] = {}
     for name in _descriptors():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_OPEN}/{name}") != "anon_inode:[eventpoll]":
                 continue
             with open(f"{_INFO}/{name}") as info:
+<<<<<<< HEAD
                 every = [_member(line.split()) for line in info if line.startswith("tfd:")]
             members = [member for member in every if member[1] not in before]
+=======
+                members = [_member(line.split()) for line in info if line.startswith("tfd:")]
+>>>>>>> abort
             listeners, connections = dict[int, Any](), dict[int, int]()
             for descriptor, inode, by_number in members:
                 with _duplicate(descriptor, inode) as connection:
@@ -258,6 +410,7 @@ def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
         yield connection if internet else None
 
 
+<<<<<<< HEAD
 def _inodes() -> set[int]:
     """The inodes of this process's sockets."""
     found = set()
@@ -266,6 +419,21 @@ def _inodes() -> set[int]:
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found.add(status.st_ino)
+=======
+def _listens_at(descriptor: int, inode: int) -> bool:
+    with _duplicate(descriptor, inode) as connection:
+        return connection is not None and _listens(connection)
+
+
+def _inodes(before: Collection[int] = ()) -> dict[int, int]:
+    """The inodes of this process's sockets but those ``before``, and their descriptors."""
+    found = {}
+    for name in _descriptors():
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino not in before:
+                found[status.st_ino] = int(name)
+>>>>>>> abort
     return found
 
 

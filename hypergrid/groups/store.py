@@ -62,6 +62,7 @@ def raise_if_aborted() -> None:
         )
 
 
+<<<<<<< HEAD
 def wait(store: Store, key: str, timeout: timedelta) -> None:
     """Wait for ``key``; RuntimeError after ``timeout``, and AbortedError, see ``abortable``."""
     end = time.monotonic() + timeout.total_seconds()
@@ -70,6 +71,16 @@ def wait(store: Store, key: str, timeout: timedelta) -> None:
         store.wait([key], min(timeout, _IN_STORE))
     except RuntimeError:
         while not store.check([key]):
+=======
+def wait(store: Store, keys: list[str], timeout: timedelta) -> None:
+    """Wait for ``keys``; RuntimeError after ``timeout``, and AbortedError, see ``abortable``."""
+    end = time.monotonic() + timeout.total_seconds()
+    raise_if_aborted()
+    try:
+        store.wait(keys, min(timeout, _IN_STORE))
+    except RuntimeError:
+        while not store.check(keys):
+>>>>>>> abort
             raise_if_aborted()
             if time.monotonic() >= end:
                 raise
@@ -103,6 +114,16 @@ def first_value(store: Store, key: str, value: str) -> str:
     return found.decode()
 
 
+def set_all(store: Store, keys: list[str], value: str) -> None:
+    """Set several keys, in one message where the store can."""
+    own: Any = store
+    if len(keys) > 1 and own.has_extended_api():
+        own.multi_set(keys, [value] * len(keys))
+    else:
+        for key in keys:
+            store.set(key, value)
+
+
 def append(store: Store, key: str, line: str) -> None:
     """Add a line to the text of a key, which any number of ranks do at the same time."""
     own: Any = store
@@ -119,6 +140,14 @@ def lines(store: Store, key: str) -> list[str]:
         return peek(store, key).splitlines() if store.check([key]) else []
     numbers = range(1, store.add(f"{key}/lines", 0) + 1)
     return [store.get(f"{key}/{number}").decode() for number in numbers]
+
+
+def forget_lines(store: Store, *keys: str) -> None:
+    """Delete what was appended where each line is a key of its own."""
+    own: Any = store
+    for key in () if own.has_extended_api() else keys:
+        many = store.add(f"{key}/lines", 0)
+        forget(store, *(f"{key}/{number + 1}" for number in range(many)), f"{key}/lines")
 
 
 def another_connection(store: Store) -> Store:
@@ -197,7 +226,7 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
 
 def _connections(store: Store) -> list[socket.socket]:
     """Duplicates of this process's sockets whose other end is the store."""
-    served = _innermost(store)
+    served = innermost(store)
     if not hasattr(served, "port"):
         return []
     addresses = _addresses(served.host)
@@ -210,7 +239,7 @@ def _connections(store: Store) -> list[socket.socket]:
 
 
 def _serves(store: Store) -> bool:
-    served = _innermost(store)
+    served = innermost(store)
     if not hasattr(served, "port"):
         return False
     if not os.path.isdir(_SOCKETS):
@@ -226,7 +255,8 @@ def _serves(store: Store) -> bool:
     return bool(listeners)
 
 
-def _innermost(store: Any) -> Any:
+def innermost(store: Any) -> Any:
+    """The store that others wrap."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
@@ -234,8 +264,9 @@ def _innermost(store: Any) -> Any:
 
 @functools.cache
 def _addresses(host: str) -> set[str]:
+    name = host.encode() if host.isascii() else host  # text would load the codec of foreign names
     with suppress(OSError):  # no such name any more
-        return {_plain(str(entry[4][0])) for entry in socket.getaddrinfo(host, None)}
+        return {_plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None)}
     return set()
 
 

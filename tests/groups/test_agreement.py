@@ -144,6 +144,24 @@ def test_ranks_that_are_missing_are_named_and_a_late_one_is_in_the_next_round():
     assert early.arrive().outcome() == late.outcome()
 
 
+def test_a_store_of_files_keeps_no_line_of_a_round_that_failed(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    ranks = [_Rank(store, rank) for rank in range(3)]
+    _meet(ranks, 0)
+    clear_before(store, "0..2/0")
+    before = store.num_keys()
+    for rank in ranks:
+        rank.arrive({"tp": rank.rank})
+    assert "tp is" in _agree(ranks)[0]["error"]
+    ranks[0].arrive()
+    assert "2 of 3 ranks" in ranks[0].outcome(0.1)["error"]
+    for rank in ranks:
+        rank.memory.rounds["0..2"] = 3
+    _meet(ranks, 3)
+    clear_before(store, "0..2/3")
+    assert store.num_keys() == before
+
+
 class _Plain(dist.Store):
     """A store of somebody's own in Python, with no more than torch asks for."""
 
@@ -172,6 +190,7 @@ def test_a_store_that_can_do_only_what_torch_asks_for_is_as_good():
     ranks = [_Rank(store, rank) for rank in range(3)]
     for meeting in range(3):
         _meet(ranks, meeting)
+        clear_before(store, f"0..2/{meeting}")  # it cannot delete, as etcd's
     for rank in ranks:
         rank.arrive({"tp": rank.rank})
     (text,) = {outcome["error"] for outcome in _agree(ranks)}

@@ -13,9 +13,9 @@ from compat import parallel_state as ps
 from compat.report import report
 from compat.state import GROUP_SLOTS
 from hypergrid import AgreementError, HyperCommGrid
-from hypergrid.groups import creation
+from hypergrid.groups import creation, gloo
 from hypergrid.policy import Policy
-from tests.support.forked import descriptors, from_all, join, on_ranks, run_ranks
+from tests.support.forked import descriptors, from_all, join, on_ranks, run_ranks, sockets
 
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -209,9 +209,10 @@ def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
 def _lazily(rank, connect, environment=None):
     if environment is not None:
         os.environ["TORCH_GLOO_LAZY_INIT"] = environment
-    before = descriptors()
+    _, before = sockets()
     ps.initialize_model_parallel(**LAYOUT, connect=connect)
-    opened = descriptors() - before
+    _, opened = sockets()
+    opened -= before
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == environment
     dist.barrier()
     _check_all_reduce(rank)
@@ -228,7 +229,7 @@ def test_lazy_groups_connect_when_they_are_used():
 
 @on_ranks(4)
 def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout(rank):
-    with creation.connecting(True):
+    with gloo.connecting(lambda members: True):
         group = creation.by_members("A", range(4), "epoch")
     opened = [descriptors()]
     dist.barrier()  # a rank that connects opens descriptors of the others too

@@ -16,7 +16,7 @@ class CountingStore(dist.Store):
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self.store, self.counts, self.characters = store, Counter[str](), 0
+        self.underlying_store, self.counts, self.characters = store, Counter[str](), 0
 
     @property
     def trips(self) -> int:
@@ -30,10 +30,10 @@ def _counted(name: str) -> Callable[..., Any]:
     def call(self: CountingStore, *arguments: Any) -> Any:
         self.counts[name] += 1
         self.characters += sum(len(each) for each in arguments if isinstance(each, str))
-        return getattr(self.store, name)(*arguments)
+        return getattr(self.underlying_store, name)(*arguments)
 
     return call
 
 
-for _name in ("set", "append", *_TRIPS):
+for _name in ("set", "multi_set", "append", *_TRIPS):
     setattr(CountingStore, _name, _counted(_name))

@@ -76,6 +76,23 @@ def descriptors(at_most: int | None = None) -> int:
         time.sleep(0.01)
 
 
+def sockets() -> tuple[int, int]:
+    """How many of this process's sockets listen, and how many are connected."""
+    listening = connected = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with one:
+            try:
+                listening += one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                connected += bool(one.getpeername())
+            except OSError:
+                pass
+    return listening, connected
+
+
 def run_ranks(
     world: int,
     body: Callable[..., Any],

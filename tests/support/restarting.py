@@ -1,7 +1,5 @@
 """A program like NVRx's basic example, with our Abort: gloo ranks, one of which fails.
 
-    python -m tests.support.restarting HOW   (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
-
 The wrapped function starts torch's default group itself. Each rank prints a line of JSON for each
 iteration: its rank, the world, the sum over all.
 """
@@ -10,6 +8,8 @@ import json
 import os
 import signal
 import sys
+import time
+import traceback
 from datetime import timedelta
 
 from tests.support import ROOT
@@ -80,6 +80,27 @@ def basic(how: str) -> None:
     say(ended=os.environ["RANK"])
 
 
-if __name__ == "__main__":
+def job(how: str, folder: str) -> None:
+    """Three ranks, forked from this process; waits until all have ended."""
     torch.set_num_threads(1)
-    basic(sys.argv[1])
+    port = 20000 + os.getpid() % 6000 * 2
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="3")
+    children = []
+    for rank in range(3):
+        children.append(os.fork())
+        if not children[-1]:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT), number)
+            try:
+                basic(how)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+    deadline = time.monotonic() + 100
+    while children and time.monotonic() < deadline:
+        children = [pid for pid in children if not os.waitpid(pid, os.WNOHANG)[0]]
+        time.sleep(0.05)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)

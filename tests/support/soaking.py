@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,10 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.state import ParallelState
 from hypergrid.groups import pool
+from hypergrid.groups.creation import Abilities
+from hypergrid.groups.prepare import _Memory, _Round
+from hypergrid.policy import Policy
+from tests.support.counting import CountingStore
 from tests.support.forked import RankFailure, run_ranks, run_scripts
 
 TIMEOUT = 3.0  # seconds that ranks wait for each other where one of them fails
@@ -422,4 +427,51 @@ def lives(cycles: int, seed: int = 1, world: int = 4) -> Tally:
         f"{last['groups']} group, {last['descriptors']} descriptors, {last['threads']} threads, "
         f"{grown:.1f} KiB a life, {len(results[0][1][-1])} keys of ours in the store"
     )
+    return tally
+
+
+def _missing_at_the_store(rank: int, missing: list[int], seconds: float, per_host: int) -> Any:
+    """The round trips, the error and how long it took; ranks have a store connection, no group."""
+    if rank in missing:
+        return None
+    base = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    store, world = CountingStore(base), int(os.environ["WORLD_SIZE"])
+    os.environ.update(LOCAL_WORLD_SIZE=str(per_host), HYPERGRID_HOSTS_FIRST="2")
+    host = f"host{rank // per_host}"
+    if base.add("started", 1) == world - len(missing):
+        base.set("go", "")
+    base.wait(["go"], timedelta(minutes=2))
+    start, limit = time.monotonic(), timedelta(seconds=seconds)
+    with (
+        mock.patch.object(dist, "get_rank", return_value=rank),
+        mock.patch("socket.gethostname", return_value=host),
+    ):
+        here = _Round(store, range(world), _Memory())
+        here.arrive({"tp": 2}, Abilities(), Policy(), limit)
+        error = here.outcome(limit).get("error", "no error")
+    return error, store.trips, sum(store.counts.values()), time.monotonic() - start
+
+
+def missing_ranks(runs: int, seed: int = 1, world: int = 256, seconds: float = 10.0) -> Tally:
+    """Some of many ranks do not come: plain processes with a connection to the store each."""
+    tally = Tally(f"missing ranks of {world}: one error, in time, with ranks and hosts", runs)
+    rng, slowest, most = random.Random(seed), 0.0, 0.0
+    for run in range(runs):
+        missing = sorted(rng.sample(range(1, world), 1 + run % 3))
+        try:
+            body = _missing_at_the_store
+            results = run_ranks(world, body, missing, seconds, 8, backend="", timeout=240)
+        except RankFailure as failure:
+            tally.lost.append(f"run {run}: {failure.line}")
+            continue
+        texts, _, operations, took = zip(*filter(None, results), strict=True)
+        slowest, most = max(slowest, *took), max(most, sum(operations) / world)
+        named = ", ".join(map(str, missing))
+        hosts = ", ".join(dict.fromkeys(f"host{rank // 8}" for rank in missing))
+        told = f"{len(missing)} of {world} ranks ({named} on {hosts}) did not reach group creation"
+        if len(set(texts)) > 1 or told not in texts[0]:
+            tally.lost.append(f"run {run}, without {missing}: {set(texts)}")
+        elif max(took) > 3 * seconds or sum(operations) > 16 * world:
+            tally.lost.append(f"run {run}: {max(took):.1f} s, {sum(operations)} operations")
+    tally.seen = f"{most:.1f} operations a rank, the last rank heard of it after {slowest:.1f} s"
     return tally

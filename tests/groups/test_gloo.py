@@ -1,0 +1,184 @@
+"""Gloo groups of one creation: the device that they share, the store's batches, who waits."""
+
+import os
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import hypergrid.policy
+from compat import parallel_state as ps
+from compat.report import report
+from hypergrid import CreationError, HyperCommGrid
+from hypergrid.analysis.summary import descriptors as descriptors_of
+from hypergrid.groups import creation, gloo
+from hypergrid.groups.creation import Abilities
+from hypergrid.policy import LARGEST_MESH
+from tests.support.forked import descriptors, from_all, on_ranks, sockets
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    yield
+    ps.destroy_model_parallel()
+
+
+LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def _opened(rank, **how):
+    """What one initialisation opens on this rank, after all have it."""
+    from_all(rank)
+    before = sockets()
+    ps.initialize_model_parallel(**LAYOUT, **how)
+    from_all(rank)
+    listening, connected = (after - b for after, b in zip(sockets(), before, strict=True))
+    from_all(rank)  # a rank that uses a group connects to the others
+    return listening, connected
+
+
+def _sizes():
+    return [len(pooled.ranks) for pooled in ps.current_state().pool.groups if not pooled.shares]
+
+
+def _use_all(rank):
+    for pooled in ps.current_state().pool.groups:
+        members = torch.tensor([2.0**rank], dtype=torch.double)
+        dist.all_reduce(members, group=pooled.group)
+        assert members.item() == sum(2.0**r for r in pooled.ranks), pooled.label
+
+
+@pytest.mark.parametrize("connect", ["torch", "eager"])
+@on_ranks(8)
+def test_groups_that_connect_at_once_have_one_device_and_a_connection_to_each_member(rank, connect):
+    listening, connected = _opened(rank, connect=connect)
+    assert (listening, connected) == (1, sum(n - 1 for n in _sizes()))
+    _use_all(rank)
+
+
+@on_ranks(8)
+def test_a_group_that_connects_on_first_use_has_its_own_device_and_no_connection(rank):
+    listening, connected = _opened(rank, connect="lazy")
+    alone = _sizes().count(1)  # have nobody to wait for
+    assert (listening, connected) == (len(_sizes()) - alone + bool(alone), 0)
+    _use_all(rank)
+
+
+@on_ranks(8)
+def test_auto_connects_groups_up_to_a_size_at_once_and_the_others_on_first_use(rank):
+    with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 2):
+        listening, connected = _opened(rank, connect="auto")
+        large = sum(n > 2 for n in _sizes())
+        assert (listening, connected) == (1 + large, _sizes().count(2))
+        text = report(ps.current_state()).splitlines()
+    assert "gloo groups of more than 2 ranks connected on first use" in text[1]
+    waiting = [line for line in text if line.endswith("connects on first use")]
+    assert len(waiting) == large and all(" 4 ranks:" in x or " 8 ranks:" in x for x in waiting)
+    _use_all(rank)
+
+
+@on_ranks(4)
+def test_auto_is_as_torch_where_a_rank_cannot_wait_and_below_the_size(rank):
+    with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 2):
+        can = Abilities(can_connect_lazily=rank != 2)
+        with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
+            listening, connected = _opened(rank, connect="auto")
+        assert (listening, connected) == (1, sum(n - 1 for n in _sizes()))
+        assert "not every rank's torch can connect on first use" in report(ps.current_state())
+        ps.destroy_model_parallel()
+    assert _opened(rank, connect="auto") == (listening, connected)
+    assert "on first use" not in report(ps.current_state())
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"TORCH_GLOO_LAZY_INIT": "1"},
+        {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"},
+        {"GLOO_DEVICE_TRANSPORT": "TCP"},
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_where_a_variable_forbids_it_no_device_is_shared(rank, variables):
+    with mock.patch.dict(os.environ, variables):
+        before = dict(os.environ)
+        listening, connected = _opened(rank)
+        assert os.environ == before
+    assert listening == len(_sizes())
+    assert (connected == 0) == ("TORCH_GLOO_LAZY_INIT" in variables)
+    _use_all(rank)
+
+
+@on_ranks(4)
+def test_reads_of_the_store_wait_as_long_as_the_group_may_and_nobody_elses_timeout_changes(rank):
+    store = c10d._get_default_store()
+    store.set_timeout(timedelta(minutes=9))
+    grid = HyperCommGrid([4], ["tp"])
+    create = c10d.ProcessGroupGloo.__init__
+    late = mock.Mock(side_effect=RuntimeError("this rank fails"))
+    with mock.patch.object(c10d.ProcessGroupGloo, "__init__", late if rank == 3 else create):
+        start = time.monotonic()
+        with pytest.raises(CreationError, match="rank 3 could not create tp"):
+            grid.create_pg("tp", timeout=timedelta(seconds=2))
+    assert time.monotonic() - start < 20
+    assert store.timeout == timedelta(minutes=9)
+    assert c10d.ProcessGroupGloo.__init__ is create and "GLOO_ENABLE_STORE_V2_API" not in os.environ
+    grid.create_pg("tp")
+
+
+@on_ranks(4, timeout=90)
+def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank):
+    """Gloo's device still holds a callback of the group that has failed."""
+    before, read, reads = sockets(), gloo._InTime.multi_get, []
+
+    def late(store, keys):
+        found = read(store, keys)
+        reads.append(keys)
+        if rank == 0 and len(reads) == 5:
+            time.sleep(9)  # the others wait five times their second
+        return found
+
+    second = mock.patch.object(creation, "patience", return_value=timedelta(seconds=1))
+    with (
+        second,
+        mock.patch.object(gloo._InTime, "multi_get", late),
+        pytest.raises(CreationError) as raised,
+    ):
+        ps.initialize_model_parallel(**LAYOUT)
+    from_all(rank)
+    assert sockets() == before, raised  # although the error and its traceback are held
+    ps.initialize_model_parallel(**LAYOUT)
+    _use_all(rank)
+
+
+def test_the_descriptors_of_a_rank_are_computed_for_any_plan(fake_world):
+    fake_world(512)
+    ps.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=True)
+    counts = descriptors_of(ps.current_state().plan)
+    sizes = [n for kind, n in _kinds(0) if kind == "gloo"]
+    assert counts["torch"] == (4 + sum(n - 1 for n in sizes),) * 2 == counts["eager"]
+    assert min(sizes) > LARGEST_MESH and counts["auto"] == counts["lazy"] == (4 * len(sizes),) * 2
+
+
+@pytest.mark.parametrize("connect", ["torch", "auto"])
+@on_ranks(64, timeout=200)
+def test_sixty_four_real_ranks_open_the_descriptors_that_were_computed(rank, connect):
+    with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 31):
+        from_all(rank)
+        before, _ = descriptors(), from_all(rank)
+        ps.initialize_model_parallel(2, connect=connect)
+        from_all(rank)
+        state, after, _ = ps.current_state(), descriptors(), from_all(rank)
+        assert after - before == descriptors_of(state.plan, "gloo")[connect][0]
+        waiting = sum(n > 31 for _, n in _kinds(rank))
+        assert report(state).count("connects on first use") == waiting * (connect == "auto")
+        _use_all(rank)
+
+
+def _kinds(rank):
+    return [(r.backend, len(ranks)) for r, ranks in ps.current_state().plan.groups_of(rank)]
