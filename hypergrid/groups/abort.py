@@ -59,11 +59,7 @@ def abort(default: bool = False) -> Aborted:
     world = c10d._get_default_group() if default and dist.is_initialized() else None
     ending = [each.group for each in pooled] + ([] if world is None else [world])
     if world is not None:
-<<<<<<< HEAD
-        sockets.note_default()
-=======
         sockets.note_default(ask_store=False)
->>>>>>> abort
     connections = sockets.shut(ending, unfinished=True)
     for pool in pools:
         (pool.holder() or pool).destroy(abort=True)

@@ -19,11 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-<<<<<<< HEAD
-from hypergrid.groups.sockets import creating
-=======
 from hypergrid.groups import gloo
->>>>>>> abort
 
 Ranks: TypeAlias = Sequence[int]
 _private = threading.RLock()  # outside code may create groups while it is called to create one
@@ -43,19 +39,13 @@ def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessG
     """
     with _running_number(group_name(label, ranks, epoch)):
         try:
-            group = _new_group(ranks, options)
+            group: ProcessGroup = dist.new_group(list(ranks), **own(options))
         except RuntimeError:
             # A dry run on a fake default group: no store for a real backend to connect through.
             if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
                 raise
             group = dist.new_group(list(ranks), **{**options, "backend": "fake"})
         return group
-
-
-def _new_group(ranks: Ranks, options: dict[str, Any]) -> ProcessGroup:
-    with creating(len(ranks)) as note:
-        group: ProcessGroup = note(dist.new_group(list(ranks), **own(options)))
-    return group
 
 
 def by_split(
@@ -81,18 +71,6 @@ def by_split(
         parts.setdefault(part, torch.device(kind))
     source = _backend_of(default)
     timeout = options.get("timeout") or c10d._get_default_timeout(backend)
-<<<<<<< HEAD
-    with creating(len(ranks)) as note:  # the options already open a listener
-        split = default.split_group(
-            ranks,
-            timeout=timeout,
-            opts=_options_like_new_group(source, options.get("pg_options")),
-            group_name=name,
-            group_desc=options.get("group_desc") or "undefined",
-            device_types=list(parts.values()),
-        )
-        group: ProcessGroup | None = note(split)
-=======
     group: ProcessGroup | None = default.split_group(
         ranks,
         timeout=timeout,
@@ -101,7 +79,6 @@ def by_split(
         group_desc=options.get("group_desc") or "undefined",
         device_types=list(parts.values()),
     )
->>>>>>> abort
     if rank not in ranks or group is None:
         return None
     for kind, part in wanted.items():
@@ -165,10 +142,9 @@ def by_everyone(
         try:
             if disjoint(groups):
                 every = [list(ranks) for ranks in groups]
-                with creating(max(map(len, groups))) as note:
-                    mine = note(dist.new_subgroups_by_enumeration(every, **own(options))[0])
+                mine, _ = dist.new_subgroups_by_enumeration(every, **own(options))
                 return [] if mine is None else [mine]
-            made = [_new_group(ranks, options) for ranks in groups]
+            made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
         except BaseException:
             close(c10d._world.pg_map.keys() - before, abort=True)
             raise

@@ -16,11 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import CreationError
-<<<<<<< HEAD
-from hypergrid.groups import creation, sockets
-=======
 from hypergrid.groups import creation, gloo, sockets
->>>>>>> abort
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
@@ -61,10 +57,7 @@ class GroupPool:
         self.groups: list[PooledGroup] = []
         self._owners: dict[tuple[Ranks, Kind], str] = {}
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
-<<<<<<< HEAD
-=======
         self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
->>>>>>> abort
         _live.add(self)
 
     @contextmanager
@@ -95,12 +88,6 @@ class GroupPool:
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
             sockets.note_default()
-<<<<<<< HEAD
-            with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
-                yield
-                turn.end()
-                raise_if_aborted()
-=======
             self._devices = gloo.Devices() if one_device else None
             try:
                 with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
@@ -113,7 +100,6 @@ class GroupPool:
                 raise
             finally:
                 self._devices = None
->>>>>>> abort
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:

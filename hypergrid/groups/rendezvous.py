@@ -17,12 +17,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-<<<<<<< HEAD
-from hypergrid.groups.store import append, forget, lines, peek, stay_until, wait
-=======
 from hypergrid.groups.hosts import Speaker, host_of
 from hypergrid.groups.store import append, forget, forget_lines, lines, peek, stay_until, wait
->>>>>>> abort
 from hypergrid.messages import few
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
@@ -119,20 +115,12 @@ class Phase:
         """
         mates = mates or Speaker()
         try:
-<<<<<<< HEAD
-            wait(self.store, "outcome", timeout)
-=======
             wait(self.store, ["outcome"], timeout)
->>>>>>> abort
         except RuntimeError:
             mates.close()
             if self.publish(_ROLL_CALL, early=True):
                 return self._call_roll(absent)
-<<<<<<< HEAD
-            wait(self.store, "outcome", _GRACE)
-=======
             wait(self.store, ["outcome"], _GRACE)
->>>>>>> abort
         outcome = peek(self.store, "outcome")
         if outcome not in (_ROLL_CALL, _COMPARE):
             mates.tell(outcome)
@@ -144,11 +132,7 @@ class Phase:
 
     def _final(self, decide: Callable[[], str]) -> str:
         try:
-<<<<<<< HEAD
-            wait(self.store, "final", _GRACE)
-=======
             wait(self.store, ["final"], _GRACE)
->>>>>>> abort
         except RuntimeError:  # the rank that was to decide has ended meanwhile
             self.store.set("final", decide())
         return peek(self.store, "final")

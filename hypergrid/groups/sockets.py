@@ -1,39 +1,21 @@
 """Which sockets of this process belong to which gloo group, and how to shut them. Linux only.
 
-<<<<<<< HEAD
-A gloo group has an event loop of its own (one for each interface in ``GLOO_SOCKET_IFNAME``): an
-epoll instance with one listening socket and the group's connections. The kernel lists the members
-of an epoll instance. So a group's listener leads to its connections and to no others, also to those
-that were opened after the group was created, whichever side opened them.
-=======
 A gloo device, which one group or several connect through, has an event loop: an epoll instance with
 one listening socket and the connections of these groups. The kernel lists the members of an epoll
 instance. So a device's listener leads to its connections and to no others, also to those that were
 opened later, whichever side opened them.
->>>>>>> abort
 """
 
 from __future__ import annotations
 
 import os
-<<<<<<< HEAD
-import resource
-=======
->>>>>>> abort
 import socket
 import stat
 import struct
 import sys
-<<<<<<< HEAD
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
-=======
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
->>>>>>> abort
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -52,62 +34,6 @@ class _Loop:
     connections: dict[int, int]  # descriptor -> inode
 
 
-<<<<<<< HEAD
-@dataclass(frozen=True)
-class _Creation:
-    """A call in progress that creates a group of ``size`` ranks, and the sockets before it."""
-
-    before: Collection[int]
-    size: int
-
-
-# Inode of a listener -> its group. A forked child knows none: its parent uses the sockets.
-_owners: dict[int, ReferenceType[ProcessGroup]] = {}
-_lazy: set[int] = set()  # the listeners of groups that connect on first use
-_running: list[_Creation] = []
-os.register_at_fork(after_in_child=_owners.clear)
-
-
-@contextmanager
-def creating(size: int) -> Iterator[Callable[[Any], Any]]:
-    """Inside, one group of ``size`` ranks is created, and given to the function that this yields.
-
-    It remembers the group's listeners, and returns the group. If another thread creates a gloo
-    group meanwhile, nobody can tell whose listener is whose: none is remembered, and ``shut`` does
-    not find the group. *Local*.
-    """
-    here = _Creation(_inodes(), size)
-
-    def note(group: Any) -> Any:
-        if isinstance(group, ProcessGroup):
-            _remember(group, _loops(here.before))
-        return group
-
-    _running.append(here)
-    try:
-        yield note
-    finally:
-        _running.remove(here)
-
-
-def note_default() -> None:
-    """Remember the listeners of the default group, which the caller created. *Local*.
-
-    They are those that no known group has. If there are more, as the caller has created other gloo
-    groups, then those whose addresses the default group has published in the store.
-    """
-    default: Any = c10d._get_default_group()
-    if any(owner() is default for owner in [*_owners.values()]) or not _devices(default):
-        return
-    loops = _unknown()
-    if len(loops) != _devices(default):
-        store: Any = c10d._world.pg_map[default][1]
-        keys = [f"cpu//{i}/{default.rank()}" for i in range(_devices(default))]
-        with suppress(AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
-            told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
-            loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
-    _remember(default, loops)
-=======
 @dataclass(eq=False)
 class Opened:
     """What was opened for some groups: these, how many ranks each has, if the last is unfinished."""
@@ -172,44 +98,21 @@ def note_default(ask_store: bool = True) -> None:
     if len(loops) == devices:
         opened = Opened((ref(default),), (default.size(),))
         _opened.update((loop.listener, opened) for loop in loops)
->>>>>>> abort
 
 
 def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
     """End what waits for another rank in gloo's ``groups``. *Local*.
 
     Shuts their connections in both directions, and closes none: the descriptors are gloo's. Where
-<<<<<<< HEAD
-    a group waits until another rank connects, this process connects to itself, and leaves. With
-    ``unfinished`` also those of the group that another thread is creating.
-=======
     a group waits until another rank connects, this process connects to itself, and leaves. What
     they share with other live groups is left alone. With ``unfinished`` also those of the group
     that another thread is creating.
->>>>>>> abort
 
     Returns
     -------
     int
         The number of connections that were found.
     """
-<<<<<<< HEAD
-    asked = {id(group): group.size() for group in groups}
-    owners = {inode: id(owner()) for inode, owner in [*_owners.items()]}
-    sizes = {inode: asked[owner] for inode, owner in owners.items() if owner in asked}
-    unconnected = {*_lazy}
-    for creation in [*_running] if unfinished else ():
-        found = _unknown(creation.before)
-        if len(found) <= _interfaces() * (2 if _in_detail() else 1):
-            sizes.update({loop.listener: creation.size for loop in found})
-            unconnected.update(loop.listener for loop in found)
-    done, count = set[int](), 0
-    for turn in range(5 if sizes else 0):  # more connections may be about to open
-        before = len(done)
-        for loop in _loops():
-            size = sizes.get(loop.listener)
-            if size is None:
-=======
     asked = {id(group) for group in groups}
     ending = {
         inode: opened.sizes
@@ -221,18 +124,12 @@ def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
         before = len(done)
         for loop in _loops():
             if loop.listener not in ending:
->>>>>>> abort
                 continue
             for descriptor, inode in loop.connections.items():
                 if inode not in done and _shut(descriptor, inode):
                     done.add(inode)
-<<<<<<< HEAD
-            if turn == 0 and loop.listener in unconnected and len(loop.connections) < size - 1:
-                _connect_and_leave(loop.address, size)
-=======
             if turn == 0:
                 _connect_and_leave(loop, ending[loop.listener])
->>>>>>> abort
         if turn == 0:
             count = len(done)
         elif before == len(done):
@@ -250,58 +147,6 @@ def _shut(descriptor: int, inode: int) -> bool:
         return True
 
 
-<<<<<<< HEAD
-def _connect_and_leave(address: Any, size: int) -> None:
-    """Be each of ``size`` ranks for an instant: a new connection begins with whose it is.
-
-    Without this a group waits for a rank that does not connect until its timeout.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = limit // 2 - len(os.listdir(_OPEN))  # gloo ends the process when it cannot accept
-    for rank in range(min(size, room)):
-        with suppress(OSError), socket.create_connection(address[:2], timeout=1) as connection:
-            connection.sendall(struct.pack("=q", rank))
-
-
-def _remember(group: ProcessGroup, loops: Collection[_Loop]) -> None:
-    if len(loops) == _devices(group):
-        for loop in loops:
-            _owners[loop.listener] = ref(group, partial(_forget, loop.listener))
-            if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
-                _lazy.add(loop.listener)
-
-
-def _forget(listener: int, _: object) -> None:
-    _owners.pop(listener, None)
-    _lazy.discard(listener)
-
-
-def _unknown(before: Collection[int] = ()) -> list[_Loop]:
-    return [loop for loop in _loops(before) if loop.listener not in _owners]
-
-
-def _devices(group: Any) -> int:
-    """How many event loops gloo has for ``group``."""
-    gloo, count = getattr(c10d, "ProcessGroupGloo", ()), 0
-    backends = [group._get_backend(device) for device in group._device_types]
-    for backend in {id(each): each for each in backends}.values():
-        wrapped = getattr(backend, "wrapped_pg", None)
-        if isinstance(wrapped or backend, gloo):
-            count += len((wrapped or backend).options._devices)
-        if wrapped is not None:  # TORCH_DISTRIBUTED_DEBUG=DETAIL: and a second group
-            count += _interfaces()
-    return count
-
-
-def _interfaces() -> int:
-    return max(1, len([i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]))
-
-
-def _in_detail() -> bool:
-    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
-
-
-=======
 def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
     """Be each rank that the last group of these ``sizes`` waits for, for an instant.
 
@@ -334,7 +179,6 @@ def _devices(group: Any) -> int:
     return count
 
 
->>>>>>> abort
 def _tells(published: bytes, address: Any) -> bool:
     """Whether what gloo has published for the other ranks is this address.
 
@@ -347,25 +191,15 @@ def _tells(published: bytes, address: Any) -> bool:
     return published[begin : begin + len(written)] == written
 
 
-<<<<<<< HEAD
-def _loops(before: Collection[int] = ()) -> list[_Loop]:
-    """Gloo's event loops in this process, without sockets ``before``."""
-=======
 def _loops() -> list[_Loop]:
     """Gloo's event loops in this process."""
->>>>>>> abort
     found: dict[int, _Loop] = {}
     for name in _descriptors():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_OPEN}/{name}") != "anon_inode:[eventpoll]":
                 continue
             with open(f"{_INFO}/{name}") as info:
-<<<<<<< HEAD
-                every = [_member(line.split()) for line in info if line.startswith("tfd:")]
-            members = [member for member in every if member[1] not in before]
-=======
                 members = [_member(line.split()) for line in info if line.startswith("tfd:")]
->>>>>>> abort
             listeners, connections = dict[int, Any](), dict[int, int]()
             for descriptor, inode, by_number in members:
                 with _duplicate(descriptor, inode) as connection:
@@ -410,16 +244,6 @@ def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
         yield connection if internet else None
 
 
-<<<<<<< HEAD
-def _inodes() -> set[int]:
-    """The inodes of this process's sockets."""
-    found = set()
-    for name in _descriptors():
-        with suppress(OSError):
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found.add(status.st_ino)
-=======
 def _listens_at(descriptor: int, inode: int) -> bool:
     with _duplicate(descriptor, inode) as connection:
         return connection is not None and _listens(connection)
@@ -433,7 +257,6 @@ def _inodes(before: Collection[int] = ()) -> dict[int, int]:
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode) and status.st_ino not in before:
                 found[status.st_ino] = int(name)
->>>>>>> abort
     return found
 
 

@@ -62,16 +62,6 @@ def raise_if_aborted() -> None:
         )
 
 
-<<<<<<< HEAD
-def wait(store: Store, key: str, timeout: timedelta) -> None:
-    """Wait for ``key``; RuntimeError after ``timeout``, and AbortedError, see ``abortable``."""
-    end = time.monotonic() + timeout.total_seconds()
-    raise_if_aborted()
-    try:
-        store.wait([key], min(timeout, _IN_STORE))
-    except RuntimeError:
-        while not store.check([key]):
-=======
 def wait(store: Store, keys: list[str], timeout: timedelta) -> None:
     """Wait for ``keys``; RuntimeError after ``timeout``, and AbortedError, see ``abortable``."""
     end = time.monotonic() + timeout.total_seconds()
@@ -80,7 +70,6 @@ def wait(store: Store, keys: list[str], timeout: timedelta) -> None:
         store.wait(keys, min(timeout, _IN_STORE))
     except RuntimeError:
         while not store.check(keys):
->>>>>>> abort
             raise_if_aborted()
             if time.monotonic() >= end:
                 raise

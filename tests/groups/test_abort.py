@@ -120,21 +120,13 @@ def test_a_rank_that_waits_for_others_to_reach_creation_comes_out_and_can_try_ag
 @on_ranks(3)
 def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_again(rank):
     class Commit(rendezvous.Phase):
-<<<<<<< HEAD
-        def arrive(self, *arguments):
-=======
         def arrive(self, **arguments):
->>>>>>> abort
             if rank < 2:
                 threading.Timer(0.5, hypergrid.abort).start()
             else:
                 from_all(None)  # the others are out
                 hypergrid.abort()
-<<<<<<< HEAD
-            return super().arrive(*arguments)
-=======
             return super().arrive(**arguments)
->>>>>>> abort
 
     with mock.patch("hypergrid.groups.commit.Phase", Commit), pytest.raises(AbortedError):
         ps.initialize_model_parallel()
