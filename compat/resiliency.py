@@ -39,7 +39,7 @@ except ImportError as missing:
         f"pip install 'hypergrid[resiliency]'"
     ) from missing
 
-__all__ = ["Abort", "Initialize", "WholeReplicas"]
+__all__ = ["Abort", "Initialize", "RankLayout", "WholeReplicas"]
 
 _LIVES = "hypergrid/lives"  # in the store, then the iteration
 

@@ -36,7 +36,7 @@ class _Loop:
 
 @dataclass(eq=False)
 class Opened:
-    """What was opened for some groups: these, how many ranks each has, if the last is unfinished."""
+    """What was opened for some groups: these, their sizes, and if the last is unfinished."""
 
     groups: tuple[ReferenceType[ProcessGroup], ...] = ()
     sizes: tuple[int, ...] = ()
