@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -359,8 +359,16 @@ def loss_everywhere(losses: list[torch.Tensor], group: dist.ProcessGroup) -> flo
     return loss.item()
 
 
-def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, Any]], str]:
-    """Each step's measurements, and a digest of all that this rank computed."""
+class Training(NamedTuple):
+    """One rank's model and optimizer, and what takes a step: its losses, the loss, the norm."""
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    step: Callable[[int], tuple[list[torch.Tensor], float, float]]
+
+
+def training(args: argparse.Namespace, parallel: Parallel) -> Training:
+    """*Collective.* Build model and optimizer."""
     state, groups = parallel.state, parallel.groups
     dp_size = state.get_data_parallel_world_size()
     count, rest = divmod(args.global_batch_size, args.micro_batch_size * dp_size)
@@ -384,10 +392,8 @@ def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, 
 
         handed["p2p_communicator"] = P2PCommunicator(groups.pp, model[0].config)
     text = read_text()
-    digest = hashlib.sha256()
-    steps = []
-    for step in range(1, args.steps + 1):
-        start = time.perf_counter()
+
+    def take(step: int) -> tuple[list[torch.Tensor], float, float]:
         for stage in model:
             stage.zero_grad_buffer()
         optimizer.zero_grad()
@@ -402,7 +408,19 @@ def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, 
             **handed,
         )
         norm = float(optimizer.step()[1])
-        loss = loss_everywhere(losses, losses_group)
+        return losses, loss_everywhere(losses, losses_group), norm
+
+    return Training(model, optimizer, take)
+
+
+def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, Any]], str]:
+    """Each step's measurements, and a digest of all that this rank computed."""
+    model, _, take = training(args, parallel)
+    digest = hashlib.sha256()
+    steps = []
+    for step in range(1, args.steps + 1):
+        start = time.perf_counter()
+        losses, loss, norm = take(step)
         seconds = time.perf_counter() - start
         speed = args.global_batch_size * args.seq_length / seconds
         digest.update(" ".join(value.hex() for value in [*map(float, losses), norm]).encode())

@@ -19,7 +19,7 @@ ORDERS = {
         ("errors", "messages"),
         ("layout",),
         ("topology", "policy", "views"),
-        ("tree", "plan"),
+        ("tree", "plan", "replicas"),
         ("groups", "analysis"),
         ("show",),
         ("cli",),
@@ -29,7 +29,7 @@ ORDERS = {
         ("swap",),
         ("",),  # compat/__init__ itself
         ("state", "hyper_comm_grid", "launch", "swap.startup"),
-        ("collection", "report", "transformer_engine", "colossalai", "physicsnemo"),
+        ("collection", "report", "transformer_engine", "colossalai", "physicsnemo", "resiliency"),
         ("parallel_state",),
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -70,6 +71,7 @@ def examined() -> Iterator[tuple[str, str, str]]:
     yield _distribution("numpy")
     yield from _megatron()
     yield from _transformer_engine()
+    yield _resiliency()
     for name, extra in (("PyYAML", "megatron"), ("matplotlib", "plot")):
         state = _installed(name)
         yield name, state or f"not installed; pip install 'hypergrid[{extra}]' if you need it", ""
@@ -166,6 +168,27 @@ def _transformer_engine() -> Iterator[tuple[str, str, str]]:
         found = te_process.probe()
         said = "can be imported" if found.importable else f"cannot be imported: {found.why}"
         yield "transformer-engine", f"{state}, {said}", "" if found.importable else _REBUILD_TE
+
+
+def _resiliency() -> tuple[str, str, str]:
+    from compat.megatron.releases import RELEASE
+
+    name = "nvidia-resiliency-ext"
+    state = _installed(name)
+    if state is None:
+        return name, "not installed; only restarts inside the process need it", ""
+    try:
+        asked = hasattr(importlib.import_module("nvidia_resiliency_ext"), "__version__")
+    except Exception as error:
+        return name, f"{state}, and importing it fails: {error}", "Install what it asks for."
+    if asked or RELEASE < (0, 17):
+        return name, state, ""
+    return (
+        name,
+        f"{state} has no __version__, and megatron-core {'.'.join(map(str, RELEASE))} asks for it: "
+        f"importing megatron.core.dist_checkpointing fails",
+        "Use a newer nvidia-resiliency-ext, or megatron-core up to 0.16.",
+    )
 
 
 def _distribution(name: str) -> tuple[str, str, str]:

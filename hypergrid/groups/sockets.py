@@ -36,7 +36,7 @@ class _Loop:
 
 @dataclass(eq=False)
 class Opened:
-    """What was opened for some groups: these, each one's ranks, and if one is not finished."""
+    """What was opened for some groups: these, their sizes, and if the last is unfinished."""
 
     groups: tuple[ReferenceType[ProcessGroup], ...] = ()
     sizes: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -247,6 +248,23 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
     (path / "megatron" / "__init__.py").write_text("import einops")
     state, remedy = machine._trial()
     assert state == "fails: OSError: libmagic.so: cannot open" and "Fix" in remedy
+
+
+@pytest.mark.parametrize(
+    ("release", "content", "warned"),
+    [((0, 19), "", True), ((0, 16), "", False), ((0, 19), "__version__ = '0.7'", False)],
+)
+def test_the_doctor_names_a_resiliency_package_that_megatron_cannot_be_imported_beside(
+    release, content, warned, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("compat.megatron.releases.RELEASE", release)
+    monkeypatch.setattr(machine, "_installed", lambda name: "0.4.1")
+    package = types.ModuleType("nvidia_resiliency_ext")
+    exec(content, vars(package))
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", package)
+    name, state, remedy = machine._resiliency()
+    assert name == "nvidia-resiliency-ext" and bool(remedy) == warned
+    assert ("0.4.1 has no __version__, and megatron-core 0.19 asks for it" in state) == warned
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,224 @@
+"""nvidia-resiliency-ext over gloo with our Abort, Initialize and WholeReplicas."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hypergrid import RankLayout
+from hypergrid.errors import AgreementError
+from hypergrid.groups import survivors
+from tests.support import ROOT
+from tests.support.counting import CountingStore
+from tests.support.forked import from_all, on_ranks, run_ranks
+
+FOLDER = ROOT / ".cache" / "resiliency"
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="nvidia-resiliency-ext is missing: run scripts/fetch_resiliency"
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "worlds", "ended"),
+    [("exception", {3}, 3), ("kill", {2}, 2), ("stop", {2}, 2)],
+)
+def test_a_program_like_nvrxs_basic_example_goes_on_after_a_fault(tmp_path, how, worlds, ended):
+    """In processes of its own: one fork in which NVRx can be imported, then one for each rank."""
+    code = f"import sys; sys.path[:0] = {sys.path!r}\n"
+    code += f"from tests.support.restarting import job; job({how!r}, {str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [
+        json.loads(line)
+        for file in tmp_path.glob("out.*")
+        for line in file.read_text().splitlines()
+        if line.startswith("{")
+    ]
+    first = [each for each in said if each.get("iteration") == 0]
+    again = [each for each in said if each.get("iteration") == 1]
+    assert [each["total"] for each in first] == [3.0] * 3
+    assert {each["world"] for each in again} == worlds and len(again) == ended
+    assert {each["total"] for each in again} == set(map(float, worlds))
+    assert sum("ended" in each for each in said) == ended
+
+
+def importing(body):
+    """Make NVRx importable in forked ranks, never in the tests' own process."""
+
+    def run(rank, *given):
+        sys.path.append(str(FOLDER))
+        return body(rank, *given)
+
+    return run
+
+
+@pytest.fixture
+def assignments():
+    """The rank that each process gets after losses, through the NVRx class."""
+
+    def assign(layout, losses, hosts=None, world=10, **rules):
+        def body(rank):
+            from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx
+            from nvidia_resiliency_ext.inprocess.state import State
+
+            from compat.resiliency import WholeReplicas
+
+            class Store(dict):
+                def wait(self, keys, timeout):
+                    assert {*keys} <= {*self}
+
+                def set(self, key, value):
+                    self[key] = value.encode()
+
+                def multi_get(self, keys):
+                    return [self[key] for key in keys]
+
+            store, found = Store(), []
+            for process in range(world):
+                store.set(f"hypergrid/host/{process}", "a" if process < 5 else "b")
+            for process in range(world):
+                whole = WholeReplicas(layout, hosts, **rules)
+                state = State(rank=process, world_size=world)
+                if hosts is None:  # each says its own; here all are on one machine
+                    store.set = lambda key, value: None
+                try:
+                    for lost in ((), *losses):
+                        ctx = RankAssignmentCtx(state, store, {*lost})
+                        state = whole(ctx).state
+                    found.append((state.mode.name, state.active_rank, state.active_world_size))
+                except BaseException as error:
+                    found.append((type(error).__name__, str(error)))
+            return found
+
+        (found,) = run_ranks(1, importing(body), backend="")
+        return found
+
+    return assign
+
+
+LAYOUT = RankLayout(("tp", "dp", "pp"), (2, 2, 2))
+
+
+@pytest.mark.parametrize("hosts", [5, [5, 5], None])
+def test_all_processes_compute_the_same_ranks_and_spares_of_the_host_fill_the_holes(
+    assignments, hosts
+):
+    found = assignments(LAYOUT, [], hosts)
+    active = [p for p, each in enumerate(found) if each[0] == "ACTIVE"]
+    assert active == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert sorted(found[p][1] for p in active) == [*range(8)]
+    found = assignments(LAYOUT, [{2}], hosts)  # the third rank, which is process 2
+    assert found[2][0] == "RankDiscarded" and found[4] == ("ACTIVE", 2, 8)
+    assert found[9][0] == "INACTIVE"
+
+
+def test_ranks_of_later_losses_are_those_of_the_iteration_before(assignments):
+    found = assignments(LAYOUT, [{2}, {8}], 5)  # rank 8 is then the one spare, process 9
+    assert found[9][0] == "RankDiscarded"
+    assert sum(each[0] == "ACTIVE" for each in found) == 8
+
+
+def test_fewer_replicas_go_on_and_without_one_all_refuse_in_words(assignments):
+    found = assignments(LAYOUT, [{0, 1, 2}], 5)
+    assert sum(each[0] == "ACTIVE" for each in found) == 4
+    found = assignments(LAYOUT, [{0, 1, 2, 3, 4, 5, 6}], 5)
+    texts = {each[1] for each in found if each[0] == "RestartAbort"}
+    assert len(texts) == 1 and "not one whole replica is left" in texts.pop()
+
+
+def test_hosts_that_leave_out_the_spares_are_refused(assignments):
+    (found, *_) = assignments(LAYOUT, [], [8])
+    assert found[0] == "RestartAbort" and "have 8 processes, and there are 10" in found[1]
+
+
+@on_ranks(3, backend="")
+def test_initialize_brings_the_active_ranks_together_and_cleans_up_before(rank):
+    sys.path.append(str(FOLDER))
+    from nvidia_resiliency_ext.inprocess.state import Mode, State
+
+    from compat import parallel_state as ps
+    from compat.resiliency import Initialize
+
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test's store is at MASTER_PORT
+    begin = Initialize(backend="gloo", timeout=timedelta(seconds=20))
+    keys = []
+    for iteration in range(5):
+        state = State(rank=rank, world_size=3, active_rank=rank, active_world_size=2)
+        state = dataclasses.replace(state, mode=Mode.ACTIVE if rank < 2 else Mode.INACTIVE)
+        state.iteration = iteration
+        assert begin(state.freeze()) == state.freeze()
+        assert dist.is_initialized() == (rank < 2)
+        if rank < 2:
+            ps.initialize_model_parallel()  # left as it is: the next iteration destroys it
+        from_all(None)
+        keys.append(sum(key.startswith("hypergrid") for key in begin.store.list_keys()))
+        from_all(None)
+    assert keys[2] == keys[3] == keys[4]
+
+
+@on_ranks(2, backend="")
+def test_initialize_ends_the_job_where_environments_differ_and_says_how(rank):
+    sys.path.append(str(FOLDER))
+    from nvidia_resiliency_ext.inprocess.exception import RestartAbort
+    from nvidia_resiliency_ext.inprocess.state import Mode, State
+
+    from compat.resiliency import Initialize
+
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", HYPERGRID_SHARE=["all", "none"][rank])
+    state = State(rank, 2, active_rank=rank, active_world_size=2, mode=Mode.ACTIVE)
+    with pytest.raises(RestartAbort, match="HYPERGRID_SHARE is 'none' on rank 1 and 'all' on"):
+        Initialize()(state.freeze())
+    assert not dist.is_initialized()
+
+
+@on_ranks(2, backend="")
+def test_a_rank_that_has_failed_before_the_meeting_is_named_and_torch_does_not_wait(rank):
+    if rank == 0:
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        start = time.monotonic()
+        with pytest.raises(AgreementError, match=r"1 of 2 ranks \(1\) did not begin this life"):
+            survivors.meet(store, range(2), 0, {}, timedelta(seconds=1))
+        assert time.monotonic() - start < 10
+    from_all(None)
+
+
+@pytest.mark.parametrize("world", [16, 32, 64])
+def test_the_meeting_costs_each_rank_the_same_in_any_world(world):
+    inner = dist.HashStore()
+    stores = [CountingStore(inner) for _ in range(world)]
+    import threading
+
+    threads = [
+        threading.Thread(
+            target=survivors.meet, args=(store, range(world), rank, {}, timedelta(seconds=30))
+        )
+        for rank, store in enumerate(stores)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(store.trips for store in stores[:-1]) <= 5
+    assert sorted(store.trips for store in stores)[: world - 1] == [3] * (world - 1)
+
+
+def test_without_nvrx_the_message_names_the_extra():
+    code = "import sys; sys.modules['nvidia_resiliency_ext'] = None; import compat.resiliency"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert "pip install 'hypergrid[resiliency]'" in done.stderr
