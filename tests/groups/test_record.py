@@ -323,8 +323,8 @@ def test_a_launcher_s_ranks_are_asked_from_outside(tmp_path):
         cwd=tmp_path,
         start_new_session=True,
     )
+    groups = [directory / f"groups_{rank}.json" for rank in range(2)]
     try:
-        groups = [directory / f"groups_{rank}.json" for rank in range(2)]
         wait_for(
             lambda: all(each.exists() and "default_pg" in each.read_text() for each in groups), 120
         )
@@ -337,6 +337,9 @@ def test_a_launcher_s_ranks_are_asked_from_outside(tmp_path):
         assert said.ranks == (0,)
         assert said.problems == (f"rank 1 (pid {sleeping}) is stopped and cannot answer",)
     finally:
+        for each in groups:  # torchrun gives each rank a session of its own
+            if each.exists():
+                os.kill(json.loads(each.read_text())["pid"], signal.SIGKILL)
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
 
