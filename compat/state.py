@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -77,8 +79,6 @@ class ParallelState:
     def __init__(self) -> None:
         self._own: dict[str, Any] = {"__name__": __name__}
         self._functions = over(self._own)
-        self._guarded = {name: functools.partial(self._ask, name) for name in FUNCTIONS}
-        vars(self).update(self._functions)
         self._forget()
         _states.add(self)
 
@@ -102,11 +102,14 @@ class ParallelState:
             if self is _current:
                 _home.update(values)
 
-    def _ask(self, function: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of this state while it is current, and remains so meanwhile."""
+    def __delattr__(self, name: str) -> None:
+        if name not in SLOTS:
+            object.__delattr__(self, name)
+            return
         with _switching:
-            own = _at_home if self is _current else self._functions
-            return own[function](*args, **kwargs)
+            self._own.pop(name, None)
+            if self is _current:
+                _home.pop(name, None)
 
     def _forget(self) -> None:
         self.request: Request | None = None
@@ -434,6 +437,26 @@ class ParallelState:
         return [build_extra(row, *about, timeout, configs) for row in rows]
 
 
+def _method(name: str, function: FunctionType) -> Any:
+    """The method of a state: its function, while the state neither becomes current nor ceases."""
+
+    @functools.wraps(function)
+    def method(self: ParallelState, *args: Any, **kwargs: Any) -> Any:
+        with _switching:
+            own = _at_home if self is _current else self._functions
+            return own[name](*args, **kwargs)
+
+    signature = inspect.signature(function)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [this, *signature.parameters.values()]
+    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return method
+
+
+for _name, _function in FUNCTIONS.items():
+    setattr(ParallelState, _name, _method(_name, _function))
+
+
 def _forget_all() -> None:
     for state in [*_states]:
         if state.request is not None and state.pool is None:  # not one that was made meanwhile
@@ -455,10 +478,8 @@ def make_current(state: ParallelState) -> None:
         if _current is not None:
             # Outside code may have written its values, or deleted one.
             _current._own.update({name: _home[name] for name in _KEPT if name in _home})
-            vars(_current).update(_current._functions)
-        vars(state).update(state._guarded)
         _current = state
-        _home.update({name: state._own[name] for name in _KEPT})
+        _home.update({name: state._own.get(name) for name in _KEPT})
 
 
 def speak_through(names: dict[str, Any]) -> None:

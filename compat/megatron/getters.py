@@ -967,6 +967,7 @@ def over(names: dict[str, Any]) -> dict[str, FunctionType]:
     for name, own in FUNCTIONS.items():
         function = made[name] = FunctionType(own.__code__, names, name, own.__defaults__)
         function.__kwdefaults__, function.__annotations__ = own.__kwdefaults__, own.__annotations__
+        function.__doc__, function.__qualname__ = own.__doc__, own.__qualname__
         vars(function).update(vars(own))
     names.update({**_HERE, **names, **made})
     return made
