@@ -22,6 +22,8 @@ from hypergrid.groups.store import (
 )
 from hypergrid.messages import in_words
 
+_FAILED = 1  # what a rank that has failed arrives with, the others with 0
+
 
 @contextmanager
 def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
@@ -53,7 +55,7 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
             first = None
             with suppress(Exception):  # the failure itself is what the caller must see
                 own = str(error) if isinstance(error, CreationError) else in_words(error)
-                phase.arrive()
+                phase.arrive(_FAILED)
                 phase.publish(own, early=True)
                 first = phase.outcome(timeout, absent)
                 phase.leave_after_a_failure(store, all_come=True)
@@ -87,7 +89,7 @@ def _outcome(
             mates.about_to_arrive()
         if not (isinstance(mates, Listener) and mates.counted):
             many = 1 if isinstance(mates, Listener) else mates.many
-            if phase.arrive(many=many) == len(phase.ranks):
+            if phase.arrive(many=many) == len(phase.ranks) and phase.all_equal(0):
                 phase.publish("")
                 with suppress(RuntimeError):  # what is published stands
                     clear_before(store, epoch)

@@ -185,7 +185,7 @@ def close(
                 if group in world.pg_map:  # else another thread has destroyed it meanwhile
                     raise
             if tag is not None and not world.tags_to_pg.get(tag, True):
-                del world.tags_to_pg[tag]  # torch leaves an empty list for every past group
+                world.tags_to_pg.pop(tag, None)  # torch leaves an empty list for every past group
     return failed
 
 

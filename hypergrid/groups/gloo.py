@@ -116,7 +116,7 @@ def connecting(lazily: Lazily, devices: Devices | None = None) -> Iterator[None]
         with _lock:
             _inside -= 1
             if _inside == 0:
-                kind.__init__, _torchs = _torchs, None
+                kind.__init__ = _torchs  # stays known: another thread may be in _create
 
 
 def note(group: Any) -> None:

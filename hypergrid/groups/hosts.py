@@ -23,7 +23,7 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hypergrid.groups.store import innermost
+from hypergrid.groups.store import innermost, raise_if_aborted
 
 _PATIENCE = 1.0  # seconds for ranks of this host; the window needs them in any case
 _FROM = 16384  # ranks of a window; below, one store serves all of them in 1.3 s
@@ -111,8 +111,16 @@ class Listener:
         said = b""
         with suppress(OSError):
             while not said.endswith(last):
-                self.connection.settimeout(max(0.001, end - time.monotonic()))
-                if not (part := self.connection.recv(1 << 16)):
+                raise_if_aborted()
+                left = end - time.monotonic()
+                self.connection.settimeout(max(0.001, min(left, 1)))
+                try:
+                    part = self.connection.recv(1 << 16)
+                except TimeoutError:
+                    if left > 1:
+                        continue
+                    raise
+                if not part:
                     break
                 said += part
         return said

@@ -27,7 +27,7 @@ class PointToPoint:
         self._calls: deque[_Call] = deque(maxlen=_MOST)
         self._waited: weakref.WeakKeyDictionary[Work, _Call] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
-        self._record = 0
+        self._record, self._closed = 0, False
         # Got from the class they are functions, which would not bind when they are put back.
         self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS}
         self._wait = vars(Work)["wait"]
@@ -48,6 +48,7 @@ class PointToPoint:
 
     def close(self) -> None:
         """Put torch's own methods back, where nobody has replaced ours since."""
+        self._closed = True
         for name, original in self._originals.items():
             if getattr(ProcessGroup, name) is self._ours[name]:
                 setattr(ProcessGroup, name, original)
@@ -58,7 +59,7 @@ class PointToPoint:
         original = self._originals[name]
 
         def recording(group: ProcessGroup, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-            if not tensors or tensors[0].device.type != "cpu":
+            if self._closed or not tensors or tensors[0].device.type != "cpu":
                 work: Work = original(group, tensors, peer, tag)
                 return work
             call = _Call(name, group, tensors, peer)

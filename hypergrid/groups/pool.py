@@ -98,10 +98,10 @@ class GroupPool:
         with _telling(), one_thread(ranks, proposal) as turn, abortable():
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
-            sockets.note_default()
             self._devices = gloo.Devices() if one_device else None
             try:
                 with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
+                    sockets.note_default()
                     yield
                     turn.end()
                     raise_if_aborted()
@@ -173,8 +173,8 @@ class GroupPool:
                 else:
                     made = self._make_all(label, mine, everyone(), kind, options)
                 for ranks, group, shares in made:
-                    gloo.note(group)
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+                    gloo.note(group)
                     raise_if_aborted()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
@@ -196,6 +196,7 @@ class GroupPool:
             before = (pooled.label for pooled in self.groups if pooled.group is group)
             shares = shares or next(before, None)
             self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+            gloo.note(group)
             self._connect(self.groups[-1])
 
     def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
@@ -346,8 +347,9 @@ class GroupPool:
     @property
     def is_open(self) -> bool:
         """Whether no group is suspended, other than by being kept."""
-        return self.suspended is None or all(
-            done.how == "keep" for done in self.suspended.report.values()
+        found = self.suspended
+        return found is None or not (
+            found.asleep or any(done.how != "keep" for done in found.report.values())
         )
 
     def usable(self) -> list[PooledGroup]:
@@ -444,7 +446,9 @@ class GroupPool:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    while error is not None:
+    seen = set[int]()  # errors may be each other's context
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

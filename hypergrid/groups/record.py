@@ -116,6 +116,14 @@ def _seconds(text: str | None) -> float | None:
     )
 
 
+def _in_child() -> None:
+    if _current is not None:
+        _current._in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class Recorder:
     """Writes ``groups_RANK.json``, ``trace_RANK`` and ``stack_RANK.json``, until it is closed.
 
@@ -147,7 +155,6 @@ class Recorder:
         self._take_signals()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         pool.after_failure.add(self._on_failure)
-        os.register_at_fork(after_in_child=self._in_child)
         self._write_groups()
         self.thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
         self.thread.start()
@@ -170,6 +177,8 @@ class Recorder:
         global _current
         if self._closed.is_set():
             return
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("close a recorder in the main thread: its signal handler is there.")
         self._closed.set()
         self._give_signals_back()
         if sys.excepthook == self._on_exception:
@@ -204,8 +213,9 @@ class Recorder:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # The thread has heard of it before, unless other code has taken the wakeup descriptor.
-        with suppress(OSError):
-            os.write(self._in, bytes([_HANDLED]))
+        if not self._closed.is_set():  # else the descriptor may be another file's
+            with suppress(OSError):
+                os.write(self._in, bytes([_HANDLED]))
         if callable(self._handler):
             self._handler(number, frame)
 
@@ -232,8 +242,10 @@ class Recorder:
     def _watch(self) -> None:
         heard, looked = False, time.monotonic()
         look = min(_LOOK, (self.settings[1] or _LOOK) / 4)
+        poll = select.poll()  # of any descriptor; select knows 1,024
+        poll.register(self._out, select.POLLIN)
         while not self._closed.is_set():
-            select.select([self._out], [], [], _TICK)
+            poll.poll(_TICK * 1000)
             with suppress(BlockingIOError):
                 for byte in os.read(self._out, 4096):
                     if byte == SIGNAL or (byte == _HANDLED and not heard):

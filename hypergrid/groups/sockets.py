@@ -85,8 +85,9 @@ def note_default(ask_store: bool = True) -> None:
     default: Any = c10d._get_default_group()
     devices, live = _devices(default), {inode: each.live() for inode, each in [*_opened.items()]}
     for inode in live:
-        if not live[inode] and not _opened[inode].unfinished:
-            del _opened[inode]
+        each = _opened.get(inode)  # another thread may be here too
+        if each is not None and not live[inode] and not each.unfinished:
+            _opened.pop(inode, None)
     if not devices or any(id(default) in groups for groups in live.values()):
         return
     loops = [loop for loop in _loops() if loop.listener not in _opened]
@@ -162,7 +163,7 @@ def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
     if len(loop.connections) >= first + size - len(sizes):
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = limit // 2 - len(os.listdir(_OPEN))  # gloo ends the process when it cannot accept
+    room = limit // 2 - len(_descriptors())  # gloo ends the process when it cannot accept
     for number in range(first, first + min(size, room)):
         with suppress(OSError), socket.create_connection(loop.address[:2], timeout=1) as connection:
             connection.sendall(struct.pack("=q", number))
@@ -220,7 +221,8 @@ def _loops() -> list[_Loop]:
 def _member(words: list[str]) -> tuple[int, int, bool]:
     """Of a line of an epoll instance: descriptor, inode, and whether its data is the descriptor."""
     values = dict(zip(words[::2], words[1::2], strict=False))
-    inode = next(int(word[4:], 16) for word in words if word.startswith("ino:"))
+    # Before Linux 4.13 it is not told: then no socket is found.
+    inode = next((int(word[4:], 16) for word in words if word.startswith("ino:")), 0)
     return int(values["tfd:"]), inode, int(values["data:"], 16) == int(values["tfd:"])
 
 
@@ -257,4 +259,7 @@ def _listener(descriptor: int) -> int | None:
 
 
 def _descriptors() -> list[str]:
-    return os.listdir(_OPEN) if os.path.isdir(_INFO) else []
+    with suppress(OSError):  # no descriptor is left
+        if os.path.isdir(_INFO):
+            return os.listdir(_OPEN)
+    return []

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
-from hypergrid import AgreementError
+from hypergrid import AgreementError, CreationError
+from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.prepare import Abilities, Policy, _Memory, _Round
-from hypergrid.groups.rendezvous import clear_before
+from hypergrid.groups.rendezvous import Phase, clear_before
 from tests.support.forked import from_all, on_ranks
 
 
@@ -72,6 +73,23 @@ def _agree(ranks):
     """Each in a thread, since ranks that differ wait for each other."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return [*pool.map(lambda rank: rank.outcome(), ranks)]
+
+
+@on_ranks(2)
+def test_the_last_to_arrive_does_not_succeed_before_a_failure_is_published(rank):
+    store = c10d._get_default_store()
+    publish = Phase.publish
+
+    def late(phase, *outcome, **early):
+        store.set("failed", "")  # it has arrived
+        time.sleep(1)
+        return publish(phase, *outcome, **early)
+
+    with pytest.raises(RuntimeError), all_or_none("1", range(2), timedelta(seconds=10)):
+        if rank == 0:
+            Phase.publish = late
+            raise CreationError("no more memory")
+        store.wait(["failed"])
 
 
 def test_a_fresh_process_in_a_dead_ones_place_is_counted_once():

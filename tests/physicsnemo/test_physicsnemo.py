@@ -390,10 +390,9 @@ def _a_group_that_fails(rank):
 
     # The last group, which rank 3 has to itself: where others connect, they wait for the timeout.
     with mock.patch.object(dist, "new_group", failing):
-        try:
+        with pytest.raises(RuntimeError) as raised:
             manager.create_groups_from_config(tree(spatial=1, channel=4, data=-1))
-        except RuntimeError as error:
-            text = str(error)
+        text = str(raised.value)
     config = tree(spatial=1, channel=4, data=-1)
     left = len(c10d._world.pg_map), list(manager.group_names)
     grid = manager.create_groups_from_config(config)
