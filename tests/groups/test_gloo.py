@@ -165,18 +165,17 @@ def test_the_descriptors_of_a_rank_are_computed_for_any_plan(fake_world):
     assert min(sizes) > LARGEST_MESH and counts["auto"] == counts["lazy"] == (4 * len(sizes),) * 2
 
 
-@pytest.mark.parametrize("connect", ["torch", "auto"])
 @on_ranks(64, timeout=200)
-def test_sixty_four_real_ranks_open_the_descriptors_that_were_computed(rank, connect):
+def test_sixty_four_real_ranks_open_the_descriptors_that_were_computed(rank):
     with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 31):
         from_all(rank)
         before, _ = descriptors(), from_all(rank)
-        ps.initialize_model_parallel(2, connect=connect)
+        ps.initialize_model_parallel(2, connect="auto")
         from_all(rank)
         state, after, _ = ps.current_state(), descriptors(), from_all(rank)
-        assert after - before == descriptors_of(state.plan, "gloo")[connect][0]
+        assert after - before == descriptors_of(state.plan, "gloo")["auto"][0]
         waiting = sum(n > 31 for _, n in _kinds(rank))
-        assert report(state).count("connects on first use") == waiting * (connect == "auto")
+        assert report(state).count("connects on first use") == waiting
         _use_all(rank)
 
 
