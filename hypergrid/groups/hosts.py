@@ -1,7 +1,7 @@
 """Ranks of one host arrive at the store as one, so that it serves hosts and not ranks.
 
 The first of them to arrive binds an abstract Unix socket that is named after what they say: it
-speaks for all that connect within a second. Whoever says something else, comes later or lives in
+speaks for all that connect within a second. A rank that says something else, comes later or runs in
 another network namespace finds no such socket and arrives at the store itself; so does, if the
 speaker dies, every rank for which it has not yet arrived. No rank depends on ``LOCAL_WORLD_SIZE``
 being right: it says only how many to wait for.

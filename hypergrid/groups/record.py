@@ -212,7 +212,7 @@ class Recorder:
                 signal.signal(SIGNAL, signal.SIG_DFL if self._handler is None else self._handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # The thread has heard of it before, unless other code has taken the wakeup descriptor.
+        # The thread was woken for it before, unless other code has taken the wakeup descriptor.
         if not self._closed.is_set():  # else the descriptor may be another file's
             with suppress(OSError):
                 os.write(self._in, bytes([_HANDLED]))
