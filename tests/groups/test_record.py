@@ -333,6 +333,8 @@ def test_a_launcher_s_ranks_are_asked_from_outside(tmp_path):
         assert [stacks(directory, rank)["reason"] for rank in (0, 1)] == ["SIGUSR1"] * 2
         sleeping = json.loads(groups[1].read_text())["pid"]
         os.kill(sleeping, signal.SIGSTOP)
+        status = Path(f"/proc/{sleeping}/stat")  # it stops a little later
+        wait_for(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", 20)
         said = ask([job.pid], directory)
         assert said.ranks == (0,)
         assert said.problems == (f"rank 1 (pid {sleeping}) is stopped and cannot answer",)
