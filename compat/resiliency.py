@@ -52,9 +52,7 @@ class Abort(_Abort):
     """
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
-        hypergrid.abort(default=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _free()
         return state
 
 
@@ -94,9 +92,7 @@ class Initialize(_Initialize):
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
         if dist.is_initialized():
-            hypergrid.abort(default=True)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _free()
         if self.store is None:
             self.store = _own_store(state)
         if state.mode is not inprocess.Mode.ACTIVE:
@@ -206,6 +202,12 @@ class WholeReplicas(RankAssignment):
                 f"{world}. Give the host of every process, spares included."
             )
         return Replicas.first(topology, **self._rules)
+
+
+def _free() -> None:
+    hypergrid.abort(default=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _everyones_host(ctx: RankAssignmentCtx, timeout: timedelta) -> list[str]:

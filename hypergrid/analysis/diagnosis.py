@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -394,7 +395,7 @@ class _Case:
 
     def _usually(self, call: Call, second: Call, one: int, other: int) -> str:
         """Which of two calls other ranks and earlier turns make there, where that is known."""
-        steps, often = self._steps(), {}
+        steps, often = self._steps, {}
         for rank, mine in ((one, call), (other, second)):
             calls = self.ranks[rank].calls
             pair = self._pattern(rank)[calls.index(mine)]
@@ -434,7 +435,7 @@ class _Case:
         named = sorted(first.intersection(wait.absent))
         inside = self._ranks(wait.inside, short=True)
         has = "has" if len(wait.inside) == 1 else "have"
-        lasted = f" for {self._lasting(wait)}" if wait.ns >= 10**8 else ""
+        lasted = self._lasting(wait)
         what = self._call(wait)
         sentence = (
             f"{self._ranks(named)} never entered {what}, which {inside} {has} been in{lasted}"
@@ -456,7 +457,7 @@ class _Case:
 
     def _nearest(self, waits: Sequence[_Wait], first: set[int]) -> _Wait:
         """Where most of them are missed; of several, the call that they would have made first."""
-        steps = self._steps()
+        steps = self._steps
         last = {self._title(self.last[rank]) for rank in first if rank in self.last}
         whole = all(self.ranks[wait.inside[0]].whole for wait in waits)
 
@@ -505,7 +506,7 @@ class _Case:
         state = "" if last.done else ", not finished"
         if many and text:
             its = "its"
-        return f"{text}{its} last call was {self._named(last, rank)}{state}."
+        return f"{text}{its} last call was {self._named(last)}{state}."
 
     def _of_circle(self, graph: Mapping[int, set[int]]) -> Diagnosis:
         circle = _circle(graph)
@@ -555,6 +556,7 @@ class _Case:
         chain = self._chain([wait, *self._behind(wait, {rank})])
         return self._made("never entered", sentence, [rank], wait.group, wait.call, wait, chain)
 
+    @cached_property
     def _steps(self) -> Counter[tuple[str, str]]:
         """How often one call follows another, over all ranks."""
         steps: Counter[tuple[str, str]] = Counter()
@@ -567,7 +569,7 @@ class _Case:
 
     def _skipped(self, within: Iterable[int]) -> tuple[int, _Wait, str] | None:
         """A rank of a circle that left out a call earlier: where it is missed, and what it did."""
-        steps = self._steps()
+        steps = self._steps
         for rank in sorted(within):
             missed = {self._title(w.call): w for w in self.waits if rank in w.absent}
             calls = self.ranks[rank].calls if rank in self.ranks else []
@@ -575,7 +577,7 @@ class _Case:
                 if calls[i].done and steps[before, after] == 1:
                     usual = _usual(steps, before, after)
                     if usual in missed and steps[before, usual] > 1:
-                        at = self._named(calls[i], rank)
+                        at = self._named(calls[i])
                         return rank, missed[usual], f"skipped {usual}: after {before} came {at}"
         return None
 
@@ -583,7 +585,7 @@ class _Case:
         self, circle: Sequence[int], graph: Mapping[int, set[int]]
     ) -> tuple[list[int], str]:
         """Whose order of calls is not found elsewhere: the ranks, and what they did."""
-        steps = self._steps()
+        steps = self._steps
         rarest: dict[int, tuple[bool, int, tuple[str, str]]] = {}  # who did it before comes last
         for rank in _around(circle[0], graph) & set(self.last):
             pairs = self._pattern(rank)
@@ -619,7 +621,7 @@ class _Case:
                 f"{'has' if len(wait.inside) == 1 else 'have'} not finished"
             )
         )
-        lasted = f" for {self._lasting(wait)}" if wait.ns >= 10**8 else ""
+        lasted = self._lasting(wait)
         sentence = (
             f"{self._call(wait)} has been running{lasted}: {left}, with equal calls, so nobody is "
             f"missing. It is slow, or the network under it does not answer."
@@ -666,7 +668,7 @@ class _Case:
             )  # fmt: skip
         return Diagnosis(
             kind,
-            sentence[:1].upper() + sentence[1:] if kind not in ("slow",) else sentence,
+            sentence[:1].upper() + sentence[1:] if kind != "slow" else sentence,
             tuple(ranks),
             self._label(group) if group is not None else None,
             self.members(group) if group is not None else (),
@@ -697,7 +699,7 @@ class _Case:
         lines = []
         for wait in waits[:_LONGEST]:
             line = f"{self._call(wait)}: {self._ranks(wait.inside, short=True)} in it"
-            line += f" for {self._lasting(wait)}" if wait.ns >= 10**8 else ""
+            line += self._lasting(wait)
             for text, ranks in (
                 ("not", [rank for rank in wait.absent if rank not in self.gone]),
                 ("without a dump", [rank for rank in wait.absent if rank in self.gone]),
@@ -731,9 +733,8 @@ class _Case:
             return f"{what.name} from rank {pair[0]} to rank {pair[1]} of {self._label(wait.group)}"
         return f"{what.name} #{wait.seq} of {self._group(wait.group)}"
 
-    def _named(self, call: Call, rank: int) -> str:
-        what = call.what
-        return f"{what.name} #{call.seq} of {self._label(call.group)}"
+    def _named(self, call: Call) -> str:
+        return f"{call.what.name} #{call.seq} of {self._label(call.group)}"
 
     def _ranks(self, ranks: Sequence[int], short: bool = False) -> str:
         if len(ranks) > 1:
@@ -749,8 +750,10 @@ class _Case:
         return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def _lasting(self, wait: _Wait) -> str:
+        """Such as " for 3.2 s"; nothing for an instant."""
         exact = any(self.ranks[r].written for r in wait.inside if r in self.ranks)
-        return ("" if exact else "at least ") + lasting(wait.ns)
+        least = "" if exact else "at least "
+        return f" for {least}{lasting(wait.ns)}" if wait.ns >= 10**8 else ""
 
 
 def coordinate(recording: Recording, plan: GroupPlan | None, rank: int) -> dict[str, int]:

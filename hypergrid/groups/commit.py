@@ -81,20 +81,20 @@ def _outcome(
     end = time.monotonic() + timeout.total_seconds()
     mates = meet(f"{epoch}/commit", store, phase.ranks, phase.rank, timeout)
     try:
+        counted = False  # by another rank of this host
         if isinstance(mates, Listener):
-            heard = mates.hear(timeout)
+            heard, counted = mates.hear(timeout), mates.counted
             if heard is not None:
                 return heard
-        else:
-            mates.about_to_arrive()
-        if not (isinstance(mates, Listener) and mates.counted):
-            many = 1 if isinstance(mates, Listener) else mates.many
+            mates = Speaker()
+        mates.about_to_arrive()
+        if not counted:
+            many = mates.many
             if phase.arrive(many=many) == len(phase.ranks) and phase.all_equal(0):
                 phase.publish("")
                 with suppress(RuntimeError):  # what is published stands
                     clear_before(store, epoch)
-        speaker = mates if isinstance(mates, Speaker) else None
         left = bounded(timedelta(seconds=end - time.monotonic()))
-        return phase.outcome(left, absent, mates=speaker)
+        return phase.outcome(left, absent, mates=mates)
     finally:
         mates.close()

@@ -91,11 +91,6 @@ def agree(
     with one_thread(ranks, proposal) as turn:
         try:
             return _agree(ranks, proposal, policy, timeout, life)
-        except AbortedError:  # the next arrival replaces this one, as that of a new process does
-            memory = _memory()
-            memory.is_registered = False
-            memory.refused.clear()
-            raise
         finally:
             turn.decided.set()
 
@@ -401,7 +396,23 @@ class _Round:
 
     def outcome(self, timeout: timedelta) -> dict[str, Any]:
         """What was decided; after ``timeout``, which ranks are missing."""
+        try:
+            found = self._wait(timeout)
+        except AbortedError as error:  # a rank that is still to arrive must not count on this one
+            told = {"error": f"rank {self.rank} left before all had arrived: {error}"}
+            with suppress(RuntimeError):  # the store is lost
+                self.phase.publish(json.dumps(told), early=True)
+            raise
+        finally:
+            self.memory.rounds[self.span] = self.number + 1
+            self.memory.refused.pop(self.span, None)
+        outcome: dict[str, Any] = json.loads(found)
+        if "error" in outcome:
+            with suppress(RuntimeError):  # what has been read stands, also if the store is lost
+                self.phase.leave_after_a_failure(self.store)
+        return outcome
 
+    def _wait(self, timeout: timedelta) -> str:
         def absent(missing: str) -> str:
             return json.dumps(
                 {
@@ -424,13 +435,7 @@ class _Round:
         if found is None:
             left = bounded(timedelta(seconds=end - time.monotonic()))
             found = self.phase.outcome(left, absent, compared, self.mates)
-        outcome: dict[str, Any] = json.loads(found)
-        self.memory.rounds[self.span] = self.number + 1
-        self.memory.refused.pop(self.span, None)
-        if "error" in outcome:
-            with suppress(RuntimeError):  # what has been read stands, also if the store is lost
-                self.phase.leave_after_a_failure(self.store)
-        return outcome
+        return found
 
     def _decide(self, entries: list[tuple[int, Any]]) -> str:
         said = [(proposal, rank, many) for many, (rank, proposal, _) in entries]

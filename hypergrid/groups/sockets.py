@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+
+from hypergrid.groups.store import descriptors, duplicate, listens
 
 _OPEN, _INFO = "/proc/self/fd", "/proc/self/fdinfo"
 
@@ -68,9 +69,9 @@ def opening(devices: int) -> Iterator[Opened]:
     If another thread creates a listener at the same time, nobody can tell whose is whose: none is
     remembered, and ``shut`` does not find the groups.
     """
-    before, opened = {*_descriptors()}, Opened()
+    before, opened = {*descriptors()}, Opened()
     yield opened
-    listeners = [inode for name in {*_descriptors()} - before if (inode := _listener(int(name)))]
+    listeners = [inode for name in {*descriptors()} - before if (inode := _listener(int(name)))]
     if len(listeners) == devices:
         _opened.update(dict.fromkeys(listeners, opened))
 
@@ -143,8 +144,8 @@ def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
 
 def _shut(descriptor: int, inode: int) -> bool:
     # Of a duplicate: the descriptor may by now be that of another socket, which is left alone.
-    with _duplicate(descriptor, inode) as connection:
-        if connection is None or _listens(connection):
+    with duplicate(descriptor, inode) or nullcontext() as connection:
+        if connection is None or listens(connection):
             return False
         with suppress(OSError):  # not connected any more
             connection.shutdown(socket.SHUT_RDWR)
@@ -163,7 +164,7 @@ def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
     if len(loop.connections) >= first + size - len(sizes):
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = limit // 2 - len(_descriptors())  # gloo ends the process when it cannot accept
+    room = limit // 2 - len(descriptors())  # gloo ends the process when it cannot accept
     for number in range(first, first + min(size, room)):
         with suppress(OSError), socket.create_connection(loop.address[:2], timeout=1) as connection:
             connection.sendall(struct.pack("=q", number))
@@ -198,7 +199,7 @@ def _tells(published: bytes, address: Any) -> bool:
 def _loops() -> list[_Loop]:
     """Gloo's event loops in this process."""
     found: dict[int, _Loop] = {}
-    for name in _descriptors():
+    for name in descriptors():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_OPEN}/{name}") != "anon_inode:[eventpoll]":
                 continue
@@ -206,10 +207,10 @@ def _loops() -> list[_Loop]:
                 members = [_member(line.split()) for line in info if line.startswith("tfd:")]
             listeners, connections = dict[int, Any](), dict[int, int]()
             for descriptor, inode, by_number in members:
-                with _duplicate(descriptor, inode) as connection:
+                with duplicate(descriptor, inode) or nullcontext() as connection:
                     if connection is None:
                         continue
-                    if not _listens(connection):
+                    if not listens(connection):
                         connections[descriptor] = inode
                     elif not by_number:  # other libraries register a descriptor by its number
                         listeners[inode] = connection.getsockname()
@@ -226,40 +227,9 @@ def _member(words: list[str]) -> tuple[int, int, bool]:
     return int(values["tfd:"]), inode, int(values["data:"], 16) == int(values["tfd:"])
 
 
-def _listens(connection: socket.socket) -> bool:
-    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-@contextmanager
-def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """The internet socket with this inode, if ``descriptor`` is still it."""
-    try:
-        status = os.fstat(number := os.dup(descriptor))
-    except OSError:
-        yield None
-        return
-    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
-        os.close(number)
-        yield None
-        return
-    # As non-blocking, see `hypergrid.groups.store`: else the original may become so.
-    kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
-    with socket.socket(type=kind, fileno=number) as connection:
-        internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-        yield connection if internet else None
-
-
 def _listener(descriptor: int) -> int | None:
     """The inode of the socket that listens at ``descriptor``, if one does."""
-    with suppress(OSError):  # closed meanwhile
-        inode = os.fstat(descriptor).st_ino
-        with _duplicate(descriptor, inode) as connection:
-            return inode if connection is not None and _listens(connection) else None
-    return None
-
-
-def _descriptors() -> list[str]:
-    with suppress(OSError):  # no descriptor is left
-        if os.path.isdir(_INFO):
-            return os.listdir(_OPEN)
-    return []
+    with duplicate(descriptor) or nullcontext() as connection:
+        if connection is None or not listens(connection):
+            return None
+        return os.fstat(connection.fileno()).st_ino

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.messages import in_words
 
-_SOCKETS = "/proc/self/fd"
+_DESCRIPTORS = "/proc/self/fd"
 _IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
 _aborts, _thread = 0, threading.local()
 
@@ -231,14 +231,13 @@ def _serves(store: Store) -> bool:
     served = innermost(store)
     if not hasattr(served, "port"):
         return False
-    if not os.path.isdir(_SOCKETS):
+    if not os.path.isdir(_DESCRIPTORS):
         return dist.get_rank() == 0  # torch's choice, unless a launcher serves the store
 
-    def listens(connection: socket.socket) -> bool:
-        listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return bool(listening) and connection.getsockname()[1] == served.port
+    def serves(connection: socket.socket) -> bool:
+        return listens(connection) and connection.getsockname()[1] == served.port
 
-    listeners = _sockets(listens)
+    listeners = _sockets(serves)
     for connection in listeners:
         connection.close()
     return bool(listeners)
@@ -266,17 +265,48 @@ def _plain(address: str) -> str:
 def _sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:
     """Duplicates of those of this process's internet sockets that are ``wanted``."""
     found: list[socket.socket] = []
+    for name in descriptors():
+        connection = duplicate(int(name))
+        if connection is None:
+            continue
+        with suppress(OSError):  # not connected
+            if wanted(connection):
+                found.append(connection)
+                continue
+        connection.close()
+    return found
+
+
+def descriptors() -> list[str]:
+    """The descriptors of this process; none where the system does not list them."""
+    with suppress(OSError):  # or where none is left to read the list with
+        return os.listdir(_DESCRIPTORS)
+    return []
+
+
+def duplicate(descriptor: int, inode: int | None = None) -> socket.socket | None:
+    """A duplicate of the internet socket ``descriptor``, if that is one, and has this ``inode``."""
+    try:
+        status = os.fstat(descriptor)
+        # Nothing else is duplicated: to close the duplicate of a file would release its locks.
+        if not stat.S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
+            return None
+        number = os.dup(descriptor)
+    except OSError:  # closed meanwhile
+        return None
+    if os.fstat(number).st_ino != status.st_ino:  # and is another one by now
+        os.close(number)
+        return None
     # If the process has a default timeout, Python makes every new socket object non-blocking, and
     # so the original, which shares its state; but not one that is created as non-blocking.
     kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
-    for name in os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else ():
-        with suppress(OSError):  # closed meanwhile
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            connection = socket.socket(type=kind, fileno=os.dup(int(name)))
-            with suppress(OSError):  # not connected
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and wanted(connection):
-                    found.append(connection)
-                    continue
-            connection.close()
-    return found
+    connection = socket.socket(type=kind, fileno=number)
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        return connection
+    connection.close()
+    return None
+
+
+def listens(connection: socket.socket) -> bool:
+    """Whether a socket accepts connections."""
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
