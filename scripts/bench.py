@@ -427,6 +427,7 @@ def child(script: str, *, timeout: float = 280, **job: Any) -> Any:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HYPERGRID_")}
     path = filter(None, [str(HERE.parent), environment.get("PYTHONPATH")])
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles this project
     environment["PYTHONPATH"] = os.pathsep.join(path)
     with subprocess.Popen(
         [sys.executable, str(HERE / script), json.dumps(job)],

@@ -110,7 +110,7 @@ class Arguments:
     job_size: int | None = None
     helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     order_source: str = "the argument `order`"
-    _wrong: list[str] = field(default_factory=list, init=False)
+    _wrong: dict[str, str] = field(default_factory=dict, init=False)
     _asked: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -120,13 +120,14 @@ class Arguments:
                 object.__setattr__(self, name, plain(value))
             except Exception:  # check() refuses it, and tells the other ranks
                 if value is not None or NoneType not in get_args(_HINTS[name]):
-                    self._wrong.append(f"{name} must be {kind}, got {shown(value)}.")
+                    self._wrong[name] = f"{name} must be {kind}, got {shown(value)}."
 
     def check(self) -> None:
         """Refuse wrong arguments in upstream's order, with its type of error where it has one."""
         replaced.check(self.helpers, self.policy.share, self.policy.creation)
-        if self._wrong:
-            raise TypeError(self._wrong[0])
+        for name, refusal in self._wrong.items():
+            if name != "distributed_timeout_minutes":  # upstream reads it last
+                raise TypeError(refusal)
         self._check_sharp()
         if self.job_size is None and not _dist().is_initialized():
             raise AssertionError(
@@ -224,6 +225,8 @@ class Arguments:
     @cached_property
     def timeout(self) -> timedelta:
         given = self.distributed_timeout_minutes
+        if refusal := self._wrong.get("distributed_timeout_minutes"):
+            raise TypeError(refusal)
         try:
             return timedelta(minutes=given)
         except (OverflowError, ValueError) as error:

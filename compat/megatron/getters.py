@@ -414,9 +414,12 @@ def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of this pipeline's first stage."""
     if _several:
         return _first_of_several()
-    if _PIPELINE_GLOBAL_RANKS is None:
-        raise missing("_PIPELINE_GLOBAL_RANKS")
-    return _PIPELINE_GLOBAL_RANKS[0]
+    try:  # costs less than to ask first
+        return _PIPELINE_GLOBAL_RANKS[0]
+    except TypeError:
+        if _PIPELINE_GLOBAL_RANKS is None:
+            raise missing("_PIPELINE_GLOBAL_RANKS") from None
+        raise
 
 
 def get_pipeline_model_parallel_last_rank() -> int | list[int]:

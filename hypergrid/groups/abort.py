@@ -29,7 +29,8 @@ def abort(default: bool = False) -> Aborted:
     Waits for no other rank, and may be called in any thread. A thread that waits in a collective
     of one of the groups raises torch's error; one that creates groups raises ``AbortedError``,
     in seconds. Then all groups are destroyed, and what was built on them is as before it was
-    initialised. Only this rank is freed: each rank has to call it.
+    initialised. Only this rank is freed: each rank has to call it. Ranks that wait for this one to
+    reach creation raise ``AgreementError``.
 
     With NCCL this is torch's own abort of each communicator (not tested yet). Torch's abort does
     not end what waits in gloo, so there the group's connections are shut. For gloo this needs

@@ -23,7 +23,8 @@ from hypergrid.messages import few
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
-_SILENCE = 2  # seconds without an answer, after which a rank that arrived has ended
+_SILENCE = 10.0  # seconds without an answer, after which a rank that arrived has ended
+_LAST = 1.0  # the same, when all that arrived have answered: others may, whose speaker has died
 _KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
 
 
@@ -143,9 +144,8 @@ class Phase:
         while time.monotonic() < end:
             time.sleep(0.1)
             if said < (said := len(lines(self.store, "present"))):
-                # When all that arrived have answered, those answer whose speaker has died.
                 all_arrived = said >= self._count - len(self.ranks)
-                end = time.monotonic() + (_SILENCE / 4 if all_arrived else _SILENCE)
+                end = time.monotonic() + (_LAST if all_arrived else _SILENCE)
         self.store.set("final", text := absent(self._missing()))
         return text
 

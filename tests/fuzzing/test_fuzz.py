@@ -179,6 +179,11 @@ REFUSED = {
         "must be a list of whole numbers",
     ),
     "time in words": ({"distributed_timeout_minutes": "30"}, TypeError, "number of minutes"),
+    "no time, after what upstream refuses": (
+        {"distributed_timeout_minutes": None, "tensor_model_parallel_size": 3},
+        RuntimeError,
+        "leaves a remainder of 1",
+    ),
     "time without end": ({"distributed_timeout_minutes": math.inf}, ValueError, "minutes"),
     "no time": ({"distributed_timeout_minutes": math.nan}, ValueError, "minutes"),
     "a number as names": ({"high_priority_stream_groups": 5}, TypeError, "list of names"),

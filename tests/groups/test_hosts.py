@@ -44,7 +44,7 @@ def _host(rank, patience=15, **environment):
         mock.patch("hypergrid.groups.commit.shared_store", return_value=store),
         mock.patch.object(hosts, "_gathered", gathered),
         mock.patch.object(hosts, "_PATIENCE", patience),
-        mock.patch.object(rendezvous, "_SILENCE", 8),
+        mock.patch.object(rendezvous, "_LAST", 2),
     ):
         yield store
 
