@@ -59,7 +59,7 @@ def _counted(name: str) -> Any:
 
 for _name in (
     *("set", "get", "add", "wait", "check", "compare_set", "delete_key", "num_keys"),
-    *("append", "multi_get", "multi_set", "queue_push", "queue_pop", "queue_len"),
+    *("append", "multi_get", "multi_set", "list_keys", "queue_push", "queue_pop", "queue_len"),
 ):
     setattr(CountingStore, _name, _counted(_name))
 

@@ -398,8 +398,9 @@ class _Round:
         """What was decided; after ``timeout``, which ranks are missing."""
         try:
             found = self._wait(timeout)
-        except AbortedError as error:  # a rank that is still to arrive must not count on this one
-            told = {"error": f"rank {self.rank} left before all had arrived: {error}"}
+        except AbortedError:  # a rank that is still to arrive must not count on this one
+            why = "left before all had arrived: hypergrid.abort() was called there"
+            told = {"error": f"rank {self.rank} {why}. Call it on all ranks."}
             with suppress(RuntimeError):  # the store is lost
                 self.phase.publish(json.dumps(told), early=True)
             raise

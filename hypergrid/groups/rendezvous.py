@@ -116,12 +116,12 @@ class Phase:
         """
         mates = mates or Speaker()
         try:
-            wait(self.store, ["outcome"], timeout)
+            wait(self.store, ["outcome"], timeout, len(self.ranks))
         except RuntimeError:
             mates.close()
             if self.publish(_ROLL_CALL, early=True):
                 return self._call_roll(absent)
-            wait(self.store, ["outcome"], _GRACE)
+            wait(self.store, ["outcome"], _GRACE, len(self.ranks))
         outcome = peek(self.store, "outcome")
         if outcome not in (_ROLL_CALL, _COMPARE):
             mates.tell(outcome)
@@ -133,7 +133,7 @@ class Phase:
 
     def _final(self, decide: Callable[[], str]) -> str:
         try:
-            wait(self.store, ["final"], _GRACE)
+            wait(self.store, ["final"], _GRACE, len(self.ranks))
         except RuntimeError:  # the rank that was to decide has ended meanwhile
             self.store.set("final", decide())
         return peek(self.store, "final")

@@ -62,18 +62,24 @@ def raise_if_aborted() -> None:
         )
 
 
-def wait(store: Store, keys: list[str], timeout: timedelta) -> None:
-    """Wait for ``keys``; RuntimeError after ``timeout``, and AbortedError, see ``abortable``."""
+def wait(store: Store, keys: list[str], timeout: timedelta, ranks: int = 1) -> None:
+    """Wait for ``keys``, as ``ranks`` do; RuntimeError after ``timeout``, and AbortedError.
+
+    The more ranks wait, the less often each of them looks: they share one store.
+    """
     end = time.monotonic() + timeout.total_seconds()
     raise_if_aborted()
     try:
         store.wait(keys, min(timeout, _IN_STORE))
     except RuntimeError:
+        every = min(5.0, max(0.5, ranks / 20_000))
         while not store.check(keys):
-            raise_if_aborted()
-            if time.monotonic() >= end:
-                raise
-            time.sleep(0.5)
+            until = time.monotonic() + every
+            while (now := time.monotonic()) < until:
+                raise_if_aborted()
+                if now >= end:
+                    raise
+                time.sleep(min(0.5, until - now))
 
 
 def forget(store: Store, *keys: str) -> None:

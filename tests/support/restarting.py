@@ -26,10 +26,10 @@ QUICK = {
     "monitor_thread_interval": timedelta(seconds=0.2),
     "monitor_process_interval": timedelta(seconds=0.2),
     "heartbeat_interval": timedelta(seconds=0.2),
-    "heartbeat_timeout": timedelta(seconds=3),
+    "heartbeat_timeout": timedelta(seconds=8),
     "progress_watchdog_interval": timedelta(seconds=0.2),
-    "soft_timeout": timedelta(seconds=6),
-    "hard_timeout": timedelta(seconds=9),
+    "soft_timeout": timedelta(seconds=10),
+    "hard_timeout": timedelta(seconds=13),
     "last_call_wait": timedelta(seconds=0.2),
     "termination_grace_time": timedelta(seconds=1),
 }

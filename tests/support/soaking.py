@@ -471,7 +471,7 @@ def missing_ranks(runs: int, seed: int = 1, world: int = 256, seconds: float = 1
         told = f"{len(missing)} of {world} ranks ({named} on {hosts}) did not reach group creation"
         if len(set(texts)) > 1 or told not in texts[0]:
             tally.lost.append(f"run {run}, without {missing}: {set(texts)}")
-        elif max(took) > 3 * seconds or sum(operations) > 16 * world:
+        elif max(took) > 4 * seconds or sum(operations) > (8 + 2 * max(took)) * world:
             tally.lost.append(f"run {run}: {max(took):.1f} s, {sum(operations)} operations")
     tally.seen = f"{most:.1f} operations a rank, the last rank heard of it after {slowest:.1f} s"
     return tally
