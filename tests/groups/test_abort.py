@@ -319,7 +319,10 @@ def left_by(before):
     deadline = time.monotonic() + 10
     while True:
         found = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        if not before or found <= before[0] or time.monotonic() > deadline:
+        late = time.monotonic() > deadline
+        if late or all(
+            now <= then for each in before for now, then in zip(found, each, strict=True)
+        ):
             return found
         time.sleep(0.02)
 
