@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import hypergrid
+from hypergrid.groups import gloo
 from hypergrid.groups.survivors import DifferentError, forget_life, meet
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
@@ -107,9 +108,11 @@ class Initialize(_Initialize):
         if rank == 0 and state.iteration > 1:  # all have left it
             with suppress(RuntimeError):
                 forget_life(self.store, f"{_LIVES}/{state.iteration - 2}/")
-        dist.init_process_group(
-            store=here, rank=rank, world_size=len(ranks), timeout=self.timeout, **self.options
-        )
+        with gloo.connecting(lambda size: None):  # reads of the store are batched
+            dist.init_process_group(
+                store=here, rank=rank, world_size=len(ranks), timeout=self.timeout, **self.options
+            )
+            gloo.note(dist.group.WORLD)
         return state
 
 
