@@ -14,7 +14,7 @@ from rich.text import Text
 
 from compat.megatron.checks import faults
 from compat.megatron.job import JobError
-from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
+from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
@@ -23,7 +23,7 @@ from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import Subject, read, read_json, saved
+from hypergrid.cli.source import Subject, Traffic, read, read_json, saved
 from hypergrid.layout import LayoutError
 
 __all__ = ["app"]
@@ -97,12 +97,12 @@ def show(
             from hypergrid.show.picture import picture
 
             drawn = replace(subject.plan, layouts=subject.layouts)
-            picture(drawn, subject.ranks_per_host, path, layout=view, by=by)
+            picture(drawn, subject.boxes, path, layout=view, by=by)
     if html is not None:
         from hypergrid.show.page import page
 
         offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        html.write_text(page(subject.plan, subject.ranks_per_host, offered=offered), "utf-8")
+        html.write_text(page(subject.plan, subject.boxes, offered=offered), "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(f"wrote {', '.join(written)}")
@@ -113,7 +113,7 @@ def show(
     chosen = by or ("tp" if "tp" in long else long[0])
     # All lines first, so that an error comes before any output.
     only, width = _numbers(hosts), prints.console().width
-    lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=width))
+    lines = list(table(layout, subject.boxes, chosen, only=only, width=width))
     out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
@@ -136,22 +136,31 @@ def check(
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
     weights = _volumes(volumes)
-    hosts, flows = subject.hosts, partial(flows_of, volumes=weights)
-    orders = ranked(subject.order, subject.layouts_in, hosts, flows)
+    traffic = Traffic.of(subject, weights if volumes else None)
+    orders = ranked(subject.order, subject.layouts_in, traffic.network, traffic.flows_of)
     asked = next(each for each in orders if each.order == subject.order)
     better = (
         (each.order, subject.layouts_in(each.order) or {})
         for each in orders
         if each.total <= asked.total and each is not asked
     )
-    user_buffers = subject.job is not None and subject.job.user_buffers
-    finds = partial(faults, hosts=hosts, racks=subject.racks, user_buffers=user_buffers)
+    places = subject.places
+    finds = partial(
+        faults,
+        hosts=places["host"],
+        racks=places.get("rack"),
+        domains=places.get("nvlink"),
+        user_buffers=subject.job is not None and subject.job.user_buffers,
+    )
     found = findings(finds, subject.layouts, better)
     status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
         data: dict[str, Any] = {"findings": [asdict(each) for each in found]}
+        if traffic.seconds:
+            data |= {"traffic": prints.traffic_data(traffic.estimate())}
         if suggest:
-            data |= {"volumes": weights, "orders": [asdict(each) for each in orders]}
+            listed = {"unit": traffic.unit, "orders": [asdict(each) for each in orders]}
+            data |= listed if traffic.seconds else {"volumes": weights, **listed}
         prints.as_json(data)
         return status
     out = prints.head(subject)
@@ -159,8 +168,10 @@ def check(
         prints.finding(out, finding)
     if not found:
         out.print("No findings.")
+    if traffic.seconds:
+        prints.traffic(out, subject.network, traffic.estimate())
     if suggest:
-        prints.orders(out, asked, orders, top)
+        prints.orders(out, asked, orders, top, traffic.unit)
     return status
 
 
