@@ -18,6 +18,7 @@ from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import findings
 from hypergrid.analysis.diff import against_dump, difference
+from hypergrid.analysis.memory import Buffers
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
@@ -39,18 +40,27 @@ def _top(
         raise typer.Exit
 
 
+BuffSize = Annotated[int, typer.Option(help="NCCL_BUFFSIZE in bytes, for the memory.")]
+Channels = Annotated[
+    int | None, typer.Option(help="NCCL_MAX_NCHANNELS, also of sends, for the memory.")
+]
+
+
 @command()
 def plan(
     subject: Subject,
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
+    nccl_buffsize: BuffSize = Buffers.buffsize,
+    channels: Channels = None,
     as_json: Json = False,
 ) -> None:
-    """The groups that will be created: how many, how large, across how many hosts."""
+    """The groups that will be created: how many, how large, across how many hosts; their memory."""
     if rank is not None and rank not in subject.plan.window:
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
+    memory = subject.memory(Buffers(nccl_buffsize, channels))
     if as_json:
-        data = prints.as_data(subject) if rank is None else prints.of_rank(subject, rank)
+        data = prints.as_data(subject, memory) if rank is None else prints.of_rank(subject, rank)
         prints.as_json(data)
         return
     out = prints.head(subject)
@@ -76,6 +86,7 @@ def plan(
     if any(row.backend == "gloo" for row in subject.plan.rows):
         twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
         out.print(f"Gloo twins open descriptors in each rank: {twins}.")
+    prints.memory(out, memory)
 
 
 @command()
@@ -129,6 +140,8 @@ def check(
         str | None,
         typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25."),
     ] = None,
+    nccl_buffsize: BuffSize = Buffers.buffsize,
+    channels: Channels = None,
     as_json: Json = False,
 ) -> int:
     """Check a layout: which placements are expensive, why, and which order avoids them.
@@ -153,9 +166,11 @@ def check(
         user_buffers=subject.job is not None and subject.job.user_buffers,
     )
     found = findings(finds, subject.layouts, better)
+    memory = subject.memory(Buffers(nccl_buffsize, channels))
     status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
         data: dict[str, Any] = {"findings": [asdict(each) for each in found]}
+        data |= {"memory_of_a_rank": prints.memory_data(memory)}
         if traffic.seconds:
             data |= {"traffic": prints.traffic_data(traffic.estimate())}
         if suggest:
@@ -170,7 +185,9 @@ def check(
         out.print("No findings.")
     if traffic.seconds:
         prints.traffic(out, subject.network, traffic.estimate())
+    prints.memory(out, memory)
     if suggest:
+        out.print()
         prints.orders(out, asked, orders, top, traffic.unit)
     return status
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.padding import Padding
@@ -17,6 +17,7 @@ from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
+from hypergrid.analysis.memory import Bill
 from hypergrid.analysis.stragglers import Late
 from hypergrid.analysis.summary import (
     communicators,
@@ -31,11 +32,13 @@ from hypergrid.cli.source import Subject
 from hypergrid.messages import few
 from hypergrid.network import Network
 
+Bills: TypeAlias = Mapping[str, Mapping[str, Bill]]
+
 _SCHEMA = 1  # of what --json prints
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
-def as_data(subject: Subject) -> dict[str, Any]:
+def as_data(subject: Subject, memory: Bills) -> dict[str, Any]:
     """What ``plan --json`` prints; ``source.saved`` reads it back."""
     made = communicators(subject.plan)
     return {
@@ -45,6 +48,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
         "gloo_descriptors_of_a_rank": descriptors(subject.plan),
+        "memory_of_a_rank": memory_data(memory),
     }
 
 
@@ -144,6 +148,31 @@ def traffic_data(found: Estimate) -> dict[str, Any]:
         "seconds": [found.low, found.high],
         "largest": {"flow": found.flow, "level": found.level},
         "flows": {name: asdict(cost) for name, cost in found.costs.items()},
+    }
+
+
+def memory(out: Console, found: Bills) -> None:
+    """Communicators of a rank by backend and share mode, and what NCCL's take on the GPU."""
+    kinds = dict.fromkeys(kind for bill in found.values() for kind in bill)
+    rows = []
+    for share, by_kind in found.items():
+        cells = []
+        for kind in kinds:
+            bill = by_kind[kind]
+            cells += [span(bill.communicators), span(bill.alone)]
+        spent = by_kind["nccl"].bytes if "nccl" in by_kind else None
+        gib = "-".join(f"{n / 2**30:.2g}" for n in spent) if spent else "0"
+        rows.append((share, *cells, gib))
+    columns = [name for kind in kinds for name in (f">{kind}", ">of 1 rank")]
+    out.print("\nCommunicators of a rank, and what NCCL's take once all are used:")
+    table(out, ("share", *columns, ">GiB on the GPU"), rows)
+
+
+def memory_data(found: Bills) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        share: {kind: asdict(bill) for kind, bill in by_kind.items()}
+        for share, by_kind in found.items()
     }
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line
 from compat.megatron.planning import Request
-from compat.megatron.traffic import SHARDS, VOLUMES, flows_of
+from compat.megatron.traffic import SENDS, SHARDS, VOLUMES, flows_of
+from hypergrid.analysis.memory import Bill, Buffers, bills
 from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
@@ -120,6 +121,11 @@ class Subject:
         """The hosts and other units of all ranks, by level."""
         names = self.network.levels[:-1]
         return {name: self.network.topology(self.plan.window.stop, name) for name in names}
+
+    def memory(self, buffers: Buffers) -> dict[str, dict[str, Bill]]:
+        """What a rank's communicators take, by share mode and backend."""
+        places = self.places
+        return bills(self.plan, places.get("nvlink", places["host"]), SENDS, buffers)
 
     @property
     def boxes(self) -> dict[str, int]:
