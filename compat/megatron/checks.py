@@ -97,6 +97,19 @@ def faults(
         )
 
 
+def host_order(given: float, cost: float) -> Iterator[Finding]:
+    """Whether hosts come in an order that costs more than ``cost``, that of a better one."""
+    if given > 1.01 * cost:
+        yield Finding(
+            "host-order",
+            "warning",
+            f"the hosts come in an order in which the traffic costs {given / cost:.2g} times what "
+            f"it does in another one.",
+            "Groups that would fit into an NVLink domain, a rack or a pod are cut by its border.",
+            "`hypergrid place` with the same flags writes the better order.",
+        )
+
+
 def _across(
     layouts: Layouts, places: Mapping[str, tuple[str, Topology | None]]
 ) -> Iterator[Finding]:

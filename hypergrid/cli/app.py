@@ -1,4 +1,4 @@
-"""The commands: plan, show, check, diff, diagnose, parity, doctor."""
+"""The commands: plan, show, check, place, diff, diagnose, parity, doctor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.megatron.checks import faults
+from compat.megatron.checks import faults, host_order
 from compat.megatron.job import JobError
 from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
-from hypergrid.analysis.checks import findings
+from hypergrid.analysis.checks import by_severity, findings
 from hypergrid.analysis.diff import against_dump, difference
 from hypergrid.analysis.memory import Buffers
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
@@ -26,6 +26,8 @@ from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import Subject, Traffic, read, read_json, saved
 from hypergrid.layout import LayoutError
+from hypergrid.network import Network
+from hypergrid.network_text import FORMATS
 
 __all__ = ["app"]
 
@@ -40,6 +42,9 @@ def _top(
         raise typer.Exit
 
 
+Volumes = Annotated[
+    str | None, typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25.")
+]
 BuffSize = Annotated[int, typer.Option(help="NCCL_BUFFSIZE in bytes, for the memory.")]
 Channels = Annotated[
     int | None, typer.Option(help="NCCL_MAX_NCHANNELS, also of sends, for the memory.")
@@ -136,10 +141,7 @@ def check(
     subject: Subject,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
-    volumes: Annotated[
-        str | None,
-        typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25."),
-    ] = None,
+    volumes: Volumes = None,
     nccl_buffsize: BuffSize = Buffers.buffsize,
     channels: Channels = None,
     as_json: Json = False,
@@ -166,6 +168,9 @@ def check(
         user_buffers=subject.job is not None and subject.job.user_buffers,
     )
     found = findings(finds, subject.layouts, better)
+    if subject.network.units and isinstance(traffic.network, Network):
+        placed = traffic.placed()
+        found = by_severity([*found, *host_order(placed.given, placed.cost)])
     memory = subject.memory(Buffers(nccl_buffsize, channels))
     status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
@@ -190,6 +195,32 @@ def check(
         out.print()
         prints.orders(out, asked, orders, top, traffic.unit)
     return status
+
+
+@command()
+def place(
+    subject: Subject,
+    volumes: Volumes = None,
+    written: Annotated[
+        str | None, typer.Option("--as", help=f"Write the order alone: {', '.join(FORMATS)}.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Which host gets which ranks: the order of the hosts of --topology that costs least.
+
+    It keeps heavy flows inside NVLink domains and near. Hosts that the job does not need are spare.
+    """
+    if written is not None and written not in FORMATS:
+        raise JobError(f"--as {written} is invalid; allowed: {', '.join(FORMATS)}.")
+    traffic = Traffic.of(subject, _volumes(volumes) if volumes else None, by_hosts=False)
+    found = traffic.placed()
+    placed = subject.network.in_order(found.order)
+    if written is not None:
+        typer.echo(FORMATS[written](placed))
+    elif as_json:
+        prints.as_json(prints.placement_data(subject.network, traffic, found))
+    else:
+        prints.placement(prints.head(subject), subject.network, traffic, found)
 
 
 @command(ignore_unknown_options=True)  # sizes are one argument

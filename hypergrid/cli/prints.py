@@ -18,6 +18,7 @@ from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
 from hypergrid.analysis.memory import Bill
+from hypergrid.analysis.placement import Placement
 from hypergrid.analysis.stragglers import Late
 from hypergrid.analysis.summary import (
     communicators,
@@ -28,9 +29,10 @@ from hypergrid.analysis.summary import (
     summaries,
 )
 from hypergrid.analysis.traffic import Estimate, Ranked
-from hypergrid.cli.source import Subject
+from hypergrid.cli.source import Subject, Traffic
 from hypergrid.messages import few
 from hypergrid.network import Network
+from hypergrid.network_text import FORMATS, hostlist
 
 Bills: TypeAlias = Mapping[str, Mapping[str, Bill]]
 
@@ -149,6 +151,53 @@ def traffic_data(found: Estimate) -> dict[str, Any]:
         "largest": {"flow": found.flow, "level": found.level},
         "flows": {name: asdict(cost) for name, cost in found.costs.items()},
     }
+
+
+def placement(out: Console, network: Network, traffic: Traffic, found: Placement) -> None:
+    """What the given order of hosts and the one that was found cost, and the order."""
+    flows = _placed_flows(traffic, found)
+    rows = [(name, _amount(old), _amount(new)) for name, (old, new) in flows.items()]
+    total = ("in all", *map(_amount, (found.given, found.cost)))
+    table(out, ("flow", ">as given", ">placed"), [*rows, total])
+    out.print()
+    better = "No order costs less." if found.exact else "It is the best of those that were tried."
+    if found.cost < found.given:
+        less = f"{1 - found.cost / found.given:.0%}"
+        out.print(f"This order of hosts costs {less} less than the given one. {better}")
+    else:
+        out.print(
+            "No order of hosts costs less than the given one."
+            if found.exact
+            else "None of the orders of hosts that were tried costs less than the given one."
+        )
+    out.print(f"hosts: {hostlist(network.hosts[i] for i in found.order)}", soft_wrap=True)
+    if found.spare:
+        out.print(f"spare: {hostlist(network.hosts[i] for i in found.spare)}", soft_wrap=True)
+    out.print(f"\n--as writes it for a launcher: {', '.join(FORMATS)}.")
+    out.print(f"Unit: {traffic.unit}, of a rank on average; docs/placement.md has the model.")
+
+
+def placement_data(network: Network, traffic: Traffic, found: Placement) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        "hosts": [network.hosts[i] for i in found.order],
+        "spare": [network.hosts[i] for i in found.spare],
+        "unit": traffic.unit,
+        "given": found.given,
+        "cost": found.cost,
+        "exact": found.exact,
+        "flows": {
+            name: {"given": old, "cost": new}
+            for name, (old, new) in _placed_flows(traffic, found).items()
+        },
+    }
+
+
+def _placed_flows(traffic: Traffic, found: Placement) -> dict[str, tuple[float, float]]:
+    """Of each flow what it costs in the given order, and in the one that was found."""
+    ranks = max(layout.size for layout in traffic.subject.layouts.values())
+    old, new = (traffic.estimate(order).costs for order in ((), (*found.order, *found.spare)))
+    return {name: (old[name].total / ranks, new[name].total / ranks) for name in old}
 
 
 def memory(out: Console, found: Bills) -> None:

@@ -13,6 +13,7 @@ from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line
 from compat.megatron.planning import Request
 from compat.megatron.traffic import SENDS, SHARDS, VOLUMES, flows_of
 from hypergrid.analysis.memory import Bill, Buffers, bills
+from hypergrid.analysis.placement import Placement, place
 from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
@@ -147,8 +148,13 @@ class Traffic:
     unit: Literal["seconds", "volumes between hosts", "volumes at the slowest level's pace"]
 
     @classmethod
-    def of(cls, subject: Subject, volumes: Mapping[str, float] | None = None) -> Traffic:
-        """That of ``volumes`` if given, else of the model's shape, else of fixed volumes."""
+    def of(
+        cls, subject: Subject, volumes: Mapping[str, float] | None = None, by_hosts: bool = True
+    ) -> Traffic:
+        """That of ``volumes`` if given, else of the model's shape, else of fixed volumes.
+
+        Without ``by_hosts`` it is never what crosses hosts alone.
+        """
         network, shape = subject.network, subject.job and subject.job.shape
         if shape and volumes is None:
             stages = subject.job and subject.job.arguments.get(
@@ -157,7 +163,7 @@ class Traffic:
             flows_of_shape = partial(shape.flows, virtual_stages=stages or 1)
             return cls(subject, network, flows_of_shape, "seconds")
         of_volumes = partial(flows_of, volumes=VOLUMES if volumes is None else volumes)
-        if not network.units and not network.bandwidth:
+        if by_hosts and not network.units and not network.bandwidth:
             return cls(subject, subject.hosts, of_volumes, "volumes between hosts")
         slowest = min(network.speeds.values())
         ratios = {level: speed / slowest for level, speed in network.speeds.items()}
@@ -169,10 +175,21 @@ class Traffic:
         """Whether costs are seconds."""
         return self.unit == "seconds"
 
-    def estimate(self, network: Network | None = None) -> Estimate:
-        """Of the layout as it was asked for; ``network`` is for another order of its hosts."""
+    def estimate(self, order: Sequence[int] = ()) -> Estimate:
+        """Of the layout as it was asked for; ``order`` is another one of its hosts."""
+        layouts, network = self.subject.layouts, self._priced
+        network = network.in_order(order) if order else network
+        return estimate(layouts, network, self.flows_of(layouts))
+
+    def placed(self) -> Placement:
+        """The order of hosts that costs least."""
         layouts = self.subject.layouts
-        return estimate(layouts, network or self.subject.network, self.flows_of(layouts))
+        return place(layouts, self._priced, self.flows_of(layouts))
+
+    @property
+    def _priced(self) -> Network:
+        assert isinstance(self.network, Network)  # by_hosts was given without it
+        return self.network
 
 
 def _turned(layout: RankLayout, order: str) -> RankLayout:
