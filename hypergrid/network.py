@@ -135,7 +135,7 @@ class Network:
         return cls(
             tuple(f"host{i}" for i in range(hosts)),
             (per_host,) * hosts,
-            {n: tuple(f"{n}{i // size}" for i in range(hosts)) for n, size in sizes.items()},
+            {n: tuple(str(i // size) for i in range(hosts)) for n, size in sizes.items()},
             bandwidth or {},
         )
 
@@ -154,6 +154,15 @@ class Network:
         usual = {"host": NVLINK5 if far else NVLINK4, "nvlink": NVLINK5}
         usual["world"] = BETWEEN_PODS if "pod" in self.units else NDR
         return {n: self.bandwidth.get(n, usual.get(n, NDR)) for n in self.levels}
+
+    @property
+    def within(self) -> dict[str, str]:
+        """By host the units that it is in, the outermost first: ``"rack r0, nvlink d0"``."""
+        outer_first = [*self.units.items()][::-1]
+        return {
+            host: ", ".join(f"{level} {names[i]}" for level, names in outer_first)
+            for i, host in enumerate(self.hosts)
+        }
 
     def numbers(self, ranks: int | None = None) -> np.ndarray:
         """Of each rank the number of its host and of its units: shape (levels but one, ranks)."""

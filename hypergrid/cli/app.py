@@ -104,21 +104,23 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
-    """The ranks of each host: as a table, a picture, or a page."""
+    """The ranks of each host, in its NVLink domain and rack: as a table, a picture, or a page."""
     layout = subject.layouts.get(view)
     if layout is None:
         raise LayoutError(f"there is no view {view!r}: there are {', '.join(subject.layouts)}.")
+    within = subject.network.within
     for path in (png, svg):
         if path is not None:
             from hypergrid.show.picture import picture
 
             drawn = replace(subject.plan, layouts=subject.layouts)
-            picture(drawn, subject.boxes, path, layout=view, by=by)
+            picture(drawn, subject.boxes, path, layout=view, by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
 
         offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        html.write_text(page(subject.plan, subject.boxes, offered=offered), "utf-8")
+        text = page(subject.plan, subject.boxes, offered=offered, within=within)
+        html.write_text(text, "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(f"wrote {', '.join(written)}")
@@ -129,7 +131,7 @@ def show(
     chosen = by or ("tp" if "tp" in long else long[0])
     # All lines first, so that an error comes before any output.
     only, width = _numbers(hosts), prints.console().width
-    lines = list(table(layout, subject.boxes, chosen, only=only, width=width))
+    lines = list(table(layout, subject.boxes, chosen, only=only, width=width, within=within))
     out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
