@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
+from typing import TypeAlias
 
 import numpy as np
 
@@ -109,7 +110,8 @@ class _Orders:
         self.groups = [(flow, groups) for flow, groups in each if groups.shape[1] > 1]
         self.of_host = np.array(network.ranks)
         names = [range(len(network.hosts)), *network.units.values()]
-        self.units = np.array([np.unique(list(level), return_inverse=True)[1] for level in names])
+        numbers = [np.unique(list(level), return_inverse=True)[1] for level in names]
+        self.units = np.array(numbers, dtype=np.int32)  # half as much to read
 
     def keys(self, orders: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """For each order its cost, then what it sends over the outermost level, the next, ..."""
@@ -166,24 +168,23 @@ def _distinct(network: Network, ranks: int) -> Iterator[list[int]]:
 def _candidates(layouts: Layouts, network: Network) -> Iterator[list[int]]:
     """Orders worth trying: hosts packed into blocks, with units as given or the largest first."""
     hosts = range(len(network.hosts))
-    outer_first = list(network.units.values())[::-1]
-    paths = [tuple(names[host] for names in outer_first) for host in hosts]
-    sizes = Counter(path[:depth] for path in paths for depth in range(len(paths[0]) + 1))
-    first: dict[tuple[str, ...], int] = {}
-    for host in hosts:
-        for depth in range(len(paths[host]) + 1):
-            first.setdefault(paths[host][:depth], host)
-
-    def near(host: int, *, largest: bool) -> tuple[object, ...]:
-        around = [paths[host][:depth] for depth in range(1, len(paths[host]) + 1)]
-        return (*((-sizes[unit] * largest, first[unit]) for unit in around), host)
-
+    # Of each host the first one of its unit, which stands for the unit; the outermost level first.
+    outer_first = []
+    for names in list(network.units.values())[::-1]:
+        first: dict[str, int] = {}
+        outer_first.append([first.setdefault(name, host) for host, name in enumerate(names)])
+    held = [Counter(units) for units in outer_first]
     lengths = _blocks(layouts, Counter(network.ranks).most_common(1)[0][0], len(hosts))
-    for largest in (False, True):
-        in_units = sorted(hosts, key=lambda host: near(host, largest=largest))
+    as_given = [[units[host] for units in outer_first] for host in hosts]
+    by_size = [
+        [(-many[units[host]], units[host]) for units, many in zip(outer_first, held, strict=True)]
+        for host in hosts
+    ]
+    orders = [sorted(hosts, key=as_given.__getitem__), sorted(hosts, key=by_size.__getitem__)]
+    for in_units in orders[: 1 if orders[0] == orders[1] else 2]:
         yield in_units
         for blocks in lengths:
-            yield _packed(in_units, paths, blocks)
+            yield _packed(in_units, outer_first, blocks)
 
 
 def _blocks(layouts: Layouts, per_host: int, hosts: int) -> list[tuple[int, ...]]:
@@ -197,45 +198,52 @@ def _blocks(layouts: Layouts, per_host: int, hosts: int) -> list[tuple[int, ...]
     return [blocks for blocks in found if blocks]
 
 
+_Segment: TypeAlias = tuple[tuple[int, ...], int]  # hosts, and of how many levels they share a unit
+
+
 def _packed(
-    hosts: Sequence[int], paths: Sequence[tuple[str, ...]], blocks: Sequence[int]
+    hosts: Sequence[int], outer_first: Sequence[Sequence[int]], blocks: Sequence[int]
 ) -> list[int]:
     """The hosts, sorted by units, in segments of the first length, these in segments of the next.
 
     Each segment is inside the innermost unit that has room for it. What no segment has room for
     comes last.
     """
-    last, depths = len(hosts), range(1, len(paths[0]) + 1)
-    position: dict[tuple[str, ...] | None, int] = {}
-    for number, host in enumerate(hosts):
-        for depth in depths:
-            position.setdefault(paths[host][:depth], number)
+    everything = [0] * len(hosts)
+    levels = [everything, *outer_first]
+    position = [dict[int, int]() for _ in levels]
+    for at, units in zip(position, levels, strict=True):
+        for number, host in enumerate(hosts):
+            at.setdefault(units[host], number)
+    places = list(zip(position, levels, strict=True))
 
-    def around(path: tuple[str, ...]) -> list[tuple[str, ...] | None]:
-        return [path[:depth] if depth <= len(path) else None for depth in depths]
+    def place_of(item: _Segment) -> list[int]:
+        members, depth = item
+        inside = [at[units[members[0]]] for at, units in places[: depth + 1]]
+        return inside + [len(hosts)] * (len(places) - len(inside))
 
-    items = [([host], paths[host]) for host in hosts]
-    rest: list[list[int]] = []
+    items: list[_Segment] = [((host,), len(outer_first)) for host in hosts]
+    rest: list[tuple[int, ...]] = []
     length = 1
     for block in blocks:
         many, length = block // length, block
-        made: list[tuple[list[int], tuple[str, ...]]] = []
-        left = items
-        for depth in reversed(range(len(paths[0]) + 1)):
-            by_unit: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
-            wide: list[tuple[list[int], tuple[str, ...]]] = []
-            for item, path in left:
-                if len(path) < depth:
-                    wide.append((item, path))  # it spans several units of this level
+        made, left = list[_Segment](), items
+        for depth in reversed(range(len(levels))):
+            by_unit: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+            wide, units = list[_Segment](), levels[depth]
+            for item in left:
+                if item[1] < depth:
+                    wide.append(item)  # it spans several units of this level
                 else:
-                    by_unit[path[:depth]].append(item)
+                    by_unit[units[item[0][0]]].append(item[0])
             left = wide
-            for unit, members in by_unit.items():
+            for members in by_unit.values():
                 whole = len(members) // many * many
                 for start in range(0, whole, many):
-                    made.append(([*chain.from_iterable(members[start : start + many])], unit))
-                left += [(item, unit) for item in members[whole:]]
-        rest = [item for item, _ in left] + rest
+                    segment = (*chain.from_iterable(members[start : start + many]),)
+                    made.append((segment, depth))
+                left += [(member, depth) for member in members[whole:]]
+        rest = [segment for segment, _ in left] + rest
         # Segments of one unit stay neighbours, those that span units come last.
-        items = sorted(made, key=lambda item: [position.get(n, last) for n in around(item[1])])
-    return [host for item in [*(item for item, _ in items), *rest] for host in item]
+        items = sorted(made, key=place_of)
+    return [host for segment in [*(segment for segment, _ in items), *rest] for host in segment]

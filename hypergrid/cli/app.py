@@ -91,6 +91,7 @@ def plan(
     if any(row.backend == "gloo" for row in subject.plan.rows):
         twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
         out.print(f"Gloo twins open descriptors in each rank: {twins}.")
+    out.print()
     prints.memory(out, memory)
 
 
@@ -189,7 +190,7 @@ def check(
     for finding in found:
         prints.finding(out, finding)
     if not found:
-        out.print("No findings.")
+        out.print("No findings.\n")
     if traffic.seconds:
         prints.traffic(out, subject.network, traffic.estimate())
     prints.memory(out, memory)

@@ -213,7 +213,7 @@ def memory(out: Console, found: Bills) -> None:
         gib = "-".join(f"{n / 2**30:.2g}" for n in spent) if spent else "0"
         rows.append((share, *cells, gib))
     columns = [name for kind in kinds for name in (f">{kind}", ">of 1 rank")]
-    out.print("\nCommunicators of a rank, and what NCCL's take once all are used:")
+    out.print("Communicators of a rank, and what NCCL's take once all are used:")
     table(out, ("share", *columns, ">GiB on the GPU"), rows)
 
 
