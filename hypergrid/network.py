@@ -156,6 +156,11 @@ class Network:
         return {n: self.bandwidth.get(n, usual.get(n, NDR)) for n in self.levels}
 
     @property
+    def is_irregular(self) -> bool:
+        """Whether it is more than hosts of equal size."""
+        return bool(self.units or self.bandwidth) or len(set(self.ranks)) > 1
+
+    @property
     def within(self) -> dict[str, str]:
         """By host the units that it is in, the outermost first: ``"rack r0, nvlink d0"``."""
         outer_first = [*self.units.items()][::-1]

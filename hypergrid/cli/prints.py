@@ -45,7 +45,8 @@ def as_data(subject: Subject, memory: Bills) -> dict[str, Any]:
     made = communicators(subject.plan)
     return {
         **json.loads(subject.plan.to_json()),
-        "ranks_per_host": subject.ranks_per_host,
+        "ranks_per_host": subject.network.ranks[0],
+        **({"network": subject.network.to_json()} if subject.network.is_irregular else {}),
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,

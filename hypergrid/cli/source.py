@@ -18,7 +18,7 @@ from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.network import Network
-from hypergrid.network_text import expanded
+from hypergrid.network_text import expanded, from_data
 from hypergrid.network_text import read as read_network
 from hypergrid.plan import GroupPlan
 from hypergrid.topology import Topology
@@ -33,10 +33,13 @@ class Where:
     topology: str | None = None  # a file
     hostlist: str | None = None
     bandwidth: str | None = None  # "host=450,world=50"
+    data: Any = None  # of a saved plan, as a file's
 
     def network(self, ranks: int, per_host: int, **units: int | None) -> Network:
         """The network of that many ranks; ``units`` are those of ``Network.regular``."""
-        if self.topology is None:
+        if self.data is not None:
+            network = from_data(self.data, per_host)
+        elif self.topology is None:
             network = Network.regular(ranks, per_host, **units)  # type: ignore[arg-type]
         elif any(size is not None for size in units.values()):
             flag = next(name for name, size in units.items() if size is not None)
@@ -54,7 +57,7 @@ class Where:
 
     def _listed(self, network: Network, ranks: int) -> Network:
         names = expanded(self.hostlist or "")
-        if self.topology is None:
+        if self.topology is None and self.data is None:
             if len(names) < len(network.hosts):
                 raise JobError(
                     f"--hostlist names {len(names)} hosts, and {ranks} ranks need "
@@ -64,7 +67,9 @@ class Where:
         place = {name: number for number, name in enumerate(network.hosts)}
         unknown = [name for name in names if name not in place]
         if unknown:
-            raise JobError(f"--hostlist names {unknown[0]}, which {self.topology} does not have.")
+            raise JobError(
+                f"--hostlist names {unknown[0]}, which {self.topology or 'the plan'} does not have."
+            )
         return network.in_order([place[name] for name in names])
 
     def _speeds(self) -> dict[str, float]:
@@ -80,7 +85,6 @@ class Subject:
     """A plan, where its ranks are, and how it would look in another order."""
 
     plan: GroupPlan
-    ranks_per_host: int
     network: Network
     job: Job | None = None  # None: it was saved
     assumed: tuple[str, ...] = ()
@@ -226,8 +230,10 @@ def saved(
     given = ranks_per_host or data.get("ranks_per_host")
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
+    if "network" in data and where.topology is None and not any(units.values()):
+        where, assumed = replace(where, data=data["network"]), ()
     network = where.network(plan.window.stop, per_host, **units)
-    return Subject(plan, per_host, network, None, assumed)
+    return Subject(plan, network, None, assumed)
 
 
 def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
@@ -257,8 +263,10 @@ def of_job(job: Job, where: Where = Where()) -> Subject:
     """The plan of a job. A refusal of its order names the best one that is not refused."""
     units = {n: getattr(job, n) for n in ("nvlink_domain", "hosts_per_rack", "racks_per_pod")}
     network = where.network(job.world_size, job.ranks_per_host, **units)
+    as_assumed = set(network.ranks) == {job.ranks_per_host}
+    assumed = tuple(s for s in job.assumed if as_assumed or "ranks on each host" not in s)
     try:
-        return Subject(job.plan(), job.ranks_per_host, network, job, job.assumed)
+        return Subject(job.plan(), network, job, assumed)
     except JobError as error:
         hosts = network.topology(job.world_size)
         allowed = ranked(Request.order, job.layouts, hosts, flows_of)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from hypergrid.groups.store import shared_store
+from hypergrid.layout import LayoutError
 from hypergrid.network import Network
 from hypergrid.network_text import from_addresses
 
@@ -39,8 +40,11 @@ def told_hosts(ranks: Sequence[int]) -> tuple[list[str], Network | None] | None:
     if not all(addresses.values()):
         return hosts, None
     many = Counter(hosts)
-    units = from_addresses(addresses.values(), 1).units
-    return hosts, Network(tuple(many), tuple(many.values()), units)
+    try:
+        units = from_addresses(addresses.values(), 1).units
+        return hosts, Network(tuple(many), tuple(many.values()), units)
+    except LayoutError:  # a report must not end the job
+        return hosts, None
 
 
 def _place(rank: int) -> str:

@@ -90,6 +90,18 @@ def test_show_and_plan_know_the_hosts_of_the_file(job, tmp_path):
     assert "nvlink d1" in (tmp_path / "p.html").read_text()
 
 
+def test_a_saved_plan_keeps_its_network(job, tmp_path):
+    (tmp_path / "plan.json").write_text(run(f"plan {job} --json"))
+    saved = f"--plan {tmp_path / 'plan.json'}"
+    assert run(f"plan {saved}") == run(f"plan {job}") and "assumed" not in run(f"plan {saved}")
+    assert run(f"place {saved} --as hostlist") == "a[1-2],b[1-2]\n"
+    assert run(f"place {saved} --hostlist a2,b2,a1,b1 --as hostlist") == "a[2,1],b[2,1]\n"
+    assert "which the plan does not have" in run(f"place {saved} --hostlist z", 2)
+    data = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**data, "network": {"hosts": 5}}))
+    assert "no list `hosts:`" in run(f"plan {saved}", 2)
+
+
 def test_tp_may_cross_hosts_inside_an_nvlink_domain():
     flags = "--world-size 72 --gpus-per-node 4 --tp 8"
     assert "tp-across-hosts" in run(f"check {flags}", 1)
