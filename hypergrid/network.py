@@ -41,8 +41,8 @@ class Network:
         By level the name of the unit of each host, such as ``{"nvlink": ["d0", "d0"]}``. Levels are
         sorted, the innermost first; each unit must lie inside one unit of the next level.
     bandwidth : mapping of str to float
-        GB/s in which a rank sends, by level, ``"host"`` and ``"world"`` included. Defaults:
-        `docs/placement.md`.
+        GB/s in which a rank sends, by level, ``"host"`` and ``"world"`` included; for others there
+        are defaults, see ``speeds``.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class Network:
         return Topology(RankLayout(("rank",), (ranks,)), of_rank)
 
     def in_order(self, order: Sequence[int]) -> Network:
-        """The same network with its hosts, by their numbers here, in another order."""
+        """The same network with its hosts, by their numbers here, in another order. *Local*."""
         return Network(
             tuple(self.hosts[i] for i in order),
             tuple(self.ranks[i] for i in order),

@@ -205,7 +205,7 @@ RECORDING = (
     "CPU of the recorder's thread in a second of that",
     "CPU of a receive over gloo, recorded on request",
 )
-PLACEMENT = "Order of hosts for 131,072 ranks, CPU, beside 8,192 ranks"
+PLACEMENT = "Order of hosts for 131,072 ranks, CPU, beside 32,768 ranks"
 RECORDED = "Reading and judging the recordings of {:,} ranks, 2,000 calls each"
 
 
@@ -355,13 +355,14 @@ def diagnosis(bench: Bench) -> list[Row]:
 
 
 def placement(bench: Bench) -> list[Row]:
-    """The peer is what n log n makes of the time of a sixteenth of the ranks."""
-    small, large = 8192, 131_072
-    limits = {"repeats": bench.repeats(5, 2), "seconds": bench.seconds(60)}
+    """The peer is what n log n makes of a quarter of the ranks; fewer would fit into the cache."""
+    small, large = 32_768, 131_072
+    limits = {"repeats": bench.repeats(9, 3), "seconds": bench.seconds(60)}
     found = child("bench_sides.py", job="placement", worlds=[small, large], **limits)
     growth = large * math.log(large) / (small * math.log(small))
-    grown = [growth * seconds for seconds in found[str(small)]]
-    return [Row(PLACEMENT, found[str(large)], grown, "n log n", at_least=1, noise=0.2)]
+    # It takes longer where the machine is busy otherwise, and never less: the least counts.
+    ours, grown = [min(found[str(large)])], [growth * min(found[str(small)])]
+    return [Row(PLACEMENT, ours, grown, "n log n", at_least=1, noise=0.2)]
 
 
 def recorded(bench: Bench) -> int:

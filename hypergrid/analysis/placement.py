@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
-from typing import TypeAlias
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from hypergrid.topology import Topology
 
 ALL_ORDERS = 8  # hosts up to which every order is tried
 _AT_ONCE = 1 << 18  # ranks of orders that are compared in one go
+_IN_CACHE = 1 << 14  # ranks
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,13 @@ class _Orders:
         speeds = network.speeds
         self.prices = np.array([1 / speeds[level] for level in network.levels])
         each = [(flow, flow.groups(layouts)) for flow in flows]
-        self.groups = [(flow, groups) for flow, groups in each if groups.shape[1] > 1]
+        # In parts that stay in the cache.
+        self.groups = [
+            (flow, part)
+            for flow, groups in each
+            if groups.shape[1] > 1
+            for part in np.array_split(groups, -(-groups.size // _IN_CACHE))
+        ]
         self.of_host = np.array(network.ranks)
         names = [range(len(network.hosts)), *network.units.values()]
         numbers = [np.unique(list(level), return_inverse=True)[1] for level in names]
@@ -167,24 +173,22 @@ def _distinct(network: Network, ranks: int) -> Iterator[list[int]]:
 
 def _candidates(layouts: Layouts, network: Network) -> Iterator[list[int]]:
     """Orders worth trying: hosts packed into blocks, with units as given or the largest first."""
-    hosts = range(len(network.hosts))
+    many = len(network.hosts)
+    lengths = _blocks(layouts, Counter(network.ranks).most_common(1)[0][0], many)
     # Of each host the first one of its unit, which stands for the unit; the outermost level first.
-    outer_first = []
-    for names in list(network.units.values())[::-1]:
-        first: dict[str, int] = {}
-        outer_first.append([first.setdefault(name, host) for host, name in enumerate(names)])
-    held = [Counter(units) for units in outer_first]
-    lengths = _blocks(layouts, Counter(network.ranks).most_common(1)[0][0], len(hosts))
-    as_given = [[units[host] for units in outer_first] for host in hosts]
-    by_size = [
-        [(-many[units[host]], units[host]) for units, many in zip(outer_first, held, strict=True)]
-        for host in hosts
-    ]
-    orders = [sorted(hosts, key=as_given.__getitem__), sorted(hosts, key=by_size.__getitem__)]
-    for in_units in orders[: 1 if orders[0] == orders[1] else 2]:
-        yield in_units
+    outer_first = np.zeros((len(network.units), many), dtype=int)
+    given, by_size = np.arange(many), [np.arange(many)]  # sorted by the last first
+    for level, names in enumerate(network.units.values(), 1):
+        _, first, number, held = np.unique(
+            names, return_index=True, return_inverse=True, return_counts=True
+        )
+        outer_first[-level] = first[number]
+        by_size += [first[number], -held[number]]
+    orders = [np.lexsort([given, *outer_first[::-1]]), np.lexsort(by_size)]
+    for hosts in orders[: 1 if (orders[0] == orders[1]).all() else 2]:
+        yield hosts.tolist()
         for blocks in lengths:
-            yield _packed(in_units, outer_first, blocks)
+            yield _packed(hosts, outer_first, blocks)
 
 
 def _blocks(layouts: Layouts, per_host: int, hosts: int) -> list[tuple[int, ...]]:
@@ -198,52 +202,39 @@ def _blocks(layouts: Layouts, per_host: int, hosts: int) -> list[tuple[int, ...]
     return [blocks for blocks in found if blocks]
 
 
-_Segment: TypeAlias = tuple[tuple[int, ...], int]  # hosts, and of how many levels they share a unit
-
-
-def _packed(
-    hosts: Sequence[int], outer_first: Sequence[Sequence[int]], blocks: Sequence[int]
-) -> list[int]:
+def _packed(hosts: np.ndarray, outer_first: np.ndarray, blocks: Sequence[int]) -> list[int]:
     """The hosts, sorted by units, in segments of the first length, these in segments of the next.
 
     Each segment is inside the innermost unit that has room for it. What no segment has room for
     comes last.
     """
-    everything = [0] * len(hosts)
-    levels = [everything, *outer_first]
-    position = [dict[int, int]() for _ in levels]
-    for at, units in zip(position, levels, strict=True):
-        for number, host in enumerate(hosts):
-            at.setdefault(units[host], number)
-    places = list(zip(position, levels, strict=True))
-
-    def place_of(item: _Segment) -> list[int]:
-        members, depth = item
-        inside = [at[units[members[0]]] for at, units in places[: depth + 1]]
-        return inside + [len(hosts)] * (len(places) - len(inside))
-
-    items: list[_Segment] = [((host,), len(outer_first)) for host in hosts]
-    rest: list[tuple[int, ...]] = []
-    length = 1
+    # By level the unit of each host, numbered in the order of ``hosts``; all hosts are one.
+    levels = np.zeros((len(outer_first) + 1, len(hosts)), dtype=int)
+    for level, units in enumerate(outer_first, 1):
+        _, first, number = np.unique(units[hosts], return_index=True, return_inverse=True)
+        levels[level, hosts] = first[number]
+    # Segments, and the innermost level of which each is inside one unit.
+    segments, inside = hosts[:, np.newaxis], np.full(len(hosts), len(outer_first))
+    rest: list[int] = []
     for block in blocks:
-        many, length = block // length, block
-        made, left = list[_Segment](), items
-        for depth in reversed(range(len(levels))):
-            by_unit: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-            wide, units = list[_Segment](), levels[depth]
-            for item in left:
-                if item[1] < depth:
-                    wide.append(item)  # it spans several units of this level
-                else:
-                    by_unit[units[item[0][0]]].append(item[0])
-            left = wide
-            for members in by_unit.values():
-                whole = len(members) // many * many
-                for start in range(0, whole, many):
-                    segment = (*chain.from_iterable(members[start : start + many]),)
-                    made.append((segment, depth))
-                left += [(member, depth) for member in members[whole:]]
-        rest = [segment for segment, _ in left] + rest
+        many = block // segments.shape[1]
+        made, made_inside, left = list[np.ndarray](), list[int](), np.arange(len(segments))
+        for level in reversed(range(len(levels))):
+            spans = inside[left] < level
+            near = left[~spans]
+            near = near[np.argsort(levels[level, segments[near, 0]], kind="stable")]
+            _, start, count = np.unique(
+                levels[level, segments[near, 0]], return_index=True, return_counts=True
+            )
+            place = np.arange(len(near)) - np.repeat(start, count)
+            fits = place < np.repeat(count // many * many, count)
+            made.append(segments[near[fits]].reshape(-1, block))
+            made_inside += [level] * len(made[-1])
+            left = np.concatenate([left[spans], near[~fits]])
+        rest = [*segments[left].ravel().tolist(), *rest]
+        segments, inside = np.concatenate(made), np.array(made_inside, dtype=int)
         # Segments of one unit stay neighbours, those that span units come last.
-        items = sorted(made, key=place_of)
-    return [host for segment in [*(segment for segment, _ in items), *rest] for host in segment]
+        known = np.arange(len(levels))[:, np.newaxis] <= inside
+        order = np.lexsort(np.where(known, levels[:, segments[:, 0]], len(hosts))[::-1])
+        segments, inside = segments[order], inside[order]
+    return [*segments.ravel().tolist(), *rest]
