@@ -52,7 +52,7 @@ def _loaded(text: str) -> Any:
     if text.lstrip().startswith("{"):
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LayoutError(f"it is not JSON: {error}.") from None
     try:
         import yaml

@@ -7,6 +7,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,7 +35,10 @@ def told_hosts(ranks: Sequence[int]) -> tuple[list[str], Network | None] | None:
     places = [_place(rank) for rank in ranks]
     if store is None or not store.check(places):
         return None
-    said = [json.loads(store.get(place)) for place in places]
+    own: Any = store
+    extended = own.has_extended_api()
+    texts = own.multi_get(places) if extended else [store.get(place) for place in places]
+    said = [json.loads(text) for text in texts]
     hosts = [str(host) for host, _ in said]
     addresses = dict(said)
     if not all(addresses.values()):

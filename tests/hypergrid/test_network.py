@@ -105,6 +105,8 @@ def test_hosts_in_another_order_keep_their_ranks_and_units():
         ("hosts: [{name: a}]\nbandwidth: {world: fast}", "must be GB/s above 0, got 'fast'"),
         ("hosts: [{name: a}]\nbandwidth: 5", "bandwidth must be GB/s by level"),
         ("{ hosts", "it is not JSON"),
+        ('{"hosts": ' + "[" * 100_000, "it is not JSON"),
+        ("hosts: " + "[" * 10_000, "it is not YAML"),
         ("hosts: [a: b: c", "it is not YAML"),
         ("SwitchName=s0 Nodes=t[0-\n", "is not a hostlist"),
         ("SwitchName=s0 Nodes=a\nBlockName=b0 Nodes=a,c\n", "no switch has the host 'c'"),
