@@ -40,7 +40,7 @@ from compat.megatron.rank_generator import (
 )
 from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.releases import as_released
-from compat.report import report
+from compat.report import report, tell_host
 from compat.state import ParallelState, current, make_current, speak_through
 from compat.swap import warn_of_a_second_state
 
@@ -164,9 +164,11 @@ def initialize_model_parallel(
     with environment_restored_on_failure():
         try:
             make_current(state)  # functions that outside code has replaced may ask for it
+            wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
+            if wanted:
+                tell_host()
             state.initialize(request)
             warn_of_a_second_state()
-            wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
             if wanted and dist.get_rank() == request.rank_offset:
                 print(report(state), flush=True)
             if before.grid is not None:  # outside code has emptied its globals

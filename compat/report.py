@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch.distributed as dist
 
+from compat.megatron.planning import Request
 from compat.megatron.releases import HAS
 from compat.megatron.replaced import in_words
 from compat.state import ParallelState
@@ -36,6 +38,7 @@ def report(state: ParallelState) -> str:
     )
     if request.helpers:
         lines.append(f"hypergrid: outside code has replaced {in_words(request.helpers)}")
+    lines += map("hypergrid: {}".format, _on_hosts(request))
     rows = {p.group.label: p for p in request.planned}
     for pooled in pool.groups:
         planned = rows.get(pooled.label)
@@ -51,6 +54,39 @@ def report(state: ParallelState) -> str:
             + ("  connects on first use" if pool.waits(pooled) else "")
         )
     return "\n".join(lines)
+
+
+def tell_host() -> None:
+    """Say where this rank is, for the report of another. *Local*."""
+    from hypergrid.groups import machines
+
+    machines.tell_host()
+
+
+def _on_hosts(request: Request) -> Iterator[str]:
+    """What is expensive about how the ranks lie on hosts, where the ranks have said it."""
+    from compat.megatron.traffic import flows_of  # here: every training script imports this file
+    from hypergrid.analysis.placement import interleaved, place
+    from hypergrid.groups.machines import told_hosts
+    from hypergrid.network_text import hostlist
+
+    ranks = range(request.plan.window.stop)
+    told = told_hosts(ranks)
+    if told is None:
+        return
+    hosts, network = told
+    layouts = request.layouts
+    flows = flows_of(layouts)
+    apart = interleaved(layouts, hosts, flows)
+    if apart is not None:
+        yield apart
+    elif network is not None:
+        found = place(layouts, network, flows)
+        if found.cost < found.given:
+            names = hostlist(network.hosts[i] for i in found.order)
+            yield (
+                f"another order of the hosts costs {1 - found.cost / found.given:.0%} less: {names}"
+            )
 
 
 def _connected(pool: GroupPool) -> str:

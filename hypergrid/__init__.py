@@ -1,7 +1,7 @@
 """hypergrid: which ranks of a distributed job communicate with each other.
 
-``RankLayout``, ``GroupPlan``, ``GroupTree`` and ``Topology`` are arithmetic and need no torch; the
-rest loads on first use.
+``RankLayout``, ``GroupPlan``, ``GroupTree``, ``Topology`` and ``Network`` are arithmetic and need
+no torch; the rest loads on first use.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hypergrid.groups.validate import validate_grids as validate_grids
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
+    from hypergrid.network import Network as Network
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.topology import Topology as Topology
@@ -42,6 +43,7 @@ _HOMES = {
     "GroupTree": "tree",
     "HyperCommGrid": "groups.grid",
     "LayoutError": "layout",
+    "Network": "network",
     "RankLayout": "layout",
     "Topology": "topology",
     "abort": "groups.abort",

@@ -17,6 +17,7 @@ import datetime
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -174,6 +175,7 @@ def all_cases(bench: Bench) -> list[Case]:
         ),
         Case(IMPORT, imports),
         Case((RECORDED.format(recorded(bench)),), diagnosis),
+        Case((PLACEMENT,), placement),
         Case(RECORDING, recording),
     ]
     return cases
@@ -203,6 +205,7 @@ RECORDING = (
     "CPU of the recorder's thread in a second of that",
     "CPU of a receive over gloo, recorded on request",
 )
+PLACEMENT = "Order of hosts for 131,072 ranks, CPU, beside 32,768 ranks"
 RECORDED = "Reading and judging the recordings of {:,} ranks, 2,000 calls each"
 
 
@@ -349,6 +352,17 @@ def diagnosis(bench: Bench) -> list[Row]:
     peer = "`pickle` and `json` alone"
     title = RECORDED.format(recorded(bench))
     return [Row(title, found["ours"], found["alone"], peer_name=peer, at_least=1 / 3)]
+
+
+def placement(bench: Bench) -> list[Row]:
+    """The peer is what n log n makes of a quarter of the ranks; fewer would fit into the cache."""
+    small, large = 32_768, 131_072
+    limits = {"repeats": bench.repeats(9, 3), "seconds": bench.seconds(60)}
+    found = child("bench_sides.py", job="placement", worlds=[small, large], **limits)
+    growth = large * math.log(large) / (small * math.log(small))
+    # It takes longer where the machine is busy otherwise, and never less: the least counts.
+    ours, grown = [min(found[str(large)])], [growth * min(found[str(small)])]
+    return [Row(PLACEMENT, ours, grown, "n log n", at_least=1, noise=0.2)]
 
 
 def recorded(bench: Bench) -> int:

@@ -246,6 +246,32 @@ def diagnosis(ranks: int, calls: int, repeats: int, seconds: float) -> dict[str,
     return times
 
 
+def placement(worlds: list[int], repeats: int, seconds: float) -> dict[str, list[float]]:
+    """CPU seconds of ordering the scattered hosts of each world, by its ranks."""
+    sys.path.insert(0, str(ROOT))
+    import random
+
+    from compat.megatron.job import from_sizes
+    from compat.megatron.traffic import flows_of
+    from hypergrid.analysis.placement import place
+    from hypergrid.network import Network
+
+    times: dict[str, list[float]] = {str(world): [] for world in worlds}
+    for _ in rounds(repeats, seconds):
+        for world in worlds:
+            in_order = Network.regular(
+                world, 8, nvlink_domain=64, hosts_per_rack=32, racks_per_pod=16
+            )
+            order = random.Random(0).sample(range(world // 8), world // 8)
+            layouts = from_sizes(world_size=world, tp=8, cp=2, pp=16, ep=8).request().layouts
+            network = in_order.in_order(order)
+            start = time.process_time()
+            found = place(layouts, network, flows_of(layouts))
+            times[str(world)].append(time.process_time() - start)
+            assert found.cost < found.given
+    return times
+
+
 def recording(turns: int, calls: int) -> dict[str, list[float]]:
     """CPU seconds per all_reduce of two gloo ranks, with and without ``record`` in turn.
 
@@ -319,6 +345,7 @@ JOBS: dict[str, Any] = {
     "enumerate": enumerate_groups,
     "getters": call_getters,
     "import": import_side,
+    "placement": placement,
     "recording": recording,
 }
 

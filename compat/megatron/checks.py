@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -33,13 +33,20 @@ _ACROSS: dict[tuple[str, str, Severity], str] = {
 
 
 def faults(
-    layouts: Layouts, hosts: Topology, racks: Topology | None = None, user_buffers: bool = False
+    layouts: Layouts,
+    hosts: Topology,
+    racks: Topology | None = None,
+    domains: Topology | None = None,
+    user_buffers: bool = False,
 ) -> Iterator[Finding]:
     """What is expensive about ``layouts``.
 
-    ``racks`` is for where they are known, ``user_buffers`` whether Transformer Engine's are on.
+    ``racks`` and NVLink ``domains`` of several hosts are for where they are known, ``user_buffers``
+    whether Transformer Engine's are on.
     """
-    yield from _across(layouts, hosts, racks)
+    # Inside an NVLink domain hosts are as near as the GPUs of one.
+    near = ("host", hosts) if domains is None else ("NVLink domain", domains)
+    yield from _across(layouts, {"host": near, "rack": ("rack", racks)})
     dense = layouts["decoder"]
     dims = dense.trimmed.dims
     apart = dense.stride("tp") if "tp" in dims else 1
@@ -90,10 +97,25 @@ def faults(
         )
 
 
-def _across(layouts: Layouts, hosts: Topology, racks: Topology | None) -> Iterator[Finding]:
+def host_order(given: float, cost: float) -> Iterator[Finding]:
+    """Whether hosts come in an order that costs more than ``cost``, that of a better one."""
+    if given > 1.01 * cost:
+        yield Finding(
+            "host-order",
+            "warning",
+            f"the hosts come in an order in which the traffic costs {given / cost:.2g} times what "
+            f"it does in another one.",
+            "Groups that would fit into an NVLink domain, a rack or a pod are cut by its border.",
+            "`hypergrid place` with the same flags writes the better order.",
+        )
+
+
+def _across(
+    layouts: Layouts, places: Mapping[str, tuple[str, Topology | None]]
+) -> Iterator[Finding]:
     groups = {flow.name: flow.groups(layouts) for flow in flows_of(layouts)}
     for (name, place, severity), cost in _ACROSS.items():
-        topology = hosts if place == "host" else racks
+        called, topology = places[place]
         if topology is None or name not in groups:
             continue
         touched = hosts_touched(groups[name], topology)
@@ -105,11 +127,11 @@ def _across(layouts: Layouts, hosts: Topology, racks: Topology | None) -> Iterat
         which = "each of the" if crossing == many else f"{crossing} of the"
         verb = "has" if crossing in (1, many) else "have"
         yield Finding(
-            f"{name.replace(' ', '-')}-across-{place}s",
+            f"{name}-across-{called}s".replace(" ", "-").lower(),
             severity,
-            f"{name} leaves the {place}: {which} {many} groups of {groups[name].shape[1]} ranks "
-            f"{verb} ranks on up to {touched.max()} {place}s.",
+            f"{name} leaves the {called}: {which} {many} groups of {groups[name].shape[1]} ranks "
+            f"{verb} ranks on up to {touched.max()} {called}s.",
             cost,
             f"No order avoids it without a more expensive fault. A smaller {name} would fit into "
-            f"a {place}.",
+            f"{'an' if called.startswith('N') else 'a'} {called}.",
         )

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from compat.megatron.planning import Request
+from compat.megatron.traffic import Shape
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
@@ -47,14 +48,28 @@ _SETTINGS = {
     "create_gloo_process_groups": (_NO, "disable-gloo-process-groups no-gloo"),
     "_tp_pp_dp": (_YES, "use-tp-pp-dp-mapping"),
     "_user_buffers": (_YES, "tp-comm-overlap"),
-    "_layers": (_NUMBER, "num-layers"),
+    "_layers": (_NUMBER, "num-layers layers"),
     "_layers_per_stage": (_NUMBER, "num-layers-per-virtual-pipeline-stage"),
     # Where the ranks are: our own flags, and those of torchrun, srun, mpirun and deepspeed.
     "_world": (_NUMBER, "world-size ntasks"),
     "_hosts": (_NUMBER, "nnodes nodes num-nodes"),
     "_per_host": (_NUMBER, "gpus-per-node nproc-per-node ntasks-per-node num-gpus"),
     "_hosts_per_rack": (_NUMBER, "hosts-per-rack"),
+    "_racks_per_pod": (_NUMBER, "racks-per-pod"),
+    "_nvlink_domain": (_NUMBER, "nvlink-domain"),
+    # The model and the batch, for the traffic alone.
+    "_hidden": (_NUMBER, "hidden-size hidden"),
+    "_sequence": (_NUMBER, "seq-length seq"),
+    "_ffn": (_NUMBER, "ffn-hidden-size ffn"),
+    "_experts": (_NUMBER, "num-experts experts"),
+    "_topk": (_NUMBER, "moe-router-topk topk"),
+    "_expert_ffn": (_NUMBER, "moe-ffn-hidden-size expert-ffn"),
+    "_micro_batch": (_NUMBER, "micro-batch-size"),
+    "_micro_batches": (_NUMBER, "micro-batches"),
+    "_batch": (_NUMBER, "global-batch-size"),
 }
+_OF_MODEL = tuple(_SETTINGS)[list(_SETTINGS).index("_hidden") :]
+_MICRO_BATCHES = 32  # of a job that does not say
 _KEYS = {flag: key for key, (_, flags) in _SETTINGS.items() for flag in flags.split()}
 # One-letter flags have this meaning only after their launcher.
 _SHORT = {
@@ -76,6 +91,9 @@ class Job:
     world_size: int
     ranks_per_host: int = RANKS_PER_HOST
     hosts_per_rack: int | None = None  # None: not known
+    racks_per_pod: int | None = None
+    nvlink_domain: int | None = None  # GPUs; None: no more than a host
+    shape: Shape | None = None  # of the model, where all of it is known
     user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
 
@@ -139,13 +157,20 @@ def from_line(text: str, **given: Any) -> Job:
         if not values:
             raise JobError(f"{flag} has no value in the launch line. Write a number after it.")
         written[key] = (flag, " ".join(values))
-    said |= _by_key(given)
-    return _job({key: _read(key, *text) for key, text in written.items() if key not in said} | said)
+    asked = _by_key(given)
+    said |= asked
+    for key, (flag, value) in written.items():
+        # A line may leave what only the traffic needs to variables.
+        unknown = key in _OF_MODEL and not re.fullmatch(r"\d{1,18}", value)
+        if key not in said and not unknown:
+            said[key] = _read(key, flag, value)
+    return _job(said, asked)
 
 
 def from_sizes(**given: Any) -> Job:
     """The job with these settings, named as flags with ``_`` for ``-``: ``tp=4, world_size=64``."""
-    return _job(_by_key(given))
+    said = _by_key(given)
+    return _job(said, said)
 
 
 def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +198,8 @@ def _read(key: str, flag: str, text: str) -> Any:
     return numbers if takes == _NUMBERS else numbers[0]
 
 
-def _job(said: dict[str, Any]) -> Job:
+def _job(said: dict[str, Any], asked: Mapping[str, Any]) -> Job:
+    """The job of all settings, of which ``asked`` were given beside a launch line or without it."""
     arguments = {key: value for key, value in said.items() if not key.startswith("_")}
     assumed = []
     if said.get("_tp_pp_dp"):
@@ -203,8 +229,55 @@ def _job(said: dict[str, Any]) -> Job:
             f"{per_host * hosts}. Change one of the three numbers."
         )
     _add_virtual_stages(arguments, said)
-    racks, user_buffers = said.get("_hosts_per_rack"), bool(said.get("_user_buffers"))
-    return Job(arguments, world, per_host, racks, user_buffers, tuple(assumed))
+    shape = _shape(said, asked, arguments, world, assumed)
+    racks, pods, domain = (
+        said.get(f"_{n}") for n in ("hosts_per_rack", "racks_per_pod", "nvlink_domain")
+    )
+    buffers = bool(said.get("_user_buffers"))
+    return Job(arguments, world, per_host, racks, pods, domain, shape, buffers, tuple(assumed))
+
+
+def _shape(
+    said: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    world: int,
+    assumed: list[str],
+) -> Shape | None:
+    """The model's shape; None where it is not known. A JobError if it was begun and not ended."""
+    needed = {"_hidden": "hidden", "_layers": "layers", "_sequence": "seq"}
+    missing = [flag for key, flag in needed.items() if key not in said]
+    begun = [key for key in (*_OF_MODEL, "_layers") if key in asked]
+    wrong = [key for key in (*_OF_MODEL, "_layers") if said.get(key, 1) < 1]
+    if missing and begun:
+        raise JobError(
+            f"the shape of a model needs --hidden, --layers and --seq: --{missing[0]} is missing."
+        )
+    if missing or (wrong and not begun):
+        return None
+    if wrong:
+        flag = _SETTINGS[wrong[0]][1].split()[-1]
+        raise JobError(f"--{flag} must be at least 1, got {said[wrong[0]]}.")
+    names = ("tensor_model", "pipeline_model", "context")
+    replicas = max(1, world // prod(arguments.get(f"{name}_parallel_size", 1) for name in names))
+    micro_batch = said.get("_micro_batch", 1)
+    many = said.get("_micro_batches")
+    if many is None and "_batch" in said:
+        many = max(1, said["_batch"] // (micro_batch * replicas))
+    if many is None:
+        many = _MICRO_BATCHES
+        assumed.append(f"{many} micro-batches in a step; --micro-batches changes it")
+    optional = {
+        name: said[f"_{name}"]
+        for name in ("ffn", "experts", "topk", "expert_ffn")
+        if f"_{name}" in said
+    }
+    ep = arguments.get("expert_model_parallel_size", 1)
+    if ep > 1 and "experts" not in optional:
+        optional["experts"] = ep
+        assumed.append(f"{ep} experts; --experts changes it")
+    sizes = (said["_hidden"], said["_layers"], said["_sequence"], many, micro_batch)
+    return Shape(*sizes, **optional)
 
 
 def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> None:

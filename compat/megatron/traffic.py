@@ -14,12 +14,14 @@ dp      ring          0.4      gradients and weights (12 x hidden^2) once a step
 pp      neighbours    0.25     one tensor to the next stage and one back, for 8 layers
 ======  ============  =======  ====================================================================
 
-Other models send other volumes; only their ratios matter to the ranking of orders.
+Other models send other volumes; only their ratios matter to the ranking of orders. Where the shape
+of the model is known, ``Shape.flows`` has the volumes in GB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from hypergrid.analysis.traffic import Flow, Layouts, Pattern
 from hypergrid.plan import GroupPlan
@@ -35,6 +37,13 @@ _FLOWS: tuple[tuple[str, str, tuple[str, ...], Pattern, str], ...] = (
     ("expert dp", "expert", ("dp",), "ring", "dp"),
     ("pp", "decoder", ("pp",), "neighbours", "pp"),
 )
+# By a row's traffic in the table, what is not a ring: for NCCL's memory.
+SENDS: Mapping[str, tuple[Pattern, ...]] = {
+    "pipeline": ("neighbours",),
+    "context": ("neighbours",),
+    "expert tokens": ("all-to-all",),
+    "expert dispatch": ("all-to-all",),
+}
 # The two layouts that users know (the others are splits of these), and the dims that cut weights.
 SHARDS = {"decoder": ("tp", "pp"), "expert": ("tp", "ep", "pp")}
 
@@ -47,6 +56,64 @@ def flows_of(layouts: Layouts, volumes: Mapping[str, float] = VOLUMES) -> list[F
         for name, layout, dims, pattern, whose in _FLOWS
         if layout == "decoder" or experts
     ]
+
+
+_HALF, _FULL = 2e-9, 4e-9  # GB of a number in 16 and 32 bits
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the batch of a job, as far as they decide what is sent."""
+
+    hidden: int
+    layers: int
+    sequence: int
+    micro_batches: int  # of one pipeline in a step
+    micro_batch: int = 1  # sequences in each
+    ffn: int | None = None  # 4 x hidden
+    experts: int | None = None  # in each layer; None: the layers are dense
+    topk: int = 2
+    expert_ffn: int | None = None  # as ffn
+
+    def flows(self, layouts: Layouts, virtual_stages: int = 1) -> list[Flow]:
+        """What is sent in a step, in GB of a rank; docs/placement.md has the formulas.
+
+        Sequences are cut by tp, as Megatron does with experts and with --sequence-parallel.
+        Attention has no grouped queries; every layer has experts if any.
+        """
+        dense, expert = layouts["decoder"], layouts.get("expert", layouts["decoder"])
+        tp, cp, pp = (dense.size_of(dim) for dim in ("tp", "cp", "pp"))
+        etp, ep = expert.size_of("tp"), expert.size_of("ep") if self.experts else 1
+        layers = self.layers / pp
+        tensor = self.micro_batch * self.sequence / cp * self.hidden * _HALF
+        often = layers * self.micro_batches
+        ffn = 2 * self.hidden * (self.ffn or 4 * self.hidden)
+        # Gradients are reduced in 32 bits, weights gathered in 16.
+        weights = layers * (4 * self.hidden**2 + (0 if self.experts else ffn)) / tp
+        each = 2 * self.hidden * (self.expert_ffn or self.ffn or 4 * self.hidden)
+        of_experts = layers * each * (self.experts or 0) / (etp * ep)
+        volumes = {
+            "tp": (4 if self.experts else 8) * tensor * often,
+            "expert tp": 4 * self.topk * tensor / tp * etp * often if self.experts else 0.0,
+            "ep": 4 * self.topk * tensor / tp * often if self.experts else 0.0,
+            "cp": 6 * tensor / tp * often,
+            "dp": weights * (_HALF + _FULL),
+            "expert dp": of_experts * (_HALF + _FULL),
+            "pp": 2 * tensor / tp * self.micro_batches * virtual_stages,
+        }
+        found = []
+        for name, layout, dims, pattern, _ in _FLOWS:
+            if layout not in layouts or not volumes[name]:
+                continue
+            n = layouts[layout].dim_size([dim for dim in dims if dim in layouts[layout].dims])
+            # What a member of a ring of n passes on of the whole: its neighbour's part it keeps.
+            part = (n - 1) / n if pattern == "ring" else 1
+            found.append(Flow(name, layout, dims, pattern, volumes[name] * part, name in _HIDDEN))
+        return found
+
+
+# Computation goes on with --overlap-grad-reduce, --overlap-param-gather and --overlap-p2p.
+_HIDDEN = {"dp", "expert dp", "pp"}
 
 
 def has_experts(layouts: Layouts) -> bool:

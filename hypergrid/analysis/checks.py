@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from hypergrid.analysis.traffic import Layouts
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
+_SEVERITIES = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
@@ -45,5 +46,9 @@ def findings(
         for rule, each in found.items():
             if rule not in still and each.order is None:
                 found[rule] = replace(each, remedy=f"order={order} avoids it.", order=order)
-    severities = ("error", "warning", "note")
-    return sorted(found.values(), key=lambda finding: severities.index(finding.severity))
+    return by_severity(found.values())
+
+
+def by_severity(found: Iterable[Finding]) -> list[Finding]:
+    """The most severe first."""
+    return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))

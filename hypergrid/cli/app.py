@@ -1,4 +1,4 @@
-"""The commands: plan, show, check, diff, diagnose, parity, doctor."""
+"""The commands: plan, show, check, place, diff, diagnose, parity, doctor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.megatron.checks import faults
+from compat.megatron.checks import faults, host_order
 from compat.megatron.job import JobError
-from compat.megatron.traffic import SHARDS, VOLUMES, flows_of, shards_of
+from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
-from hypergrid.analysis.checks import findings
+from hypergrid.analysis.checks import by_severity, findings
 from hypergrid.analysis.diff import against_dump, difference
+from hypergrid.analysis.memory import Buffers
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import Subject, read, read_json, saved
+from hypergrid.cli.source import Subject, Traffic, read, read_json, saved
 from hypergrid.layout import LayoutError
+from hypergrid.network import Network
+from hypergrid.network_text import FORMATS
 
 __all__ = ["app"]
 
@@ -39,18 +42,30 @@ def _top(
         raise typer.Exit
 
 
+Volumes = Annotated[
+    str | None, typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25.")
+]
+BuffSize = Annotated[int, typer.Option(help="NCCL_BUFFSIZE in bytes, for the memory.")]
+Channels = Annotated[
+    int | None, typer.Option(help="NCCL_MAX_NCHANNELS, also of sends, for the memory.")
+]
+
+
 @command()
 def plan(
     subject: Subject,
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
+    nccl_buffsize: BuffSize = Buffers.buffsize,
+    channels: Channels = None,
     as_json: Json = False,
 ) -> None:
-    """The groups that will be created: how many, how large, across how many hosts."""
+    """The groups that will be created: how many, how large, across how many hosts; their memory."""
     if rank is not None and rank not in subject.plan.window:
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
+    memory = subject.memory(Buffers(nccl_buffsize, channels))
     if as_json:
-        data = prints.as_data(subject) if rank is None else prints.of_rank(subject, rank)
+        data = prints.as_data(subject, memory) if rank is None else prints.of_rank(subject, rank)
         prints.as_json(data)
         return
     out = prints.head(subject)
@@ -76,6 +91,8 @@ def plan(
     if any(row.backend == "gloo" for row in subject.plan.rows):
         twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
         out.print(f"Gloo twins open descriptors in each rank: {twins}.")
+    out.print()
+    prints.memory(out, memory)
 
 
 @command()
@@ -88,21 +105,23 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
-    """The ranks of each host: as a table, a picture, or a page."""
+    """The ranks of each host, in its NVLink domain and rack: as a table, a picture, or a page."""
     layout = subject.layouts.get(view)
     if layout is None:
         raise LayoutError(f"there is no view {view!r}: there are {', '.join(subject.layouts)}.")
+    within = subject.network.within
     for path in (png, svg):
         if path is not None:
             from hypergrid.show.picture import picture
 
             drawn = replace(subject.plan, layouts=subject.layouts)
-            picture(drawn, subject.ranks_per_host, path, layout=view, by=by)
+            picture(drawn, subject.boxes, path, layout=view, by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
 
         offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        html.write_text(page(subject.plan, subject.ranks_per_host, offered=offered), "utf-8")
+        text = page(subject.plan, subject.boxes, offered=offered, within=within)
+        html.write_text(text, "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(f"wrote {', '.join(written)}")
@@ -113,7 +132,7 @@ def show(
     chosen = by or ("tp" if "tp" in long else long[0])
     # All lines first, so that an error comes before any output.
     only, width = _numbers(hosts), prints.console().width
-    lines = list(table(layout, subject.ranks_per_host, chosen, only=only, width=width))
+    lines = list(table(layout, subject.boxes, chosen, only=only, width=width, within=within))
     out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
@@ -125,10 +144,9 @@ def check(
     subject: Subject,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
-    volumes: Annotated[
-        str | None,
-        typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25."),
-    ] = None,
+    volumes: Volumes = None,
+    nccl_buffsize: BuffSize = Buffers.buffsize,
+    channels: Channels = None,
     as_json: Json = False,
 ) -> int:
     """Check a layout: which placements are expensive, why, and which order avoids them.
@@ -136,32 +154,76 @@ def check(
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
     weights = _volumes(volumes)
-    hosts, flows = subject.hosts, partial(flows_of, volumes=weights)
-    orders = ranked(subject.order, subject.layouts_in, hosts, flows)
+    traffic = Traffic.of(subject, weights if volumes else None)
+    orders = ranked(subject.order, subject.layouts_in, traffic.network, traffic.flows_of)
     asked = next(each for each in orders if each.order == subject.order)
     better = (
         (each.order, subject.layouts_in(each.order) or {})
         for each in orders
         if each.total <= asked.total and each is not asked
     )
-    user_buffers = subject.job is not None and subject.job.user_buffers
-    finds = partial(faults, hosts=hosts, racks=subject.racks, user_buffers=user_buffers)
+    places = subject.places
+    finds = partial(
+        faults,
+        hosts=places["host"],
+        racks=places.get("rack"),
+        domains=places.get("nvlink"),
+        user_buffers=subject.job is not None and subject.job.user_buffers,
+    )
     found = findings(finds, subject.layouts, better)
+    if subject.network.units and isinstance(traffic.network, Network):
+        placed = traffic.placed()
+        found = by_severity([*found, *host_order(placed.given, placed.cost)])
+    memory = subject.memory(Buffers(nccl_buffsize, channels))
     status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
         data: dict[str, Any] = {"findings": [asdict(each) for each in found]}
+        data |= {"memory_of_a_rank": prints.memory_data(memory)}
+        if traffic.seconds:
+            data |= {"traffic": prints.traffic_data(traffic.estimate())}
         if suggest:
-            data |= {"volumes": weights, "orders": [asdict(each) for each in orders]}
+            listed = {"unit": traffic.unit, "orders": [asdict(each) for each in orders]}
+            data |= listed if traffic.seconds else {"volumes": weights, **listed}
         prints.as_json(data)
         return status
     out = prints.head(subject)
     for finding in found:
         prints.finding(out, finding)
     if not found:
-        out.print("No findings.")
+        out.print("No findings.\n")
+    if traffic.seconds:
+        prints.traffic(out, subject.network, traffic.estimate())
+    prints.memory(out, memory)
     if suggest:
-        prints.orders(out, asked, orders, top)
+        out.print()
+        prints.orders(out, asked, orders, top, traffic.unit)
     return status
+
+
+@command()
+def place(
+    subject: Subject,
+    volumes: Volumes = None,
+    written: Annotated[
+        str | None, typer.Option("--as", help=f"Write the order alone: {', '.join(FORMATS)}.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Which host gets which ranks: the order of the hosts of --topology that costs least.
+
+    It keeps heavy flows inside NVLink domains and near. Hosts that the job does not need are spare.
+    """
+    if written is not None and written not in FORMATS:
+        raise JobError(f"--as {written} is invalid; allowed: {', '.join(FORMATS)}.")
+    traffic = Traffic.of(subject, _volumes(volumes) if volumes else None, by_hosts=False)
+    found = traffic.placed()
+    placed = subject.network.in_order(found.order)
+    if written is not None:
+        typer.echo(FORMATS[written](placed))
+    elif as_json:
+        prints.as_json(prints.placement_data(subject.network, traffic, found))
+    else:
+        prints.placement(prints.head(subject), subject.network, traffic, found)
 
 
 @command(ignore_unknown_options=True)  # sizes are one argument

@@ -14,6 +14,7 @@ from importlib import metadata
 
 from compat.megatron.job import Job, JobError
 from compat.transformer_engine import process as te_process
+from hypergrid.network import NDR, NVLINK4
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
 _REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
@@ -75,6 +76,7 @@ def examined() -> Iterator[tuple[str, str, str]]:
     for name, extra in (("PyYAML", "megatron"), ("matplotlib", "plot")):
         state = _installed(name)
         yield name, state or f"not installed; pip install 'hypergrid[{extra}]' if you need it", ""
+    yield from _ranks()
     for name, value in sorted(os.environ.items()):
         if name.startswith("HYPERGRID_") or name in ("TORCH_DIST_INIT_BARRIER", "WORLD_SIZE"):
             yield name, value, ""
@@ -189,6 +191,39 @@ def _resiliency() -> tuple[str, str, str]:
         f"importing megatron.core.dist_checkpointing fails",
         "Use a newer nvidia-resiliency-ext, or megatron-core up to 0.16.",
     )
+
+
+# By launcher: the variables of a rank, of its place on its host, and of how many the host has.
+_LAUNCHERS = {
+    "SLURM": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "torchrun": ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "OpenMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+}
+
+
+def _ranks() -> Iterator[tuple[str, str, str]]:
+    """Whether a launcher puts neighbouring ranks on different hosts; nothing outside of one."""
+    asked = os.environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
+    several = os.environ.get("SLURM_NNODES", "1") != "1"
+    why = f"SLURM_DISTRIBUTION={asked}" if several and asked.startswith(("cyclic", "plane")) else ""
+    found = bool(asked and several)
+    for launcher, names in _LAUNCHERS.items():
+        values = [os.environ.get(name, "") for name in names]
+        if all(value.isdecimal() and len(value) < 10 for value in values):
+            rank, local, many = map(int, values)
+            found = found or many > 1
+            if not why and many > 1 and rank % many != local:
+                why = f"{launcher}'s rank {rank} is number {local} of the {many} on its host"
+    if why:
+        yield (
+            "ranks",
+            f"interleaved over hosts ({why}): neighbouring ranks, which are the groups of tp, "
+            f"communicate at {NDR:g} GB/s and not at {NVLINK4:g}, {NVLINK4 / NDR:.0f} times slower",
+            "srun --distribution=block, or a host file that lists each host once; "
+            "`hypergrid place` writes one.",
+        )
+    elif found:
+        yield "ranks", "consecutive on each host", ""
 
 
 def _distribution(name: str) -> tuple[str, str, str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.padding import Padding
@@ -16,6 +17,8 @@ from compat.megatron.traffic import SHARDS, has_experts
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
+from hypergrid.analysis.memory import Bill
+from hypergrid.analysis.placement import Placement
 from hypergrid.analysis.stragglers import Late
 from hypergrid.analysis.summary import (
     communicators,
@@ -25,24 +28,30 @@ from hypergrid.analysis.summary import (
     sizes_in_words,
     summaries,
 )
-from hypergrid.analysis.traffic import Ranked
-from hypergrid.cli.source import Subject
+from hypergrid.analysis.traffic import Estimate, Ranked
+from hypergrid.cli.source import Subject, Traffic
 from hypergrid.messages import few
+from hypergrid.network import Network
+from hypergrid.network_text import FORMATS, hostlist
+
+Bills: TypeAlias = Mapping[str, Mapping[str, Bill]]
 
 _SCHEMA = 1  # of what --json prints
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
-def as_data(subject: Subject) -> dict[str, Any]:
+def as_data(subject: Subject, memory: Bills) -> dict[str, Any]:
     """What ``plan --json`` prints; ``source.saved`` reads it back."""
     made = communicators(subject.plan)
     return {
         **json.loads(subject.plan.to_json()),
-        "ranks_per_host": subject.ranks_per_host,
+        "ranks_per_host": subject.network.ranks[0],
+        **({"network": subject.network.to_json()} if subject.network.is_irregular else {}),
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
         "gloo_descriptors_of_a_rank": descriptors(subject.plan),
+        "memory_of_a_rank": memory_data(memory),
     }
 
 
@@ -74,10 +83,16 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
 def head(subject: Subject) -> Console:
     """The job in a line or two, and the assumptions; returns where to print the rest."""
     out, layouts, hosts = console(), subject.layouts, len(subject.hosts.names)
+    each = span((min(subject.network.ranks), max(subject.network.ranks)))
     out.print(
-        f"{layouts['decoder'].size} ranks on {hosts} host{'s' * (hosts > 1)} of "
-        f"{subject.ranks_per_host}: {sizes_in_words(layouts['decoder'])}"
+        f"{layouts['decoder'].size} ranks on {hosts} host{'s' * (hosts > 1)} of {each}: "
+        f"{sizes_in_words(layouts['decoder'])}"
     )
+    for level, units in subject.network.units.items():
+        used = Counter(units[:hosts])
+        many = span((min(used.values()), max(used.values())))
+        kind = "NVLink domain" if level == "nvlink" else level
+        out.print(f"{len(used)} {kind}{'s' * (len(used) > 1)} of {many} hosts")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
     for line in subject.assumed:
@@ -109,7 +124,109 @@ def finding(out: Console, found: Finding) -> None:
     out.print()
 
 
-def orders(out: Console, asked: Ranked, found: list[Ranked], top: int) -> None:
+def traffic(out: Console, network: Network, found: Estimate) -> None:
+    """What each flow sends over each level, and the seconds that it takes."""
+    ranks = sum(network.ranks)
+    rows = []
+    for name, cost in sorted(found.costs.items(), key=lambda pair: -pair[1].slowest):
+        amounts = (cost.volumes[level] for level in network.levels)
+        cells = [_amount(volume / ranks) if volume else "" for volume in amounts]
+        rows.append((name, *cells, _amount(cost.slowest)))
+    columns = (f">{level}" for level in network.levels)
+    out.print("GB that a rank sends in a step, by level, and seconds of the slowest group:")
+    table(out, ("flow", *columns, ">seconds"), rows)
+    speeds = ", ".join(f"{level} {_amount(gb)}" for level, gb in network.speeds.items())
+    out.print(f"\nGB/s of a rank: {speeds}; --bandwidth changes them.")
+    out.print(
+        f"A rank waits {_amount(found.low)} to {_amount(found.high)} s for the network in each "
+        f"step."
+        + (f" Most of it is {found.flow}, over the level {found.level}." if found.flow else "")
+    )
+    out.print()
+
+
+def traffic_data(found: Estimate) -> dict[str, Any]:
+    """An estimate as JSON."""
+    return {
+        "seconds": [found.low, found.high],
+        "largest": {"flow": found.flow, "level": found.level},
+        "flows": {name: asdict(cost) for name, cost in found.costs.items()},
+    }
+
+
+def placement(out: Console, network: Network, traffic: Traffic, found: Placement) -> None:
+    """What the given order of hosts and the one that was found cost, and the order."""
+    flows = _placed_flows(traffic, found)
+    rows = [(name, _amount(old), _amount(new)) for name, (old, new) in flows.items()]
+    total = ("in all", *map(_amount, (found.given, found.cost)))
+    table(out, ("flow", ">as given", ">placed"), [*rows, total])
+    out.print()
+    better = "No order costs less." if found.exact else "It is the best of those that were tried."
+    if found.cost < found.given:
+        less = f"{1 - found.cost / found.given:.0%}"
+        out.print(f"This order of hosts costs {less} less than the given one. {better}")
+    else:
+        out.print(
+            "No order of hosts costs less than the given one."
+            if found.exact
+            else "None of the orders of hosts that were tried costs less than the given one."
+        )
+    out.print(f"hosts: {hostlist(network.hosts[i] for i in found.order)}", soft_wrap=True)
+    if found.spare:
+        out.print(f"spare: {hostlist(network.hosts[i] for i in found.spare)}", soft_wrap=True)
+    out.print(f"\n--as writes it for a launcher: {', '.join(FORMATS)}.")
+    out.print(f"Unit: {traffic.unit}, of a rank on average; docs/placement.md has the model.")
+
+
+def placement_data(network: Network, traffic: Traffic, found: Placement) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        "hosts": [network.hosts[i] for i in found.order],
+        "spare": [network.hosts[i] for i in found.spare],
+        "unit": traffic.unit,
+        "given": found.given,
+        "cost": found.cost,
+        "exact": found.exact,
+        "flows": {
+            name: {"given": old, "cost": new}
+            for name, (old, new) in _placed_flows(traffic, found).items()
+        },
+    }
+
+
+def _placed_flows(traffic: Traffic, found: Placement) -> dict[str, tuple[float, float]]:
+    """Of each flow what it costs in the given order, and in the one that was found."""
+    ranks = max(layout.size for layout in traffic.subject.layouts.values())
+    old, new = (traffic.estimate(order).costs for order in ((), (*found.order, *found.spare)))
+    return {name: (old[name].total / ranks, new[name].total / ranks) for name in old}
+
+
+def memory(out: Console, found: Bills) -> None:
+    """Communicators of a rank by backend and share mode, and what NCCL's take on the GPU."""
+    kinds = dict.fromkeys(kind for bill in found.values() for kind in bill)
+    rows = []
+    for share, by_kind in found.items():
+        cells = []
+        for kind in kinds:
+            bill = by_kind[kind]
+            cells += [span(bill.communicators), span(bill.alone)]
+        spent = by_kind["nccl"].bytes if "nccl" in by_kind else None
+        gib = "-".join(f"{n / 2**30:.2g}" for n in spent) if spent else "0"
+        rows.append((share, *cells, gib))
+    columns = [name for kind in kinds for name in (f">{kind}", ">of 1 rank")]
+    out.print("Communicators of a rank, and what NCCL's take once all are used:")
+    table(out, ("share", *columns, ">GiB on the GPU"), rows)
+
+
+def memory_data(found: Bills) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        share: {kind: asdict(bill) for kind, bill in by_kind.items()}
+        for share, by_kind in found.items()
+    }
+
+
+def orders(out: Console, asked: Ranked, found: list[Ranked], top: int, unit: str) -> None:
     """The best orders and the one that was asked for, with the reasons."""
     best, rows = found[0], []
     for each in found[:top] + [asked] * (asked not in found[:top]):
@@ -117,31 +234,39 @@ def orders(out: Console, asked: Ranked, found: list[Ranked], top: int) -> None:
         amounts = map(_amount, (each.total, *each.flows.values()))
         style = "bold" if each is best else ""
         rows.append([Text(cell, style=style) for cell in (marks, each.order, *amounts)])
-    table(out, ("", "order", ">between hosts", *(f">{flow}" for flow in best.flows)), rows)
+    total = {"seconds": ">seconds", "volumes between hosts": ">between hosts"}.get(unit, ">cost")
+    table(out, ("", "order", total, *(f">{flow}" for flow in best.flows)), rows)
     out.print()
-    for line in _explained(best, asked, len(found)):
+    for line in _explained(best, asked, len(found), unit):
         out.print(line)
 
 
-def _explained(best: Ranked, asked: Ranked, many: int) -> Iterable[str]:
+def _explained(best: Ranked, asked: Ranked, many: int, unit: str) -> Iterable[str]:
     inside = [flow for flow, amount in best.flows.items() if not amount]
     out = [f"{flow} ({_amount(n)})" for flow, n in best.flows.items() if n]
     verb = "stays inside a host" if len(inside) == 1 else "stay inside hosts"
     reasons = [f"{_listed(inside)} {verb}"] * bool(inside)
-    reasons += [f"what crosses is {_listed(out)}"] * bool(out)
+    hosts = unit == "volumes between hosts"
+    reasons += [f"what {'crosses' if hosts else 'costs'} is {_listed(out)}"] * bool(out)
+    does, least = ("sends", "sends least") if hosts else ("costs", "costs least")
     if best.order == asked.order or best.total == asked.total:
-        yield f"No order of {many} sends less between hosts than yours: {'; '.join(reasons)}."
+        less = "sends less between hosts" if hosts else "costs less"
+        yield f"No order of {many} {less} than yours: {'; '.join(reasons)}."
     else:
         yield (
-            f"{best.order} sends least of {many} orders: {'; '.join(reasons)}. Yours sends "
+            f"{best.order} {least} of {many} orders: {'; '.join(reasons)}. Yours {does} "
             f"{_amount(asked.total)}, {best.order} {_amount(best.total)}."
         )
         yield (
             f"To use it: initialize_model_parallel(order={best.order!r}), or hypergrid-launch "
             f"--order {best.order}."
         )
+    if unit == "seconds":
+        yield "Unit: seconds of a step, on average over the ranks; docs/placement.md has the model."
+        return
+    pace = "" if hosts else ", at the pace of the slowest level, on average over the ranks"
     yield (
-        "Unit: one activation tensor a layer and micro-batch; the model is in "
+        f"Unit: one activation tensor a layer and micro-batch{pace}; the model is in "
         "compat/megatron/traffic.py, --volumes changes it."
     )
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line
 from compat.megatron.planning import Request
-from compat.megatron.traffic import SHARDS, flows_of
-from hypergrid.analysis.traffic import ranked
+from compat.megatron.traffic import SENDS, SHARDS, VOLUMES, flows_of
+from hypergrid.analysis.memory import Bill, Buffers, bills
+from hypergrid.analysis.placement import Placement, place
+from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
+from hypergrid.network import Network
+from hypergrid.network_text import expanded, from_data
+from hypergrid.network_text import read as read_network
 from hypergrid.plan import GroupPlan
 from hypergrid.topology import Topology
 
@@ -21,13 +27,66 @@ _LONGEST = 64 << 20  # bytes of a saved plan or dump
 
 
 @dataclass(frozen=True)
+class Where:
+    """How the network was asked for, beside the sizes of its units."""
+
+    topology: str | None = None  # a file
+    hostlist: str | None = None
+    bandwidth: str | None = None  # "host=450,world=50"
+    data: Any = None  # of a saved plan, as a file's
+
+    def network(self, ranks: int, per_host: int, **units: int | None) -> Network:
+        """The network of that many ranks; ``units`` are those of ``Network.regular``."""
+        if self.data is not None:
+            network = from_data(self.data, per_host)
+        elif self.topology is None:
+            network = Network.regular(ranks, per_host, **units)  # type: ignore[arg-type]
+        elif any(size is not None for size in units.values()):
+            flag = next(name for name, size in units.items() if size is not None)
+            raise JobError(
+                f"--topology has the levels of the network: leave out --{flag.replace('_', '-')}."
+            )
+        else:
+            network = read_network(Path(self.topology), per_host)
+        if self.hostlist is not None:
+            network = self._listed(network, ranks)
+        if self.bandwidth is not None:
+            network = replace(network, bandwidth={**network.bandwidth, **self._speeds()})
+        network.numbers(ranks)  # refuses too few
+        return network
+
+    def _listed(self, network: Network, ranks: int) -> Network:
+        names = expanded(self.hostlist or "")
+        if self.topology is None and self.data is None:
+            if len(names) < len(network.hosts):
+                raise JobError(
+                    f"--hostlist names {len(names)} hosts, and {ranks} ranks need "
+                    f"{len(network.hosts)}."
+                )
+            return replace(network, hosts=tuple(names[: len(network.hosts)]))
+        place = {name: number for number, name in enumerate(network.hosts)}
+        unknown = [name for name in names if name not in place]
+        if unknown:
+            raise JobError(
+                f"--hostlist names {unknown[0]}, which {self.topology or 'the plan'} does not have."
+            )
+        return network.in_order([place[name] for name in names])
+
+    def _speeds(self) -> dict[str, float]:
+        try:
+            pairs = [pair.split("=") for pair in (self.bandwidth or "").split(",")]
+            return {level.strip(): float(speed) for level, speed in pairs}
+        except ValueError:
+            raise JobError(f"--bandwidth {self.bandwidth} is not like host=450,world=50.") from None
+
+
+@dataclass(frozen=True)
 class Subject:
     """A plan, where its ranks are, and how it would look in another order."""
 
     plan: GroupPlan
-    ranks_per_host: int
+    network: Network
     job: Job | None = None  # None: it was saved
-    hosts_per_rack: int | None = None
     assumed: tuple[str, ...] = ()
 
     @property
@@ -60,18 +119,81 @@ class Subject:
     @property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""
-        return _hosts(self.plan.window.stop, self.ranks_per_host)
+        return self.network.topology(self.plan.window.stop)
 
     @property
-    def racks(self) -> Topology | None:
-        """The racks of all ranks, where they are known."""
-        if not self.hosts_per_rack:
-            return None
-        return _hosts(self.plan.window.stop, self.ranks_per_host * self.hosts_per_rack)
+    def places(self) -> dict[str, Topology]:
+        """The hosts and other units of all ranks, by level."""
+        names = self.network.levels[:-1]
+        return {name: self.network.topology(self.plan.window.stop, name) for name in names}
+
+    def memory(self, buffers: Buffers) -> dict[str, dict[str, Bill]]:
+        """What a rank's communicators take, by share mode and backend."""
+        places = self.places
+        return bills(self.plan, places.get("nvlink", places["host"]), SENDS, buffers)
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """The ranks of each host that has any of the job's."""
+        return dict(self.hosts.hosts)  # type: ignore[arg-type]
 
 
-def _hosts(ranks: int, on_each: int) -> Topology:
-    return Topology(RankLayout(("rank",), (ranks,)), on_each)
+@dataclass(frozen=True)
+class Traffic:
+    """What is sent in a step, and over which network: in seconds where the shape is known.
+
+    Else in the model's volumes: where only hosts are known, what crosses them; else at the pace of
+    each level, as parts of the slowest.
+    """
+
+    subject: Subject
+    network: Topology | Network
+    flows_of: Callable[[Layouts], list[Flow]]
+    unit: Literal["seconds", "volumes between hosts", "volumes at the slowest level's pace"]
+
+    @classmethod
+    def of(
+        cls, subject: Subject, volumes: Mapping[str, float] | None = None, by_hosts: bool = True
+    ) -> Traffic:
+        """That of ``volumes`` if given, else of the model's shape, else of fixed volumes.
+
+        Without ``by_hosts`` it is never what crosses hosts alone.
+        """
+        network, shape = subject.network, subject.job and subject.job.shape
+        if shape and volumes is None:
+            stages = subject.job and subject.job.arguments.get(
+                "virtual_pipeline_model_parallel_size"
+            )
+            flows_of_shape = partial(shape.flows, virtual_stages=stages or 1)
+            return cls(subject, network, flows_of_shape, "seconds")
+        of_volumes = partial(flows_of, volumes=VOLUMES if volumes is None else volumes)
+        if by_hosts and not network.units and not network.bandwidth:
+            return cls(subject, subject.hosts, of_volumes, "volumes between hosts")
+        slowest = min(network.speeds.values())
+        ratios = {level: speed / slowest for level, speed in network.speeds.items()}
+        scaled = replace(network, bandwidth=ratios)
+        return cls(subject, scaled, of_volumes, "volumes at the slowest level's pace")
+
+    @property
+    def seconds(self) -> bool:
+        """Whether costs are seconds."""
+        return self.unit == "seconds"
+
+    def estimate(self, order: Sequence[int] = ()) -> Estimate:
+        """Of the layout as it was asked for; ``order`` is another one of its hosts."""
+        layouts, network = self.subject.layouts, self._priced
+        network = network.in_order(order) if order else network
+        return estimate(layouts, network, self.flows_of(layouts))
+
+    def placed(self) -> Placement:
+        """The order of hosts that costs least."""
+        layouts = self.subject.layouts
+        return place(layouts, self._priced, self.flows_of(layouts))
+
+    @property
+    def _priced(self) -> Network:
+        assert isinstance(self.network, Network)  # by_hosts was given without it
+        return self.network
 
 
 def _turned(layout: RankLayout, order: str) -> RankLayout:
@@ -81,7 +203,10 @@ def _turned(layout: RankLayout, order: str) -> RankLayout:
 
 
 def saved(
-    path: Path, ranks_per_host: int | None = None, hosts_per_rack: int | None = None
+    path: Path,
+    ranks_per_host: int | None = None,
+    where: Where = Where(),
+    **units: int | None,
 ) -> Subject:
     """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
     data = read_json(path)
@@ -105,7 +230,10 @@ def saved(
     given = ranks_per_host or data.get("ranks_per_host")
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
-    return Subject(plan, per_host, None, hosts_per_rack, assumed)
+    if "network" in data and where.topology is None and not any(units.values()):
+        where, assumed = replace(where, data=data["network"]), ()
+    network = where.network(plan.window.stop, per_host, **units)
+    return Subject(plan, network, None, assumed)
 
 
 def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
@@ -131,12 +259,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def of_job(job: Job) -> Subject:
+def of_job(job: Job, where: Where = Where()) -> Subject:
     """The plan of a job. A refusal of its order names the best one that is not refused."""
+    units = {n: getattr(job, n) for n in ("nvlink_domain", "hosts_per_rack", "racks_per_pod")}
+    network = where.network(job.world_size, job.ranks_per_host, **units)
+    as_assumed = set(network.ranks) == {job.ranks_per_host}
+    assumed = tuple(s for s in job.assumed if as_assumed or "ranks on each host" not in s)
     try:
-        return Subject(job.plan(), job.ranks_per_host, job, job.hosts_per_rack, job.assumed)
+        return Subject(job.plan(), network, job, assumed)
     except JobError as error:
-        hosts = _hosts(job.world_size, job.ranks_per_host)
+        hosts = network.topology(job.world_size)
         allowed = ranked(Request.order, job.layouts, hosts, flows_of)
         if not allowed or "order" not in job.arguments:
             raise

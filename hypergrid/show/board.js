@@ -10,7 +10,13 @@ function build() {
   const columns = largest <= 4 ? largest : largest <= 8 ? 4 : 8;
   grid.style.setProperty("--digits", digits);
   grid.style.setProperty("--columns", columns);
+  let before = "";
   for (const host of hosts) {
+    if (host.within !== before) {
+      const units = { className: "units", title: host.within };
+      grid.append(make("div", { ...units, aria: { hidden: true } }, host.within));
+    }
+    before = host.within;
     const box = make("div", { className: "host", role: "rowgroup", aria: { label: host.name } });
     const heading = { className: "name", title: host.name, aria: { hidden: true } };
     box.append(make("div", heading, host.name));

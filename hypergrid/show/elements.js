@@ -8,7 +8,8 @@ const layouts = new Map(
   Object.entries(data.plan.layouts).map(([name, layout]) => [name, new Layout(layout)]),
 );
 const rows = data.plan.rows.map((row) => new Row(layouts, row));
-const hosts = data.hosts.map(({ name, runs }) => ({
+const hosts = data.hosts.map(({ name, runs, within }) => ({
+  within,
   name,
   ranks: runs.flatMap(([first, count]) => Array.from({ length: count }, (_, i) => first + i)),
 }));

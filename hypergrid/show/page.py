@@ -27,12 +27,14 @@ def page(
     *,
     offered: Sequence[str] | None = None,
     job: Mapping[str, Any] | None = None,
+    within: Mapping[str, str] | None = None,
 ) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
     ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
     that can be switched to, if they are over the ranks of the first one; by default all. ``job``
-    is what ``hypergrid.show.job.found`` says of a job with this plan.
+    is what ``hypergrid.show.job.found`` says of a job with this plan. ``within`` has for each
+    host's name the units that it is in.
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """
@@ -41,7 +43,10 @@ def page(
         "title": title,
         "plan": json.loads(plan.to_json()),
         "offered": list(plan.layouts if offered is None else offered),
-        "hosts": [{"name": name, "runs": list(_runs(ranks))} for name, ranks in boxes.items()],
+        "hosts": [
+            {"name": name, "runs": list(_runs(ranks)), "within": (within or {}).get(name, "")}
+            for name, ranks in boxes.items()
+        ],
         "job": job,
     }
     style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))

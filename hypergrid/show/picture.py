@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ def picture(
     *,
     layout: str | None = None,
     by: str | None = None,
+    within: Mapping[str, str] | None = None,
 ) -> None:
     """Write the ranks of ``plan`` on their hosts to ``path``. Needs the extra ``plot``.
 
@@ -53,7 +54,8 @@ def picture(
 
     ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
     ``.svg`` or ``.pdf``. ``layout`` is one of the plan's, by default the first, and ``by`` the one
-    dim to show, by default each that is larger than 1.
+    dim to show, by default each that is larger than 1. ``within`` has for each host's name the
+    units that it is in; they are headings.
 
     Raises
     ------
@@ -88,7 +90,7 @@ def picture(
     figure = Figure(dpi=200, facecolor="white")
     FigureCanvasAgg(figure)
     with matplotlib.rc_context(STYLE):
-        _compose(figure, [_Panel(drawn, boxes, dim) for dim in dims])
+        _compose(figure, [_Panel(drawn, boxes, dim, within or {}) for dim in dims])
         figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
 
 
@@ -132,7 +134,9 @@ def _compose(figure: Figure, panels: list[_Panel]) -> None:
 class _Panel:
     """One dim: the lines of ranks that are shown, where each is, and the first group's ring."""
 
-    def __init__(self, layout: RankLayout, boxes: dict[str, list[int]], dim: str) -> None:
+    def __init__(
+        self, layout: RankLayout, boxes: dict[str, list[int]], dim: str, within: Mapping[str, str]
+    ) -> None:
         self.layout, self.boxes, self.dim = layout, boxes, dim
         self.columns = min(COLUMNS, max(map(len, boxes.values())))
         self.labels = 0.075 * max(len(_short(name)) for name in boxes) + 0.12  # width of the names
@@ -140,7 +144,7 @@ class _Panel:
         self.members = layout.group(layout.offset, dim)
         self.places: dict[int, tuple[float, float]] = {}
         self.texts: list[tuple[float, float, str]] = []
-        y, before = HEAD, ""
+        y, before, around = HEAD, "", ""
         for hidden, lines in self._folded():
             if hidden:
                 y += 0.06
@@ -149,6 +153,11 @@ class _Panel:
                 continue
             for line in lines:
                 name = self.host[line[0]]
+                if within.get(name, "") != around:
+                    around = within[name]
+                    y += 0.1
+                    self.texts.append((0, y, around))
+                    y, before = y + 0.2, ""
                 if name != before:
                     y += 0.07 if before else 0
                     self.texts.append((0, y + CELL / 2 - 0.055, _short(name)))

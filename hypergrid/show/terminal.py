@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.text import Text
 
@@ -26,12 +26,14 @@ def table(
     *,
     only: Sequence[int] | None = None,
     width: int = 80,
+    within: Mapping[str, str] | None = None,
 ) -> Iterator[Text]:
     """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
 
     ``hosts`` is as for ``hypergrid.Topology``; ``by`` one or several dims, joined by ``"-"``. By
     default all hosts are shown, or above 256 ranks the first and the last; ``only`` names others
     by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
+    ``within`` has for each host's name the units that it is in; they are headings.
     """
     group = group_numbers(layout, by)
     shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
@@ -43,10 +45,15 @@ def table(
         cells = "".join(f"{value:>{cell - 1}} " for value in values)
         return Text(f"  {name:<{label - 2}}{cells.rstrip()}", style)
 
+    before = ""
     for i, (name, ranks) in enumerate(shown.items()):
         if left_out and i == len(shown) - 1:
             yield Text(f"... {left_out} hosts between, --hosts shows them ...", style="dim")
             yield Text()
+        around = (within or {}).get(name, "")
+        if around != before:
+            yield Text(around, "bold underline")
+        before = around
         for start in range(0, len(ranks), step):
             part = ranks[start : start + step]
             coloured = Text(name.ljust(label), style="bold")

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from compat.megatron.checks import faults
 from compat.megatron.job import from_sizes
-from compat.megatron.traffic import VOLUMES, flows_of
+from compat.megatron.traffic import VOLUMES, Shape, flows_of
 from hypergrid import RankLayout
 from hypergrid.analysis.checks import findings
-from hypergrid.analysis.traffic import crossing, ranked
+from hypergrid.analysis.traffic import LEAST_REACHED, Flow, costs, crossing, estimate, ranked
+from hypergrid.network import Network
 from hypergrid.topology import Topology
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
@@ -108,6 +109,115 @@ def test_the_ranking_is_that_of_counting_every_link_in_every_order(job):
         tokens = each.order.split("-")
         full = [d for d in DIMS if d not in tokens]
         assert each.total == pytest.approx(by_hand["-".join(full + tokens)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(jobs())
+def test_volumes_that_cross_hosts_are_the_case_of_two_levels_where_hosts_are_free(job):
+    sizes, world, etp, ep, per_host = job
+    planned = from_sizes(
+        world_size=world,
+        gpus_per_node=per_host,
+        **{d: sizes[d] for d in ("tp", "cp", "pp")},
+        etp=etp,
+        ep=ep,
+    )
+    free = Network.regular(world, per_host, bandwidth={"host": 1e30, "world": 1})
+
+    old = ranked("tp-cp-ep-dp-pp", planned.layouts, topology(world, per_host), flows_of)
+    new = ranked("tp-cp-ep-dp-pp", planned.layouts, free, flows_of)
+
+    assert [each.order for each in new] == [each.order for each in old]
+    for one, other in zip(new, old, strict=True):
+        assert one.total * world == pytest.approx(other.total, abs=1e-6)
+        for name, sent in one.flows.items():
+            assert sent * world == pytest.approx(other.flows[name], abs=1e-6)
+
+
+def shared(network, one, other):
+    """The number of the innermost level that two ranks share, by looking at each."""
+    of_rank = [i for i, n in enumerate(network.ranks) for _ in range(n)]
+    levels = [range(len(network.hosts)), *network.units.values()]
+    same = [names[of_rank[one]] == names[of_rank[other]] for names in levels]
+    return [*same, True].index(True)
+
+
+@st.composite
+def networks(draw):
+    """Hosts of unequal size in domains that lie in racks."""
+    domains = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    racks = draw(st.lists(st.integers(0, 1), min_size=4, max_size=4))
+    ranks = [draw(st.integers(1, 3)) for _ in domains]
+    units = {"nvlink": [f"d{d}" for d in domains], "rack": [f"r{racks[d]}" for d in domains]}
+    return Network([f"h{i}" for i in range(len(domains))], ranks, units, {"rack": 20, "world": 5})
+
+
+@settings(max_examples=60, deadline=None)
+@given(networks(), st.sampled_from(["ring", "all-to-all", "neighbours"]), st.data())
+def test_each_pair_of_members_pays_the_price_of_the_innermost_level_that_it_shares(
+    network, pattern, data
+):
+    world = sum(network.ranks)
+    size = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    sizes = data.draw(st.permutations([("x", size), ("y", world // size)]))
+    layouts = {"all": RankLayout(*map(tuple, zip(*sizes, strict=True)))}
+    flow = Flow("f", "all", ("x",), pattern, 7.0)
+    found = costs(layouts, network, [flow])
+    if size == 1:
+        assert not found
+        return
+    price = [1 / network.speeds[level] for level in network.levels]
+    total, slowest = 0.0, 0.0
+    for members in layouts["all"].groups("x").tolist():
+        if pattern == "ring":
+            far = max(shared(network, a, b) for a in members for b in members)
+            waits = 7 * price[far] * size
+        elif pattern == "neighbours":
+            waits = sum(7 * price[shared(network, a, b)] for a, b in pairwise(members))
+        else:
+            pairs = [(a, b) for a in members for b in members if a != b]
+            waits = sum(7 / size * price[shared(network, a, b)] for a, b in pairs)
+        total, slowest = total + waits, max(slowest, waits / size)
+    assert found["f"].total == pytest.approx(total)
+    assert found["f"].slowest == pytest.approx(slowest)
+
+
+def test_an_estimate_in_numbers():
+    """16 ranks on 4 hosts of two domains: dp rings leave the domain, tp stays in the host."""
+    network = Network.regular(16, 4, nvlink_domain=8, bandwidth={"host": 100, "world": 10})
+    layouts = {"decoder": RankLayout(("tp", "dp"), (4, 4))}
+    tp = Flow("tp", "decoder", ("tp",), "ring", 50.0)
+    dp = Flow("dp", "decoder", ("dp",), "ring", 30.0, hidden=True)
+    found = estimate(layouts, network, [tp, dp])
+    assert found.costs["tp"].volumes == {"host": 16 * 50, "nvlink": 0, "world": 0}
+    assert found.costs["dp"].volumes == {"host": 0, "nvlink": 0, "world": 16 * 30}
+    assert found.low == pytest.approx(50 / 100)
+    assert found.high == pytest.approx((50 / 100 + 30 / 10) / LEAST_REACHED)
+    assert (found.flow, found.level) == ("dp", "world")
+
+
+def test_the_volumes_of_a_model_in_numbers():
+    """By hand: hidden 1024, 8 layers on 2 stages, sequences of 2048 on cp=2, 4 micro-batches."""
+    job = from_sizes(
+        world_size=32, tp=2, cp=2, pp=2, ep=4, hidden=1024, layers=8, seq=2048, micro_batches=4
+    )
+    tensor = 1024 * 1024 * 2  # bytes: half of the sequence, 16 bits
+    dense = Shape(1024, 8, 2048, 4).flows(job.request().layouts)
+    sent = {flow.name: flow.volume * 1e9 for flow in dense}
+    assert sent == pytest.approx(
+        {
+            "tp": 8 * tensor * 4 * 4 / 2,  # a ring of 2 passes on half
+            "cp": 6 * tensor / 2 * 4 * 4 / 2,
+            "dp": 4 * 12 * 1024**2 / 2 * 6 * 7 / 8,  # over dp x cp = 8
+            "pp": 2 * tensor / 2 * 4,
+        }
+    )
+    experts = Shape(1024, 8, 2048, 4, experts=16, topk=3, expert_ffn=512)
+    sent = {flow.name: flow.volume * 1e9 for flow in experts.flows(job.request().layouts)}
+    assert sent["ep"] == pytest.approx(4 * 3 * tensor / 2 * 4 * 4)
+    assert sent["tp"] == pytest.approx(4 * tensor * 4 * 4 / 2)
+    assert sent["expert tp"] == pytest.approx(4 * 3 * tensor * 4 * 4 / 2)
+    assert sent["expert dp"] == pytest.approx(4 * 16 * 2 * 1024 * 512 / 8 * 6 * 1 / 2)
 
 
 def test_of_orders_that_send_the_same_the_asked_one_is_first():

@@ -1,0 +1,257 @@
+"""Networks and orders of hosts as text: SLURM's files and hostlists, YAML and JSON. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hypergrid.layout import LayoutError
+from hypergrid.messages import shown
+from hypergrid.network import MOST_HOSTS, Network
+
+_LONGEST = 64 << 20  # bytes of a file
+_HOST = r"[^][,\s]+(?:\[[\d,-]+\][^][,\s]*)*"
+_SWITCHES = ("rack", "pod")  # what the levels of a tree of switches are called, innermost first
+
+
+def read(path: Path, per_host: int) -> Network:
+    """The network in a file: YAML or JSON, SLURM's topology.conf, or what scontrol prints of it.
+
+    ``per_host`` is for hosts of which the file does not say how many GPUs they have. SLURM's
+    addresses (a line ``SLURM_TOPOLOGY_ADDR`` for each host, its pattern behind it) are read too.
+    LayoutError if it is none of these.
+    """
+    if path.stat().st_size > _LONGEST:
+        raise LayoutError(f"{path} is larger than {_LONGEST >> 20} MiB: too large for a network.")
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise LayoutError(f"{path} is not text.") from None
+    try:
+        return _parsed(text, per_host)
+    except LayoutError as error:
+        raise LayoutError(f"{path} is not a valid network: {error}") from None
+
+
+def _parsed(text: str, per_host: int) -> Network:
+    lines = [line.partition("#")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
+    lines = [line for line in lines if line]
+    if any(re.match(r"(?i)(switch|block)name\s*=", line) for line in lines):
+        return _slurm(lines, per_host)
+    if lines and all(re.fullmatch(r"[\w-]+(\.[\w-]+)+(\s+[a-z]+(\.[a-z]+)+)?", s) for s in lines):
+        return from_addresses(lines, per_host)
+    return from_data(_loaded(text), per_host)
+
+
+def _loaded(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise LayoutError(f"it is not JSON: {error}.") from None
+    try:
+        import yaml
+    except ImportError:
+        raise LayoutError(
+            "reading YAML needs PyYAML: pip install 'hypergrid[topology]'. JSON with the same "
+            "keys needs nothing."
+        ) from None
+    try:
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError) as error:
+        why = str(error).partition("\n")[0]
+        raise LayoutError(f"it is not YAML: {why}.") from None
+
+
+def from_data(data: Any, per_host: int) -> Network:
+    """The network of ``{"hosts": [{"name": "a", "gpus": 8, "nvlink": "d0"}], "bandwidth": {}}``.
+
+    Each other key of a host is a level. LayoutError on anything else.
+    """
+    if not isinstance(data, Mapping) or not isinstance(data.get("hosts"), list):
+        raise LayoutError(
+            "it has no list `hosts:` of entries such as {name: a, gpus: 8, nvlink: d0, rack: r0}."
+        )
+    unknown = sorted(map(str, data.keys() - {"hosts", "bandwidth"}))
+    if unknown:
+        raise LayoutError(f"unknown key {shown(unknown[0])}; allowed: hosts, bandwidth.")
+    bandwidth = data.get("bandwidth") or {}
+    if not isinstance(bandwidth, Mapping):
+        raise LayoutError(f"bandwidth must be GB/s by level, got {shown(bandwidth)}.")
+    hosts: list[Any] = data["hosts"]
+    _refuse_many(len(hosts))
+    levels: list[str] = []
+    for entry in hosts:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+            raise LayoutError(f"a host must be a mapping with a name, got {shown(entry)}.")
+        levels += [key for key in entry if key not in ("name", "gpus", *levels)]
+    for entry in hosts:
+        for level in levels:
+            unit = entry.get(level)
+            if isinstance(unit, bool) or not isinstance(unit, str | int):
+                raise LayoutError(
+                    f"the host {shown(entry['name'])} has no valid {shown(level)}, got "
+                    f"{shown(unit)}. Name it for every host, or for none."
+                )
+    return Network(
+        tuple(entry["name"] for entry in hosts),
+        tuple(entry.get("gpus", per_host) for entry in hosts),
+        {str(level): tuple(str(entry[level]) for entry in hosts) for level in levels},
+        {str(level): speed for level, speed in bandwidth.items()},
+    )
+
+
+def _slurm(lines: Iterable[str], per_host: int) -> Network:
+    """Of lines ``SwitchName=s0 Nodes=a[0-3]``, ``SwitchName=s2 Switches=s[0-1]``, ``BlockName``."""
+    above: dict[str, str] = {}
+    leaf, block = dict[str, str](), dict[str, str]()
+    for line in lines:
+        said = {key.lower(): value for key, value in re.findall(r"(\w+)\s*=\s*(\S+)", line)}
+        nodes = expanded(said["nodes"]) if "nodes" in said else []
+        if "blockname" in said:
+            block.update(dict.fromkeys(nodes, said["blockname"]))
+        elif "switchname" in said and "switches" in said:
+            above.update(dict.fromkeys(expanded(said["switches"]), said["switchname"]))
+        elif "switchname" in said:
+            leaf.update(dict.fromkeys(nodes, said["switchname"]))
+    hosts = list(dict.fromkeys((*leaf, *block)))
+    for host in hosts:
+        for kind, of_host in (("switch", leaf), ("block", block)):
+            if of_host and host not in of_host:
+                raise LayoutError(f"no {kind} has the host {shown(host)}, and others have one.")
+    units = {"nvlink": tuple(block[host] for host in hosts)} if block else {}
+    if leaf:
+        units |= _levels([_chain(leaf[host], above) for host in hosts])
+    return Network(tuple(hosts), (per_host,) * len(hosts), units)
+
+
+def _chain(switch: str, above: Mapping[str, str]) -> list[str]:
+    chain = [switch]
+    while chain[-1] in above:
+        if above[chain[-1]] in chain:
+            raise LayoutError(f"the switch {shown(switch)} is above itself.")
+        chain.append(above[chain[-1]])
+    return chain
+
+
+def _levels(chains: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Levels of each host's switches; the outermost stands for those that a host lacks."""
+    depth = max(map(len, chains))
+    names = [*_SWITCHES, *(f"switch{i}" for i in range(len(_SWITCHES), depth))]
+    return {
+        name: tuple(chain[min(i, len(chain) - 1)] for chain in chains)
+        for i, name in enumerate(names[:depth])
+    }
+
+
+def from_addresses(lines: Iterable[str], per_host: int) -> Network:
+    """Of each host's ``SLURM_TOPOLOGY_ADDR``: ``core.leaf2.a17``, or ``block0.a17 block.node``.
+
+    Behind it may stand ``SLURM_TOPOLOGY_ADDR_PATTERN``; without one all but the node are switches.
+    """
+    hosts, chains, blocks = list[str](), list[list[str]](), list[str]()
+    for line in lines:
+        address, _, pattern = line.partition(" ")
+        *units, host = address.split(".")
+        kinds = pattern.strip().split(".")[:-1] if pattern else ["switch"] * len(units)
+        if len(kinds) != len(units):
+            raise LayoutError(f"the address {shown(address)} is not of the form {shown(pattern)}.")
+        pairs = [*zip(units, kinds, strict=True)]
+        hosts.append(host)
+        blocks += [name for name, kind in pairs if kind == "block"]
+        # Switches of equal names under different ones above are different switches.
+        names = [".".join(units[: i + 1]) for i, (_, kind) in enumerate(pairs) if kind != "block"]
+        chains.append(names[::-1])
+    units_of: dict[str, tuple[str, ...]] = {}
+    if blocks:
+        if len(blocks) != len(hosts):
+            raise LayoutError("each host must be in one block, or none.")
+        units_of["nvlink"] = tuple(blocks)
+    if all(chains):
+        units_of |= _levels(chains)
+    elif any(chains):
+        raise LayoutError("some hosts have a switch and others none.")
+    return Network(tuple(hosts), (per_host,) * len(hosts), units_of)
+
+
+def expanded(hostlist: str) -> list[str]:
+    """The names of a SLURM hostlist: ``"a[01-03,7],b2"`` is a01, a02, a03, a7, b2."""
+    if not re.fullmatch(rf"\s*{_HOST}(,\s*{_HOST})*\s*", hostlist):
+        raise LayoutError(f"{shown(hostlist)} is not a hostlist such as a[01-18],b3.")
+    names: list[str] = []
+    for part in re.finditer(_HOST, hostlist):
+        pieces = re.split(r"\[([^]]*)\]", part[0])
+        choices = [[p] if i % 2 == 0 else _numbers(p, hostlist) for i, p in enumerate(pieces)]
+        _refuse_many(len(names) + math.prod(map(len, choices)))
+        names += map("".join, product(*choices))
+    return names
+
+
+def _numbers(text: str, whole: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise LayoutError(f"{shown(whole)} is not a hostlist such as a[01-18],b3.")
+        _refuse_many(int(last) - int(first) + 1)
+        found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return found
+
+
+def _refuse_many(hosts: int) -> None:
+    if hosts > MOST_HOSTS:
+        raise LayoutError(f"{hosts} hosts are too many: at most {MOST_HOSTS} can be planned.")
+
+
+def hostlist(names: Iterable[str]) -> str:
+    """The shortest hostlist that ``expanded`` reads as ``names``, in their order."""
+    runs: list[tuple[str, list[str]]] = []  # what is before the number, and the numbers
+    for name in names:
+        head, digits = re.fullmatch(r"(.*?)(\d*)", name, re.S).groups()  # type: ignore[union-attr]
+        last = runs[-1] if runs else None
+        if digits and last is not None and last[0] == head and last[1][0]:
+            last[1].append(digits)
+        else:
+            runs.append((head, [digits]))
+    return ",".join(head + _bracketed(digits) for head, digits in runs)
+
+
+def _bracketed(numbers: list[str]) -> str:
+    spans: list[list[str]] = []
+    for number in numbers:
+        before = spans[-1][-1] if spans else ""
+        if before and number == str(int(before) + 1).zfill(len(before)):
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return numbers[0] if len(numbers) == 1 else f"[{','.join(map('-'.join, spans))}]"
+
+
+def _each_rank(network: Network) -> Iterator[tuple[int, str, int]]:
+    """Of each rank its host, and its place there."""
+    start = 0
+    for name, many in zip(network.hosts, network.ranks, strict=True):
+        yield from ((start + i, name, i) for i in range(many))
+        start += many
+
+
+# How an order of hosts is written down, by what reads it.
+FORMATS: dict[str, Callable[[Network], str]] = {
+    "hostfile": lambda network: "\n".join(
+        f"{name} slots={n}" for name, n in zip(network.hosts, network.ranks, strict=True)
+    ),
+    "hostlist": lambda network: hostlist(network.hosts),
+    "slurm": lambda network: "\n".join(name for _, name, _ in _each_rank(network)),
+    "torchrun": lambda network: "\n".join(
+        f"{name} --node-rank {number}" for number, name in enumerate(network.hosts)
+    ),
+    "rankfile": lambda network: "\n".join(
+        f"rank {rank}={name} slot={place}" for rank, name, place in _each_rank(network)
+    ),
+}

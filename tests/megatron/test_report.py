@@ -1,0 +1,63 @@
+"""What the report says about hosts: ranks tell theirs before they agree on their groups."""
+
+import socket
+from unittest import mock
+
+import torch.distributed as dist
+
+from compat import parallel_state as ps
+from tests.support.forked import on_ranks
+
+
+def reported(capsys, hosts, rank, **environment):
+    """What rank 0 prints where each rank is on one of ``hosts``."""
+    with (
+        mock.patch.object(socket, "gethostname", lambda: hosts[rank]),
+        mock.patch.dict("os.environ", {"HYPERGRID_REPORT": "1", **environment}),
+        mock.patch("builtins.print", capsys.append),
+    ):
+        ps.initialize_model_parallel(2)
+    ps.destroy_model_parallel()
+    return capsys[0] if capsys else ""
+
+
+def printing():
+    """A list that print can write to."""
+
+    class Lines(list):
+        def append(self, text, **_):
+            super().append(text)
+
+    return Lines()
+
+
+@on_ranks(4)
+def test_the_report_notices_interleaved_ranks_and_what_they_cost(rank):
+    said = reported(printing(), "abab", rank)
+    dist.barrier()
+    if rank == 0:
+        # tp: 8 x 4 ranks cross, and dp none; with consecutive ranks dp: 0.4 x 4.
+        assert (
+            "ranks are interleaved over hosts: a has ranks 0, 2; what crosses hosts is 32" in said
+        )
+        assert "and 1.6 with consecutive ranks" in said
+    said = reported(printing(), "aabb", rank)
+    if rank == 0:
+        assert "TENSOR_MODEL_PARALLEL_GROUP" in said and "interleaved" not in said
+
+
+@on_ranks(4)
+def test_the_report_notices_hosts_in_an_expensive_order(rank):
+    """Four hosts of one rank; tp=2 pairs hosts of different blocks."""
+    address = f"{'b0' if rank in (0, 2) else 'b1'}.h{rank}"
+    slurm = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node"}
+    said = reported(printing(), [f"h{i}" for i in range(4)], rank, **slurm)
+    if rank == 0:
+        assert "another order of the hosts costs" in said and "less: h[0,2,1,3]" in said
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_tell_its_host_leaves_the_report_without_that_line(rank):
+    said = reported(printing(), "ab", rank, HYPERGRID_REPORT=str(1 - rank))
+    if rank == 0:
+        assert "TENSOR_MODEL_PARALLEL_GROUP" in said and "hosts" not in said
