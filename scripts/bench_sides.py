@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from itertools import count
@@ -246,10 +247,12 @@ def diagnosis(ranks: int, calls: int, repeats: int, seconds: float) -> dict[str,
     return times
 
 
-def recording(turns: int, calls: int) -> dict[str, list[float]]:
-    """CPU seconds per all_reduce of two gloo ranks, with and without ``record`` in turn.
+def recording(pairs: int, calls: int) -> dict[str, list[float]]:
+    """CPU seconds per call of two gloo ranks, with and without ``record``, in pairs of blocks.
 
-    Also, for each second of that, those of the recorder's thread.
+    The blocks of a pair follow each other, in turning order, so that both see the same machine;
+    the pairs of "same" compare what is not recorded with itself. Also, for each second of what is
+    recorded, the CPU seconds of the recorder's thread.
     """
     sys.path.insert(0, str(ROOT))
     import torch
@@ -260,12 +263,7 @@ def recording(turns: int, calls: int) -> dict[str, list[float]]:
 
     def rank(number: int, directory: str) -> dict[str, list[float]]:
         tensor = torch.ones(1024)
-        sides: dict[str, Any] = {
-            "without": lambda: None,
-            "with": lambda: hypergrid.record(directory),
-            "p2p without": lambda: None,
-            "p2p with": lambda: hypergrid.record(directory, p2p=True),
-        }
+        times = defaultdict[str, list[float]](list)
 
         def reducing() -> None:
             dist.all_reduce(tensor)
@@ -273,24 +271,36 @@ def recording(turns: int, calls: int) -> dict[str, list[float]]:
         def passing() -> None:
             (dist.send if number else dist.recv)(tensor, 1 - number)
 
-        times: dict[str, list[float]] = {side: [] for side in (*sides, "thread")}
-        for turn in range(turns):
-            for side in sorted(sides, reverse=bool(turn % 2)):
-                recorder = sides[side]()
-                call = passing if "p2p" in side else reducing
-                for _ in range(20):  # what opening it has displaced from the caches comes back
-                    call()
-                clock = recorder and time.pthread_getcpuclockid(recorder.thread.ident)
-                start, used = time.perf_counter(), clock and time.clock_gettime(clock)
-                cpu = time.process_time()  # of all threads; a machine may be busy otherwise
-                for _ in range(calls):
-                    call()
-                times[side].append((time.process_time() - cpu) / calls)
+        def block(call: Callable[[], None], record: Callable[[], Any]) -> float:
+            recorder = record()
+            for _ in range(20):  # what opening it has displaced from the caches comes back
+                call()
+            clock = recorder and time.pthread_getcpuclockid(recorder.thread.ident)
+            start, used = time.perf_counter(), clock and time.clock_gettime(clock)
+            cpu = time.process_time()  # of all threads; a machine may be busy otherwise
+            for _ in range(calls):
+                call()
+            cpu = time.process_time() - cpu
+            if recorder:
                 lasted = time.perf_counter() - start
-                if side == "with":
-                    times["thread"].append((time.clock_gettime(clock) - used) / lasted)
-                if recorder:
-                    recorder.close()
+                times["thread"].append((time.clock_gettime(clock) - used) / lasted)
+                recorder.close()
+            return cpu / calls
+
+        def none() -> None:
+            return None
+
+        sides: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
+            "same": (reducing, none),
+            "recorded": (reducing, lambda: hypergrid.record(directory)),
+            "p2p recorded": (passing, lambda: hypergrid.record(directory, p2p=True)),
+        }
+        for turn in range(pairs):
+            for side, (call, record) in sides.items():
+                order = (none, record)[:: -1 if turn % 2 else 1]
+                pair = [block(call, each) for each in order][:: -1 if turn % 2 else 1]
+                times[f"{side}: without"].append(pair[0])
+                times[f"{side}: with"].append(pair[1])
         return times
 
     with tempfile.TemporaryDirectory() as directory:

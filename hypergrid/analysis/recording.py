@@ -76,6 +76,11 @@ class Group:
     ranks: tuple[int, ...] | None = None
     dims: tuple[str, ...] = ()
 
+    @property
+    def shown(self) -> str:
+        """How a sentence calls it."""
+        return "the default group" if self.label == DEFAULT else self.label or f"group {self.name}"
+
 
 @dataclass
 class RankRecording:
