@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -28,6 +28,8 @@ Doubt: TypeAlias = Literal[
     "dark",  # no stack and no record of sends and receives: it may be in one
     "guess",  # that others wait for it is guessed from stacks
     "blind",  # the flight recorder of a rank is missing
+    "unread",  # a file of the rank could not be read
+    "mixed",  # the files seem to be of two jobs
     "old",  # its dump is older than the call that it misses
     "few",  # most ranks left no dump
 ]
@@ -83,6 +85,10 @@ class Rules:
 
     def cause(self) -> Cause:
         """What is wrong."""
+        found = self._decided()
+        return replace(found, doubt="mixed") if self.waiting.recording.mixed else found
+
+    def _decided(self) -> Cause:
         waiting = self.waiting
         if not any(mine.answered for mine in self.ranks.values()):
             return Cause("empty")
@@ -127,6 +133,9 @@ class Rules:
             kind = "no dump"
         waits = [wait for wait in waiting.waits if first.intersection(wait.absent)]
         wait = self._nearest(waits, first) if waits else None
+        doubt = self._doubt(kind, first, wait)
+        if doubt == "few":
+            return Cause(kind, _sorted(waiting.gone), wait, waiting.waits, doubt=doubt)
         named = first.intersection(wait.absent) if wait else first
         behind = waiting.behind(wait, named) if wait else ()
         return Cause(kind, _sorted(named), wait, behind, doubt=self._doubt(kind, named, wait))
@@ -135,6 +144,8 @@ class Rules:
         waiting, mine = self.waiting, [self.ranks[rank] for rank in named if rank in self.ranks]
         if kind == "raised":
             return ""
+        if named & waiting.gone & waiting.recording.unread:
+            return "unread"
         if 2 * len(waiting.gone) > waiting.recording.world_size:
             return "few"
         if waiting.blind and (wait is None or kind != "no dump"):

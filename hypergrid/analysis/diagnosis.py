@@ -171,15 +171,16 @@ class _Words:
         return f"{said} {_many(unread, 'file')} could not be read." if unread else said
 
     def _nothing(self, cause: Cause) -> str:
-        blind = self.waiting.blind
-        what = (
-            "no collective is recorded, there are only stacks"
-            if blind
-            else ("nothing is recorded: no flight recorder, stack or error")
+        keeps = (
+            "Torch keeps calls with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before "
+            "torch 2.9) in the job's environment."
         )
+        if self.waiting.blind:
+            return f"no collective is recorded, there are only stacks. {keeps}"
         return (
-            f"{what}. Set TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch "
-            "2.9) in the job."
+            "no rank has written what it was doing: no flight recorder, stack or error. Ranks that "
+            "still run and record by hypergrid.record write on hypergrid diagnose --pid, or touch "
+            f"DIR/asked. {keeps}"
         )
 
     def _slow(self, cause: Cause) -> str:
@@ -215,6 +216,15 @@ class _Words:
 
     def _absent(self, cause: Cause) -> str:
         wait, named_ranks = cause.wait, self._named(cause.ranks)
+        if cause.doubt == "few":
+            have = "have" if len(cause.ranks) > 1 else "has"
+            there = _ranks(sorted(self.ranks.keys() - self.waiting.gone), "has", "have")
+            more = (
+                f". What {_ranks(wait.inside, 'waits', 'wait')} for: {self._call(wait)}"
+                if wait
+                else ""
+            )
+            return f"only {there} left a dump, {named_ranks} {have} not{more}."
         where = self._whereabouts(cause)
         if wait is None:
             others = self._guessing(cause)
@@ -271,23 +281,31 @@ class _Words:
         if not cause.doubt:
             return ""
         it, its = ("they", "their") if len(cause.ranks) > 1 else ("it", "its")
-        world, gone = self.waiting.recording.world_size, len(self.waiting.gone)
-        unseen = _ranks(sorted(self.waiting.unseen) or [0], "waits", "wait")
-        said = {
-            "unseen": f"sends and receives are not recorded, so for whom {unseen} in one is not "
-            "known. HYPERGRID_RECORD_P2P=1 records them.",
-            "dark": f"sends and receives are not recorded, nor {its} stack: {it} may wait for "
-            "others in one. hypergrid.record writes both.",
-            "guess": "sends and receives are not recorded: who waits for whom in them is guessed "
-            "from stacks. HYPERGRID_RECORD_P2P=1 records them.",
-            "blind": f"the flight recorder of {_ranks(sorted(self.waiting.blind) or [0])} is "
-            "missing, so its collectives are not known.",
-            "old": f"{its} dump was written before that call, and {it} may have come since. Have "
-            "all ranks write at the same time.",
-            "few": f"only {_many(world - gone, 'rank')} of {world} left a dump. Is this the "
-            "directory of all ranks?",
-        }
-        return f" Not certain: {said[cause.doubt]}"
+        match cause.doubt:
+            case "unseen":
+                who = _ranks(sorted(self.waiting.unseen), "waits", "wait")
+                said = f"sends and receives are not recorded, so for whom {who} in one is not "
+                said += "known. HYPERGRID_RECORD_P2P=1 records them"
+            case "dark":
+                said = f"sends and receives are not recorded, nor {its} stack: {it} may wait for "
+                said += "others in one. hypergrid.record writes both"
+            case "guess":
+                said = "sends and receives are not recorded: who waits for whom in them is guessed "
+                said += "from stacks. HYPERGRID_RECORD_P2P=1 records them"
+            case "blind":
+                who = _ranks(sorted(self.waiting.blind))
+                said = f"the flight recorder of {who} is missing or cut, and what was called there "
+                said += "is not known"
+            case "unread":
+                said = f"what {it} did is not known"
+            case "mixed":
+                said = f"{self.waiting.recording.mixed}. The files seem to be of two jobs or runs"
+            case "old":
+                said = f"{its} dump was written before that call, and {it} may have come since. "
+                said += "Have all ranks write at the same time"
+            case "few":
+                return " Is this the directory of all ranks?"
+        return f" Not certain: {said}."
 
     def _guessing(self, cause: Cause) -> list[int]:
         """Who may wait for these ranks in a send or receive that is not recorded."""
@@ -302,6 +320,8 @@ class _Words:
         if cause.kind == "raised" and mine:
             error = mine.error.partition("\n")[0][:200]
             return f"{it} raised {error}{'.' * (error[-1:] != '.')}"
+        if cause.doubt == "unread":
+            return f"{'their dumps' if many else 'its dump'} could not be read."
         if cause.kind == "no dump":
             text = f"{'they' if many else 'it'} left no dump: ended, stopped or unreachable"
             known = f" (pid {mine.pid} on {mine.host})" if mine and mine.pid and not many else ""

@@ -299,7 +299,48 @@ def test_of_one_dump_of_many_little_is_certain(job):
     job.call(0, WORLD, done=False)
     found = job.verdict(without=[1, 2, 3])
     assert (found.kind, found.ranks, found.certain) == ("no dump", (1, 2, 3), False)
-    assert "only 1 rank of 4 left a dump" in found.sentence
+    assert found.sentence == (
+        "Only rank 0 has left a dump, ranks 1..3 have not. What rank 0 waits for: all_reduce #1 of "
+        "the default group 0..3. Is this the directory of all ranks?"
+    )
+
+
+def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
+    job.call(2, OTHER, done=False)
+    write(job.directory, job.ranks)
+    whole = (job.directory / "trace_3").read_bytes()
+    (job.directory / "trace_3").write_bytes(whole[: len(whole) // 2])
+    found = diagnose(read(job.directory))
+    assert (found.kind, found.ranks, found.certain) == ("no dump", (3,), False)
+    assert found.sentence.endswith(
+        "its dump could not be read. Not certain: what it did is not known."
+    )
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        ({"groups": {WORLD: ("default_pg", [0, 1])}}, "the job has 2 ranks in a flight recorder"),
+        ({"later": 90}, "the calls of rank 1 ended before those of rank 0 began"),
+    ],
+)
+def test_files_of_two_jobs_are_seen_to_be_mixed(job, other, said):
+    job.ranks[0] = Rank(0, other.get("groups", GROUPS))
+    job.ranks[0].now = job.ranks[3].now + other.get("later", 0) * SECOND
+    job.call(0, WORLD).call(2, OTHER, done=False)
+    job.ranks[2].now += 200 * SECOND
+    found = job.verdict()
+    assert not found.certain and said in found.sentence
+    assert found.sentence.endswith("The files seem to be of two jobs or runs.")
+
+
+def test_files_of_two_processes_of_a_rank_are_seen_to_be_mixed(job):
+    stack(job.directory, 1, [("train.py", 1, "step")], written=job.ranks[1].now)
+    said = {"schema": 1, "rank": 1, "world_size": 4, "host": "host0", "pid": 7, "groups": []}
+    (job.directory / "groups_1.json").write_text(json.dumps(said))
+    found = job.verdict()
+    assert found.ok and not found.certain
+    assert "the files of rank 1 are of two processes, 7 and 1001" in found.sentence
 
 
 def test_members_that_the_recorder_lacks_come_from_hypergrid_dump(job):

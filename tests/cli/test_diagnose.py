@@ -63,12 +63,40 @@ def test_coordinates_come_from_a_plan(left, tmp_path):
     assert run(f"diagnose {left} --plan {saved}", status=1).startswith("Rank 3 (host0, tp=1 pp=1)")
 
 
+def test_a_plan_of_another_job_is_not_used(left, tmp_path):
+    saved = tmp_path / "plan.json"
+    for sizes, why in (
+        ("--world-size 8 --tp 2", "it is for 8 ranks, and the job has 4."),
+        ("--world-size 4 --tp 4", "TENSOR_MODEL_PARALLEL_GROUP of rank 0 has the ranks"),
+    ):
+        saved.write_text(run(f"plan {sizes} --json"))
+        for path in left.glob("trace_*"):
+            path.write_bytes(path.read_bytes().replace(b"X\x06\0\0\0TENSOR", LABEL))
+        said = " ".join(run(f"diagnose {left} --plan {saved}", status=1).split())
+        assert said.startswith("Rank 3 (host0) never") and why in said
+
+
+LABEL = b"X\x1b\0\0\0TENSOR_MODEL_PARALLEL_GROUP"
+
+
+def test_the_verdict_is_printed_before_a_page_that_cannot_be_written(left):
+    said = run(f"diagnose {left} --html {left / 'no' / 'page.html'}", status=2)
+    assert said.startswith("Rank 3 (host0) never entered") and "No such file" in said
+
+
+def test_groups_without_recorders_say_how_ranks_write(tmp_path):
+    said = {"schema": 1, "rank": 0, "world_size": 1, "host": "a", "pid": 1, "groups": []}
+    (tmp_path / "groups_0.json").write_text(json.dumps(said))
+    assert "No rank has written what it was doing" in run(f"diagnose {tmp_path}", status=1)
+
+
 def test_files_that_cannot_be_read_are_named_and_a_directory_without_dumps_is_refused(left):
     (left / "trace_1").write_bytes(b"\x80\x02")
-    assert "Not read:\n  trace_1 cannot be read" in run(f"diagnose {left}", status=1)
+    assert "Not used:\n  trace_1 cannot be read" in run(f"diagnose {left}", status=1)
     (left / "empty").mkdir()
     assert "has no dump of a rank" in run(f"diagnose {left / 'empty'}", status=2)
-    assert "No such file" in run(f"diagnose {left / 'nowhere'}", status=2)
+    assert "Some seem to be in left." in run(f"diagnose {left.parent}", status=2)
+    assert "there is no directory" in run(f"diagnose {left / 'nowhere'}", status=2)
 
 
 def test_who_comes_last_is_a_table(left):
