@@ -18,7 +18,7 @@ import tempfile
 import time
 import timeit
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from itertools import count
@@ -248,11 +248,12 @@ def diagnosis(ranks: int, calls: int, repeats: int, seconds: float) -> dict[str,
 
 
 def recording(pairs: int, calls: int) -> dict[str, list[float]]:
-    """CPU seconds per call of two gloo ranks, with and without ``record``, in pairs of blocks.
+    """CPU seconds per call with and without ``record``, in pairs of blocks.
 
     The blocks of a pair follow each other, in turning order, so that both see the same machine;
-    the pairs of "same" compare what is not recorded with itself. Also, for each second of what is
-    recorded, the CPU seconds of the recorder's thread.
+    the pairs of "same" compare what is not recorded with itself. An all_reduce of one rank costs
+    the same each time, and less than any of several ranks: what recording adds weighs most there.
+    "thread": of each second, the CPU seconds of the recorder's thread, which wakes four times.
     """
     sys.path.insert(0, str(ROOT))
     import torch
@@ -261,51 +262,46 @@ def recording(pairs: int, calls: int) -> dict[str, list[float]]:
     import hypergrid
     from tests.support import forked
 
-    def rank(number: int, directory: str) -> dict[str, list[float]]:
+    def rank(number: int, directory: str, p2p: bool) -> dict[str, list[float]]:
         tensor = torch.ones(1024)
         times = defaultdict[str, list[float]](list)
 
-        def reducing() -> None:
-            dist.all_reduce(tensor)
+        def call() -> None:
+            if p2p:
+                (dist.send if number else dist.recv)(tensor, 1 - number)
+            else:
+                dist.all_reduce(tensor)
 
-        def passing() -> None:
-            (dist.send if number else dist.recv)(tensor, 1 - number)
-
-        def block(call: Callable[[], None], record: Callable[[], Any]) -> float:
-            recorder = record()
-            for _ in range(20):  # what opening it has displaced from the caches comes back
+        def block(recorded: bool) -> float:
+            recorder = hypergrid.record(directory, p2p=p2p) if recorded else None
+            many = calls // 10 if p2p else calls
+            for _ in range(200):  # what opening it has displaced from the caches comes back
                 call()
-            clock = recorder and time.pthread_getcpuclockid(recorder.thread.ident)
-            start, used = time.perf_counter(), clock and time.clock_gettime(clock)
-            cpu = time.process_time()  # of all threads; a machine may be busy otherwise
-            for _ in range(calls):
+            start = time.process_time()  # of all threads; a machine may be busy otherwise
+            for _ in range(many):
                 call()
-            cpu = time.process_time() - cpu
+            used = time.process_time() - start
             if recorder:
-                lasted = time.perf_counter() - start
-                times["thread"].append((time.clock_gettime(clock) - used) / lasted)
                 recorder.close()
-            return cpu / calls
+            return used / many
 
-        def none() -> None:
-            return None
-
-        sides: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
-            "same": (reducing, none),
-            "recorded": (reducing, lambda: hypergrid.record(directory)),
-            "p2p recorded": (passing, lambda: hypergrid.record(directory, p2p=True)),
-        }
-        for turn in range(pairs):
-            for side, (call, record) in sides.items():
-                order = (none, record)[:: -1 if turn % 2 else 1]
-                pair = [block(call, each) for each in order][:: -1 if turn % 2 else 1]
-                times[f"{side}: without"].append(pair[0])
-                times[f"{side}: with"].append(pair[1])
+        for turn in range(pairs // 10 if p2p else pairs):
+            for side in ("p2p",) if p2p else ("same", "recorded"):
+                order = [("without", False), ("with", side != "same")][:: -1 if turn % 2 else 1]
+                for name, recorded in order:
+                    times[f"{side}: {name}"].append(block(recorded))
+        if not p2p:
+            recorder = hypergrid.record(directory)
+            clock = time.pthread_getcpuclockid(recorder.thread.ident or 0)
+            start, used = time.perf_counter(), time.clock_gettime(clock)
+            while time.perf_counter() - start < 3:
+                call()
+            times["thread"].append((time.clock_gettime(clock) - used) / 3)
         return times
 
     with tempfile.TemporaryDirectory() as directory:
-        found: dict[str, list[float]] = forked.run_ranks(2, rank, directory, timeout=600)[0]
-    return found
+        alone: dict[str, list[float]] = forked.run_ranks(1, rank, directory, False, timeout=300)[0]
+        return alone | forked.run_ranks(2, rank, directory, True, timeout=300)[0]
 
 
 def _reset_peak() -> int:

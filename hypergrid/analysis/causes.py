@@ -135,7 +135,7 @@ class Rules:
         wait = self._nearest(waits, first) if waits else None
         doubt = self._doubt(kind, first, wait)
         if doubt == "few":
-            return Cause(kind, _sorted(waiting.gone), wait, waiting.waits, doubt=doubt)
+            return Cause("no dump", _sorted(waiting.gone), wait, waiting.waits, doubt=doubt)
         named = first.intersection(wait.absent) if wait else first
         behind = waiting.behind(wait, named) if wait else ()
         return Cause(kind, _sorted(named), wait, behind, doubt=self._doubt(kind, named, wait))
@@ -185,10 +185,6 @@ class Rules:
             behind = waiting.behind(missed, {rank})
             return Cause("never entered", (rank,), missed, behind, step=step, doubt=doubt)
         odd, left = self._deviants(near)
-        edges = [
-            (rank, other, waiting.edges.get(rank, {}).get(other))
-            for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
-        ]
         if unseen and not left:
             # Most of a group are in a call: that the others are not is more than they can do.
             most = [w for w in waiting.waits if unseen.issuperset(w.absent) and _is_most(w)]
@@ -198,30 +194,27 @@ class Rules:
                 return Cause("never entered", each.absent, each, behind, doubt=doubt)
             return Cause("order", _sorted(unseen), None, waiting.waits, doubt=doubt)
         of_odd = [each for rank in odd for each in waiting.edges.get(rank, {}).values()]
+        if unseen:  # whom they wait for is not known, so neither is the circle
+            wait = next(iter(of_odd), None)
+            return Cause("order", _sorted(odd), wait, waiting.waits, step=left, doubt=doubt)
+        edges = [
+            (rank, other, waiting.edges.get(rank, {}).get(other))
+            for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
+        ]
         waits = [wait for *_, wait in edges if wait]
         wait = next((wait for wait in waits if wait in of_odd), next(iter(of_odd or waits), None))
-        others = [each for each in waiting.waits if each not in waits or unseen]
-        return Cause(
-            "order",
-            _sorted(odd or circle),
-            wait,
-            others,
-            None,
-            edges if not unseen else (),
-            left,
-            doubt,
-        )
+        others = [each for each in waiting.waits if each not in waits]
+        named = _sorted(odd or circle)
+        return Cause("order", named, wait, others, circle=edges, step=left, doubt=doubt)
 
     def _skipped(self, within: Iterable[int]) -> tuple[int, Wait, Step] | None:
         """A rank of a circle that left out a call earlier, where it is missed, and what it did."""
         steps = self._steps
         for rank in sorted(within & self.ranks.keys()):
-            missed = {
-                _title(self.waiting, w.call): w for w in self.waiting.waits if rank in w.absent
-            }
-            for call, (before, after) in zip(
-                self.ranks[rank].calls, self._pattern(rank), strict=True
-            ):
+            waits = [wait for wait in self.waiting.waits if rank in wait.absent]
+            missed = {_title(self.waiting, wait.call): wait for wait in waits}
+            pairs = zip(self.ranks[rank].calls, self._pattern(rank), strict=True)
+            for call, (before, after) in pairs:
                 if call.done and steps[before, after] == 1:
                     usual = _usual(steps, before, after)
                     if usual in missed and steps[before, usual] > 1:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from hypergrid.analysis.causes import DTYPES, SIZES, Cause, Kind, Mismatch, Rules, Why, named
 from hypergrid.analysis.recording import Call, Frame, Recording
-from hypergrid.analysis.waiting import Wait, Waiting, pair_of
+from hypergrid.analysis.waiting import P2P, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
 from hypergrid.plan import GroupPlan
 
@@ -131,11 +131,12 @@ class _Words:
         for rank, other, wait in cause.circle:
             where = f"{self._call(wait)} and waits" if wait else "a send or recv and may wait"
             lines.append(f"rank {rank} is in {where} for rank {other}.")
-        stuck = self._guessing(cause) if cause.wait is None else sorted(self.waiting.unseen)
-        stuck = sorted(self.waiting.blind) if cause.kind == "empty" else stuck
-        lines += self._stacks(
-            stuck[:8] if cause.doubt in ("unseen", "guess") or cause.kind == "empty" else ()
-        )
+        if cause.kind == "empty":
+            lines += self._stacks(sorted(self.waiting.blind))
+        elif cause.doubt == "guess":
+            lines += self._stacks(self._guessing(cause))
+        elif cause.doubt == "unseen":
+            lines += self._stacks(sorted(self.waiting.unseen))
         # What all ranks are in, or wait for in a circle, is among the others already.
         own = [cause.wait] if cause.wait and not cause.circle and cause.kind != "slow" else []
         waits = [*own, *(wait for wait in cause.waits if wait not in own)]
@@ -153,12 +154,9 @@ class _Words:
             line += f", {_ranks(ranks)} {text}" if ranks else ""
         return f"{line}."
 
-    def _stacks(self, ranks: Iterable[int]) -> list[str]:
-        return [
-            f"rank {rank} is in {_at(self.ranks[rank].stack)}."
-            for rank in ranks
-            if rank in self.ranks and self.ranks[rank].stack
-        ]
+    def _stacks(self, ranks: Sequence[int]) -> list[str]:
+        stacks = {rank: self.ranks[rank].stack for rank in ranks[:8] if rank in self.ranks}
+        return [f"rank {rank} is in {_at(stack)}." for rank, stack in stacks.items() if stack]
 
     # The kinds.
 
@@ -219,21 +217,17 @@ class _Words:
         if cause.doubt == "few":
             have = "have" if len(cause.ranks) > 1 else "has"
             there = _ranks(sorted(self.ranks.keys() - self.waiting.gone), "has", "have")
-            more = (
-                f". What {_ranks(wait.inside, 'waits', 'wait')} for: {self._call(wait)}"
-                if wait
-                else ""
-            )
-            return f"only {there} left a dump, {named_ranks} {have} not{more}."
+            said = f"only {there} left a dump, {named_ranks} {have} not."
+            if wait is None:
+                return said
+            return f"{said} What {_ranks(wait.inside, 'waits', 'wait')} for: {self._call(wait)}."
         where = self._whereabouts(cause)
         if wait is None:
             others = self._guessing(cause)
             if not others:
                 return f"{named_ranks} {where.removeprefix('it ').removeprefix('they ')}"
             frame = self.waiting.p2p_frame(others[0])
-            does = (
-                frame.function if frame and not frame.function.startswith("_") else "a send or recv"
-            )
+            does = frame.function if frame and frame.function in P2P else "a send or recv"
             return (
                 f"{named_ranks} did not send or receive what {_ranks(others, 'waits', 'wait')} "
                 f"for in {does}; {where}"
@@ -328,6 +322,8 @@ class _Words:
             return f"{text}{known}."
         stack = f"{it} is in {_at(mine.stack)}, and " if mine and mine.stack else ""
         last = self.waiting.last.get(rank)
+        if last is None and rank in self.waiting.blind:
+            return f"{stack}its calls are not known."
         if last is None:
             return f"{stack}{it} has called nothing so far."
         its = "its" if stack or not many else f"rank {rank}'s"

@@ -12,7 +12,7 @@ from hypergrid.analysis.recording import DEFAULT, Call, Frame, Recording
 Graph: TypeAlias = Mapping[int, set[int]]  # the ranks that each waiting rank waits for
 _NOWHERE = -1  # the last number of a rank that left no dump
 _LAST = 8  # calls of a rank among which the latest time is looked for
-_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _OF_OTHERS = re.compile(
     r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|remote process|"
     r"peer closed|socket|other rank|watchdog|aborted",
@@ -105,7 +105,7 @@ class Waiting:
         """The frame of a send or recv that its main thread is in."""
         mine = self.ranks.get(rank)
         for frame in mine.stack[:8] if mine else ():
-            if frame.function in _P2P and "distributed" in frame.file:
+            if frame.function in P2P and "distributed" in frame.file:
                 return frame
             if "p2p" in frame.file.rpartition("/")[2]:
                 return frame
