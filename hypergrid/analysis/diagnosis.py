@@ -293,7 +293,8 @@ class _Words:
             case "unread":
                 said = f"what {it} did is not known"
             case "mixed":
-                said = f"{self.waiting.recording.mixed}. The files seem to be of two jobs or runs"
+                said = f"{self.waiting.recording.mixed}. The files seem to be of two jobs, or of "
+                said += "two times"
             case "old":
                 said = f"{its} dump was written before that call, and {it} may have come since. "
                 said += "Have all ranks write at the same time"

@@ -349,10 +349,11 @@ class _Reader:
         main = next((each for each in threads if each.get("main")), None)
         mine.stack = _frames(main["frames"]) if main else ()
         p2p = data.get("p2p") or []
-        known = {(call.group, call.seq) for call in mine.calls if call.p2p}
-        mine.calls += [call for call in self._calls(p2p) if (call.group, call.seq) not in known]
+        calls = self._calls(p2p)
         for name, label in {tuple(entry["process_group"]) for entry in p2p}:
             self._group(rank, str(name), str(label), None)
+        known = {(call.group, call.seq) for call in mine.calls if call.p2p}
+        mine.calls += [call for call in calls if (call.group, call.seq) not in known]
         mine.whole = mine.whole and _from_the_first(p2p)
         if p2p:
             mine.calls.sort(key=lambda call: call.created)

@@ -331,7 +331,7 @@ def test_files_of_two_jobs_are_seen_to_be_mixed(job, other, said):
     job.ranks[2].now += 200 * SECOND
     found = job.verdict()
     assert not found.certain and said in found.sentence
-    assert found.sentence.endswith("The files seem to be of two jobs or runs.")
+    assert found.sentence.endswith("The files seem to be of two jobs, or of two times.")
 
 
 def test_files_of_two_processes_of_a_rank_are_seen_to_be_mixed(job):
