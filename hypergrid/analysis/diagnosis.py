@@ -165,8 +165,7 @@ class _Words:
         ranks = _many(len(self.ranks), "rank")
         said = f"{ranks} made {calls:,} calls, and nobody is stuck."
         said = f"nothing is wrong: {said}" if not cause.doubt else said
-        unread = len(self.waiting.recording.problems)
-        return f"{said} {_many(unread, 'file')} could not be read." if unread else said
+        return f"{said} Not all could be used." if self.waiting.recording.problems else said
 
     def _nothing(self, cause: Cause) -> str:
         keeps = (

@@ -414,7 +414,9 @@ def _gap(ranks: dict[int, RankRecording]) -> str:
     last = {rank: ranks[rank].calls[-1] for rank in begin}
     end = {r: max(ranks[r].written, call.created, call.completed) for r, call in last.items()}
     early, late = min(end, key=end.__getitem__), max(begin, key=begin.__getitem__)
-    if begin[late] - end[early] < _FAR:
+    # A recorder that has wrapped around begins late; then only the time of the dump says enough.
+    known = ranks[early].written or ranks[late].whole
+    if begin[late] - end[early] < _FAR or not known:
         return ""
     return f"the calls of rank {early} ended before those of rank {late} began"
 

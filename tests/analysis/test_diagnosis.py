@@ -334,6 +334,15 @@ def test_files_of_two_jobs_are_seen_to_be_mixed(job, other, said):
     assert found.sentence.endswith("The files seem to be of two jobs, or of two times.")
 
 
+def test_a_rank_that_calls_seldom_is_not_taken_for_another_jobs(job):
+    for _ in range(300):
+        for rank in range(3):
+            job.call(rank, TP if rank < 2 else OTHER)
+    for rank in range(3):
+        del job.ranks[rank].entries[:200]
+    assert job.verdict().certain
+
+
 def test_files_of_two_processes_of_a_rank_are_seen_to_be_mixed(job):
     stack(job.directory, 1, [("train.py", 1, "step")], written=job.ranks[1].now)
     said = {"schema": 1, "rank": 1, "world_size": 4, "host": "host0", "pid": 7, "groups": []}
