@@ -27,6 +27,7 @@ Doubt: TypeAlias = Literal[
     "unseen",  # it is itself in a send or receive that is not recorded
     "dark",  # no stack and no record of sends and receives: it may be in one
     "guess",  # that others wait for it is guessed from stacks
+    "alone",  # nobody is seen to wait for it
     "blind",  # the flight recorder of a rank is missing
     "unread",  # a file of the rank could not be read
     "mixed",  # the files seem to be of two jobs
@@ -150,6 +151,8 @@ class Rules:
             return "few"
         if waiting.blind and (wait is None or kind != "no dump"):
             return "blind"
+        if kind == "no dump" and wait is None:
+            return "guess" if any(map(named.intersection, waiting.guessed.values())) else "alone"
         if kind == "no dump":
             return ""
         if named & waiting.unseen:

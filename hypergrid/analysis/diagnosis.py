@@ -285,6 +285,8 @@ class _Words:
             case "guess":
                 said = "sends and receives are not recorded: who waits for whom in them is guessed "
                 said += "from stacks. HYPERGRID_RECORD_P2P=1 records them"
+            case "alone":
+                said = f"nobody is seen to wait for {'them' if len(cause.ranks) > 1 else 'it'}"
             case "blind":
                 who = _ranks(sorted(self.waiting.blind))
                 said = f"the flight recorder of {who} is missing or cut, and what was called there "

@@ -295,6 +295,15 @@ def test_a_dump_that_is_older_than_the_call_it_misses_says_little(job):
     assert "its dump was written before that call, and it may have come since" in found.sentence
 
 
+def test_a_rank_without_a_dump_for_which_nobody_waits_is_named_with_doubt(job):
+    found = job.verdict(without=[3])
+    assert (found.kind, found.ranks, found.certain) == ("no dump", (3,), False)
+    assert found.sentence == (
+        "Rank 3 left no dump: ended, stopped or unreachable. Not certain: nobody is seen to wait "
+        "for it."
+    )
+
+
 def test_of_one_dump_of_many_little_is_certain(job):
     job.call(0, WORLD, done=False)
     found = job.verdict(without=[1, 2, 3])
