@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hypergrid.analysis.recording import Recording
+from hypergrid.analysis.recording import DEFAULT, Recording
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 from hypergrid.plan import GroupPlan
@@ -109,10 +109,15 @@ def difference(
 
 def unfit(plan: GroupPlan, recording: Recording) -> str:
     """Why the plan cannot be that of a recorded job; "" if it can."""
-    if len(plan.window) != recording.world_size:
-        return f"it is for {len(plan.window)} ranks, and the job has {recording.world_size}"
-    for group in [group for group in recording.groups.values() if group.ranks][:_COMPARED]:
+    known = [group for group in recording.groups.values() if group.ranks]
+    many, planned_for = recording.world_size, len(plan.window)
+    whole = any(group.label == DEFAULT for group in known)  # else more ranks may exist
+    if many > planned_for or (whole and many < planned_for):
+        return f"it is for {planned_for} ranks, and the job has {many}"
+    for group in known[:_COMPARED]:
         live = group.ranks or ()
+        if live[0] not in plan.window:
+            return f"rank {live[0]} is outside its ranks {plan.window[0]}..{plan.window[-1]}"
         planned = [of for row, of in plan.groups_of(live[0]) if row.label == group.label]
         if planned and live not in map(tuple, planned):
             return (
