@@ -159,7 +159,7 @@ ROWS = """async ([query, columns]) => {
 
 
 @needs_browser
-def test_perfetto_reads_every_call_of_the_trace(left, tmp_path, browser, perfetto):  # noqa: F811
+def test_perfetto_reads_every_call_of_the_trace(perfetto, left, tmp_path, browser):  # noqa: F811
     trace = tmp_path / "trace.json"
     run(f"diagnose {left} --trace {trace}", status=1)
     calls = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
