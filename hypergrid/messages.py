@@ -25,7 +25,7 @@ def in_words(error: BaseException) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def few(ranks: Sequence[int]) -> str:
+def few(ranks: Sequence[object]) -> str:
     """The first ten."""
     return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import timeit
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -272,10 +273,13 @@ def placement(worlds: list[int], repeats: int, seconds: float) -> dict[str, list
     return times
 
 
-def recording(turns: int, calls: int) -> dict[str, list[float]]:
-    """CPU seconds per all_reduce of two gloo ranks, with and without ``record`` in turn.
+def recording(pairs: int, calls: int) -> dict[str, list[float]]:
+    """CPU seconds per call with and without ``record``, in pairs of blocks.
 
-    Also, for each second of that, those of the recorder's thread.
+    The blocks of a pair follow each other, in turning order, so that both see the same machine;
+    the pairs of "same" compare what is not recorded with itself. An all_reduce of one rank costs
+    the same each time, and less than any of several ranks: what recording adds weighs most there.
+    "thread": of each second, the CPU seconds of the recorder's thread, which wakes four times.
     """
     sys.path.insert(0, str(ROOT))
     import torch
@@ -284,44 +288,46 @@ def recording(turns: int, calls: int) -> dict[str, list[float]]:
     import hypergrid
     from tests.support import forked
 
-    def rank(number: int, directory: str) -> dict[str, list[float]]:
+    def rank(number: int, directory: str, p2p: bool) -> dict[str, list[float]]:
         tensor = torch.ones(1024)
-        sides: dict[str, Any] = {
-            "without": lambda: None,
-            "with": lambda: hypergrid.record(directory),
-            "p2p without": lambda: None,
-            "p2p with": lambda: hypergrid.record(directory, p2p=True),
-        }
+        times = defaultdict[str, list[float]](list)
 
-        def reducing() -> None:
-            dist.all_reduce(tensor)
+        def call() -> None:
+            if p2p:
+                (dist.send if number else dist.recv)(tensor, 1 - number)
+            else:
+                dist.all_reduce(tensor)
 
-        def passing() -> None:
-            (dist.send if number else dist.recv)(tensor, 1 - number)
+        def block(recorded: bool) -> float:
+            recorder = hypergrid.record(directory, p2p=p2p) if recorded else None
+            many = calls // 10 if p2p else calls
+            for _ in range(200):  # what opening it has displaced from the caches comes back
+                call()
+            start = time.process_time()  # of all threads; a machine may be busy otherwise
+            for _ in range(many):
+                call()
+            used = time.process_time() - start
+            if recorder:
+                recorder.close()
+            return used / many
 
-        times: dict[str, list[float]] = {side: [] for side in (*sides, "thread")}
-        for turn in range(turns):
-            for side in sorted(sides, reverse=bool(turn % 2)):
-                recorder = sides[side]()
-                call = passing if "p2p" in side else reducing
-                for _ in range(20):  # what opening it has displaced from the caches comes back
-                    call()
-                clock = recorder and time.pthread_getcpuclockid(recorder.thread.ident)
-                start, used = time.perf_counter(), clock and time.clock_gettime(clock)
-                cpu = time.process_time()  # of all threads; a machine may be busy otherwise
-                for _ in range(calls):
-                    call()
-                times[side].append((time.process_time() - cpu) / calls)
-                lasted = time.perf_counter() - start
-                if side == "with":
-                    times["thread"].append((time.clock_gettime(clock) - used) / lasted)
-                if recorder:
-                    recorder.close()
+        for turn in range(pairs // 10 if p2p else pairs):
+            for side in ("p2p",) if p2p else ("same", "recorded"):
+                order = [("without", False), ("with", side != "same")][:: -1 if turn % 2 else 1]
+                for name, recorded in order:
+                    times[f"{side}: {name}"].append(block(recorded))
+        if not p2p:
+            recorder = hypergrid.record(directory)
+            clock = time.pthread_getcpuclockid(recorder.thread.ident or 0)
+            start, used = time.perf_counter(), time.clock_gettime(clock)
+            while time.perf_counter() - start < 3:
+                call()
+            times["thread"].append((time.clock_gettime(clock) - used) / 3)
         return times
 
     with tempfile.TemporaryDirectory() as directory:
-        found: dict[str, list[float]] = forked.run_ranks(2, rank, directory, timeout=600)[0]
-    return found
+        alone: dict[str, list[float]] = forked.run_ranks(1, rank, directory, False, timeout=300)[0]
+        return alone | forked.run_ranks(2, rank, directory, True, timeout=300)[0]
 
 
 def _reset_peak() -> int:

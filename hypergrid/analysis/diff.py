@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from hypergrid.analysis.recording import DEFAULT, Recording
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 from hypergrid.plan import GroupPlan
+
+_COMPARED = 64  # groups of a recording with those of a plan
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,26 @@ def difference(
             regrouped.append(Regrouped(label, (many, others), ranks))
     sizes = (len(before.window), len(after.window))
     return Difference(sizes, len(common), tuple(moved), tuple(regrouped), tuple(resharded))
+
+
+def unfit(plan: GroupPlan, recording: Recording) -> str:
+    """Why the plan cannot be that of a recorded job; "" if it can."""
+    known = [group for group in recording.groups.values() if group.ranks]
+    many, planned_for = recording.world_size, len(plan.window)
+    whole = any(group.label == DEFAULT for group in known)  # else more ranks may exist
+    if many > planned_for or (whole and many < planned_for):
+        return f"it is for {planned_for} ranks, and the job has {many}"
+    for group in known[:_COMPARED]:
+        live = group.ranks or ()
+        if live[0] not in plan.window:
+            return f"rank {live[0]} is outside its ranks {plan.window[0]}..{plan.window[-1]}"
+        planned = [of for row, of in plan.groups_of(live[0]) if row.label == group.label]
+        if planned and live not in map(tuple, planned):
+            return (
+                f"{group.label} of rank {live[0]} has the ranks {_listed(planned)} there, and "
+                f"{_listed([live])} in the job"
+            )
+    return ""
 
 
 def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:

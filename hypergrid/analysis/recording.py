@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 _NUMBERED = re.compile(r"^(.*?)(\d+)(\.json)?$")
 _MOST_RANKS = 1 << 20
+_FAR = 60 * 10**9  # ns; more than clocks of hosts differ
 DEFAULT = "default_pg"  # torch's description of the default group
 
 
@@ -76,6 +77,11 @@ class Group:
     ranks: tuple[int, ...] | None = None
     dims: tuple[str, ...] = ()
 
+    @property
+    def shown(self) -> str:
+        """How a sentence calls it."""
+        return "the default group" if self.label == DEFAULT else self.label or f"group {self.name}"
+
 
 @dataclass
 class RankRecording:
@@ -107,6 +113,8 @@ class Recording:
     groups: dict[str, Group]
     world_size: int
     problems: list[str]
+    unread: set[int] = field(default_factory=set)  # ranks with a file that could not be read
+    mixed: str = ""  # why the files seem to be of two jobs or runs
 
 
 def read(directory: str | Path) -> Recording:
@@ -185,9 +193,11 @@ class _Reader:
         self.texts: dict[bytes, str] = {}
         self.names: dict[str, str] = {}
         self.members: dict[str, tuple[int, ...]] = {}
-        self.world = 0
+        self.worlds: dict[int, str] = {}  # sizes, and files that say so
+        self.unread: set[int] = set()
+        self.mixed = ""
         self.traces: dict[int, str] = {}
-        self.unknown: list[tuple[str, str]] = []  # a file's name, and what is wrong with it
+        self.unknown: list[tuple[Path, str]] = []  # a file, and what is wrong with it
         self.prefixes: set[str] = set()  # of the dumps' names
 
     def file(self, path: Path) -> None:
@@ -196,19 +206,22 @@ class _Reader:
             data = path.read_bytes()
             if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
                 why = "it is neither a pickle nor JSON" if data else "it is empty"
-                self.unknown += [(path.name, why)] if numbered else []
+                self.unknown += [(path, why)] if numbered else []
                 return
             with _bounded(len(data)):
                 loaded = _unpickled(data) if data[0] == 0x80 else json.loads(data)
                 self._take(path.name, loaded, int(numbered[2]) if numbered else None)
         except _Refused as error:
-            self.problems.append(f"{path.name} was refused: {error}.")
+            self._failed(path, f"was refused: {error}")
         except Exception as error:  # a damaged file can raise nearly anything
             why = str(error).partition("\n")[0][:200].rstrip(".") or type(error).__name__
-            self._damaged(path.name, why)
+            self._failed(path, f"cannot be read, it may be cut: {why}")
 
-    def _damaged(self, name: str, why: str) -> None:
-        self.problems.append(f"{name} cannot be read, it may be cut: {why}.")
+    def _failed(self, path: Path, what: str) -> None:
+        self.problems.append(f"{path.name} {what}.")
+        numbered = _NUMBERED.match(path.name)
+        if numbered and len(numbered[2]) < 10:
+            self.unread.add(int(numbered[2]))
 
     def _take(self, name: str, data: Any, number: int | None) -> None:
         if not isinstance(data, dict):
@@ -309,9 +322,9 @@ class _Reader:
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             return None  # written before there was a default group
         mine = self._rank(rank)
-        mine.host, mine.pid = str(data["host"]), int(data["pid"])
+        self._process(mine, str(data["host"]), int(data["pid"]))
         if 0 < int(data["world_size"]) <= _MOST_RANKS:
-            self.world = max(self.world, int(data["world_size"]))
+            self.worlds.setdefault(int(data["world_size"]), f"the groups of rank {rank}")
         # A communicator that several labels share carries the name of the one that created it.
         for group in sorted(data["groups"], key=lambda each: each.get("shared_with") is not None):
             label = str(group["label"] or group["description"])
@@ -319,22 +332,28 @@ class _Reader:
             self._group(rank, str(group["name"]), label, ranks, group["dims"] or ())
         return rank
 
+    def _process(self, mine: RankRecording, host: str, pid: int) -> None:
+        if mine.pid and pid and (mine.host, mine.pid) != (host, pid):
+            self.mixed = f"the files of rank {mine.rank} are of two processes, {mine.pid} and {pid}"
+        mine.host, mine.pid = host, pid or None
+
     def _stack(self, data: dict[str, Any]) -> int:
         rank = data["rank"]
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             raise ValueError("it names no rank")
         mine = self._rank(rank)
-        mine.host, mine.pid = str(data.get("host") or mine.host), int(data.get("pid") or 0) or None
+        self._process(mine, str(data.get("host") or mine.host), int(data.get("pid") or 0))
         mine.written, mine.reason = int(data["written_ns"]), str(data.get("reason") or "")
         mine.error = str(data.get("error") or "")
         threads = data["threads"]
         main = next((each for each in threads if each.get("main")), None)
         mine.stack = _frames(main["frames"]) if main else ()
         p2p = data.get("p2p") or []
-        known = {(call.group, call.seq) for call in mine.calls if call.p2p}
-        mine.calls += [call for call in self._calls(p2p) if (call.group, call.seq) not in known]
+        calls = self._calls(p2p)
         for name, label in {tuple(entry["process_group"]) for entry in p2p}:
             self._group(rank, str(name), str(label), None)
+        known = {(call.group, call.seq) for call in mine.calls if call.p2p}
+        mine.calls += [call for call in calls if (call.group, call.seq) not in known]
         mine.whole = mine.whole and _from_the_first(p2p)
         if p2p:
             mine.calls.sort(key=lambda call: call.created)
@@ -342,9 +361,9 @@ class _Reader:
 
     def finish(self) -> Recording:
         """Give every group one key, also where torch used one name for several."""
-        for name, why in self.unknown:  # other files of the job are numbered too: logs, events
-            if _prefix(name) in self.prefixes or not self.traces:
-                self._damaged(name, why)
+        for path, why in self.unknown:  # other files of the job are numbered too: logs, events
+            if _prefix(path.name) in self.prefixes or not self.traces:
+                self._failed(path, f"cannot be read, it may be cut: {why}")
         groups: dict[str, Group] = {}
         keys: dict[tuple[str, tuple[int, ...] | None], str] = {}
         for name, by_members in self.named.items():
@@ -354,6 +373,8 @@ class _Reader:
                     keys[name, None] = name
             for ranks, group in by_members.items():
                 key = name if len(by_members) == 1 or not ranks else f"{name}@{ranks[0]}"
+                if key in groups:
+                    key = f"{name}@{ranks}"
                 groups[key], keys[name, ranks] = group, key
         several = {name for name, by_members in self.named.items() if len(by_members) > 1}
         for mine in self.ranks.values() if several else ():
@@ -365,9 +386,16 @@ class _Reader:
             ]
         for group in groups.values():
             if group.label == DEFAULT and group.ranks:
-                self.world = max(self.world, len(group.ranks))
-        self.world = max([self.world, *(rank + 1 for rank in self.ranks)])
-        return Recording(dict(sorted(self.ranks.items())), groups, self.world, self.problems)
+                self.worlds.setdefault(len(group.ranks), "a flight recorder")
+        world = max([*self.worlds, *(rank + 1 for rank in self.ranks)], default=0)
+        found = dict(sorted(self.ranks.items()))
+        mixed = self._sizes() or self.mixed or _gap(found)
+        return Recording(found, groups, world, self.problems, self.unread, mixed)
+
+    def _sizes(self) -> str:
+        """Which files name which size of the job, if they differ."""
+        said = [f"{size} ranks in {where}" for size, where in sorted(self.worlds.items())]
+        return f"the job has {' and '.join(said[:2])}" if len(said) > 1 else ""
 
     def _key(
         self, rank: int, name: str, keys: dict[tuple[str, tuple[int, ...] | None], str]
@@ -376,6 +404,21 @@ class _Reader:
         return keys.get((name, members)) or next(
             key for (other, _), key in keys.items() if other == name
         )
+
+
+def _gap(ranks: dict[int, RankRecording]) -> str:
+    """Whether the calls of one rank end long before those of another begin."""
+    begin = {rank: mine.calls[0].created for rank, mine in ranks.items() if mine.calls}
+    if not begin:
+        return ""
+    last = {rank: ranks[rank].calls[-1] for rank in begin}
+    end = {r: max(ranks[r].written, call.created, call.completed) for r, call in last.items()}
+    early, late = min(end, key=end.__getitem__), max(begin, key=begin.__getitem__)
+    # A recorder that has wrapped around begins late; then only the time of the dump says enough.
+    known = ranks[early].written or ranks[late].whole
+    if begin[late] - end[early] < _FAR or not known:
+        return ""
+    return f"the calls of rank {early} ended before those of rank {late} began"
 
 
 def _frames(given: Any) -> tuple[Frame, ...]:

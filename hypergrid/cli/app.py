@@ -17,7 +17,7 @@ from compat.megatron.job import JobError
 from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import by_severity, findings
-from hypergrid.analysis.diff import against_dump, difference
+from hypergrid.analysis.diff import against_dump, difference, unfit
 from hypergrid.analysis.memory import Buffers
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
@@ -26,6 +26,7 @@ from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import Subject, Traffic, read, read_json, saved
 from hypergrid.layout import LayoutError
+from hypergrid.messages import few
 from hypergrid.network import Network
 from hypergrid.network_text import FORMATS
 
@@ -296,13 +297,24 @@ def diagnose(
             raise JobError(f"{error}.") from None
     if directory is None:
         raise JobError("name the DIRECTORY of the dumps, or the processes by --pid.")
+    if not directory.is_dir():
+        raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
     left = recording.read(directory)
     left.problems += problems
     if not left.ranks:
-        raise JobError(" ".join((f"{directory} has no dump of a rank.", *left.problems[:3])))
+        raise JobError(" ".join((_without_dumps(directory), *left.problems[:3])))
     layout = saved(plan).plan if plan else None
+    wrong = unfit(layout, left) if layout else ""
+    if wrong:
+        left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
+        layout = None
     found = diagnosis.diagnose(left, layout)
     late = last_arrivals(left, layout) if stragglers else None
+    if as_json:
+        more = {"stragglers": [asdict(each) for each in late]} if late is not None else {}
+        prints.as_json({**found.to_json(), **more})
+    else:
+        prints.diagnosis(found, late)
     if html is not None:
         from hypergrid.show.job import found as told
         from hypergrid.show.job import hosts_of, plan_of
@@ -316,11 +328,6 @@ def diagnose(
         from hypergrid.show.trace import trace_events
 
         trace.write_text(json.dumps(trace_events(left, layout)))
-    if as_json:
-        more = {"stragglers": [asdict(each) for each in late]} if late is not None else {}
-        prints.as_json({**found.to_json(), **more})
-    else:
-        prints.diagnosis(found, late)
     return 0 if found.ok else 1
 
 
@@ -362,6 +369,12 @@ def doctor() -> int:
             status = 1
             out.print(Text(f"{'':<20} -> {remedy}", style="yellow"), soft_wrap=True)
     return status
+
+
+def _without_dumps(directory: Path) -> str:
+    said = f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json."
+    below = sorted({path.parent.name for path in directory.glob("*/*_[0-9]*")})
+    return f"{said} Some seem to be in {few(below)}." if below else said
 
 
 def _dump(text: str) -> Mapping[str, Any] | None:

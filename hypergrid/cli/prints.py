@@ -306,7 +306,7 @@ def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
     """The verdict, then why, then what could not be read, then who comes last."""
     out = console()
     out.print(Text(found.sentence, style="bold"))
-    for heading, lines in (("Why", found.chain), ("Not read", found.problems)):
+    for heading, lines in (("Why", found.chain), ("Not used", found.problems)):
         if lines:
             out.print(f"\n{heading}:")
         for line in lines[:20]:

@@ -395,6 +395,10 @@ def _outwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 def _rows(walked: Iterable[tuple[FrameType, int]]) -> list[_Row]:
     """File, line and function from the innermost frame on, as if nothing was recorded."""
     codes = [(frame.f_code, line) for frame, line in islice(walked, _FRAMES)]
+    for i, (code, _) in enumerate(codes):
+        if code is Recorder._on_signal.__code__:  # the main thread had not left it yet
+            codes = codes[i + 1 :]
+            break
     return [
         (code.co_filename, line, code.co_name)
         for code, line in codes

@@ -13,8 +13,8 @@ from hypergrid.plan import GroupPlan
 def trace_events(recording: Recording, plan: GroupPlan | None = None) -> dict[str, Any]:
     """One process a rank, named by its host and coordinates; a thread more where calls overlap.
 
-    Times are microseconds since the first call. Where the end of a call is not recorded, it lasts
-    to the rank's next call, and ``args`` say so; one that is not done lasts to the end.
+    Times are whole microseconds since the first call. Where the end of a call is not recorded, it
+    lasts to the rank's next call, and ``args`` say so; one that is not done lasts to the end.
     """
     calls_of_all = [call for mine in recording.ranks.values() for call in mine.calls]
     begin = min((call.created for call in calls_of_all), default=0)
@@ -33,19 +33,19 @@ def trace_events(recording: Recording, plan: GroupPlan | None = None) -> dict[st
         calls = sorted(mine.calls, key=lambda call: call.created)
         for call, following in pairwise([*calls, None]):
             assert call is not None
-            start = call.started or call.created
             after = following.created if following else latest
             end = call.completed or (after if call.done else latest)
-            end = max(end, start + 1000)
+            start, end = ((ns - begin) // 1000 for ns in (call.started or call.created, end))
+            end = max(end, start + 1)
             lane = next((i for i, free in enumerate(lanes) if free <= start), len(lanes))
             lanes[lane : lane + 1] = [end]
             events.append(
                 {
                     "ph": "X",
                     "pid": rank,
-                    "tid": lane,
-                    "ts": (start - begin) / 1000,
-                    "dur": (end - start) / 1000,
+                    "tid": lane + 1,  # 0 is the thread with the number of its process, in Perfetto
+                    "ts": start,
+                    "dur": end - start,
                     "name": f"{call.what.name} {recording.groups[call.group].label}",
                     "cat": "p2p" if call.p2p else "collective",
                     "args": _args(recording, call),

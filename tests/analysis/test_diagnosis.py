@@ -24,9 +24,9 @@ GROUPS = {
 class Job:
     """Four ranks that made three equal turns; further calls are made by hand."""
 
-    def __init__(self, directory, turns=3):
+    def __init__(self, directory, turns=3, backend="nccl"):
         self.directory = directory
-        self.ranks = [Rank(rank, GROUPS) for rank in range(4)]
+        self.ranks = [Rank(rank, GROUPS, backend) for rank in range(4)]
         self.tp = lambda rank: TP if rank < 2 else OTHER
         self.dp = lambda rank: DP if rank in (0, 2) else "22"
         for _ in range(turns):
@@ -219,6 +219,146 @@ def test_a_collective_that_all_are_in_is_slow(job):
     found = job.verdict()
     assert (found.kind, found.group, found.seq) == ("slow", "the default group", 1)
     assert "nobody is missing" in found.sentence
+
+
+IN_RECV = [("/x/torch/distributed/distributed_c10d.py", 9, "recv"), ("/job/stages.py", 3, "take")]
+IN_REDUCE = [("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce")]
+
+
+@pytest.fixture
+def gloo(tmp_path):
+    """The same job on gloo, which records no sends and receives."""
+    return Job(tmp_path, backend="gloo")
+
+
+def stacks(job, frames, **written):
+    for rank, mine in enumerate(frames):
+        after = written.get(f"rank_{rank}", 60)
+        stack(job.directory, rank, mine, written=job.ranks[rank].now + after * SECOND)
+
+
+def test_a_rank_in_a_receive_that_is_not_recorded_is_named_with_doubt(gloo):
+    for rank in (0, 1, 2):
+        gloo.call(rank, WORLD, done=False)
+    stacks(gloo, [IN_REDUCE, IN_REDUCE, IN_REDUCE, IN_RECV])
+    found = gloo.verdict()
+    assert (found.kind, found.ranks, found.certain) == ("never entered", (3,), False)
+    assert found.sentence.endswith(
+        "Not certain: sends and receives are not recorded, so for whom rank 3 waits in one is not "
+        "known. HYPERGRID_RECORD_P2P=1 records them."
+    )
+    assert found.chain[0] == "rank 3 is in take (/job/stages.py:3)."
+
+
+def test_ranks_that_may_wait_for_each_other_in_receives_are_all_named(gloo):
+    gloo.call(2, OTHER, done=False)
+    gloo.call(0, TP, done=False)
+    stacks(gloo, [IN_REDUCE, IN_RECV, IN_REDUCE, IN_RECV])
+    found = gloo.verdict()
+    assert (found.kind, found.ranks, found.certain) == ("order", (1, 3), False)
+    assert found.sentence.startswith(
+        "Ranks 1, 3 are in a send or recv, and 2 other ranks wait for them in collectives. Not "
+    )
+
+
+def test_who_is_in_a_receive_for_a_moment_is_not_stuck(gloo):
+    stacks(gloo, [IN_RECV, IN_RECV, [], []], rank_0=0.5, rank_1=0.5)
+    assert gloo.verdict().ok
+
+
+def test_without_stacks_a_rank_may_be_in_a_receive(gloo):
+    gloo.call(2, OTHER, done=False)
+    found = gloo.verdict()
+    assert (found.kind, found.ranks, found.certain) == ("never entered", (3,), False)
+    assert "it may wait for others in one" in found.sentence
+
+
+def test_a_rank_whose_flight_recorder_is_missing_is_not_accused(job):
+    job.call(2, OTHER, done=False).call(0, TP, done=False)
+    stacks(job, [IN_REDUCE, [("/job/data.py", 3, "load")], IN_REDUCE, IN_REDUCE])
+    found = job.verdict(without=[3])
+    assert (found.kind, found.ranks, found.certain) == ("never entered", (1,), False)
+    assert "Not certain: the flight recorder of rank 3 is missing" in found.sentence
+
+
+def test_stacks_alone_are_not_taken_for_a_job_that_is_well(job):
+    stacks(job, [IN_REDUCE] * 4)
+    found = job.verdict(without=range(4))
+    assert (found.kind, found.ok) == ("empty", False) and "only stacks" in found.sentence
+
+
+def test_a_dump_that_is_older_than_the_call_it_misses_says_little(job):
+    job.call(2, OTHER, done=False, after=300)
+    stacks(job, [[], [], IN_REDUCE, [("/job/data.py", 3, "load")]], rank_3=1)
+    found = job.verdict()
+    assert (found.ranks, found.certain) == ((3,), False)
+    assert "its dump was written before that call, and it may have come since" in found.sentence
+
+
+def test_a_rank_without_a_dump_for_which_nobody_waits_is_named_with_doubt(job):
+    found = job.verdict(without=[3])
+    assert (found.kind, found.ranks, found.certain) == ("no dump", (3,), False)
+    assert found.sentence == (
+        "Rank 3 left no dump: ended, stopped or unreachable. Not certain: nobody is seen to wait "
+        "for it."
+    )
+
+
+def test_of_one_dump_of_many_little_is_certain(job):
+    job.call(0, WORLD, done=False)
+    found = job.verdict(without=[1, 2, 3])
+    assert (found.kind, found.ranks, found.certain) == ("no dump", (1, 2, 3), False)
+    assert found.sentence == (
+        "Only rank 0 has left a dump, ranks 1..3 have not. What rank 0 waits for: all_reduce #1 of "
+        "the default group 0..3. Is this the directory of all ranks?"
+    )
+
+
+def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
+    job.call(2, OTHER, done=False)
+    write(job.directory, job.ranks)
+    whole = (job.directory / "trace_3").read_bytes()
+    (job.directory / "trace_3").write_bytes(whole[: len(whole) // 2])
+    found = diagnose(read(job.directory))
+    assert (found.kind, found.ranks, found.certain) == ("no dump", (3,), False)
+    assert found.sentence.endswith(
+        "its dump could not be read. Not certain: what it did is not known."
+    )
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        ({"groups": {WORLD: ("default_pg", [0, 1])}}, "the job has 2 ranks in a flight recorder"),
+        ({"later": 90}, "the calls of rank 1 ended before those of rank 0 began"),
+    ],
+)
+def test_files_of_two_jobs_are_seen_to_be_mixed(job, other, said):
+    job.ranks[0] = Rank(0, other.get("groups", GROUPS))
+    job.ranks[0].now = job.ranks[3].now + other.get("later", 0) * SECOND
+    job.call(0, WORLD).call(2, OTHER, done=False)
+    job.ranks[2].now += 200 * SECOND
+    found = job.verdict()
+    assert not found.certain and said in found.sentence
+    assert found.sentence.endswith("The files seem to be of two jobs, or of two times.")
+
+
+def test_a_rank_that_calls_seldom_is_not_taken_for_another_jobs(job):
+    for _ in range(300):
+        for rank in range(3):
+            job.call(rank, TP if rank < 2 else OTHER)
+    for rank in range(3):
+        del job.ranks[rank].entries[:200]
+    assert job.verdict().certain
+
+
+def test_files_of_two_processes_of_a_rank_are_seen_to_be_mixed(job):
+    stack(job.directory, 1, [("train.py", 1, "step")], written=job.ranks[1].now)
+    said = {"schema": 1, "rank": 1, "world_size": 4, "host": "host0", "pid": 7, "groups": []}
+    (job.directory / "groups_1.json").write_text(json.dumps(said))
+    found = job.verdict()
+    assert found.ok and not found.certain
+    assert "the files of rank 1 are of two processes, 7 and 1001" in found.sentence
 
 
 def test_members_that_the_recorder_lacks_come_from_hypergrid_dump(job):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hypergrid.analysis.diagnosis import diagnose
 from hypergrid.analysis.recording import read
+from hypergrid.show.trace import trace_events
 from tests.support.recorded import Rank, stack, write
 
 GROUPS = {"0": ("default_pg", [0, 1]), "7": ("TENSOR", [0, 1])}
@@ -187,8 +188,20 @@ def test_damaged_dumps_never_raise(seeds, tmp_path_factory, seed):
                     data = pickle.dumps(other, 2)
                     data = data if source.random() < 0.5 else json.dumps(other).encode()
             (directory / name.replace("0", str(rank))).write_bytes(data)
-    found = diagnose(read(directory))
+    recording = read(directory)
+    found = diagnose(recording)
     assert found.sentence and json.dumps(found.to_json())
+    assert json.dumps(trace_events(recording))
+
+
+def test_sends_of_a_group_without_a_name_are_left_out_with_their_file(tmp_path):
+    write(tmp_path, ranks())
+    strange = ranks(1)[0].call("7", "send 0->1").entries
+    strange[-1]["process_group"] = [["7"], "TENSOR"]
+    stack(tmp_path, 0, [("a.py", 3, "f")], p2p=strange)
+    found = read(tmp_path)
+    assert "stack_0.json cannot be read" in found.problems[0]
+    assert diagnose(found).sentence and trace_events(found)
 
 
 @pytest.mark.parametrize("kind", ["pickle", "json"])

@@ -81,6 +81,23 @@ def test_a_signal_has_all_written_while_the_main_thread_sits_in_a_collective(ran
         assert not [*tmp_path.glob("*.part")]
 
 
+def test_the_stack_is_that_of_the_script_also_in_the_middle_of_the_signals_handler(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RANK", "0")
+    theirs = lambda *_: wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))  # noqa: E731
+    before = signal.signal(signal.SIGUSR1, theirs)
+    recorder = hypergrid.record(tmp_path)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))
+    finally:
+        recorder.close()
+        signal.signal(signal.SIGUSR1, before)
+    frames = stacks(tmp_path, 0)["threads"][0]["frames"]
+    assert frames and "_on_signal" not in [function for *_, function in frames]
+
+
 def test_handlers_and_descriptors_that_were_there_hear_of_every_signal(tmp_path, monkeypatch):
     heard = []
     theirs, ours = socket.socketpair()

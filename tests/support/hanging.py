@@ -3,7 +3,8 @@
     python -m tests.support.hanging DIRECTORY [FAULT...]
 
 A hang's recording is in DIRECTORY/FAULT, with ``fault.json``, which says what was done to whom, and
-the ranks' output in ``rank_N.log``. One process imports megatron and forks the ranks.
+the ranks' output in ``rank_N.log``. One process imports megatron and forks the ranks. Sends and
+receives are recorded, except with HYPERGRID_RECORD_P2P=0.
 """
 
 import argparse
@@ -185,7 +186,7 @@ def _rank(rank, fault, directory, listener, begun):
         os.dup2(log, stream)
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS))
-        hypergrid.record(directory, p2p=True)
+        hypergrid.record(directory)
         culprit, arm = FAULTS[fault]
         if rank == culprit:
             arm(_begins(begun))
@@ -254,6 +255,7 @@ def main():
     parser.add_argument("directory", type=Path)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
     options = parser.parse_args()
+    os.environ.setdefault("HYPERGRID_RECORD_P2P", "1")
     failed = 0
     for fault in options.faults or FAULTS:
         start = time.monotonic()

@@ -15,7 +15,10 @@ START = 1_790_000_000 * SECOND
 class Rank:
     """The recorder of one rank: ``call`` appends an entry, as a collective would."""
 
-    def __init__(self, rank: int, groups: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+    def __init__(
+        self, rank: int, groups: Mapping[str, tuple[str, Sequence[int]]], backend: str = "nccl"
+    ) -> None:
+        self.backend = backend
         self.rank, self.groups = rank, {n: g for n, g in groups.items() if rank in g[1]}
         self.entries: list[dict[str, Any]] = []
         self.seq: dict[tuple[str, bool], int] = {}
@@ -48,7 +51,7 @@ class Rank:
                 "collective_seq_id": 0 if p2p else number,
                 "p2p_seq_id": number if p2p else 0,
                 "op_id": len(self.entries) + 1,
-                "profiling_name": f"nccl:{name}",
+                "profiling_name": f"{self.backend}:{name}",
                 "time_created_ns": self.now,
                 "input_sizes": [list(size)],
                 "input_dtypes": [dtype],
