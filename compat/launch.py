@@ -23,6 +23,7 @@ environment variables, for launchers whose command line is fixed:
   HYPERGRID_ORDER=tp-cp-pp-dp  as --order        HYPERGRID_SWAP=0    as --no-swap
   HYPERGRID_REPORT=1           as --report       HYPERGRID_SHARE=all as --share all, and so on
   HYPERGRID_RECORD=DIR         every rank leaves there what `hypergrid diagnose` reads of a hang
+  HYPERGRID_AUDIT=DIR          as --audit DIR
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
                                swaps in every Python that starts, without this launcher
 """
@@ -48,6 +49,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--order", help="order of the dims; overrides the script's")
     parser.add_argument("--no-swap", action="store_true", help="run on megatron's own module")
     parser.add_argument("--report", action="store_true", help="print one line per group at rank 0")
+    parser.add_argument(
+        "--audit", metavar="DIR", help="record who reads parallel_state, for `hypergrid audit DIR`"
+    )
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", choices=choices, help=f"as HYPERGRID_{name.upper()}")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
@@ -67,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     off = "--no-swap" if options.no_swap else ""
     if not off and os.environ.get("HYPERGRID_SWAP", "1") == "0":
         off = "HYPERGRID_SWAP=0 in the environment"
-    given = {name: getattr(options, name) for name in ("order", *CHOICES)}
+    given = {name: getattr(options, name) for name in ("order", "audit", *CHOICES)}
     given["report"] = "1" if options.report else None
     for name, value in given.items():
         if value is not None:
@@ -79,11 +83,13 @@ def main(argv: list[str] | None = None) -> None:
             order.check_choices()
         except ValueError as error:
             parser.error(str(error))
-    if os.environ.get("HYPERGRID_RECORD"):
-        try:
+    try:
+        if os.environ.get("HYPERGRID_RECORD"):
             hypergrid.record()
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
+        if os.environ.get("HYPERGRID_AUDIT"):
+            Path(os.environ["HYPERGRID_AUDIT"]).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     _run(options.script, options.args, options.module, swapping=not off)
 
 

@@ -206,3 +206,8 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 speak_through(globals())  # the getters too: their globals are this module's
 replaced.watch(globals())
+if os.environ.get("HYPERGRID_AUDIT"):
+    from compat.audit.watch import begin  # here: without an audit none of it is loaded
+
+    begin(os.environ["HYPERGRID_AUDIT"])
+    del begin

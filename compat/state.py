@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import threading
 import warnings
@@ -61,6 +62,9 @@ _KEPT = frozenset((*SLOTS, *known({}, None)))  # what is a state's own among the
 _current: Any = None  # the state that compat.parallel_state answers from
 _home: dict[str, Any] = {"__name__": __name__}  # where its values are
 _at_home = over(_home)  # the functions over them
+_activated: list[ParallelState] = []  # by activate(), the innermost last
+_ended = ""  # the name of the one whose activation ended last
+_counted = itertools.count(1)
 _switching = threading.RLock()  # held while the values of one state replace those of another
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -74,9 +78,13 @@ class ParallelState:
 
     Each state has names of its own with functions over them, as a module has. While it is current
     its values are those of ``compat.parallel_state``, where outside code may write them.
+
+    ``name`` is what messages call it; "state 1" and so on, in the order of creation, if the caller
+    gives none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self._own: dict[str, Any] = {"__name__": __name__}
         self._functions = over(self._own)
         self._forget()
@@ -125,8 +133,10 @@ class ParallelState:
         self._put(built.slots | known(built.numbers, self.request))
 
     @classmethod
-    def create(cls, **arguments: Any) -> ParallelState:
+    def create(cls, *, name: str = "", **arguments: Any) -> ParallelState:
         """Build the groups for the arguments of ``initialize_model_parallel``.
+
+        ``name`` is what messages call the state; it is of no consequence for the groups.
 
         *Collective* over the window of ranks. After an error no group is left, and the
         environment is as before.
@@ -141,7 +151,7 @@ class ParallelState:
         request = Request(**arguments, helpers=helpers, order_source=source)
         with request.telling_others():
             request.check()
-        state = cls()
+        state = cls(name)
         state.initialize(request)
         return state
 
@@ -152,6 +162,7 @@ class ParallelState:
         """
         with environment_restored_on_failure(), abortable():
             built = build(request)
+            self.name = self.name or f"state {next(_counted)}"
             try:
                 self.request = request
                 self._take(built)
@@ -244,13 +255,18 @@ class ParallelState:
         RuntimeError
             At the end, if an activation by another thread has not ended before this one.
         """
+        global _ended
         before = _current
         make_current(self)
+        _activated.append(self)
         try:
             yield self
         except BaseException:
             make_current(before)
             raise
+        finally:
+            _activated.remove(self)
+            _ended = self.name
         inside = _current
         make_current(before)
         if inside is not self:
@@ -469,6 +485,21 @@ after_abort.add(_forget_all)
 def current() -> ParallelState:
     """The state that ``compat.parallel_state`` answers from; at first one without groups."""
     return _current  # type: ignore[no-any-return]
+
+
+def activations() -> tuple[bool, str]:
+    """Whether an ``activate()`` is open, in any thread; and the state of which one ended last."""
+    return bool(_activated), _ended
+
+
+def all_states() -> list[ParallelState]:
+    """The states of this process that have an initialisation behind them."""
+    return [state for state in [*_states] if state.request is not None]
+
+
+def namespace() -> dict[str, Any]:
+    """Where the values of the current state are: the globals of ``compat.parallel_state``."""
+    return _home
 
 
 def make_current(state: ParallelState) -> None:

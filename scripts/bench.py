@@ -185,6 +185,7 @@ def all_cases(bench: Bench) -> list[Case]:
             Case(getter_titles(release), lambda bench, release=release: getters(bench, release))
             for release in RELEASES
         ),
+        Case(AUDITED, audited),
         Case(IMPORT, imports),
         Case((RECORDED.format(recorded(bench)),), diagnosis),
         Case((PLACEMENT,), placement),
@@ -207,6 +208,10 @@ SIMULATED = {
     "success": "CPU of the store's process for 131,072 virtual ranks",
     "hosts": "CPU of the store's process for 131,072 virtual ranks, 8 to a host",
 }
+AUDITED = (
+    "`get_tensor_model_parallel_rank()` after an audit, beside never audited",
+    "`get_tensor_model_parallel_rank()` while an audit records",
+)
 IMPORT = (
     "Import of `compat.parallel_state`",
     "Megatron modules that the import brings",
@@ -339,6 +344,17 @@ def getters(bench: Bench, release: str) -> list[Row]:
     return [
         Row(titles[name], found["ours"], found["stock"], at_least=1, noise=0.05)
         for name, found in sides.items()
+    ]
+
+
+def audited(bench: Bench) -> list[Row]:
+    job = {"job": "audited", "calls": 2000, "repeats": bench.repeats(40, 20)}
+    found = child("bench_sides.py", seconds=bench.seconds(20), **job)
+    # As getters: the fastest of many.
+    never, after = ([min(found[side])] for side in ("never", "off"))
+    return [
+        Row(AUDITED[0], after, never, "never audited", at_least=1, noise=0.05),
+        Row(AUDITED[1], found["on"], at_most=100e-6),
     ]
 
 

@@ -183,6 +183,23 @@ def call_getters(
     return times
 
 
+def audited(calls: int, repeats: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds for a read of ours: never audited, while an audit records, and afterwards."""
+    from compat import audit, parallel_state
+
+    start_fake_world(37, 64)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    read = parallel_state.get_tensor_model_parallel_rank
+    timers = {side: timeit.Timer("get()", globals={"get": read}) for side in ("never", "on", "off")}
+    times: dict[str, list[float]] = {side: [] for side in timers}
+    times["never"] = [timers["never"].timeit(calls) / calls for _ in range(repeats)]
+    for _ in rounds(repeats, seconds):
+        with tempfile.TemporaryDirectory() as directory, audit.recording(directory):
+            times["on"].append(timers["on"].timeit(calls) / calls)
+        times["off"] += [timers["off"].timeit(calls) / calls for _ in range(3)]
+    return times
+
+
 def import_side(side: str) -> dict[str, Any]:
     """Import one side's parallel_state once torch is there; stock's the way its users do."""
     import torch
@@ -346,6 +363,7 @@ def _peak() -> int:
 
 
 JOBS: dict[str, Any] = {
+    "audited": audited,
     "diagnosis": diagnosis,
     "initialise": initialise,
     "enumerate": enumerate_groups,

@@ -384,9 +384,11 @@ def training(args: argparse.Namespace, parallel: Parallel) -> Training:
         forward_backward = get_forward_backward_func()
         losses_group = state.get_data_parallel_group(with_context_parallel=True)
     else:
-        forward_backward = get_forward_backward_func(
-            groups.pp.size(), args.virtual_pipeline_model_parallel_size
-        )
+        sizes = {
+            "pp_size": groups.pp.size(),
+            "vp_size": args.virtual_pipeline_model_parallel_size,
+        }
+        forward_backward = get_forward_backward_func(**taken(get_forward_backward_func, sizes))
         losses_group = groups.dp_cp
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

@@ -31,6 +31,7 @@ ORDERS = {
         ("",),  # compat/__init__ itself
         ("state", "hyper_comm_grid", "launch", "swap.startup"),
         ("collection", "report", "transformer_engine", "colossalai", "physicsnemo", "resiliency"),
+        ("audit",),
         ("parallel_state",),
     ),
 }

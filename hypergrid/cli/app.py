@@ -1,4 +1,4 @@
-"""The commands: plan, show, check, place, diff, diagnose, parity, doctor."""
+"""The commands: plan, show, check, place, diff, diagnose, audit, parity, doctor."""
 
 from __future__ import annotations
 
@@ -329,6 +329,48 @@ def diagnose(
 
         trace.write_text(json.dumps(trace_events(left, layout)))
     return 0 if found.ok else 1
+
+
+@command()
+def audit(
+    directory: Annotated[Path, typer.Argument(help="Where the ranks left their recordings.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="BASELINE", help="What --json printed before, or a directory."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Who reads parallel_state, how often, and who reads the wrong state.
+
+    From what ranks left in the directory of HYPERGRID_AUDIT. With --against only new sites are a
+    fault: a ratchet for CI.
+
+    Exit status 0 if nothing is wrong, 1 if a wrong state was read or a site is new, 2 if there is
+    nothing to read.
+    """
+    from hypergrid.analysis import audit as reads
+
+    try:
+        found = reads.read(directory)
+        changes = None
+        if against is not None:
+            is_folder = against.is_dir()
+            known = reads.read(against).to_json() if is_folder else read_json(against)
+            changes = reads.against(found, known)
+    except reads.AuditError as error:
+        raise JobError(str(error)) from None
+    new = [each for each in changes or () if each.after > each.before]
+    if html is not None:
+        from hypergrid.show.reads import page
+
+        html.write_text(page(found, f"Reads of {directory.name}"), "utf-8")
+    if as_json:
+        more = {"changes": [asdict(each) for each in changes]} if changes is not None else {}
+        prints.as_json({**found.to_json(), **more})
+    else:
+        prints.audit(found, changes)
+    return 1 if found.problems or new else 0
 
 
 @command()

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compat.megatron.traffic import SHARDS, has_experts
+from hypergrid.analysis.audit import Audit, Change
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
@@ -333,6 +335,46 @@ def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
         ]
         columns = ("who", ">last", ">by chance", ">calls", ">median ms", ">sum s", "group")
         table(out, columns, rows)
+
+
+def audit(found: Audit, changes: Sequence[Change] | None) -> None:
+    """Wrong states first, then the table by package and file, then what a baseline says."""
+    out = console()
+    for problem in found.problems:
+        out.print(Text(f"{problem.kind}: ", "bold red").append(problem.text, "not bold default"))
+        on = f"  {problem.reads:,} reads on {len(problem.ranks)} ranks; {problem.example}"
+        out.print(f"{on}\n", style="dim")
+    rows = []
+    for package, files in groupby(found.files(), lambda each: each.package):
+        of = list(files)
+        total = (sum(each.reads for each in of), sum(each.sites for each in of))
+        rows.append([Text(cell, "bold") for cell in (package, *map("{:,}".format, total), "")])
+        for each in of:
+            names = [f"{name} {count:,}" for name, count in each.names.most_common(4)]
+            names += [f"{len(each.names) - 4} more"] * (len(each.names) > 4)
+            file = f"  {each.file.rpartition('/')[2]}"
+            counts = f"{each.reads:,}", f"{each.sites:,}"
+            rows.append([Text(cell) for cell in (file, *counts, ", ".join(names))])
+    table(out, ("package and file", ">reads", ">sites", "of"), rows)
+    ranks, releases = len(found.ranks), " and ".join(found.releases)
+    again = f" in {found.processes} processes" * (found.processes != ranks)
+    sum_ = f"{found.reads:,} reads by {len(found.sites)} sites, on {ranks} ranks{again}"
+    out.print(f"\n{sum_}, megatron-core {releases}.")
+    for line in found.unread:
+        out.print(f"Not read: {line}", style="yellow", soft_wrap=True)
+    if changes is None:
+        return
+    new = [each for each in changes if each.after > each.before]
+    for change in new:
+        at = ", ".join(map(str, change.lines))
+        lines = f"line {at}: {change.before} before, {change.after} now"
+        what = f"{change.name} in {change.module}, {change.function}, {lines}"
+        out.print(Text("new: ", "bold red").append(what, "not bold default"), soft_wrap=True)
+    if len(changes) > len(new):
+        fewer = f"{len(changes) - len(new)} functions read less than in the baseline"
+        out.print(f"{fewer}: write it again with --json.")
+    if not changes:
+        out.print("As the baseline.")
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:

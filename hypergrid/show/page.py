@@ -49,17 +49,17 @@ def page(
         ],
         "job": job,
     }
-    style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
+    style, script = part("page.css"), "\n".join(map(part, SCRIPTS))
     parts = {
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
+        "policy": f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; "
         "base-uri 'none'; form-action 'none'",
         "style": style,
         "data": _inert(json.dumps(data, separators=(",", ":"))),
         "script": script,
     }
     # One pass, so that data that looks like a slot of the template stays data.
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _read("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], part("page.html"))
 
 
 def _runs(ranks: list[int]) -> Iterator[tuple[int, int]]:
@@ -74,9 +74,11 @@ def _inert(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """A style or script as the page's policy names it: no other one runs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _read(name: str) -> str:
+def part(name: str) -> str:
+    """A file of this package."""
     return (files("hypergrid.show") / name).read_text("utf-8")

@@ -1,0 +1,72 @@
+"""Which private global is behind which getter, and what to pass instead of calling it."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from types import CodeType
+
+from compat.collection import SLOTS
+from compat.megatron.getters import FUNCTIONS
+from compat.megatron.table import ROWS
+from compat.state import GROUP_SLOTS
+
+# The names that are audited: what outside code calls.
+_BUFFERS = ("_set_global_memory_buffer", "_set_global_symmetric_memory_buffer")
+_OWN = ("missing", "over", "known")
+AUDITED = (*(n for n in FUNCTIONS if not n.startswith("_") and n not in _OWN), *_BUFFERS)
+_WRITES = ("set_", "_set_", "destroy_")
+_OF_RANKS = {row.ranks: row.slot for row in ROWS if row.ranks}
+_FIELDS = {slot: field for field, slot in SLOTS.items() if slot}
+# They ask whether there are groups at all: right in any state.
+_STATELESS = ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
+
+
+def writes(name: str) -> bool:
+    """Whether a function of the module changes it."""
+    return name.startswith(_WRITES)
+
+
+@functools.cache
+def slots_behind(name: str) -> tuple[str, ...]:
+    """The private globals of groups that a getter answers from, or that a global's name means."""
+    if name in GROUP_SLOTS:
+        return (name,)
+    if name in _OF_RANKS:
+        return (_OF_RANKS[name],)
+    if name not in FUNCTIONS or name in _STATELESS or writes(name):
+        return ()
+    found: dict[str, None] = {}
+    asked, seen = [name], set()
+    while asked:
+        function = FUNCTIONS[asked.pop(0)]
+        for used in _names(function.__code__):
+            if used in FUNCTIONS and used not in seen:
+                seen.add(used)
+                asked.append(used)
+            slot = _OF_RANKS.get(used, used)
+            if slot in GROUP_SLOTS:
+                found[slot] = None
+    return tuple(found)
+
+
+def field_of(slot: str) -> str:
+    """The field of ``ProcessGroupCollection`` that has the group of a private global, or ""."""
+    return _FIELDS.get(slot, "")
+
+
+def instead_of(name: str, slot: str | None = None) -> str:
+    """What to pass instead of reading ``name``, in words."""
+    slots = [slot] if slot else [*slots_behind(name)]
+    fields = [field for each in slots if (field := field_of(each))]
+    if not fields:
+        return "let the caller pass the value, no field of ProcessGroupCollection has it"
+    what = ""
+    for ending, method in (("_world_size", ".size()"), ("_rank", ".rank()")):
+        what = method if name.endswith(ending) else what
+    choice = " or ".join(f"pg_collection.{field}{what}" for field in fields[:4])
+    return f"pass {choice}"
+
+
+def _names(code: CodeType) -> list[str]:
+    return [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]

@@ -1,0 +1,332 @@
+"""Whether each parameter's gradient is summed over the right ranks, and counted once in the norm.
+
+Nothing is believed: gradients are filled with numbers that say where they come from,
+megatron-core's own functions reduce and count them, and what comes out says who took part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from compat.state import ParallelState
+
+_BITS = 16  # ranks that one reduction tells apart: their powers of two are exact in any sum
+_EXACT = 200  # numbers that every dtype of gradients holds exactly
+
+
+@dataclass(frozen=True)
+class GradientFinding:
+    """A parameter that is reduced over wrong ranks, or not counted once in the gradient norm."""
+
+    parameter: str  # "" for the norm itself
+    kind: str  # "tensor-parallel", "sequence-parallel", "expert", "shared embedding", "replicated"
+    what: str
+    ranks: tuple[int, ...]  # where it is so
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
+        subject = f"{self.parameter} ({self.kind})" if self.parameter else "the gradient norm"
+        return f"{subject}: {self.what}; on ranks {ranks}"
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """What one rank says of one of its parameters."""
+
+    name: str
+    kind: str
+    place: str  # which part of the whole model it is of
+    key: tuple[Any, ...]  # equal on ranks that hold the same elements of the whole model
+    numel: int
+    wanted: frozenset[int]  # ranks whose gradients must be summed
+    summed: frozenset[int]  # and those that were, as far as this rank can see
+
+
+def check_gradients(
+    model: torch.nn.Module | Sequence[torch.nn.Module], state: ParallelState, optimizer: Any = None
+) -> list[GradientFinding]:
+    """Find parameters whose gradients are reduced or counted wrongly; none is an empty list.
+
+    *Collective* over the ranks of ``state``, between steps: gradients that are there are kept, the
+    optimizer's own copies are dropped. Needs memory for a second copy of the gradients.
+
+    Parameters
+    ----------
+    model : DistributedDataParallel, or a list of them
+        This rank's part of one model, as megatron-core's schedules take it.
+    state : ParallelState
+        The state that the model must communicate over.
+    optimizer : MegatronOptimizer, optional
+        As ``get_megatron_optimizer`` gave it. With it the gradient norm is checked too: it must
+        count each element of the whole model once.
+
+    Raises
+    ------
+    ValueError
+        The state has no groups or an encoder of its own; a parameter has no ``main_grad``.
+    """
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    own = [
+        (index, name, parameter)
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    ]
+    _check_arguments(state, own)
+    with state.activate(), _restored(own, optimizer), torch.no_grad():
+        here = _reduced(chunks, own, state)
+        everyone = dict(_from_all((dist.get_rank(), here), state))
+        found = list(_wrongly_reduced(everyone))
+        if optimizer is not None:
+            found += _norm(own, here, optimizer, everyone, state)
+    return found
+
+
+def _check_arguments(state: ParallelState, own: Sequence[tuple[int, str, Any]]) -> None:
+    if state.request is None or state.pool is None:
+        raise ValueError(f"check_gradients needs a state with groups on this rank: {state!r}.")
+    if state.request.encoder is not None:
+        raise ValueError("check_gradients does not know a state with an encoder on its own ranks.")
+    bare = [name for _, name, parameter in own if getattr(parameter, "main_grad", None) is None]
+    if bare:
+        raise ValueError(
+            f"{bare[0]} has no main_grad: wrap the model in megatron-core's "
+            f"DistributedDataParallel before check_gradients."
+        )
+
+
+@contextmanager
+def _restored(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> Iterator[None]:
+    kept = [parameter.main_grad.clone() for *_, parameter in own]
+    try:
+        yield
+    finally:
+        if optimizer is not None:
+            optimizer.zero_grad()
+        for (*_, parameter), before in zip(own, kept, strict=True):
+            parameter.main_grad.copy_(before)
+
+
+def _from_all(value: Any, state: ParallelState) -> list[Any]:
+    """Every rank's value: over the ranks of a stage, then over the stages."""
+    stage: list[Any] = [value]
+    for group in (
+        state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        state.get_pipeline_model_parallel_group(),
+    ):
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, stage, group=group)
+        stage = [each for part in parts for each in part]
+    return stage
+
+
+# Which ranks' gradients are summed.
+
+
+def _reduced(
+    chunks: list[Any], own: Sequence[tuple[int, str, Any]], state: ParallelState
+) -> list[_Parameter]:
+    rank = dist.get_rank()
+    ranks = sorted(_from_all(rank, state))
+    rounds: list[list[float]] = []
+    for start in range(0, len(ranks), _BITS):
+        places = {each: place for place, each in enumerate(ranks[start : start + _BITS])}
+        rounds.append(_reduce(chunks, own, 2.0 ** places[rank] if rank in places else 0.0))
+    ones = _reduce(chunks, own, 1.0)
+    where = dict(_from_all((rank, _neighbours(state)), state))
+    return [
+        _described(
+            index, name, parameter, state, where, _summands(ones[i], [r[i] for r in rounds], ranks)
+        )
+        for i, (index, name, parameter) in enumerate(own)
+    ]
+
+
+def _reduce(chunks: list[Any], own: Sequence[tuple[int, str, Any]], value: float) -> list[float]:
+    """Each parameter's gradient after megatron-core's reductions, if it was ``value`` before."""
+    from megatron.core.distributed import finalize_model_grads
+
+    for *_, parameter in own:
+        parameter.main_grad.fill_(value)
+        # Where the gradient comes from autograd, main_grad has it already.
+        parameter.grad_added_to_main_grad = True
+    for chunk in chunks:
+        config = getattr(chunk, "ddp_config", None)
+        if getattr(config, "overlap_grad_reduce", False):
+            chunk.start_grad_sync()
+    finalize_model_grads(chunks)
+    # Of a sum that is spread over ranks each has a part; elsewhere there is less.
+    return [float(parameter.main_grad.max()) for *_, parameter in own]
+
+
+def _summands(ones: float, rounds: list[float], ranks: list[int]) -> frozenset[int]:
+    """The ranks whose powers of two are in ``rounds``, which are scaled as ``ones`` is."""
+    for many in range(1, len(ranks) + 1):
+        bits = [value * many / ones if ones else 0.0 for value in rounds]
+        whole = [round(each) for each in bits]
+        close = all(abs(a - b) < 1e-3 for a, b in zip(bits, whole, strict=True))
+        if close and sum(each.bit_count() for each in whole) == many:
+            return frozenset(
+                rank for at, rank in enumerate(ranks) if whole[at // _BITS] >> (at % _BITS) & 1
+            )
+    return frozenset()
+
+
+def _neighbours(state: ParallelState) -> dict[str, list[int]]:
+    ranks = dist.get_process_group_ranks
+    embeddings = state._EMBEDDING_GROUP
+    return {
+        "dense": ranks(state.get_data_parallel_group(with_context_parallel=True)),
+        "expert": ranks(state.get_expert_data_parallel_group()),
+        "tp": ranks(state.get_tensor_model_parallel_group()),
+        "embeddings": ranks(embeddings) if embeddings is not None else [dist.get_rank()],
+    }
+
+
+def _described(
+    chunk: int,
+    name: str,
+    parameter: Any,
+    state: ParallelState,
+    where: dict[int, dict[str, list[int]]],
+    summed: frozenset[int],
+) -> _Parameter:
+    here = where[dist.get_rank()]
+    expert = "experts" in name.split(".") or "local_experts" in name.split(".")
+    expert = expert or not getattr(parameter, "allreduce", True)
+    split = bool(getattr(parameter, "tensor_model_parallel", False))
+    shared = bool(getattr(parameter, "shared_embedding", False))
+    spread = bool(getattr(parameter, "sequence_parallel", False)) and not expert
+    stage, place = state.get_pipeline_model_parallel_rank(), (chunk, name)
+    if expert:
+        kind, wanted = "expert", [*here["expert"]]
+        tp, ep = state.get_expert_tensor_parallel_rank(), state.get_expert_model_parallel_rank()
+        key: tuple[Any, ...] = (stage, *place, ep, tp if split else -1)
+        part = f"pp={stage} ep={ep}"
+    else:
+        part = f"pp={stage}"
+        kind = "tensor-parallel" if split else "replicated"
+        kind = "sequence-parallel" if spread else kind
+        around = [dist.get_rank()]
+        if shared:
+            kind, around = "shared embedding", here["embeddings"]
+        elif spread:
+            around = here["tp"]
+        wanted = [rank for each in around for rank in where[each]["dense"]]
+        tp = state.get_tensor_model_parallel_rank() if split else -1
+        key = ("shared", tp) if shared else (stage, *place, tp)
+    return _Parameter(name, kind, part, key, parameter.numel(), frozenset(wanted), summed)
+
+
+def _wrongly_reduced(everyone: dict[int, list[_Parameter]]) -> Iterator[GradientFinding]:
+    told: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for rank, parameters in sorted(everyone.items()):
+        for at, parameter in enumerate(parameters):
+            # The distributed optimizer's sums are spread: the rank that has a part knows it.
+            mates = [
+                everyone[mate][at].summed
+                for mate in parameter.wanted
+                if _same(everyone, mate, at, parameter)
+            ]
+            summed = max([parameter.summed, *mates], key=len)
+            if summed != parameter.wanted:
+                got = f"summed over the ranks {_few(summed)} instead of {_few(parameter.wanted)}"
+                told[parameter.name, parameter.kind, got].append(rank)
+    for (name, kind, what), ranks in told.items():
+        yield GradientFinding(name, kind, what, tuple(ranks))
+
+
+def _same(everyone: dict[int, list[_Parameter]], rank: int, at: int, parameter: _Parameter) -> bool:
+    others = everyone.get(rank, [])
+    return at < len(others) and others[at].key == parameter.key
+
+
+def _few(ranks: frozenset[int]) -> str:
+    listed = sorted(ranks)
+    return "[" + ", ".join(map(str, listed[:8])) + ", ..." * (len(listed) > 8) + "]"
+
+
+# How often the norm counts what.
+
+
+def _norm(
+    own: Sequence[tuple[int, str, Any]],
+    here: list[_Parameter],
+    optimizer: Any,
+    everyone: dict[int, list[_Parameter]],
+    state: ParallelState,
+) -> Iterator[GradientFinding]:
+    children = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    counted = [_counted(child, optimizer, own) for child in children]
+    groups = [_norm_ranks(child, optimizer) for child in children]
+    norms = _norm_of_ones(own, optimizer)
+    told = dict(_from_all((dist.get_rank(), (counted, groups, norms)), state))
+    wanted = {each.key: each for parameters in everyone.values() for each in parameters}
+    wrong: dict[tuple[tuple[Any, ...], float], list[int]] = defaultdict(list)
+    for rank, (_, over, _) in sorted(told.items()):
+        total: Counter[tuple[Any, ...]] = Counter()
+        for child, members in enumerate(over):
+            for member in members if members is not None else told:
+                for at, numel in told[member][0][child].items():
+                    total[everyone[member][at].key] += numel
+        for key, parameter in wanted.items():
+            if total[key] != parameter.numel:
+                wrong[key, total[key] / parameter.numel].append(rank)
+    merged: dict[tuple[str, str, str, float], set[int]] = defaultdict(set)
+    for (key, times), ranks in wrong.items():
+        merged[wanted[key].name, wanted[key].kind, wanted[key].place, times].update(ranks)
+    for (name, kind, place, times), where in merged.items():
+        what = f"counted {times:g} times in the gradient norm instead of once, at {place}"
+        yield GradientFinding(name, kind, what, tuple(sorted(where)))
+    right = math.sqrt(sum(each.numel for each in wanted.values()))
+    off = {rank: norm for rank, (*_, norm) in sorted(told.items()) if abs(norm / right - 1) > 1e-4}
+    if off:
+        got = " and ".join(sorted({f"{norm:.4f}" for norm in off.values()})[:4])
+        what = f"{got} instead of {right:.4f} where every gradient is 1"
+        yield GradientFinding("", "", what, tuple(off))
+
+
+def _counted(child: Any, optimizer: Any, own: Sequence[tuple[int, str, Any]]) -> dict[int, int]:
+    """How many elements of each of this rank's parameters one optimizer counts."""
+    found: Counter[int] = Counter()
+    for start in range(0, len(own), _EXACT):
+        for at, (*_, parameter) in enumerate(own):
+            inside = start <= at < start + _EXACT
+            parameter.main_grad.fill_(float(at - start + 1) if inside else 0.0)
+        optimizer.prepare_grads()
+        # Renamed in megatron-core 0.19.
+        get = getattr(child, "get_grads_for_grad_norm", None) or child.get_main_grads_for_grad_norm
+        for gradient in get():
+            if gradient.numel() and (number := round(_scaled(gradient, child))):
+                found[start + number - 1] += gradient.numel()
+    return dict(found)
+
+
+def _scaled(gradient: torch.Tensor, child: Any) -> float:
+    # Loss scaling divides the optimizer's copies by the scale.
+    scale = child.get_loss_scale() if getattr(child, "grad_scaler", None) is not None else 1.0
+    return float(gradient.flatten()[0]) * float(scale)
+
+
+def _norm_of_ones(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> float:
+    for *_, parameter in own:
+        parameter.main_grad.fill_(1.0)
+    optimizer.prepare_grads()
+    children = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    return float(optimizer.get_grad_norm()) * _scaled(torch.ones(1), children[0])
+
+
+def _norm_ranks(child: Any, optimizer: Any) -> list[int] | None:
+    """The ranks over which an optimizer's part of the norm is summed; None for all."""
+    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":  # it sums over the world
+        return None
+    group = child.get_grad_stats_parallel_group()
+    return None if group is None else dist.get_process_group_ranks(group)

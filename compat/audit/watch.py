@@ -1,0 +1,421 @@
+"""Puts the audit into the getters and takes it out again.
+
+A getter keeps its identity, as other modules hold it by name: while something is on, its code is
+exchanged for one of the same signature that comes here first. Off, it is the code that it was.
+Reads of private globals pass through the class of the module, which is exchanged too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import os
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from compat.audit import owners
+from compat.audit.getters import AUDITED, instead_of, slots_behind, writes
+from compat.audit.log import Log, file_of
+from compat.audit.owners import UNKNOWN, Place
+from compat.state import SLOTS, activations, all_states, current, namespace
+
+_MODULE = "compat.parallel_state"
+_HOOK = "_hypergrid_audit"  # in the globals of the getters, while something is on
+_OWN = ("compat", "hypergrid")
+# What reads for its caller: the caller is who lacks a group. All of a module, or one function.
+_THROUGH = frozenset(
+    {
+        "megatron.core.process_groups_config",
+        "megatron.core.utils:get_tensor_model_parallel_group_if_none",
+    }
+)
+_OTHER, _NONE_OPEN, _ENDED = "another state", "no activate() is open", "activate() has ended"
+
+
+class WrongStateError(RuntimeError):
+    """A read of another state than the reader's, under ``strict()``."""
+
+
+class ForbiddenReadError(RuntimeError):
+    """A read that ``forbid()`` does not allow."""
+
+
+class _Watch(threading.local):
+    """Per thread: the group behind the read in progress."""
+
+    group: Any = None
+
+
+_watch = _Watch()
+_logs: list[Log] = []
+_rules: list[_Forbidding] = []
+_strict: list[object] = []
+_inner: dict[str, Callable[..., Any]] = {}  # the getters as they are without the audit
+_codes: dict[str, types.CodeType] = {}
+_lock = threading.RLock()
+_warned: set[str] = set()
+
+
+# On and off.
+
+
+def _switch() -> None:
+    """Put the audit in if something needs it, take it out if nothing does."""
+    with _lock:
+        wanted = bool(_logs or _rules or _strict)
+        if wanted and not _codes:
+            _put_in()
+        elif not wanted and _codes:
+            _take_out()
+
+
+def _put_in() -> None:
+    module = importlib.import_module(_MODULE)  # above this package in the order of imports
+    names = namespace()
+    names[_HOOK] = _read
+    for name in AUDITED:
+        function = names.get(name)
+        if not isinstance(function, FunctionType) or function.__globals__ is not names:
+            continue  # outside code has replaced it: what that calls is seen
+        own = FunctionType(function.__code__, names, name, function.__defaults__)
+        own.__kwdefaults__ = function.__kwdefaults__
+        _inner[name], _codes[name] = own, function.__code__
+        function.__code__ = _detour(function)
+    module.__class__ = _Watched
+    owners.watch()
+
+
+def _take_out() -> None:
+    names = namespace()
+    for name, code in _codes.items():
+        names_function = _functions[name]
+        names_function.__code__ = code
+    _functions.clear()
+    _codes.clear()
+    _inner.clear()
+    names.pop(_HOOK, None)
+    sys.modules[_MODULE].__class__ = ModuleType
+    owners.unwatch()
+
+
+_functions: dict[str, FunctionType] = {}
+
+
+def _detour(function: FunctionType) -> types.CodeType:
+    """Code of the same signature that calls the hook with what it was given."""
+    name, code = function.__name__, function.__code__
+    _functions[name] = function
+    placed = code.co_varnames[: code.co_argcount]
+    named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    taken = ", ".join([*placed, *(["*", *named] if named else [])])
+    given = ", ".join([*placed, *(f"{each}={each}" for each in named)])
+    source = f"def {name}({taken}): return {_HOOK}({name!r}, {given})"
+    return next(c for c in compile(source, __file__, "exec").co_consts if hasattr(c, "co_code"))
+
+
+class _Watched(ModuleType):
+    """The module while something is on: also its private globals are seen."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in SLOTS:
+            frame = _caller(sys._getframe(1))
+            if frame is not None:
+                _refuse(name, frame)
+                group = value if isinstance(value, ProcessGroup) else None
+                _record(name, False, frame, group)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        frame = _caller(sys._getframe(1)) if name in SLOTS else None
+        if frame is not None:
+            _refuse(name, frame)
+        super().__setattr__(name, value)
+        if frame is not None:
+            _record(name, True, frame, value if isinstance(value, ProcessGroup) else None)
+
+
+# One read.
+
+
+def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """What a getter calls while something is on."""
+    frame = _caller(sys._getframe(2))
+    if frame is None:  # one function of ours calls another
+        result = _inner[name](*args, **kwargs)
+        if isinstance(result, ProcessGroup):
+            _watch.group = result
+        return result
+    _refuse(name, frame)
+    _watch.group = None
+    result = None
+    try:
+        result = _inner[name](*args, **kwargs)
+        return result
+    finally:
+        group = result if isinstance(result, ProcessGroup) else _watch.group
+        _record(name, writes(name), frame, group)
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The frame that reads; None if it is ours."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module not in _THROUGH and f"{module}:{frame.f_code.co_name}" not in _THROUGH:
+            return None if module.partition(".")[0] in _OWN else frame
+        frame = frame.f_back
+    return None
+
+
+def _refuse(name: str, frame: FrameType) -> None:
+    for rule in _rules:
+        rule.check(name, frame)
+
+
+def _record(name: str, changes: bool, frame: FrameType, group: Any) -> None:
+    slot = _slot(name, group)
+    if slot is not None and group is None:
+        group = namespace().get(slot)
+        group = group if isinstance(group, ProcessGroup) else None
+    place = owners.look_around(frame)
+    phase, state = _phase(place), current()
+    if _logs:
+        module = frame.f_globals.get("__name__", "?")
+        desc = slot.lstrip("_") if slot else ""
+        called = state.name if state.request is not None else "none"
+        key = (frame.f_lineno, place.outermost, phase, called, desc)
+        for log in _logs:
+            log.site(frame.f_code, module, key, name, changes)
+    if not changes and (_logs or _strict):
+        _judge(name, slot, group, frame, place, phase)
+
+
+def _slot(name: str, group: Any) -> str | None:
+    """The private global that was answered from; None if it is not one of a group, or not known."""
+    slots = slots_behind(name)
+    if group is not None:
+        names = namespace()
+        found = [slot for slot in slots if names.get(slot) is group]
+        # Several globals may hold one group: the one that it was created for.
+        own = (slot for slot in found if slot.lstrip("_") == group.group_desc)
+        return next(own, found[0] if found else None)
+    return slots[0] if len(slots) == 1 else None
+
+
+def _phase(place: Place) -> str:
+    if current().request is None and not all_states():
+        return "before initialisation"
+    if torch._C._current_graph_task_id() != -1:
+        return "backward"
+    return place.phase or "elsewhere"
+
+
+# Whether it is the right state.
+
+
+def _judge(
+    name: str, slot: str | None, group: Any, frame: FrameType, place: Place, phase: str
+) -> None:
+    if slot is None:
+        return
+    owner = place.owner
+    given = owner.group(slot) if owner is not None else UNKNOWN
+    read = f"read {slot.strip('_').lower().replace('_', ' ')}"
+    remedy = f"{instead_of(name, slot)}."
+    if owner is not None and given is not UNKNOWN:
+        if given is group or not isinstance(given, (ProcessGroup, type(None))):
+            return
+        source = owners.state_of(group) if group is not None else current()
+        built = "given groups of" if owner.was_given else "built under"
+        text = (
+            f"{type(place.reader).__name__} {built} {owner.name} {read} of {_name(source)} at "
+            f"{_where(frame)}, by {name}(). Read inside `with state.activate():` of its own "
+            f"state, or {remedy}"
+        )
+        _tell(_OTHER, text, f"got the ranks {_ranks(group)} instead of {_ranks(given)}")
+        return
+    is_open, ended = activations()
+    states = all_states()
+    if is_open or len(states) < 2:
+        return
+    names = ", ".join(sorted(map(_name, states)))
+    got = f"got that of {_name(current())}, of the states {names}"
+    if phase == "backward" and ended:
+        text = (
+            f"{_where(frame)} {read} by {name}() in backward, after activate() of {ended!r} has "
+            f"ended: {got}. Run forward and backward inside one activate(), or {remedy}"
+        )
+        _tell(_ENDED, text, f"got the ranks {_ranks(group)}")
+    else:
+        text = (
+            f"{_where(frame)} {read} by {name}() while no activate() is open: {got}. Read inside "
+            f"`with state.activate():`, or {remedy}"
+        )
+        _tell(_NONE_OPEN, text, f"got the ranks {_ranks(group)}")
+
+
+def _name(state: Any) -> str:
+    return repr(state.name) if state is not None and state.name else "no state"
+
+
+def _where(frame: FrameType) -> str:
+    module = frame.f_globals.get("__name__", "")
+    return f"{file_of(frame.f_code, module)}:{frame.f_lineno}"
+
+
+def _ranks(group: Any) -> str:
+    return str(dist.get_process_group_ranks(group)) if group is not None else "none"
+
+
+def _tell(kind: str, text: str, ranks: str) -> None:
+    for log in _logs:
+        log.problem(kind, text, ranks)
+    if _strict:
+        raise WrongStateError(f"rank {_rank()} {ranks}: {text}")
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"rank {_rank()} {ranks}: {text}", RuntimeWarning, stacklevel=2)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+# What users call.
+
+
+def begin(directory: str | os.PathLike[str]) -> None:
+    """Record from now on, to the end of the process; idempotent. *Local*.
+
+    As ``HYPERGRID_AUDIT``. Raises OSError if the directory cannot be written.
+    """
+    path = Path(directory)
+    if not any(log.directory == path for log in _logs):
+        _logs.append(Log(path))
+        _switch()
+
+
+@contextmanager
+def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Record inside: one file for each process in ``directory``. *Local*.
+
+    ``hypergrid audit DIRECTORY`` reads the files of all ranks. Wrong states are warned of, once
+    for each place, with RuntimeWarning. Raises OSError if the directory cannot be written.
+    """
+    log = Log(Path(directory))
+    _logs.append(log)
+    _switch()
+    try:
+        yield
+    finally:
+        _logs.remove(log)
+        _switch()
+        log.close()
+
+
+class strict:
+    """Raise WrongStateError where a read is of another state than the reader's. *Local*.
+
+    From the call on, for the process; as a context manager until its end.
+    """
+
+    def __init__(self) -> None:
+        _strict.append(self)
+        _switch()
+
+    def __enter__(self) -> strict:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Raise no longer; idempotent."""
+        if any(each is self for each in _strict):
+            _strict.remove(self)
+            _switch()
+
+
+class _Forbidding:
+    def __init__(self, patterns: Sequence[str], allow: Sequence[str]) -> None:
+        self.patterns, self.allow = patterns, allow
+        _rules.append(self)
+        _switch()
+
+    def check(self, name: str, frame: FrameType) -> None:
+        """Refuse a read of ``name`` by ``frame``, if it is one of those."""
+        module = frame.f_globals.get("__name__", "")
+        rule = next((p for p in self.patterns if fnmatch.fnmatchcase(module, p)), None)
+        if rule is None or any(
+            fnmatch.fnmatchcase(each, allowed)
+            for allowed in self.allow
+            for each in (module, name, f"{module}:{name}")
+        ):
+            return
+        called = name if name.startswith("_") else f"{name}()"
+        raise ForbiddenReadError(
+            f"rank {_rank()}: {module} used {called} of parallel_state at {_where(frame)}, in "
+            f"{frame.f_code.co_qualname}, which forbid({rule!r}) does not allow. What to do: "
+            f"{instead_of(name)}. To allow it for now: forbid({rule!r}, "
+            f"allow=[{f'{module}:{name}'!r}])."
+        )
+
+    def __enter__(self) -> _Forbidding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Allow it again; idempotent."""
+        if any(each is self for each in _rules):
+            _rules.remove(self)
+            _switch()
+
+
+def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> _Forbidding:
+    """Raise ForbiddenReadError where a module uses parallel_state. *Local*.
+
+    From the call on, for the process; as a context manager, or with ``end()``, until its end.
+
+    Parameters
+    ----------
+    modules : str or list of str
+        Patterns of modules' names as for the shell: ``"megatron.core.transformer.*"``.
+    allow : str or list of str
+        Exceptions: patterns of modules, of functions of parallel_state, or both as
+        ``"megatron.core.utils:get_global_memory_buffer"``.
+
+    Raises
+    ------
+    TypeError
+        A pattern is not a string.
+    ValueError
+        There is no pattern, or one is empty.
+    """
+    given = {"modules": modules, "allow": allow}
+    lists = {}
+    for name, value in given.items():
+        lists[name] = [value] if isinstance(value, str) else [*value]
+        for each in lists[name]:
+            if not isinstance(each, str):
+                raise TypeError(
+                    f"invalid value in {name}: {each!r} is no string; allowed: patterns of "
+                    f"modules' names such as 'megatron.core.transformer.*'."
+                )
+            if not each:
+                raise ValueError(f"invalid value in {name}: '' matches no module; name one.")
+    if not lists["modules"]:
+        raise ValueError("forbid() needs at least one pattern of modules' names.")
+    return _Forbidding(lists["modules"], lists["allow"])
