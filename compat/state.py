@@ -429,6 +429,30 @@ class ParallelState:
         self._extra.append(arguments)
         return made[0], made[1] if wanted else None
 
+    def subgroup(
+        self, dims: str, size: int, *, view: str | None = None, limit: int | None = None
+    ) -> ProcessGroup | None:
+        """This rank's group over ``dims`` of the grid, cut into runs of ``size``: its own run.
+
+        Such as the context parallel group of one sequence, whose length says how many ranks it
+        needs. *Local*, arguments, result and errors as ``HyperCommGrid.subgroup``, with the
+        timeout of this state; its expert layers are the view "expert". RuntimeError if the state
+        has no groups.
+        """
+        if self.request is None or self._grid is None:
+            raise RuntimeError(
+                f"subgroup({dims!r}, {size!r}) needs an initialized state: call "
+                f"initialize_model_parallel() first."
+            )
+        timeout = self.request.timeout
+        return self._grid.subgroup(dims, size, view=view, limit=limit, timeout=timeout)
+
+    def release(self, group: ProcessGroup) -> None:
+        """Destroy a subgroup. *Collective* over its members, as ``HyperCommGrid.release``."""
+        if self._grid is None:
+            raise ValueError(f"{self!r} has no subgroup to release.")
+        self._grid.release(group)
+
     def _make_extra(
         self, rows: Sequence[Row], timeout: timedelta | None, configs: Configs
     ) -> list[ProcessGroup | None]:

@@ -17,6 +17,9 @@ from hypergrid.policy import Policy
 
 SCHEMA = 1
 
+# Begins the labels of groups that ranks ask for on demand: no plan has these.
+SUBGROUP = "subgroup "
+
 Ranks = tuple[int, ...]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
-from hypergrid.plan import GroupPlan
+from hypergrid.plan import SUBGROUP, GroupPlan
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
     """Differences between the live groups of a rank and the plan, in sentences.
 
     ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and groups created by
-    outside code have no label and are left out.
+    outside code have no label and are left out, as are subgroups, which no plan has.
     """
     rank = dump["rank"]
     if rank not in plan.window:
@@ -118,7 +118,7 @@ def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
         planned.setdefault(row.label, []).append(list(ranks))
     live: dict[str, list[list[int]]] = {}
     for group in dump["groups"]:
-        if group["label"] is not None:
+        if group["label"] is not None and not group["label"].startswith(SUBGROUP):
             live.setdefault(group["label"], []).append(list(group["ranks"]))
     said = []
     for label in dict.fromkeys((*planned, *live)):

@@ -55,6 +55,7 @@ class GroupPool:
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
+        self.first: Agreement | None = None  # the one of the first creation that succeeded
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -105,6 +106,7 @@ class GroupPool:
                     yield
                     turn.end()
                     raise_if_aborted()
+                self.first = self.first or self.agreement
             except BaseException as error:
                 if one_device:
                     _forget_locals(error)
