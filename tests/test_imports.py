@@ -18,8 +18,9 @@ ORDERS = {
     "hypergrid": (
         ("errors", "messages"),
         ("layout",),
-        ("topology", "policy", "views"),
+        ("topology", "policy", "views", "links"),
         ("tree", "plan", "replicas"),
+        ("assembly",),
         ("groups", "analysis"),
         ("show",),
         ("cli",),

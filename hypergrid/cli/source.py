@@ -77,7 +77,7 @@ def _hosts(ranks: int, on_each: int) -> Topology:
 def _turned(layout: RankLayout, order: str) -> RankLayout:
     sizes = dict(zip(layout.dims, layout.sizes, strict=True))
     tokens = [token for token in order.split("-") if token in sizes]
-    return RankLayout.from_order("-".join(tokens), sizes, layout.offset)
+    return RankLayout.from_order("-".join(tokens), sizes).on(layout.ranks)
 
 
 def saved(

@@ -74,7 +74,7 @@ class HyperCommGrid:
 
     def _start(self, layout: RankLayout, backend: str | None, world: int | None = None) -> None:
         world = world_size() if world is None else world
-        if layout.ranks.stop > world:
+        if layout.stop > world:
             raise RuntimeError(
                 f"{layout} is oversized: it needs {layout.size} ranks from rank "
                 f"{layout.offset} on, and the world has {world}. Make the shape or the offset "
@@ -170,7 +170,7 @@ class HyperCommGrid:
         shared_dims : sequence of str, optional
             Dims whose groups are the same in both: the view uses the groups of the base.
         """
-        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
+        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset, self.layout.members)
         self._views.register(name, layout, shared_dims)
 
     def create_pg(
@@ -320,7 +320,7 @@ class HyperCommGrid:
         layout.subgroup(layout.offset, names, size)  # refuses an invalid size
         return f"{SUBGROUP}{name_of(key)}:{size}", layout, names
 
-    def participants(self) -> range:
+    def participants(self) -> Sequence[int]:
         """The ranks that create this grid's groups together. *Local*.
 
         Those of the grid; all of the world where members alone cannot create, as under
@@ -330,9 +330,12 @@ class HyperCommGrid:
         alone = expected(policy).way_of(self.backend) == "members"
         return self.layout.ranks if alone else range(dist.get_world_size())
 
-    def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
+    def begin(
+        self, agreement: Agreement, policy: Policy, owner: str | None = None, prefix: str = ""
+    ) -> GroupPool:
         """Start a pool under ``agreement``, for callers that agreed on more than dims."""
         self.pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
+        self.pool.prefix = prefix
         self.pool.holder = weakref.ref(self)
         return self.pool
 

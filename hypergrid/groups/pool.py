@@ -55,7 +55,9 @@ class GroupPool:
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
-        self.first: Agreement | None = None  # the one of the first creation that succeeded
+        # The one of the first creation that succeeded; a pool may begin with one of an assembly.
+        self.first = agreement if agreement.epoch else None
+        self.prefix = ""  # of the labels, where others see them
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -163,7 +165,7 @@ class GroupPool:
             found = [each for each in self._old.groups if each.label == label]
             self.groups += found
             return [each.group for each in found]
-        options.setdefault("group_desc", label)
+        options.setdefault("group_desc", self.prefix + label)
         before, timeout = len(self.groups), options.get("timeout")
         shorter = creation.patience(options.get("backend"), timeout)
         if shorter is not None:
