@@ -33,6 +33,7 @@ from compat.transformer_engine import process as te_process
 from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
+from hypergrid.groups.prepare import Agreement
 from hypergrid.groups.store import abortable, raise_if_aborted
 from hypergrid.groups.suspension import Suspended, Suspension
 from hypergrid.plan import GroupPlan
@@ -145,13 +146,16 @@ class ParallelState:
         state.initialize(request)
         return state
 
-    def initialize(self, request: Request) -> None:
+    def initialize(
+        self, request: Request, agreement: Agreement | None = None, prefix: str = ""
+    ) -> None:
         """Build the groups of ``request``, which was checked already, in this fresh state.
 
-        *Collective* and all or nothing, as ``create``.
+        *Collective* and all or nothing, as ``create``; with ``agreement`` inside the two-phase
+        commit of an assembly, which names the state by ``prefix``.
         """
         with environment_restored_on_failure(), abortable():
-            built = build(request)
+            built = build(request, agreement=agreement, prefix=prefix)
             try:
                 self.request = request
                 self._take(built)
@@ -329,7 +333,7 @@ class ParallelState:
         self, request: Request, old: HyperCommGrid, suspension: Suspension
     ) -> dict[str, ProcessGroup]:
         with environment_restored_on_failure():
-            built = build(request, old.pool)
+            built = build(request, old.pool, prefix=old.pool.prefix if old.pool else "")
             before = {slot: getattr(self, slot) for slot in GROUP_SLOTS}
             noted, numbered = self._global_process_group_list, self._numbered
             pooled = [None, *(each.group for each in old.pool.groups)] if old.pool else [None]

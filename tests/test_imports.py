@@ -30,7 +30,15 @@ ORDERS = {
         ("swap",),
         ("",),  # compat/__init__ itself
         ("state", "hyper_comm_grid", "launch", "swap.startup"),
-        ("collection", "report", "transformer_engine", "colossalai", "physicsnemo", "resiliency"),
+        (
+            "assembly",
+            "collection",
+            "report",
+            "transformer_engine",
+            "colossalai",
+            "physicsnemo",
+            "resiliency",
+        ),
         ("parallel_state",),
     ),
 }
