@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -154,6 +154,17 @@ class GroupPlan:
         found = (name for name in names if rank in self.layouts[name])
         name = next(found, None)
         return None if name is None else (name, self.layouts[name])
+
+    def listed(self) -> GroupPlan:
+        """The same groups, listed rank by rank over the whole window. Costs O(world) a row."""
+        rows = (
+            replace(
+                row, layout="ranks", dims=(), chunk=None, pick="all", explicit=tuple(self.all(row))
+            )
+            for row in self.rows
+        )
+        window = RankLayout(("rank",), (len(self.window),), self.window.start)
+        return GroupPlan({"ranks": window}, tuple(rows))
 
     def mine(self, row: GroupRow, rank: int) -> dict[str, Ranks]:
         """The groups of ``row`` that ``rank`` belongs to, by a name that is equal on all members.

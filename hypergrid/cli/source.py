@@ -57,6 +57,13 @@ class Subject:
         pipelines = {each.stride("pp") for each in turned.values() if "pp" in each.dims}
         return turned if len(pipelines) < 2 else None
 
+    def models(self) -> Iterator[tuple[str, Mapping[str, RankLayout]]]:
+        """Each grid of an assembly by its name, with the layouts of its dense and expert layers."""
+        for name in self.plan.grids:
+            known = {"decoder": name, "expert": f"{name}/expert"}
+            found = {key: self.plan.layouts.get(each) for key, each in known.items()}
+            yield name, {key: layout for key, layout in found.items() if layout is not None}
+
     @property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""
