@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 scripts/examples/dynamic_context.py
 
-Each batch has sequences of other lengths, and as many ranks work on one as it needs. A rank asks for
-the group of its sequence when it comes to it: nothing is agreed on, and no group is created twice.
+Each batch has sequences of other lengths, and as many ranks work on one as it needs. A rank asks
+for the group of its sequence when it comes to it: nothing is agreed on, and no group is created
+twice.
 """
 
 import torch

@@ -16,7 +16,7 @@ BATCH, WIDTH, HIDDEN = 4, 6, 8
 
 
 def whole_model() -> list[torch.Tensor]:
-    """The batch, the two matrices of the first stage, and one of each other; alike on every rank."""
+    """The batch, two matrices of the first stage, one of each other; alike on every rank."""
     random = torch.Generator().manual_seed(0)
     shapes = (BATCH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
     return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
