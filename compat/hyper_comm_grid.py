@@ -68,7 +68,7 @@ class HyperCommGrid:
                 "torch.distributed first."
             )
         world_size = dist.get_world_size() if world is None else int(world)
-        if layout.ranks.stop > world_size:
+        if layout.stop > world_size:
             raise RuntimeError(
                 f"Grid shape {shape} is over sized: it needs {layout.size} ranks from rank "
                 f"{layout.offset} on, and the world has {world_size}. Reduce the shape or the "
@@ -232,7 +232,7 @@ class HyperCommGrid:
         """Whether the core grid has the same groups, in a world that has their ranks."""
         function = dist.new_subgroups_by_enumeration
         world = dist.get_world_size() if dist.is_initialized() else 0
-        if creation.is_replaced(function) or self.core.layout.ranks.stop > world:
+        if creation.is_replaced(function) or self.core.layout.stop > world:
             return False
         try:
             known, _, _ = self.core._views.find(dims, view)

@@ -106,7 +106,7 @@ def _grid(layout: RankLayout) -> str:
     sizes = dict(zip(layout.dims, layout.sizes, strict=True))
     if not HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
         del sizes["gtp_remat"]
-    return repr(RankLayout(tuple(sizes), tuple(sizes.values()), layout.offset))
+    return repr(RankLayout(tuple(sizes), tuple(sizes.values())).on(layout.ranks))
 
 
 def _short(ranks: tuple[int, ...], most: int = 8) -> str:

@@ -34,6 +34,7 @@ from compat.transformer_engine import process as te_process
 from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
+from hypergrid.groups.prepare import Agreement
 from hypergrid.groups.store import abortable, raise_if_aborted
 from hypergrid.groups.suspension import Suspended, Suspension
 from hypergrid.plan import GroupPlan
@@ -155,13 +156,16 @@ class ParallelState:
         state.initialize(request)
         return state
 
-    def initialize(self, request: Request) -> None:
+    def initialize(
+        self, request: Request, agreement: Agreement | None = None, prefix: str = ""
+    ) -> None:
         """Build the groups of ``request``, which was checked already, in this fresh state.
 
-        *Collective* and all or nothing, as ``create``.
+        *Collective* and all or nothing, as ``create``; with ``agreement`` inside the two-phase
+        commit of an assembly, which names the state by ``prefix``.
         """
         with environment_restored_on_failure(), abortable():
-            built = build(request)
+            built = build(request, agreement=agreement, prefix=prefix)
             self.name = self.name or f"state {next(_counted)}"
             try:
                 self.request = request
@@ -345,7 +349,7 @@ class ParallelState:
         self, request: Request, old: HyperCommGrid, suspension: Suspension
     ) -> dict[str, ProcessGroup]:
         with environment_restored_on_failure():
-            built = build(request, old.pool)
+            built = build(request, old.pool, prefix=old.pool.prefix if old.pool else "")
             before = {slot: getattr(self, slot) for slot in GROUP_SLOTS}
             noted, numbered = self._global_process_group_list, self._numbered
             pooled = [None, *(each.group for each in old.pool.groups)] if old.pool else [None]
@@ -444,6 +448,30 @@ class ParallelState:
         made = self._make_extra(*arguments)
         self._extra.append(arguments)
         return made[0], made[1] if wanted else None
+
+    def subgroup(
+        self, dims: str, size: int, *, view: str | None = None, limit: int | None = None
+    ) -> ProcessGroup | None:
+        """This rank's group over ``dims`` of the grid, cut into runs of ``size``: its own run.
+
+        Such as the context parallel group of one sequence, whose length says how many ranks it
+        needs. *Local*, arguments, result and errors as ``HyperCommGrid.subgroup``, with the
+        timeout of this state; its expert layers are the view "expert". RuntimeError if the state
+        has no groups.
+        """
+        if self.request is None or self._grid is None:
+            raise RuntimeError(
+                f"subgroup({dims!r}, {size!r}) needs an initialized state: call "
+                f"initialize_model_parallel() first."
+            )
+        timeout = self.request.timeout
+        return self._grid.subgroup(dims, size, view=view, limit=limit, timeout=timeout)
+
+    def release(self, group: ProcessGroup) -> None:
+        """Destroy a subgroup. *Collective* over its members, as ``HyperCommGrid.release``."""
+        if self._grid is None:
+            raise ValueError(f"{self!r} has no subgroup to release.")
+        self._grid.release(group)
 
     def _make_extra(
         self, rows: Sequence[Row], timeout: timedelta | None, configs: Configs

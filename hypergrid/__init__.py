@@ -10,10 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hypergrid.assembly import AssemblyPlan as AssemblyPlan
+    from hypergrid.assembly import GridPart as GridPart
     from hypergrid.errors import AbortedError as AbortedError
     from hypergrid.errors import AgreementError as AgreementError
     from hypergrid.errors import CreationError as CreationError
     from hypergrid.groups.abort import abort as abort
+    from hypergrid.groups.assembly import Assembly as Assembly
     from hypergrid.groups.dump import dump as dump
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from hypergrid.groups.validate import validate_grids as validate_grids
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
+    from hypergrid.links import Link as Link
     from hypergrid.network import Network as Network
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
@@ -34,8 +38,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "AbortedError": "errors",
     "AgreementError": "errors",
+    "Assembly": "groups.assembly",
+    "AssemblyPlan": "assembly",
     "CreationError": "errors",
     "EnvironmentTable": "groups.environment",
+    "GridPart": "assembly",
     "GroupNode": "tree",
     "GroupPlan": "plan",
     "GroupPool": "groups.pool",
@@ -43,6 +50,7 @@ _HOMES = {
     "GroupTree": "tree",
     "HyperCommGrid": "groups.grid",
     "LayoutError": "layout",
+    "Link": "links",
     "Network": "network",
     "RankLayout": "layout",
     "Topology": "topology",

@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.links import Link
 from hypergrid.messages import shown
 from hypergrid.policy import Policy
 
 SCHEMA = 1
+ASSEMBLED = 2  # the schema of plans with several grids, or grids over listed ranks
+
+# Begins the labels of groups that ranks ask for on demand: no plan has these.
+SUBGROUP = "subgroup "
 
 Ranks = tuple[int, ...]
 
@@ -102,10 +107,16 @@ class GroupPlan:
 
     Symbolic: it holds layouts and rows, never the world's groups, so that it costs the same for a
     million ranks. Equal plans have equal fingerprints on every rank.
+
+    ``grids`` names the layouts that are grids of their own, on the same ranks or on others; the
+    other layouts are views of them. It is empty where all layouts are views of the first.
+    ``links`` go from one of them to another; their groups are among the rows.
     """
 
     layouts: Mapping[str, RankLayout]
     rows: tuple[GroupRow, ...] = field(default=())
+    grids: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layouts:
@@ -117,11 +128,43 @@ class GroupPlan:
                     f"has {', '.join(self.layouts)}."
                 )
             self.layouts[row.layout].axes(row.dims)  # refuses unknown dims
+        for what, names in (
+            ("grids", self.grids),
+            *((f"the link {link.name}", (link.source, link.target)) for link in self.links),
+        ):
+            unknown = [name for name in names if name not in self.layouts]
+            if unknown:
+                raise LayoutError(
+                    f"{what} name {shown(unknown[0])}, and the plan has {', '.join(self.layouts)}."
+                )
 
     @property
     def window(self) -> range:
-        """The span of ranks that the plan is for."""
-        return next(iter(self.layouts.values())).ranks
+        """The span of ranks that the plan is for; with several grids, from the first to the last.
+
+        Some ranks between may be in no grid.
+        """
+        names = self.grids or list(self.layouts)[:1]
+        spans = [self.layouts[name] for name in names]
+        return range(min(each.offset for each in spans), max(each.stop for each in spans))
+
+    def home(self, rank: int) -> tuple[str, RankLayout] | None:
+        """The first grid that ``rank`` is in, by its name; None outside of all."""
+        names = self.grids or list(self.layouts)[:1]
+        found = (name for name in names if rank in self.layouts[name])
+        name = next(found, None)
+        return None if name is None else (name, self.layouts[name])
+
+    def listed(self) -> GroupPlan:
+        """The same groups, listed rank by rank over the whole window. Costs O(world) a row."""
+        rows = (
+            replace(
+                row, layout="ranks", dims=(), chunk=None, pick="all", explicit=tuple(self.all(row))
+            )
+            for row in self.rows
+        )
+        window = RankLayout(("rank",), (len(self.window),), self.window.start)
+        return GroupPlan({"ranks": window}, tuple(rows))
 
     def mine(self, row: GroupRow, rank: int) -> dict[str, Ranks]:
         """The groups of ``row`` that ``rank`` belongs to, by a name that is equal on all members.
@@ -169,32 +212,56 @@ class GroupPlan:
                 yield row, ranks
 
     def to_json(self) -> str:
-        """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``."""
-        layouts = {
+        """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``.
+
+        With several grids, or a grid over listed ranks, ``"schema": 2``: also ``"grids"`` and
+        ``"links"``, and ``"ranks"`` in such a layout.
+        """
+        layouts: dict[str, dict[str, Any]] = {
             name: {"dims": lay.dims, "sizes": lay.sizes, "offset": lay.offset}
             for name, lay in self.layouts.items()
         }
+        listed = {name: lay.members for name, lay in self.layouts.items() if lay.members}
+        for name, members in listed.items():
+            layouts[name]["ranks"] = members
         default = GroupRow("", "", ())
         rows = [
-            {k: v for k, v in vars(row).items() if v != getattr(default, k)} for row in self.rows
+            {k: v for k, v in vars(row).items() if k == "dims" or v != getattr(default, k)}
+            for row in self.rows
         ]
-        return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
+        data: dict[str, Any] = {"schema": SCHEMA, "layouts": layouts, "rows": rows}
+        if self.grids or self.links or listed:
+            links = [vars(link) for link in self.links]
+            data |= {"schema": ASSEMBLED, "grids": self.grids, "links": links}
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> GroupPlan:
         """Read what ``to_json`` wrote. ValueError on another schema or invalid rows or layouts."""
         data = json.loads(text)
-        if data.get("schema") != SCHEMA:
+        if data.get("schema") not in (SCHEMA, ASSEMBLED):
             raise ValueError(
                 f"a plan of schema {data.get('schema')!r} cannot be read: this release of "
-                f"hypergrid reads schema {SCHEMA}."
+                f"hypergrid reads schema {SCHEMA} and {ASSEMBLED}."
             )
-        rows = tuple(map(_row, data["rows"]))
-        return cls({name: RankLayout(**lay) for name, lay in data["layouts"].items()}, rows)
+        links = tuple(
+            Link(**{key: _hashable(value) for key, value in each.items()})
+            for each in data.get("links", ())
+        )
+        return cls(
+            {name: _layout(**lay) for name, lay in data["layouts"].items()},
+            tuple(map(_row, data["rows"])),
+            tuple(data.get("grids", ())),
+            links,
+        )
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _layout(ranks: Sequence[int] | None = None, **given: Any) -> RankLayout:
+    return RankLayout(**given, members=None if ranks is None else tuple(ranks))
 
 
 _PLAIN: dict[str, Callable[[Any], bool]] = {

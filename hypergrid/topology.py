@@ -44,11 +44,11 @@ class Topology:
     numbers: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names, host = _placed(self.hosts, self.layout.ranks.stop)
-        if len(host) < self.layout.ranks.stop:
+        names, host = _placed(self.hosts, self.layout.stop)
+        if len(host) < self.layout.stop:
             raise LayoutError(
                 f"hosts={shown(self.hosts)} have {len(host)} ranks, and {self.layout} reaches to "
-                f"rank {self.layout.ranks.stop - 1}. Name the host of every rank of the world."
+                f"rank {self.layout.stop - 1}. Name the host of every rank of the world."
             )
         host.setflags(write=False)
         self.__dict__.update(names=names, numbers=host)  # the dataclass is frozen

@@ -18,9 +18,9 @@ ORDERS = {
     "hypergrid": (
         ("errors", "messages"),
         ("layout",),
-        ("topology", "policy", "views"),
+        ("topology", "policy", "views", "links"),
         ("tree", "plan", "replicas", "network"),
-        ("network_text",),
+        ("network_text", "assembly"),
         ("groups", "analysis"),
         ("show",),
         ("cli",),
@@ -30,7 +30,15 @@ ORDERS = {
         ("swap",),
         ("",),  # compat/__init__ itself
         ("state", "hyper_comm_grid", "launch", "swap.startup"),
-        ("collection", "report", "transformer_engine", "colossalai", "physicsnemo", "resiliency"),
+        (
+            "assembly",
+            "collection",
+            "report",
+            "transformer_engine",
+            "colossalai",
+            "physicsnemo",
+            "resiliency",
+        ),
         ("audit",),
         ("parallel_state",),
     ),

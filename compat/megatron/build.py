@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -49,10 +49,16 @@ class Built:
     grid: HyperCommGrid | None = None
 
 
-def build(request: Request, suspended: GroupPool | None = None) -> Built:
+def build(
+    request: Request,
+    suspended: GroupPool | None = None,
+    agreement: Agreement | None = None,
+    prefix: str = "",
+) -> Built:
     """Create every group of ``request`` that this rank belongs to.
 
-    Those that a ``suspended`` pool has not closed are taken from there.
+    Those that a ``suspended`` pool has not closed are taken from there. With ``agreement`` the
+    ranks have agreed already, and commit together afterwards. ``prefix`` begins descriptions.
 
     *Collective* over the request's participants; a rank that is none of them gets no groups.
     After a failure no group is left.
@@ -79,13 +85,13 @@ def build(request: Request, suspended: GroupPool | None = None) -> Built:
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
     if request.helpers:
         owner += f", with {replaced.in_words(request.helpers)} replaced"
-    pool = grid.begin(Agreement(""), policy, owner)
+    pool = grid.begin(agreement or Agreement(""), policy, owner, prefix)
     if suspended is not None:
         pool.replace(suspended)
     try:
         agreed = request.participants, request.proposal(), request.timeout, request.life
-        with pool.agreed(*agreed, one_device=alone):
-            _check_window(request, pool.agreement)
+        with nullcontext() if agreement else pool.agreed(*agreed, one_device=alone):
+            check_window(request, pool.agreement)
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
                     with _sharp([p], request, built):
@@ -105,7 +111,8 @@ def build(request: Request, suspended: GroupPool | None = None) -> Built:
     return built
 
 
-def _check_window(request: Request, agreement: Agreement) -> None:
+def check_window(request: Request, agreement: Agreement) -> None:
+    """Refuse a window that is a part of the world, where members alone cannot create."""
     world, window = dist.get_world_size(), len(request.participants)
     if agreement.way != "members" and window < world:
         raise RuntimeError(

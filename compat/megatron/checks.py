@@ -76,7 +76,7 @@ def faults(
             "A distributed optimizer has nothing to shard over dp.",
             "Add ranks, or make the model-parallel sizes smaller, if memory allows.",
         )
-    counts = np.unique(hosts.numbers[dense.ranks.start : dense.ranks.stop], return_counts=True)[1]
+    counts = np.unique(hosts.numbers[list(dense.ranks)], return_counts=True)[1]
     if counts.min() < counts.max():
         yield Finding(
             "uneven-hosts",

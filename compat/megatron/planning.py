@@ -200,7 +200,7 @@ class Request(Arguments):
             communicators.section(rows[0].options, self.nccl_configs)
         _check_instances(self, "data x context parallel size", _members(self))
         communicators.section(rows[0].options, self.nccl_configs)
-        if self.decoder.ranks.stop > self.world:
+        if self.decoder.stop > self.world:
             raise ValueError(
                 f"rank_offset={self.rank_offset} + local_world_size={self.world_size} is larger "
                 f"than the world size {self.world}. Make one of them smaller."
@@ -217,12 +217,12 @@ class Request(Arguments):
     @cached_property
     def participants(self) -> Sequence[int]:
         """The ranks that create groups: the window, and others that a caller's function chose."""
-        window = self.decoder.ranks
+        window: Sequence[int] = self.decoder.ranks
         if self.decides_ranks:
             from torch.distributed.distributed_c10d import _get_default_group
 
             world = _get_default_group().size()  # get_world_size() may be replaced, and say more
-            return range(self.rank_offset, min(window.stop, world))
+            return range(self.rank_offset, min(self.decoder.stop, world))
         chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
         besides = {rank for ranks in chosen for rank in ranks if rank not in window}
         return sorted({*window, *besides}) if besides else window

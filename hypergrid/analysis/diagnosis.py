@@ -364,10 +364,12 @@ class _Words:
 
 
 def coordinate(recording: Recording, plan: GroupPlan | None, rank: int) -> dict[str, int]:
-    """From the plan's first layout, or from the places in the largest group over each dim."""
+    """From the rank's grid in the plan, or from the places in the largest group over each dim."""
     if plan is not None:
-        layout = next(iter(plan.layouts.values()))
-        return dict(layout.trimmed.coordinate(rank)) if rank in layout else {}
+        name, layout = plan.home(rank) or ("", None)
+        which = f"{name} " if plan.grids else ""
+        found = layout.trimmed.coordinate(rank) if layout is not None else {}
+        return {which + dim: at for dim, at in found.items()}
     best: dict[str, tuple[int, ...]] = {}
     for group in recording.groups.values():
         if len(group.dims) == 1 and group.ranks and rank in group.ranks:

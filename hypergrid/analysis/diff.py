@@ -11,7 +11,7 @@ import numpy as np
 from hypergrid.analysis.recording import DEFAULT, Recording
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
-from hypergrid.plan import GroupPlan
+from hypergrid.plan import SUBGROUP, GroupPlan
 
 _COMPARED = 64  # groups of a recording with those of a plan
 
@@ -131,17 +131,17 @@ def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
     """Differences between the live groups of a rank and the plan, in sentences.
 
     ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and groups created by
-    outside code have no label and are left out.
+    outside code have no label and are left out, as are subgroups, which no plan has.
     """
     rank = dump["rank"]
-    if rank not in plan.window:
+    if rank not in plan.window and not plan.grids:
         return [f"rank {rank} is outside the plan's ranks {plan.window[0]}..{plan.window[-1]}."]
     planned: dict[str, list[list[int]]] = {}
     for row, ranks in plan.groups_of(rank):
         planned.setdefault(row.label, []).append(list(ranks))
     live: dict[str, list[list[int]]] = {}
     for group in dump["groups"]:
-        if group["label"] is not None:
+        if group["label"] is not None and not f"/{group['label']}".rpartition(f"/{SUBGROUP}")[1]:
             live.setdefault(group["label"], []).append(list(group["ranks"]))
     said = []
     for label in dict.fromkeys((*planned, *live)):
@@ -164,7 +164,10 @@ def _listed(groups: Iterable[Sequence[int]]) -> str:
 def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
     if dim not in layout.dims:
         return np.zeros(len(ranks), dtype=int)
-    return (np.array(ranks) - layout.offset) // layout.stride(dim) % layout.dim_size(dim)
+    asked, members = np.array(ranks, dtype=int), layout.groups(layout.dims)[0]
+    places = np.searchsorted(members, asked)
+    known = np.isin(asked, members)
+    return np.where(known, places // layout.stride(dim) % layout.dim_size(dim), -1)
 
 
 def _groups(plan: GroupPlan, ranks: range) -> dict[str, tuple[int, dict[int, int]]]:

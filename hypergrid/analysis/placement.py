@@ -96,7 +96,7 @@ class _Orders:
     """What orders of hosts cost, several at once."""
 
     def __init__(self, layouts: Layouts, network: Network, flows: Sequence[Flow]) -> None:
-        self.ranks = max(layout.ranks.stop for layout in layouts.values())
+        self.ranks = max(layout.stop for layout in layouts.values())
         if sum(network.ranks) < self.ranks:
             raise LayoutError(
                 f"the network has {sum(network.ranks)} ranks on {len(network.hosts)} hosts, and "

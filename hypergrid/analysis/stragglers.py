@@ -104,7 +104,7 @@ def _places(group: Group, rank: int, plan: GroupPlan | None) -> Iterator[tuple[s
         if len(group.dims) == 1 and group.ranks:
             yield group.dims[0], group.ranks.index(rank)
         return
-    layout = next(iter(plan.layouts.values()))
-    if rank in layout:
-        at = layout.coordinate(rank)
+    home = plan.home(rank)
+    if home is not None:
+        at = home[1].coordinate(rank)
         yield from ((dim, at[dim]) for dim in group.dims if dim in at)

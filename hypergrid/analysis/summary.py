@@ -99,9 +99,14 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
     return tuple(dim for dim in row.dims if layout.dim_size(dim) > 1)
 
 
-def dims_in_words(dims: Sequence[str], pick: str = "all") -> str:
-    """Groups over ``dims`` in words: ``"tp-dp"``, ``"pp ends"``; ``"alone"`` without dims."""
-    return "-".join(dims) + (f" {pick}" if pick != "all" else "") if dims else "alone"
+def dims_in_words(dims: Sequence[str], pick: str = "all", size: int = 1) -> str:
+    """Groups over ``dims`` in words: ``"tp-dp"``, ``"pp ends"``.
+
+    Without dims ``"alone"``, or ``"listed"`` if the largest has a ``size`` above 1.
+    """
+    if not dims:
+        return "listed" if size > 1 else "alone"
+    return "-".join(dims) + (f" {pick}" if pick != "all" else "")
 
 
 def sizes_in_words(layout: RankLayout) -> str:
@@ -126,7 +131,7 @@ def kinds_of_ranks(plan: GroupPlan) -> list[int]:
     Each rank has equally many groups, except for rows that keep the ends of a pipeline, rows cut
     into runs of which the last may be shorter, and rows with explicit groups.
     """
-    if any(row.explicit is not None for row in plan.rows):
+    if plan.grids or any(row.explicit is not None for row in plan.rows):
         return list(plan.window)
     ranks = {plan.window[0]}
     for row in plan.rows:

@@ -16,11 +16,11 @@ from compat.megatron.checks import faults, host_order
 from compat.megatron.job import JobError
 from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
-from hypergrid.analysis.checks import by_severity, findings
+from hypergrid.analysis.checks import Finding, by_severity, findings, link_findings
 from hypergrid.analysis.diff import against_dump, difference, unfit
 from hypergrid.analysis.memory import Buffers
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
-from hypergrid.analysis.traffic import ranked
+from hypergrid.analysis.traffic import Layouts, ranked
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
@@ -78,7 +78,10 @@ def plan(
         label = Text(line.label)
         if line.same_as:
             label.append(f"\n  = {line.same_as}", style="dim")
-        dims, hosts = dims_in_words(line.dims, line.pick), red(span(line.hosts), line.crossing > 0)
+        dims, hosts = (
+            dims_in_words(line.dims, line.pick, line.size[1]),
+            red(span(line.hosts), line.crossing > 0),
+        )
         rows.append((dims, span(line.size), line.groups, hosts, label))
     prints.table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
     made = communicators(subject.plan)
@@ -100,23 +103,28 @@ def plan(
 def show(
     subject: Subject,
     by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
-    view: Annotated[str, typer.Option(help="Which layout: decoder or expert.")] = "decoder",
+    view: Annotated[
+        str | None, typer.Option(help="Which layout: decoder, expert, or a grid's name.")
+    ] = None,
     hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
     """The ranks of each host, in its NVLink domain and rack: as a table, a picture, or a page."""
-    layout = subject.layouts.get(view)
-    if layout is None:
-        raise LayoutError(f"there is no view {view!r}: there are {', '.join(subject.layouts)}.")
+    views = [view] if view is not None else list(subject.plan.grids) or ["decoder"]
+    unknown = [each for each in views if each not in subject.layouts]
+    if unknown:
+        raise LayoutError(
+            f"there is no view {unknown[0]!r}: there are {', '.join(subject.layouts)}."
+        )
     within = subject.network.within
     for path in (png, svg):
         if path is not None:
             from hypergrid.show.picture import picture
 
             drawn = replace(subject.plan, layouts=subject.layouts)
-            picture(drawn, subject.boxes, path, layout=view, by=by, within=within)
+            picture(drawn, subject.boxes, path, layout=views[0], by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
 
@@ -129,15 +137,22 @@ def show(
         return
     from hypergrid.show.terminal import table
 
-    long = layout.trimmed.dims or layout.dims[:1]
-    chosen = by or ("tp" if "tp" in long else long[0])
-    # All lines first, so that an error comes before any output.
     only, width = _numbers(hosts), prints.console().width
-    lines = list(table(layout, subject.boxes, chosen, only=only, width=width, within=within))
+    tables = []
+    for name in views:  # all lines first, so that an error comes before any output
+        layout = subject.layouts[name]
+        long = layout.trimmed.dims or layout.dims[:1]
+        chosen = by or ("tp" if "tp" in long else long[0])
+        lines = list(table(layout, subject.boxes, chosen, only=only, width=width, within=within))
+        tables.append((name, chosen, lines))
     out = prints.head(subject)
-    for line in lines:
-        out.print(line, no_wrap=True, crop=False)
-    out.print(f"Ranks of one colour are one group over {chosen}; the last line numbers the groups.")
+    for name, _, lines in tables:
+        if len(tables) > 1:
+            out.print(Text(f"{name}:", style="bold"))
+        for line in lines:
+            out.print(line, no_wrap=True, crop=False)
+    over = " and ".join(dict.fromkeys(chosen for _, chosen, _ in tables))
+    out.print(f"Ranks of one colour are one group over {over}; the last line numbers the groups.")
 
 
 @command()
@@ -155,6 +170,10 @@ def check(
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
     weights = _volumes(volumes)
+    if subject.plan.grids:
+        if suggest:
+            raise JobError("--suggest ranks the orders of one grid: save a plan for each grid.")
+        return _check_grids(subject, as_json)
     traffic = Traffic.of(subject, weights if volumes else None)
     orders = ranked(subject.order, subject.layouts_in, traffic.network, traffic.flows_of)
     asked = next(each for each in orders if each.order == subject.order)
@@ -201,6 +220,32 @@ def check(
     return status
 
 
+def _check_grids(subject: Subject, as_json: bool) -> int:
+    found = [each for layouts in subject.models() for each in _faults_of(subject, *layouts)]
+    found += link_findings(subject.plan, subject.hosts)
+    status = 1 if any(each.severity != "note" for each in found) else 0
+    if as_json:
+        prints.as_json({"findings": [asdict(each) for each in found]})
+        return status
+    out = prints.head(subject)
+    for finding in found:
+        prints.finding(out, finding)
+    if not found:
+        out.print("No findings.")
+    return status
+
+
+def _faults_of(subject: Subject, name: str, layouts: Layouts) -> list[Finding]:
+    places = subject.places
+    finds = partial(
+        faults,
+        hosts=places["host"],
+        racks=places.get("rack"),
+        domains=places.get("nvlink"),
+    )
+    return [replace(each, what=f"{name}: {each.what}") for each in findings(finds, layouts)]
+
+
 @command()
 def place(
     subject: Subject,
@@ -216,6 +261,8 @@ def place(
     """
     if written is not None and written not in FORMATS:
         raise JobError(f"--as {written} is invalid; allowed: {', '.join(FORMATS)}.")
+    if subject.plan.grids:
+        raise JobError("place orders the hosts of one grid: save a plan for each grid.")
     traffic = Traffic.of(subject, _volumes(volumes) if volumes else None, by_hosts=False)
     found = traffic.placed()
     placed = subject.network.in_order(found.order)

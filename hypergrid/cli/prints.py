@@ -32,7 +32,7 @@ from hypergrid.analysis.summary import (
 )
 from hypergrid.analysis.traffic import Estimate, Ranked
 from hypergrid.cli.source import Subject, Traffic
-from hypergrid.messages import few
+from hypergrid.messages import few, span_of
 from hypergrid.network import Network
 from hypergrid.network_text import FORMATS, hostlist
 
@@ -85,6 +85,9 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
 def head(subject: Subject) -> Console:
     """The job in a line or two, and the assumptions; returns where to print the rest."""
     out, layouts, hosts = console(), subject.layouts, len(subject.hosts.names)
+    if subject.plan.grids:
+        _grids(out, subject)
+        return out
     each = span((min(subject.network.ranks), max(subject.network.ranks)))
     out.print(
         f"{layouts['decoder'].size} ranks on {hosts} host{'s' * (hosts > 1)} of {each}: "
@@ -103,10 +106,29 @@ def head(subject: Subject) -> Console:
     return out
 
 
+def _grids(out: Console, subject: Subject) -> None:
+    plan, hosts = subject.plan, len(subject.hosts.names)
+    out.print(
+        f"{len(plan.window)} ranks on {hosts} host{'s' * (hosts > 1)} of "
+        f"{span((min(subject.network.ranks), max(subject.network.ranks)))}, "
+        f"{len(plan.grids)} grids"
+    )
+    for name in plan.grids:
+        layout = plan.layouts[name]
+        out.print(f"{name}: {sizes_in_words(layout)}; ranks {span_of(layout.ranks)}")
+    for link in plan.links:
+        ends = link.ends(plan.layouts)
+        pairs = ", ".join(f"{source} -> {target}" for source, target in ends.pairs[:8])
+        out.print(f"{link.name}: {ends.kind}; {pairs}{', ...' * (len(ends.pairs) > 8)}")
+    for line in subject.assumed:
+        out.print(f"assumed: {line}", style="dim")
+    out.print()
+
+
 def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
     """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
-    for name in (name for name in SHARDS if name in data["coordinates"]):
+    for name in (n for n in subject.plan.grids or SHARDS if n in data["coordinates"]):
         place = subject.plan.layouts[name].trimmed.coordinate(rank)
         at = ", ".join(f"{dim}={number}" for dim, number in place.items())
         out.print(f"rank {rank} on {data['host']}, {name}: {at or 'alone'}")
@@ -114,7 +136,14 @@ def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
     for group in data["groups"]:
         hosts, ranks = len(group["hosts"]), group["ranks"]
         label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
-        rows.append((dims_in_words(group["dims"]), len(ranks), red(hosts, hosts > 1), label))
+        rows.append(
+            (
+                dims_in_words(group["dims"], size=len(ranks)),
+                len(ranks),
+                red(hosts, hosts > 1),
+                label,
+            )
+        )
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
 

@@ -116,6 +116,13 @@ class Subject:
         pipelines = {each.stride("pp") for each in turned.values() if "pp" in each.dims}
         return turned if len(pipelines) < 2 else None
 
+    def models(self) -> Iterator[tuple[str, Mapping[str, RankLayout]]]:
+        """Each grid of an assembly by its name, with the layouts of its dense and expert layers."""
+        for name in self.plan.grids:
+            known = {"decoder": name, "expert": f"{name}/expert"}
+            found = {key: self.plan.layouts.get(each) for key, each in known.items()}
+            yield name, {key: layout for key, layout in found.items() if layout is not None}
+
     @property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""
@@ -199,7 +206,7 @@ class Traffic:
 def _turned(layout: RankLayout, order: str) -> RankLayout:
     sizes = dict(zip(layout.dims, layout.sizes, strict=True))
     tokens = [token for token in order.split("-") if token in sizes]
-    return RankLayout.from_order("-".join(tokens), sizes, layout.offset)
+    return RankLayout.from_order("-".join(tokens), sizes).on(layout.ranks)
 
 
 def saved(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups.pool import PooledGroup, live_pools
+from hypergrid.groups.pool import GroupPool, PooledGroup, live_pools
 
 SCHEMA = 1
 
@@ -50,17 +50,17 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 def _groups() -> list[dict[str, Any]]:
     default, alive = c10d._get_default_group(), dict(c10d._world.pg_map)
-    pooled = [(p.owner, each) for p in live_pools() for each in p.groups if each.group in alive]
+    pooled = [(p, each) for p in live_pools() for each in p.groups if each.group in alive]
     ours = {default, *(each.group for _, each in pooled)}
-    rows: list[tuple[ProcessGroup, str | None, PooledGroup | None]] = [
+    rows: list[tuple[ProcessGroup, GroupPool | None, PooledGroup | None]] = [
         (default, None, None),
-        *((each.group, owner, each) for owner, each in pooled),
+        *((each.group, pool, each) for pool, each in pooled),
         *((group, None, None) for group in alive if group not in ours),
     ]
     return [
         {
-            "owner": owner,
-            "label": each and each.label,
+            "owner": pool and pool.owner,
+            "label": pool and each and pool.prefix + each.label,
             "dims": each and list(each.dims),
             "ranks": dist.get_process_group_ranks(group),
             "backend": dist.get_backend(group),
@@ -68,5 +68,5 @@ def _groups() -> list[dict[str, Any]]:
             "description": group.group_desc,
             "shared_with": each and each.shares,
         }
-        for group, owner, each in rows
+        for group, pool, each in rows
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +16,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement, expected
+from hypergrid.groups.prepare import Agreement, expected, refusing_together
+from hypergrid.groups.subgroups import Subgroups
 from hypergrid.groups.suspension import Suspended
-from hypergrid.layout import Dims, RankLayout
+from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.messages import shown
+from hypergrid.plan import SUBGROUP, GroupPlan, GroupRow
 from hypergrid.policy import Policy
 from hypergrid.topology import Hosts, Topology
 from hypergrid.views import BASE, Key, Views, name_of, ordered
@@ -70,7 +74,7 @@ class HyperCommGrid:
 
     def _start(self, layout: RankLayout, backend: str | None, world: int | None = None) -> None:
         world = world_size() if world is None else world
-        if layout.ranks.stop > world:
+        if layout.stop > world:
             raise RuntimeError(
                 f"{layout} is oversized: it needs {layout.size} ranks from rank "
                 f"{layout.offset} on, and the world has {world}. Make the shape or the offset "
@@ -84,6 +88,8 @@ class HyperCommGrid:
         self._away: dict[Key, tuple[str, tuple[int, ...]]] = {}
         self.pool: GroupPool | None = None
         """The groups that this grid created; None before the first."""
+        self._subgroups: Subgroups | None = None  # once asked for, until the next suspension
+        self._suspensions = 0
 
     @classmethod
     def over(
@@ -164,7 +170,7 @@ class HyperCommGrid:
         shared_dims : sequence of str, optional
             Dims whose groups are the same in both: the view uses the groups of the base.
         """
-        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
+        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset, self.layout.members)
         self._views.register(name, layout, shared_dims)
 
     def create_pg(
@@ -211,7 +217,110 @@ class HyperCommGrid:
         self._pgs[key] = made[0] if made else None
         return self._pgs[key]
 
-    def participants(self) -> range:
+    def subgroup(
+        self,
+        dims: Dims,
+        size: int,
+        *,
+        view: str | None = None,
+        limit: int | None = None,
+        timeout: timedelta | None = None,
+    ) -> ProcessGroup | None:
+        """This rank's group over ``dims``, cut into runs of ``size`` members: the run with it.
+
+        *Local*: never waits for another rank, so that ranks may ask in any order, and compares
+        nothing with them. The group connects in its first collective. Asking again returns the same
+        group until it is released. The grid must have a group already, of any dims.
+        Six ranks in runs of 4 are a group of 4 and one of 2, whose description says so.
+
+        Parameters
+        ----------
+        dims, view
+            As for ``create_pg``; that group itself need not exist.
+        size : int
+            Members of a run; the last may be shorter. At least 1.
+        limit : int, optional
+            Most subgroups that this rank may have by asking; nothing is evicted.
+        timeout : timedelta, optional
+            Of its collectives; by default torch's. The first that asks on this rank sets it.
+
+        Returns
+        -------
+        ProcessGroup or None
+            None outside the grid.
+
+        Raises
+        ------
+        LayoutError
+            A dim that the view does not have, or an invalid size or limit.
+        RuntimeError
+            This grid has no group yet, or is suspended; there are ``limit`` subgroups; or torch
+            must connect at once, as where the default group is bound to a device: then
+            ``create_subgroups`` plans them.
+        """
+        label, layout, names = self._cut(dims, size, view)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise LayoutError(f"limit must be a whole number from 1 on, got {shown(limit)}.")
+        rank = dist.get_rank()
+        if rank not in layout:
+            return None
+        if self.pool is None:
+            raise RuntimeError(
+                f"rank {rank} asks for {label}, and no group of {self!r} exists yet: call "
+                f"create_pg() on every rank of the grid first. The names of subgroups depend on it."
+            )
+        self._subgroups = self._subgroups or Subgroups(self.pool, self._suspensions)
+        ranks = tuple(layout.subgroup(rank, names, size))
+        return self._subgroups.get(label, ranks, size, limit, tuple(names), self.backend, timeout)
+
+    def create_subgroups(
+        self,
+        dims: Dims,
+        sizes: Iterable[int],
+        *,
+        view: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Create all subgroups over ``dims`` of these ``sizes`` now, for ``subgroup`` to return.
+
+        *Collective* over ``participants()``, as ``create_pg`` with the same errors: for ranks where
+        groups cannot be created on demand. They are suspended and resumed with the grid.
+        """
+        rank = dist.get_rank()
+        with refusing_together(self.participants(), _policy()):
+            cuts = {size: self._cut(dims, size, view) for size in sizes}
+            existing = {each.label for each in self.pool.groups} if self.pool else set()
+            for label, _, _ in cuts.values():
+                if label in existing:
+                    raise KeyError(f"rank {rank}: {label} has been created: call subgroup().")
+        labels = [label for label, *_ in cuts.values()]
+        proposal = {"grid": repr(self.layout), "backend": self.backend, "groups over": labels}
+        if rank not in self.participants() or not cuts:
+            return
+        with self.agreed(proposal, timeout=timeout) as pool:
+            for size, (label, layout, names) in cuts.items():
+                row = GroupRow(label, label, tuple(names), chunk=int(size))
+                plan = GroupPlan({label: layout}, (row,))
+                own: dict[str, Any] = {"backend": self.backend, "timeout": timeout}
+                pool.make(label, plan.mine(row, rank), partial(plan.all, row), dims=row.dims, **own)
+
+    def release(self, group: ProcessGroup) -> None:
+        """Destroy a group that ``subgroup`` returned; it can be asked for again.
+
+        *Collective* over the members of the group: each asks for it, if it did not, and releases
+        it, or the others' next one with these ranks does not connect. ValueError for another group.
+        """
+        if self._subgroups is None:
+            raise ValueError(f"rank {dist.get_rank()} has no subgroup of {self!r} to release.")
+        self._subgroups.release(group)
+
+    def _cut(self, dims: Dims, size: int, view: str | None) -> tuple[str, RankLayout, list[str]]:
+        """The label of the subgroups of that size, and the layout and dims that they are cut of."""
+        key, layout, names = self._views.find(dims, view)
+        layout.subgroup(layout.offset, names, size)  # refuses an invalid size
+        return f"{SUBGROUP}{name_of(key)}:{size}", layout, names
+
+    def participants(self) -> Sequence[int]:
         """The ranks that create this grid's groups together. *Local*.
 
         Those of the grid; all of the world where members alone cannot create, as under
@@ -221,9 +330,12 @@ class HyperCommGrid:
         alone = expected(policy).way_of(self.backend) == "members"
         return self.layout.ranks if alone else range(dist.get_world_size())
 
-    def begin(self, agreement: Agreement, policy: Policy, owner: str | None = None) -> GroupPool:
+    def begin(
+        self, agreement: Agreement, policy: Policy, owner: str | None = None, prefix: str = ""
+    ) -> GroupPool:
         """Start a pool under ``agreement``, for callers that agreed on more than dims."""
         self.pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
+        self.pool.prefix = prefix
         self.pool.holder = weakref.ref(self)
         return self.pool
 
@@ -390,22 +502,27 @@ class HyperCommGrid:
         *Local* with ``abort``; else NCCL waits until the other members close theirs, see
         ``GroupPool.destroy``.
         """
-        if self.pool is not None:
-            self.pool.destroy(abort=abort)
-        self.pool = None
+        for groups in (self._subgroups, self.pool):
+            if groups is not None:
+                groups.destroy(abort=abort)
+        self.pool = self._subgroups = None
         self._pgs.clear()
         self._away.clear()
 
     def suspend(self, how: str = "auto", *, alike: bool = False) -> dict[str, Suspended]:
         """Free the device memory of the groups that this grid created, until ``resume``.
 
-        Groups that are kept work as before; ``get_pg`` refuses the others. *Collective*, arguments,
-        result and errors as for ``GroupPool.suspend``; RuntimeError if there are no groups.
+        Groups that are kept work as before; ``get_pg`` refuses the others. Subgroups on demand are
+        destroyed. *Collective*, arguments, result and errors as for ``GroupPool.suspend``;
+        RuntimeError if there are no groups.
         """
         if self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         where = {id(each.group): (each.label, each.ranks) for each in self.pool.groups}
         report = self.pool.suspend(how, alike=alike)
+        if self._subgroups is not None:
+            self._subgroups.destroy()
+        self._subgroups, self._suspensions = None, self._suspensions + 1
         for each in self.pool.usable():
             where.pop(id(each.group), None)
         self._away = {key: where[id(g)] for key, g in self._pgs.items() if id(g) in where}

@@ -55,6 +55,9 @@ class GroupPool:
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
+        # The one of the first creation that succeeded; a pool may begin with one of an assembly.
+        self.first = agreement if agreement.epoch else None
+        self.prefix = ""  # of the labels, where others see them
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -105,6 +108,7 @@ class GroupPool:
                     yield
                     turn.end()
                     raise_if_aborted()
+                self.first = self.first or self.agreement
             except BaseException as error:
                 if one_device:
                     _forget_locals(error)
@@ -161,7 +165,7 @@ class GroupPool:
             found = [each for each in self._old.groups if each.label == label]
             self.groups += found
             return [each.group for each in found]
-        options.setdefault("group_desc", label)
+        options.setdefault("group_desc", self.prefix + label)
         before, timeout = len(self.groups), options.get("timeout")
         shorter = creation.patience(options.get("backend"), timeout)
         if shorter is not None:

@@ -19,7 +19,7 @@ def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
 def group_numbers(layout: RankLayout, by: Dims) -> list[int]:
     """By rank, the number of its group over ``by`` in Megatron's order; -1 before the layout."""
     groups = layout.groups(by)
-    numbers = np.full(layout.ranks.stop, -1)
+    numbers = np.full(layout.stop, -1)
     numbers[groups] = np.arange(len(groups))[:, None]
     found: list[int] = numbers.tolist()
     return found

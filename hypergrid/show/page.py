@@ -38,6 +38,8 @@ def page(
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """
+    if plan.grids or any(layout.members for layout in plan.layouts.values()):
+        plan, offered = plan.listed(), None  # the page knows consecutive ranks
     boxes = ranks_by_host(next(iter(plan.layouts.values())), hosts)
     data = {
         "title": title,
