@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -462,8 +463,11 @@ def doctor() -> int:
 
 def _without_dumps(directory: Path) -> str:
     said = f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json."
-    below = sorted({path.parent.name for path in directory.glob("*/*_[0-9]*")})
-    return f"{said} Some seem to be in {few(below)}." if below else said
+    below = set[str]()
+    with suppress(OSError):  # a directory that has gone meanwhile
+        for path in directory.glob("*/*_[0-9]*"):
+            below.add(path.parent.name)
+    return f"{said} Some seem to be in {few(sorted(below))}." if below else said
 
 
 def _dump(text: str) -> Mapping[str, Any] | None:
