@@ -166,8 +166,8 @@ class ParallelState:
         """
         with environment_restored_on_failure(), abortable():
             built = build(request, agreement=agreement, prefix=prefix)
-            self.name = self.name or f"state {next(_counted)}"
             try:
+                self.name = self.name or f"state {next(_counted)}"
                 self.request = request
                 self._take(built)
                 self._global_process_group_list = built.groups or None
