@@ -302,6 +302,7 @@ def test_the_theme_follows_the_system_until_one_switches_it(opened, scheme):
         tab.click("#theme")
         assert (luminance(tab.evaluate(background)) > 0.5) != (luminance(here) > 0.5)
     tab.click("#theme")
+    tab.wait_for_timeout(500)  # the browser stores it in another process
     tab.reload()
     assert tab.evaluate(background) != before, "the switch is remembered"
 
