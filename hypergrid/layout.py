@@ -254,9 +254,8 @@ class RankLayout:
         axes = self.axes(dims)
         inner = axes if as_given else sorted(axes)
         outer = [i for i in range(len(self.dims)) if i not in inner]
-        ranks = np.arange(self.offset, self.offset + self.size)
-        if self.members is not None:
-            ranks = np.array(self.members)
+        first, members = self.offset, self.members
+        ranks: np.ndarray = np.array(members) if members else np.arange(first, first + self.size)
         grid = ranks.reshape(self.sizes, order="F")
         turned = grid.transpose((inner + outer)[::-1])  # numpy's last axis is the fastest
         return turned.reshape(-1, prod(self.sizes[i] for i in inner))

@@ -113,7 +113,7 @@ def _site(
         "module": module,
         "file": file_of(code, module),
         "line": line,
-        "function": code.co_qualname,
+        "function": function_of(code),
         "outermost": outermost,
         "name": name,
         "writes": writes,
@@ -122,6 +122,12 @@ def _site(
         "group": group,
         "count": count,
     }
+
+
+def function_of(code: CodeType) -> str:
+    """Its name, with its class where Python (from 3.11 on) tells it."""
+    name: str = getattr(code, "co_qualname", code.co_name)
+    return name
 
 
 def file_of(code: CodeType, module: str) -> str:

@@ -15,10 +15,10 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from compat.audit import owners
 from compat.audit.getters import AUDITED, instead_of, slots_behind, writes
-from compat.audit.log import Log, file_of
+from compat.audit.log import Log, file_of, function_of
 from compat.audit.owners import UNKNOWN, Place
 from compat.state import SLOTS, activations, all_states, current, namespace
 
@@ -324,34 +324,40 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
         log.close()
 
 
-class strict:
-    """Raise WrongStateError where a read is of another state than the reader's. *Local*.
+class _Raising(AbstractContextManager[Any]):
+    """From the call on, for the process; as a context manager until its end."""
 
-    From the call on, for the process; as a context manager until its end.
-    """
+    _all: ClassVar[list[Any]]  # of this kind, that have not ended
 
     def __init__(self) -> None:
-        _strict.append(self)
+        self._all.append(self)
         _switch()
-
-    def __enter__(self) -> strict:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
         """Raise no longer; idempotent."""
-        if any(each is self for each in _strict):
-            _strict.remove(self)
+        if self in self._all:
+            self._all.remove(self)
             _switch()
 
 
-class _Forbidding:
+class strict(_Raising):
+    """Raise WrongStateError where a read is of another state than the reader's. *Local*.
+
+    From the call on, for the process; as a context manager until its end.
+    """
+
+    _all = _strict
+
+
+class _Forbidding(_Raising):
+    _all = _rules
+
     def __init__(self, patterns: Sequence[str], allow: Sequence[str]) -> None:
         self.patterns, self.allow = patterns, allow
-        _rules.append(self)
-        _switch()
+        super().__init__()
 
     def check(self, name: str, frame: FrameType) -> None:
         """Refuse a read of ``name`` by ``frame``, if it is one of those."""
@@ -366,22 +372,10 @@ class _Forbidding:
         called = name if name.startswith("_") else f"{name}()"
         raise ForbiddenReadError(
             f"rank {_rank()}: {module} used {called} of parallel_state at {_where(frame)}, in "
-            f"{frame.f_code.co_qualname}, which forbid({rule!r}) does not allow. What to do: "
+            f"{function_of(frame.f_code)}, which forbid({rule!r}) does not allow. What to do: "
             f"{instead_of(name)}. To allow it for now: forbid({rule!r}, "
             f"allow=[{f'{module}:{name}'!r}])."
         )
-
-    def __enter__(self) -> _Forbidding:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Allow it again; idempotent."""
-        if any(each is self for each in _rules):
-            _rules.remove(self)
-            _switch()
 
 
 def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> _Forbidding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +21,7 @@ from hypergrid.analysis.checks import Finding, by_severity, findings, link_findi
 from hypergrid.analysis.diff import against_dump, difference, unfit
 from hypergrid.analysis.memory import Buffers
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
-from hypergrid.analysis.traffic import Layouts, ranked
+from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
@@ -183,20 +183,12 @@ def check(
         for each in orders
         if each.total <= asked.total and each is not asked
     )
-    places = subject.places
-    finds = partial(
-        faults,
-        hosts=places["host"],
-        racks=places.get("rack"),
-        domains=places.get("nvlink"),
-        user_buffers=subject.job is not None and subject.job.user_buffers,
-    )
-    found = findings(finds, subject.layouts, better)
+    found = findings(_faults_of(subject), subject.layouts, better)
     if subject.network.units and isinstance(traffic.network, Network):
         placed = traffic.placed()
         found = by_severity([*found, *host_order(placed.given, placed.cost)])
     memory = subject.memory(Buffers(nccl_buffsize, channels))
-    status = 1 if any(each.severity != "note" for each in found) else 0
+    status = int(any(each.severity != "note" for each in found))
     if as_json:
         data: dict[str, Any] = {"findings": [asdict(each) for each in found]}
         data |= {"memory_of_a_rank": prints.memory_data(memory)}
@@ -208,10 +200,9 @@ def check(
         prints.as_json(data)
         return status
     out = prints.head(subject)
-    for finding in found:
-        prints.finding(out, finding)
+    prints.findings(out, found)
     if not found:
-        out.print("No findings.\n")
+        out.print()
     if traffic.seconds:
         prints.traffic(out, subject.network, traffic.estimate())
     prints.memory(out, memory)
@@ -222,29 +213,29 @@ def check(
 
 
 def _check_grids(subject: Subject, as_json: bool) -> int:
-    found = [each for layouts in subject.models() for each in _faults_of(subject, *layouts)]
+    faults_of = _faults_of(subject)
+    found = [
+        replace(each, what=f"{name}: {each.what}")
+        for name, layouts in subject.models()
+        for each in findings(faults_of, layouts)
+    ]
     found += link_findings(subject.plan, subject.hosts)
-    status = 1 if any(each.severity != "note" for each in found) else 0
     if as_json:
         prints.as_json({"findings": [asdict(each) for each in found]})
-        return status
-    out = prints.head(subject)
-    for finding in found:
-        prints.finding(out, finding)
-    if not found:
-        out.print("No findings.")
-    return status
+    else:
+        prints.findings(prints.head(subject), found)
+    return int(any(each.severity != "note" for each in found))
 
 
-def _faults_of(subject: Subject, name: str, layouts: Layouts) -> list[Finding]:
+def _faults_of(subject: Subject) -> partial[Iterator[Finding]]:
     places = subject.places
-    finds = partial(
+    return partial(
         faults,
         hosts=places["host"],
         racks=places.get("rack"),
         domains=places.get("nvlink"),
+        user_buffers=subject.job is not None and subject.job.user_buffers,
     )
-    return [replace(each, what=f"{name}: {each.what}") for each in findings(finds, layouts)]
 
 
 @command()

@@ -147,12 +147,15 @@ def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
 
-def finding(out: Console, found: Finding) -> None:
-    """What is so, what it costs, what to do."""
-    out.print(Text(f"{found.severity}: ", _COLOURS[found.severity]).append(found.rule))
-    for line in (Text(found.what), Text(found.cost), Text(f"-> {found.remedy}", style="bold")):
-        out.print(Padding(line, (0, 0, 0, 2), expand=False))
-    out.print()
+def findings(out: Console, found: Sequence[Finding]) -> None:
+    """Of each: what is so, what it costs, what to do."""
+    for each in found:
+        out.print(Text(f"{each.severity}: ", _COLOURS[each.severity]).append(each.rule))
+        for line in (Text(each.what), Text(each.cost), Text(f"-> {each.remedy}", style="bold")):
+            out.print(Padding(line, (0, 0, 0, 2), expand=False))
+        out.print()
+    if not found:
+        out.print("No findings.")
 
 
 def traffic(out: Console, network: Network, found: Estimate) -> None:
