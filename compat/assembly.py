@@ -13,11 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from compat.hyper_comm_grid import HyperCommGrid
-from compat.megatron import replaced
 from compat.megatron.build import check_window
-from compat.megatron.order import asked
-from compat.megatron.planning import Request
-from compat.state import ParallelState
+from compat.state import ParallelState, request_of
 from hypergrid.groups.assembly import Assembly
 from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import RankLayout
@@ -56,17 +53,12 @@ class MegatronPart:
                 raise TypeError(f"a MegatronPart takes no {name}: its ranks say it.")
         listed = list(ranks)
         span = RankLayout(("rank",), (len(listed),)).on(listed)
-        helpers = replaced.found()
-        helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
-        arguments["order"], source = asked(arguments.get("order", Request.order))
-        self.request = Request(
-            **arguments,
+        self.request = request_of(
+            arguments,
             rank_offset=0 if span.members else span.offset,
             local_world_size=span.size,
             members=span.members,
             job_size=span.stop,
-            helpers=helpers,
-            order_source=source,
         )
         self.request.check()
         _ = self.request.plan

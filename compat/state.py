@@ -146,10 +146,7 @@ class ParallelState:
         ------
         As ``compat.parallel_state.initialize_model_parallel``.
         """
-        helpers = replaced.found()
-        helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
-        arguments["order"], source = asked(arguments.get("order", Request.order))
-        request = Request(**arguments, helpers=helpers, order_source=source)
+        request = request_of(arguments)
         with request.telling_others():
             request.check()
         state = cls(name)
@@ -508,6 +505,14 @@ def _forget_all() -> None:
 
 
 after_abort.add(_forget_all)
+
+
+def request_of(arguments: dict[str, Any], **own: Any) -> Request:
+    """The request of a state that is not current: with the order and the helpers that count now."""
+    helpers = replaced.found()
+    helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
+    arguments["order"], source = asked(arguments.get("order", Request.order))
+    return Request(**arguments, **own, helpers=helpers, order_source=source)
 
 
 def current() -> ParallelState:

@@ -255,10 +255,11 @@ class RankLayout:
         inner = axes if as_given else sorted(axes)
         outer = [i for i in range(len(self.dims)) if i not in inner]
         first, members = self.offset, self.members
-        ranks: np.ndarray = np.array(members) if members else np.arange(first, first + self.size)
+        ranks = np.array(members) if members else np.arange(first, first + self.size)
         grid = ranks.reshape(self.sizes, order="F")
         turned = grid.transpose((inner + outer)[::-1])  # numpy's last axis is the fastest
-        return turned.reshape(-1, prod(self.sizes[i] for i in inner))
+        found: np.ndarray = turned.reshape(-1, prod(self.sizes[i] for i in inner))
+        return found
 
     def subgroup(self, rank: int, dims: Dims, size: int) -> list[int]:
         """The part with ``rank`` of its group over ``dims``, cut into runs of ``size`` members.

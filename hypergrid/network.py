@@ -156,6 +156,11 @@ class Network:
         return {n: self.bandwidth.get(n, usual.get(n, NDR)) for n in self.levels}
 
     @property
+    def prices(self) -> np.ndarray:
+        """Seconds for a GB of a rank, by level."""
+        return np.array([1 / speed for speed in self.speeds.values()])
+
+    @property
     def is_irregular(self) -> bool:
         """Whether it is more than hosts of equal size."""
         return bool(self.units or self.bandwidth) or len(set(self.ranks)) > 1
@@ -182,11 +187,12 @@ class Network:
 
     def topology(self, ranks: int, level: str = "host") -> Topology:
         """The hosts of that many ranks, or their units of another level."""
-        names = self.hosts if level == "host" else self.units[level]
         self.numbers(ranks)  # refuses too few
         if level == "host":
             return Topology(RankLayout(("rank",), (ranks,)), self._used(ranks))
-        of_rank = [name for name, n in zip(names, self.ranks, strict=True) for _ in range(n)]
+        of_rank = [
+            name for name, n in zip(self.units[level], self.ranks, strict=True) for _ in range(n)
+        ]
         return Topology(RankLayout(("rank",), (ranks,)), of_rank)
 
     def in_order(self, order: Sequence[int]) -> Network:

@@ -96,13 +96,15 @@ class Replicas:
         layout = self._layout(count)
         kept = self._kept(alive, count)
         # The place of each process in the new layout, as far as it may stay.
-        wanted = {old: new for old, new in zip(kept, self._in_order(layout, count), strict=True)}
+        members = layout.groups(layout.orthogonal(self.replicas))
+        wanted = dict(zip(kept, members.ravel().tolist(), strict=True))
         blocks = [
-            [(new, self.active[old]) for old, new in ((rank, wanted[rank]) for rank in block)]
-            for block in self._blocks(self.layout, kept)
+            [(wanted[old], self.active[old]) for old in block]
+            for block in self.layout.groups(self.together).tolist()
+            if block[0] in wanted
         ]
         active = self._fill(blocks, alive, layout)
-        idle = tuple(p for p in alive if p not in {*active})
+        idle = tuple(sorted({*alive}.difference(active)))
         return self._but(layout=layout, active=active, reserves=idle)
 
     def _but(self, **changes: object) -> Replicas:
@@ -135,14 +137,6 @@ class Replicas:
         left = [sum(self.active[rank] in there for rank in ranks) for ranks in members]
         best = sorted(range(len(members)), key=lambda i: (-left[i], i))[:count]
         return [rank for i in sorted(best) for rank in members[i]]
-
-    def _in_order(self, layout: RankLayout, count: int) -> list[int]:
-        members = layout.groups(layout.orthogonal(self.replicas)).tolist()
-        return [rank for ranks in members[:count] for rank in ranks]
-
-    def _blocks(self, layout: RankLayout, ranks: Collection[int]) -> list[list[int]]:
-        inside = {*ranks}
-        return [block for block in layout.groups(self.together).tolist() if block[0] in inside]
 
     def _fill(
         self, blocks: list[list[tuple[int, int]]], alive: list[int], layout: RankLayout

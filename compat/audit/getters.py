@@ -13,8 +13,7 @@ from compat.state import GROUP_SLOTS
 
 # The names that are audited: what outside code calls.
 _BUFFERS = ("_set_global_memory_buffer", "_set_global_symmetric_memory_buffer")
-_OWN = ("missing", "over", "known")
-AUDITED = (*(n for n in FUNCTIONS if not n.startswith("_") and n not in _OWN), *_BUFFERS)
+AUDITED = (*(n for n in FUNCTIONS if not n.startswith("_") and n != "missing"), *_BUFFERS)
 _WRITES = ("set_", "_set_", "destroy_")
 _OF_RANKS = {row.ranks: row.slot for row in ROWS if row.ranks}
 _FIELDS = {slot: field for field, slot in SLOTS.items() if slot}

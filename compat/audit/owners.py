@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,7 +25,6 @@ class Owner:
 
     state: ParallelState | None  # whose groups they are, if a state has them
     collections: tuple[Any, ...] = ()
-    groups: tuple[ProcessGroup, ...] = field(default=())
     was_given: bool = False  # by its constructor's arguments, not by the state that was current
 
     @property
@@ -72,7 +71,7 @@ def _noting(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         frame = frame.f_back
     owner = _owner_of(found)
     if owner is None:  # nothing was given: as the module that is being built around it
-        around = (_built.get(each) for each in _selves(frame) if isinstance(each, torch.nn.Module))
+        around = (_built.get(each) for each, _ in _walk(frame) if isinstance(each, torch.nn.Module))
         owner = next((each for each in around if each is not None), None)
     _built[self] = owner or Owner(current())
 
@@ -99,7 +98,7 @@ def _owner_of(found: list[Any]) -> Owner | None:
     states = {id(state): state for state in map(state_of, groups) if state is not None}
     if len(states) > 1 or not groups:
         return None
-    return Owner(next(iter(states.values()), None), collections, tuple(groups), was_given=True)
+    return Owner(next(iter(states.values()), None), collections, was_given=True)
 
 
 def state_of(group: Any) -> ParallelState | None:
@@ -125,14 +124,6 @@ def _is_collection(value: Any) -> bool:
     return kind.__module__.endswith(_COLLECTIONS) and hasattr(value, "__dict__")
 
 
-def _selves(frame: FrameType | None) -> Iterator[Any]:
-    while frame is not None:
-        candidate = _first(frame)
-        if candidate is not None:
-            yield candidate
-        frame = frame.f_back
-
-
 def _first(frame: FrameType) -> Any:
     """The object whose method a frame runs."""
     code = frame.f_code
@@ -155,10 +146,8 @@ def look_around(frame: FrameType) -> Place:
     """What the callers are doing, from the innermost."""
     place = Place("", "", None, None)
     last = None
-    for each in _walk(frame):
-        candidate, name = each
-        is_module = isinstance(candidate, torch.nn.Module)
-        if is_module:
+    for candidate, name in _walk(frame):
+        if isinstance(candidate, torch.nn.Module):
             place.outermost = type(candidate).__name__
             if not place.phase:
                 if name == "__init__":

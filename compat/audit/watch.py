@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -61,8 +61,8 @@ _watch = _Watch()
 _logs: list[Log] = []
 _rules: list[_Forbidding] = []
 _strict: list[object] = []
-_inner: dict[str, Callable[..., Any]] = {}  # the getters as they are without the audit
-_codes: dict[str, types.CodeType] = {}
+_functions: dict[str, FunctionType] = {}  # the getters
+_inner: dict[str, FunctionType] = {}  # as they are without the audit
 _lock = threading.RLock()
 _warned: set[str] = set()
 
@@ -74,9 +74,9 @@ def _switch() -> None:
     """Put the audit in if something needs it, take it out if nothing does."""
     with _lock:
         wanted = bool(_logs or _rules or _strict)
-        if wanted and not _codes:
+        if wanted and not _inner:
             _put_in()
-        elif not wanted and _codes:
+        elif not wanted and _inner:
             _take_out()
 
 
@@ -90,7 +90,7 @@ def _put_in() -> None:
             continue  # outside code has replaced it: what that calls is seen
         own = FunctionType(function.__code__, names, name, function.__defaults__)
         own.__kwdefaults__ = function.__kwdefaults__
-        _inner[name], _codes[name] = own, function.__code__
+        _functions[name], _inner[name] = function, own
         function.__code__ = _detour(function)
     module.__class__ = _Watched
     owners.watch()
@@ -98,24 +98,18 @@ def _put_in() -> None:
 
 def _take_out() -> None:
     names = namespace()
-    for name, code in _codes.items():
-        names_function = _functions[name]
-        names_function.__code__ = code
+    for name, function in _functions.items():
+        function.__code__ = _inner[name].__code__
     _functions.clear()
-    _codes.clear()
     _inner.clear()
     names.pop(_HOOK, None)
     sys.modules[_MODULE].__class__ = ModuleType
     owners.unwatch()
 
 
-_functions: dict[str, FunctionType] = {}
-
-
 def _detour(function: FunctionType) -> types.CodeType:
     """Code of the same signature that calls the hook with what it was given."""
     name, code = function.__name__, function.__code__
-    _functions[name] = function
     placed = code.co_varnames[: code.co_argcount]
     named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     taken = ", ".join([*placed, *(["*", *named] if named else [])])

@@ -141,7 +141,7 @@ def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
         planned.setdefault(row.label, []).append(list(ranks))
     live: dict[str, list[list[int]]] = {}
     for group in dump["groups"]:
-        if group["label"] is not None and not f"/{group['label']}".rpartition(f"/{SUBGROUP}")[1]:
+        if group["label"] is not None and f"/{SUBGROUP}" not in f"/{group['label']}":
             live.setdefault(group["label"], []).append(list(group["ranks"]))
     said = []
     for label in dict.fromkeys((*planned, *live)):

@@ -17,7 +17,7 @@ from itertools import groupby, islice
 import numpy as np
 
 from hypergrid.analysis.traffic import Flow, Layouts, by_level, crossing
-from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 from hypergrid.network import Network
 from hypergrid.topology import Topology
@@ -97,15 +97,10 @@ class _Orders:
 
     def __init__(self, layouts: Layouts, network: Network, flows: Sequence[Flow]) -> None:
         self.ranks = max(layout.stop for layout in layouts.values())
-        if sum(network.ranks) < self.ranks:
-            raise LayoutError(
-                f"the network has {sum(network.ranks)} ranks on {len(network.hosts)} hosts, and "
-                f"the job has {self.ranks}. Add hosts, or make the job smaller."
-            )
+        network.numbers(self.ranks)  # refuses too few
         self.size = max(layout.size for layout in layouts.values())
         self.at_once = max(1, _AT_ONCE // self.ranks)
-        speeds = network.speeds
-        self.prices = np.array([1 / speeds[level] for level in network.levels])
+        self.prices = network.prices
         each = [(flow, flow.groups(layouts)) for flow in flows]
         # In parts that stay in the cache.
         self.groups = [

@@ -118,8 +118,7 @@ def costs(layouts: Layouts, network: Network, flows: Iterable[Flow]) -> dict[str
     LayoutError if the network has fewer ranks than the layouts.
     """
     units = network.numbers(max(layout.stop for layout in layouts.values()))
-    speeds = network.speeds
-    prices = np.array([1 / speeds[level] for level in network.levels])
+    prices = network.prices
     found = {}
     for flow in flows:
         groups = flow.groups(layouts)

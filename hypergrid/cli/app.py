@@ -65,7 +65,8 @@ def plan(
     if rank is not None and rank not in subject.plan.window:
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
-    memory = subject.memory(Buffers(nccl_buffsize, channels))
+    buffers = Buffers(nccl_buffsize, channels)
+    memory = subject.memory(buffers) if rank is None else {}
     if as_json:
         data = prints.as_data(subject, memory) if rank is None else prints.of_rank(subject, rank)
         prints.as_json(data)
@@ -348,19 +349,19 @@ def diagnose(
         left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
         layout = None
     found = diagnosis.diagnose(left, layout)
-    late = last_arrivals(left, layout) if stragglers else None
+    late = last_arrivals(left, layout) if stragglers or html is not None else []
     if as_json:
-        more = {"stragglers": [asdict(each) for each in late]} if late is not None else {}
+        more = {"stragglers": [asdict(each) for each in late]} if stragglers else {}
         prints.as_json({**found.to_json(), **more})
     else:
-        prints.diagnosis(found, late)
+        prints.diagnosis(found, late if stragglers else None)
     if html is not None:
         from hypergrid.show.job import found as told
         from hypergrid.show.job import hosts_of, plan_of
         from hypergrid.show.page import page
 
         drawn = layout or plan_of(left)
-        job = told(left, found, [x for x in last_arrivals(left, layout) if x.stands_out])
+        job = told(left, found, [x for x in late if x.stands_out])
         title = f"{directory.name}: {found.kind}"
         html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
     if trace is not None:

@@ -136,8 +136,9 @@ class Subject:
 
     def memory(self, buffers: Buffers) -> dict[str, dict[str, Bill]]:
         """What a rank's communicators take, by share mode and backend."""
-        places = self.places
-        return bills(self.plan, places.get("nvlink", places["host"]), SENDS, buffers)
+        level = "nvlink" if "nvlink" in self.network.units else "host"
+        near = self.network.topology(self.plan.window.stop, level)
+        return bills(self.plan, near, SENDS, buffers)
 
     @property
     def boxes(self) -> dict[str, int]:

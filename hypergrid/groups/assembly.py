@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from hypergrid.groups.prepare import Agreement, telling_others
 from hypergrid.layout import LayoutError
 from hypergrid.links import Ends, Link
 from hypergrid.messages import shown
-from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.plan import GroupPlan
 from hypergrid.policy import Policy
 
 
@@ -181,7 +180,7 @@ class Assembly:
         pool = grid.begin(own, policy, f"the grid {name} of an assembly, {layout!r}", prefix)
         try:
             for row in rows:
-                made = _make(pool, plan, row)
+                made = pool.make_row(plan, row)
                 grid.hold(row.dims, made[0] if made else None)
         except BaseException:
             grid.destroy(abort=True)
@@ -189,10 +188,7 @@ class Assembly:
         return grid
 
     def _link(self, pool: GroupPool, ends: Ends) -> LinkGroups:
-        source = self.layout.layouts[ends.link.source]
-        rows = link_rows(ends)
-        plan = GroupPlan({ends.link.source: source}, tuple(rows))
-        groups = [_make(pool, plan, row, self._timeout) for row in rows]
+        groups = [pool.make_row(self.plan, row, self._timeout) for row in link_rows(ends)]
         return LinkGroups(ends, *(made[0] if made else None for made in groups))
 
     def __getitem__(self, name: str) -> Any:
@@ -248,13 +244,3 @@ class Assembly:
         for made in self._made.values():
             made.destroy(abort=abort)
         self._made.clear()
-
-
-def _make(
-    pool: GroupPool, plan: GroupPlan, row: GroupRow, timeout: timedelta | None = None
-) -> list[ProcessGroup]:
-    if row.timeout is not None:
-        timeout = timedelta(seconds=row.timeout)
-    mine, every = plan.mine(row, dist.get_rank()), partial(plan.all, row)
-    options: dict[str, Any] = {"backend": row.backend, "timeout": timeout}
-    return pool.make(row.label, mine, every, dims=row.dims, **options)

@@ -33,8 +33,16 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
         in the order of the group, ``backend``, ``name`` and ``description`` as torch's flight
         recorder writes them, and ``shared_with``: the label whose communicator it is, or null.
     """
+    text = json.dumps(taken(), indent=1)
+    if path is not None:
+        Path(path).write_text(text + "\n")
+    return text
+
+
+def taken() -> dict[str, Any]:
+    """What ``dump`` writes, as data."""
     alive = dist.is_initialized()
-    record = {
+    return {
         "schema": SCHEMA,
         "rank": dist.get_rank() if alive else None,
         "world_size": dist.get_world_size() if alive else None,
@@ -42,10 +50,6 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
         "pid": os.getpid(),
         "groups": _groups() if alive else [],
     }
-    text = json.dumps(record, indent=1)
-    if path is not None:
-        Path(path).write_text(text + "\n")
-    return text
 
 
 def _groups() -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -299,10 +298,8 @@ class HyperCommGrid:
             return
         with self.agreed(proposal, timeout=timeout) as pool:
             for size, (label, layout, names) in cuts.items():
-                row = GroupRow(label, label, tuple(names), chunk=int(size))
-                plan = GroupPlan({label: layout}, (row,))
-                own: dict[str, Any] = {"backend": self.backend, "timeout": timeout}
-                pool.make(label, plan.mine(row, rank), partial(plan.all, row), dims=row.dims, **own)
+                row = GroupRow(label, label, tuple(names), chunk=int(size), backend=self.backend)
+                pool.make_row(GroupPlan({label: layout}, (row,)), row, timeout)
 
     def release(self, group: ProcessGroup) -> None:
         """Destroy a group that ``subgroup`` returned; it can be asked for again.

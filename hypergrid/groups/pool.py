@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from hypergrid.groups.prepare import Agreement, agree, one_thread
 from hypergrid.groups.store import abortable, raise_if_aborted
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
-from hypergrid.plan import Kind
+from hypergrid.plan import GroupPlan, GroupRow, Kind
 from hypergrid.policy import Policy
 
 DEFAULT = "the default group"
@@ -125,6 +126,16 @@ class GroupPool:
             self.destroy(before, abort=True)  # other ranks may never destroy theirs
             self._owners, self._made = owners, made
             raise
+
+    def make_row(
+        self, plan: GroupPlan, row: GroupRow, timeout: timedelta | None = None
+    ) -> list[ProcessGroup]:
+        """``make`` for a row of a plan; the row's own timeout precedes ``timeout``."""
+        if row.timeout is not None:
+            timeout = timedelta(seconds=row.timeout)
+        mine, everyone = plan.mine(row, dist.get_rank()), partial(plan.all, row)
+        options: dict[str, Any] = {"backend": row.backend, "timeout": timeout}
+        return self.make(row.label, mine, everyone, dims=row.dims, **options)
 
     def make(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -21,7 +20,7 @@ from hypergrid import __version__
 from hypergrid.errors import AbortedError, AgreementError
 from hypergrid.groups.creation import Abilities, abilities, split_off
 from hypergrid.groups.hosts import Listener, Speaker, host_of, meet
-from hypergrid.groups.rendezvous import Phase
+from hypergrid.groups.rendezvous import Phase, digest_of
 from hypergrid.groups.store import (
     another_connection,
     bounded,
@@ -313,7 +312,7 @@ class _Round:
         With ``meeting``, the time of the round, one rank of a host may arrive for others.
         """
         text = json.dumps([proposal, asdict(can)], sort_keys=True, default=str)
-        self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        self.digest = digest_of(text)
         self.entry = [self.rank, *json.loads(text)]
         self.policy, self.proposal, self.can = policy, proposal, can
         if meeting is not None:

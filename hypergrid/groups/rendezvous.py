@@ -8,6 +8,7 @@ say more.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import time
@@ -29,6 +30,11 @@ _KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", 
 
 
 def _nothing() -> None: ...
+
+
+def digest_of(text: str) -> int:
+    """What a rank that says ``text`` arrives with."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 class Phase:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hypergrid.errors import AgreementError
-from hypergrid.groups.rendezvous import Phase
+from hypergrid.groups.rendezvous import Phase, digest_of
 from hypergrid.groups.store import abortable, forget
 from hypergrid.messages import in_words, shown
 
@@ -36,8 +35,7 @@ def meet(
     AbortedError
         ``hypergrid.abort()`` was called meanwhile.
     """
-    text = json.dumps(said, sort_keys=True)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    digest = digest_of(json.dumps(said, sort_keys=True))
     phase = Phase(store, ranks, rank)
 
     def compared() -> str:
