@@ -8,8 +8,12 @@ context parallelism without Transformer Engine, these do not.
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -18,6 +22,11 @@ def adapt() -> None:
     """Make torch answer megatron-core's CUDA calls with the CPU."""
     if torch.cuda.is_available():
         return
+    if "triton" not in sys.modules and find_spec("triton") is None:
+        # 0.18 and later import it, to define kernels for GPUs.
+        import_module("torch._inductor.compile_fx")  # torch knows that it has none
+        stand_in = MagicMock(__version__="0")  # older than what megatron-core takes for kernels
+        sys.modules.update({"triton": stand_in, "triton.language": stand_in})
     cuda: Any = torch.cuda
     # Nearly every buffer is made on the "current device".
     cuda.current_device = lambda: torch.device("cpu")

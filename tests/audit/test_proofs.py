@@ -38,8 +38,7 @@ def on(tmp_path_factory):
         if not stock.have_stock(release):
             pytest.skip(f"the source of megatron-core {release} is not here")
         directory = tmp_path_factory.mktemp(release)
-        cached = [ROOT / ".cache" / f"megatron-core-{release}", ROOT / ".cache" / "triton"]
-        path = os.pathsep.join(map(str, [*cached, ROOT]))
+        path = os.pathsep.join(map(str, [ROOT / ".cache" / f"megatron-core-{release}", ROOT]))
         command = ("-W", "ignore", "-m", "tests.support.audited", str(directory))
         done = warm.run(*command, *PROGRAMS[release], PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
