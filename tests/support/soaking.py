@@ -33,9 +33,11 @@ from hypergrid.groups import pool
 from hypergrid.groups.creation import Abilities
 from hypergrid.groups.prepare import _Memory, _Round
 from hypergrid.policy import Policy
+from tests.support import ROOT
 from tests.support.counting import CountingStore
 from tests.support.forked import RankFailure, run_ranks, run_scripts
 
+_OURS = tuple(f"{ROOT / package}{os.sep}" for package in ("hypergrid", "compat"))
 TIMEOUT = 3.0  # seconds that ranks wait for each other where one of them fails
 _RICH = {
     "tensor_model_parallel_size": 2,
@@ -102,10 +104,8 @@ def _fault_at(number: int) -> Iterator[list[str]]:
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        ours = f"{os.sep}hypergrid{os.sep}" in code.co_filename or (
-            f"{os.sep}compat{os.sep}" in code.co_filename
-        )
-        if event == "call" and ours and code.co_name != "_changes" and frame.f_lasti < 4:
+        ours = code.co_filename.startswith(_OURS)
+        if event == "call" and ours and frame.f_lasti < 4:
             entered.append(f"{os.path.basename(code.co_filename)}:{code.co_qualname}")
             if len(entered) == number:
                 sys.setprofile(None)
