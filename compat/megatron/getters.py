@@ -652,9 +652,13 @@ def is_initialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Whether this rank has tensor-, pipeline- and data-parallel groups."""
-    if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
-        return False
-    return _DATA_PARALLEL_GROUP is not None
+    if (  # noqa: SIM103 - the condition's value would cost more
+        _TENSOR_MODEL_PARALLEL_GROUP is not None
+        and _PIPELINE_MODEL_PARALLEL_GROUP is not None
+        and _DATA_PARALLEL_GROUP is not None
+    ):
+        return True
+    return False
 
 
 def is_unitialized() -> bool:
