@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -481,6 +482,8 @@ def _volumes(text: str | None) -> Mapping[str, float]:
     unknown = sorted(set(given) - set(VOLUMES))
     if unknown:
         raise JobError(f"volumes are for {', '.join(VOLUMES)}; not {', '.join(unknown)}.")
+    if not all(0 <= volume < math.inf for volume in given.values()):
+        raise JobError(f"--volumes {text}: each must be 0 or more, and finite.")
     return {**VOLUMES, **given}
 
 

@@ -156,6 +156,8 @@ def test_plan_and_check_tell_memory_by_share_mode():
         ("place --world-size 64 --bandwidth rack=5", "the network has the levels host, world"),
         ("place --world-size 64 --hostlist a[1-7]", "names 7 hosts, and 64 ranks need 8"),
         ("place --world-size 64 --hostlist a[1-", "is not a hostlist"),
+        ("place --world-size 64 --volumes tp=nan", "--volumes tp=nan: each must be 0 or more"),
+        ("check --world-size 64 --volumes dp=-1", "--volumes dp=-1: each must be 0 or more"),
         ("check --world-size 64 --hidden 5", "--layers is missing"),
         ("check --world-size 64 --hidden 0 --layers 1 --seq 1", "--hidden must be at least 1"),
         ("plan --world-size 64 --channels 65", "1 to 64 channels, got 65"),
