@@ -151,8 +151,9 @@ class Network:
         NVLink reaches as far as the innermost level that has it. Links above pods are shared.
         """
         far = len(set(self.units.get("nvlink", self.hosts))) < len(self.hosts)
-        usual = {"host": NVLINK5 if far else NVLINK4, "nvlink": NVLINK5}
-        usual["world"] = BETWEEN_PODS if "pod" in self.units else NDR
+        above = self.levels[self.levels.index("pod") + 1 :] if "pod" in self.units else ()
+        usual = dict.fromkeys(above, BETWEEN_PODS)
+        usual |= {"host": NVLINK5 if far else NVLINK4, "nvlink": NVLINK5}
         return {n: self.bandwidth.get(n, usual.get(n, NDR)) for n in self.levels}
 
     @property

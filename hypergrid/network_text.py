@@ -16,6 +16,8 @@ from hypergrid.network import MOST_HOSTS, Network
 
 _LONGEST = 64 << 20  # bytes of a file
 _HOST = r"[^][,\s]+(?:\[[\d,-]+\][^][,\s]*)*"
+# Of several switches of a level there is a hostlist, of none nothing.
+_ADDRESS = r"[][\w,-]+(\.[][\w,-]*)*\.[\w-]+(\s+[a-z]+(\.[a-z]+)+)?"
 _SWITCHES = ("rack", "pod")  # what the levels of a tree of switches are called, innermost first
 
 
@@ -39,11 +41,12 @@ def read(path: Path, per_host: int) -> Network:
 
 
 def _parsed(text: str, per_host: int) -> Network:
-    lines = [line.partition("#")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
-    lines = [line for line in lines if line]
+    # As SLURM does: without its comment a line goes on where it ends with a backslash.
+    joined = re.sub(r"\\[^\S\n]*\n", "", re.sub("#.*", "", text))
+    lines = [line.strip() for line in joined.splitlines() if line.strip()]
     if any(re.match(r"(?i)(switch|block)name\s*=", line) for line in lines):
         return _slurm(lines, per_host)
-    if lines and all(re.fullmatch(r"[\w-]+(\.[\w-]+)+(\s+[a-z]+(\.[a-z]+)+)?", s) for s in lines):
+    if lines and all(re.fullmatch(_ADDRESS, line) for line in lines):
         return from_addresses(lines, per_host)
     return from_data(_loaded(text), per_host)
 
@@ -75,7 +78,8 @@ def from_data(data: Any, per_host: int) -> Network:
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("hosts"), list):
         raise LayoutError(
-            "it has no list `hosts:` of entries such as {name: a, gpus: 8, nvlink: d0, rack: r0}."
+            "it has no list `hosts:` of entries such as {name: a, gpus: 8, nvlink: d0, rack: r0}. "
+            "With SLURM give topology.conf, or what `scontrol show topology` prints."
         )
     unknown = sorted(map(str, data.keys() - {"hosts", "bandwidth"}))
     if unknown:
@@ -111,14 +115,15 @@ def _slurm(lines: Iterable[str], per_host: int) -> Network:
     above: dict[str, str] = {}
     leaf, block = dict[str, str](), dict[str, str]()
     for line in lines:
-        said = {key.lower(): value for key, value in re.findall(r"(\w+)\s*=\s*(\S+)", line)}
+        pairs = re.findall(r'(\w+)\s*=\s*"?(?!\w+\s*=)([^\s"]+)', line)  # "Nodes= Size=4": no nodes
+        said = {key.lower(): value for key, value in pairs}
         nodes = expanded(said["nodes"]) if "nodes" in said else []
         if "blockname" in said:
-            block.update(dict.fromkeys(nodes, said["blockname"]))
+            _put(nodes, block, "blocks", said["blockname"])
         elif "switchname" in said and "switches" in said:
             above.update(dict.fromkeys(expanded(said["switches"]), said["switchname"]))
         elif "switchname" in said:
-            leaf.update(dict.fromkeys(nodes, said["switchname"]))
+            _put(nodes, leaf, "switches", said["switchname"])
     hosts = list(dict.fromkeys((*leaf, *block)))
     for host in hosts:
         for kind, of_host in (("switch", leaf), ("block", block)):
@@ -128,6 +133,14 @@ def _slurm(lines: Iterable[str], per_host: int) -> Network:
     if leaf:
         units |= _levels([_chain(leaf[host], above) for host in hosts])
     return Network(tuple(hosts), (per_host,) * len(hosts), units)
+
+
+def _put(nodes: Iterable[str], units: dict[str, str], kind: str, unit: str) -> None:
+    for node in nodes:
+        if units.setdefault(node, unit) != unit:
+            raise LayoutError(
+                f"the host {shown(node)} is in the {kind} {units[node]} and {unit}. Name it in one."
+            )
 
 
 def _chain(switch: str, above: Mapping[str, str]) -> list[str]:

@@ -74,7 +74,8 @@ _KEYS = {flag: key for key, (_, flags) in _SETTINGS.items() for flag in flags.sp
 # One-letter flags have this meaning only after their launcher.
 _SHORT = {
     ("srun", "-N"): "nodes",
-    **dict.fromkeys((("srun", "-n"), ("mpirun", "-n"), ("mpirun", "-np")), "ntasks"),
+    ("srun", "-n"): "ntasks",
+    **dict.fromkeys((("mpirun", "-n"), ("mpirun", "-np"), ("mpirun", "--np")), "ntasks"),
 }
 _VARIABLES = {"WORLD_SIZE": "_world", "HYPERGRID_ORDER": "order"}
 
@@ -141,6 +142,8 @@ def from_line(text: str, **given: Any) -> Job:
         elif token.endswith(".py") or token.startswith("python"):
             launcher = ""  # what follows are the script's own flags
         flag, has_value, value = token.partition("=")
+        if (launcher, token[:2]) in _SHORT and token[2:3].isdecimal():  # -N16
+            flag, has_value, value = token[:2], "=", token[2:]
         long = flag[2:].replace("_", "-") if flag.startswith("--") else ""
         key = _KEYS.get(_SHORT.get((launcher, flag), long))
         if key is None:
@@ -160,9 +163,9 @@ def from_line(text: str, **given: Any) -> Job:
     asked = _by_key(given)
     said |= asked
     for key, (flag, value) in written.items():
-        # A line may leave what only the traffic needs to variables.
-        unknown = key in _OF_MODEL and not re.fullmatch(r"\d{1,18}", value)
-        if key not in said and not unknown:
+        # A line may leave to variables what only the traffic needs, or what the ranks tell.
+        spared = key in _OF_MODEL or (key == "_hosts" and "_world" in asked)
+        if key not in said and not (spared and not re.fullmatch(r"\d{1,18}", value)):
             said[key] = _read(key, flag, value)
     return _job(said, asked)
 
@@ -299,7 +302,7 @@ def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> N
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-_SBATCH = re.compile(r"(?m)^#SBATCH\s+(--?[a-zA-Z-]+)[= ]\s*(\d+)")
+_SBATCH = re.compile(r"(?m)^#SBATCH\s+(-[a-zA-Z]|--[a-z-]+(?=[= ]))[= ]?\s*(\d+)")
 _SLURM = {  # the variables that SLURM sets for an option of the script's head
     **dict.fromkeys(("-N", "--nodes"), ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
     "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
@@ -319,11 +322,8 @@ def _expanded(text: str) -> tuple[list[str], dict[str, str]]:
     text = re.sub(r"(?m)^#SBATCH\b", "srun", text)
     text = re.sub(r"[A-Za-z_]\w*\+?=\(", " ", text)  # of ARGS=( ... ) the words are read
     try:
-        tokens = [
-            token
-            for line in text.splitlines()
-            for token in shlex.split(_SUM.sub(r"'\g<0>'", line), comments=True)
-        ]
+        sums_in_a_word = _SUM.sub(lambda found: "".join(found[0].split()), text)
+        tokens = shlex.split(sums_in_a_word, comments=True)
     except ValueError as error:
         raise JobError(f"the launch line cannot be read: {error}. Close its quotes.") from None
     words: list[str] = []

@@ -96,7 +96,7 @@ class Shape:
             "tp": (4 if self.experts else 8) * tensor * often,
             "expert tp": 4 * self.topk * tensor / tp * etp * often if self.experts else 0.0,
             "ep": 4 * self.topk * tensor / tp * often if self.experts else 0.0,
-            "cp": 6 * tensor / tp * often,
+            "cp": 6 * tensor / tp * cp * often,
             "dp": weights * (_HALF + _FULL),
             "expert dp": of_experts * (_HALF + _FULL),
             "pp": 2 * tensor / tp * self.micro_batches * virtual_stages,

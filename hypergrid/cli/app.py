@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -205,7 +206,7 @@ def check(
     if not found:
         out.print()
     if traffic.seconds:
-        prints.traffic(out, subject.network, traffic.estimate())
+        prints.traffic(out, subject, traffic.estimate())
     prints.memory(out, memory)
     if suggest:
         out.print()
@@ -258,9 +259,10 @@ def place(
         raise JobError("place orders the hosts of one grid: save a plan for each grid.")
     traffic = Traffic.of(subject, _volumes(volumes) if volumes else None, by_hosts=False)
     found = traffic.placed()
-    placed = subject.network.in_order(found.order)
     if written is not None:
-        typer.echo(FORMATS[written](placed))
+        placed = subject.network.in_order(found.order)
+        last = subject.plan.window.stop - sum(placed.ranks[:-1])  # all that the job has there
+        typer.echo(FORMATS[written](replace(placed, ranks=(*placed.ranks[:-1], last))))
     elif as_json:
         prints.as_json(prints.placement_data(subject.network, traffic, found))
     else:
@@ -480,6 +482,8 @@ def _volumes(text: str | None) -> Mapping[str, float]:
     unknown = sorted(set(given) - set(VOLUMES))
     if unknown:
         raise JobError(f"volumes are for {', '.join(VOLUMES)}; not {', '.join(unknown)}.")
+    if not all(0 <= volume < math.inf for volume in given.values()):
+        raise JobError(f"--volumes {text}: each must be 0 or more, and finite.")
     return {**VOLUMES, **given}
 
 

@@ -79,6 +79,8 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
                     said = {flag.name: given.pop(flag.name) for flag in of_layout}
                     given["subject"] = _subject(**said)
                 status = function(**given) or 0
+            except BrokenPipeError:
+                raise  # the reader has all that it wants: click ends without a message
             except (LayoutError, JobError, OSError, ImportError) as error:
                 typer.echo(f"hypergrid: {error}", err=True)
                 status = 2

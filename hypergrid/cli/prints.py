@@ -158,9 +158,9 @@ def findings(out: Console, found: Sequence[Finding]) -> None:
         out.print("No findings.")
 
 
-def traffic(out: Console, network: Network, found: Estimate) -> None:
+def traffic(out: Console, subject: Subject, found: Estimate) -> None:
     """What each flow sends over each level, and the seconds that it takes."""
-    ranks = sum(network.ranks)
+    network, ranks = subject.network, subject.layouts["decoder"].size
     rows = []
     for name, cost in sorted(found.costs.items(), key=lambda pair: -pair[1].slowest):
         amounts = (cost.volumes[level] for level in network.levels)
@@ -410,16 +410,22 @@ def audit(found: Audit, changes: Sequence[Change] | None) -> None:
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """A table without lines; ``">"`` before a column's name aligns it to the right."""
+    """A table without lines; ``">"`` before a column's name aligns it to the right.
+
+    A column to the right is never cut: the table is rather wider than the terminal.
+    """
     made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in columns:
-        right = name.startswith(">")
-        made.add_column(
-            name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right
-        )
-    for cells in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))
-    out.print(made)
+    every = [[each if isinstance(each, Text) else Text(str(each)) for each in row] for row in rows]
+    least = 0
+    for i, name in enumerate(columns):
+        right, name = name.startswith(">"), name.lstrip(">")
+        made.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        widest = max((row[i].cell_len for row in every), default=0)
+        least += 1 + (max(widest, len(name)) if right else min(widest, 5))
+    for cells in every:
+        made.add_row(*cells)
+    made.width = least if least > out.width else None
+    out.print(made, crop=False)
 
 
 def span(pair: tuple[int, int], to: str = "-") -> str:

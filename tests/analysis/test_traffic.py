@@ -207,11 +207,16 @@ def test_the_volumes_of_a_model_in_numbers():
     assert sent == pytest.approx(
         {
             "tp": 8 * tensor * 4 * 4 / 2,  # a ring of 2 passes on half
-            "cp": 6 * tensor / 2 * 4 * 4 / 2,
+            "cp": 6 * tensor / 2 * 4 * 4,  # a ring of 2 passes each part on once
             "dp": 4 * 12 * 1024**2 / 2 * 6 * 7 / 8,  # over dp x cp = 8
             "pp": 2 * tensor / 2 * 4,
         }
     )
+    ring = from_sizes(world_size=8, cp=8).request().layouts
+    sent = {flow.name: flow.volume * 1e9 for flow in Shape(1024, 8, 2048, 4).flows(ring)}
+    assert sent["cp"] == pytest.approx(
+        6 * (1024 * 256 * 2) * 8 * 4 * 7
+    )  # a part goes to all others
     experts = Shape(1024, 8, 2048, 4, experts=16, topk=3, expert_ffn=512)
     sent = {flow.name: flow.volume * 1e9 for flow in experts.flows(job.request().layouts)}
     assert sent["ep"] == pytest.approx(4 * 3 * tensor / 2 * 4 * 4)

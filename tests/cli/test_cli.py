@@ -335,6 +335,16 @@ def test_planning_imports_no_torch_and_fits_80_columns_without_colour(command):
         assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("command", ["plan --world-size 64 --json", "show --world-size 64"])
+def test_a_reader_that_closes_the_pipe_early_causes_no_message(command):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "hypergrid", *command.split()]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_colours_tell_groups_apart():
     code = f"import sys; sys.argv = ['hypergrid', 'show', *{HOSTS.split()!r}, '--tp', '4'];"
     code += "from hypergrid.__main__ import main; main()"

@@ -49,6 +49,14 @@ def test_place_writes_what_it_found_for_every_launcher(job):
     assert "allowed: hostfile, hostlist" in run(f"place {job} --as ray", 2)
 
 
+def test_what_place_writes_has_each_rank_of_the_job_and_no_other(job):
+    job = job.replace("16 --tp 8", "6 --tp 2")
+    said = {name: run(f"place {job} --as {name}").splitlines() for name in FORMATS}
+    assert said["slurm"] == ["a1"] * 4 + ["b1"] * 2 or said["slurm"] == ["a1"] * 4 + ["a2"] * 2
+    assert len(said["rankfile"]) == 6 and said["rankfile"][5].endswith("slot=1")
+    assert [line.split()[1] for line in said["hostfile"]] == ["slots=4", "slots=2"]
+
+
 def test_an_order_that_place_wrote_needs_no_other(job):
     found = run(f"place {job} --as hostlist").strip()
     again = f"{job} --hostlist {found}"
@@ -72,6 +80,23 @@ def test_check_tells_seconds_and_what_dominates_where_the_shape_is_known(job):
     pasted = run(f"check {flags} --from-args '{line} --micro-batch-size $MBS'")
     assert "seconds" in pasted  # what only the traffic needs may be left to a variable
     assert "seconds" not in run(f"check {flags} --from-args '--num-layers 32 --hidden-size $H'")
+
+
+def test_hosts_that_the_job_does_not_need_change_nothing_of_what_a_rank_sends(job):
+    gb = 8 * 8192 * 4096 * 2e-9 * 32 * 8 * 7 / 8
+    said = run(f"check {job} {MODEL}", 1)
+    assert (
+        next(line.split() for line in said.splitlines() if line.startswith("tp "))[1] == f"{gb:.4g}"
+    )
+
+
+def test_numbers_are_whole_in_a_narrow_terminal():
+    flags = "--world-size 128 --tp 4 --etp 2 --cp 2 --ep 4 --pp 2 --experts 8"
+    command = f"check {flags} {MODEL} --suggest --top 1"
+    cells = set(run(command, COLUMNS="200").split())
+    said = run(command, COLUMNS="50").split()
+    numbers = {each for each in cells if each[0].isdigit() and "." in each}
+    assert len(numbers) > 10 and numbers <= set(said)
 
 
 def test_without_a_shape_levels_weigh_the_fixed_volumes(job):
@@ -131,6 +156,8 @@ def test_plan_and_check_tell_memory_by_share_mode():
         ("place --world-size 64 --bandwidth rack=5", "the network has the levels host, world"),
         ("place --world-size 64 --hostlist a[1-7]", "names 7 hosts, and 64 ranks need 8"),
         ("place --world-size 64 --hostlist a[1-", "is not a hostlist"),
+        ("place --world-size 64 --volumes tp=nan", "--volumes tp=nan: each must be 0 or more"),
+        ("check --world-size 64 --volumes dp=-1", "--volumes dp=-1: each must be 0 or more"),
         ("check --world-size 64 --hidden 5", "--layers is missing"),
         ("check --world-size 64 --hidden 0 --layers 1 --seq 1", "--hidden must be at least 1"),
         ("plan --world-size 64 --channels 65", "1 to 64 channels, got 65"),

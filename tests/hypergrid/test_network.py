@@ -69,6 +69,41 @@ def test_a_tree_and_blocks_make_three_levels(tmp_path):
     assert network.units["nvlink"] == ("b0", "b1", "b2", "b2")
 
 
+def test_a_file_of_slurm_is_read_as_slurm_reads_it(tmp_path):
+    text = """# The racks \\
+    SwitchName = s0 Nodes="t[0-1]" LinkSpeed=1
+    switchname=s1 nodes=t2\\
+,t3
+    SwitchName=core Switches=s[0-1]
+    """
+    network = read_text(tmp_path, text)
+    assert network.units == {"rack": ("s0", "s0", "s1", "s1"), "pod": ("core",) * 4}
+    empty = "BlockName=b0 BlockIndex=0 Nodes=t0 BlockSize=1\nBlockName=b1 Nodes= BlockSize=1\n"
+    assert read_text(tmp_path, empty).hosts == ("t0",)
+
+
+def test_an_address_may_have_several_switches_of_a_level_or_none(tmp_path):
+    network = read_text(tmp_path, "c[1-2].s0.t0\nc[1-2].s0.t1\nc[1-2]..t2\n")
+    assert network.hosts == ("t0", "t1", "t2") and network.levels == (
+        "host",
+        "rack",
+        "pod",
+        "world",
+    )
+    assert np.array_equal(network.numbers()[1], [0] * 16 + [1] * 8)
+
+
+def test_links_above_pods_are_shared_whether_a_switch_above_them_is_named_or_not(tmp_path):
+    pods = "SwitchName=s0 Nodes=a\nSwitchName=s1 Nodes=b\nSwitchName=p0 Switches=s0\n"
+    network = read_text(
+        tmp_path, pods + "SwitchName=p1 Switches=s1\nSwitchName=c Switches=p[0-1]\n"
+    )
+    assert network.speeds == {
+        **{"host": 450, "rack": 50, "pod": 50},
+        **{"switch2": BETWEEN_PODS, "world": BETWEEN_PODS},
+    }
+
+
 def test_flags_make_units_of_equal_size():
     network = Network.regular(
         80, 4, nvlink_domain=16, hosts_per_rack=8, racks_per_pod=2, bandwidth={"rack": 40}
@@ -112,6 +147,9 @@ def test_hosts_in_another_order_keep_their_ranks_and_units():
         ("SwitchName=s0 Nodes=a\nBlockName=b0 Nodes=a,c\n", "no switch has the host 'c'"),
         ("SwitchName=s0 Switches=s1\n", "hosts must be names"),
         ("SwitchName=s0 Nodes=a\nSwitchName=s1 Switches=s0\nSwitchName=s0 Switches=s1\n", "above"),
+        ("SwitchName=s0 Nodes=a,b\nSwitchName=s1 Nodes=b,c\n", "'b' is in the switches s0 and s1"),
+        ("BlockName=b0 Nodes=a\nBlockName=b1 Nodes=a\n", "'a' is in the blocks b0 and b1"),
+        ("- topology: t\n  tree: {switches: []}\n", "what `scontrol show topology` prints"),
         ("b.a switch.switch.node\n", "is not of the form"),
         ("SwitchName=s Nodes=a[1-999999]\n", "too many"),
     ],

@@ -31,6 +31,14 @@ def test_a_script_is_understood_as_the_shell_would():
     }
 
 
+def test_quotes_go_over_lines_and_around_sums():
+    job = from_line(
+        'GPUS=8 WORLD="$((GPUS * 4))"\nARGS="\n  --tensor-model-parallel-size 4 # "\n'
+        'torchrun --nproc-per-node=$GPUS --nnodes="$((WORLD / GPUS))" x.py $ARGS # don\'t\n'
+    )
+    assert (job.world_size, job.arguments) == (32, {"tensor_model_parallel_size": 4})
+
+
 def test_the_head_of_a_slurm_script_says_where_the_ranks_are():
     head = "#!/bin/bash\n#SBATCH -N 16\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n"
     line = "srun torchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE x.py --tp 4"
@@ -46,7 +54,10 @@ def test_the_head_of_a_slurm_script_says_where_the_ranks_are():
         ("torchrun --nnodes=16 --nproc-per-node=8 train.py", 128, 8),
         ("srun -N 4 --ntasks-per-node 8 python train.py -n 3", 32, 8),
         ("srun -n 64 --nodes 8 python train.py", 64, 8),
+        ("srun -N16 -n128 --ntasks-per-node=8 python train.py -n3", 128, 8),
+        ("#SBATCH -N4\nsrun torchrun --nnodes $SLURM_NNODES --nproc-per-node 4 train.py", 16, 4),
         ("mpirun -np 16 python train.py", 16, 8),
+        ("mpirun --np 16 python train.py", 16, 8),
         ("deepspeed --num_gpus 8 --num_nodes 2 train.py", 16, 8),
         ("WORLD_SIZE=24 python train.py --gpus-per-node 6", 24, 6),
         ("python train.py --world-size 4", 4, 4),
@@ -68,6 +79,7 @@ def test_settings_beside_the_line_win_over_it_and_spare_reading_it():
     assert from_line(line, world_size=64, tp=4, nnodes=8).arguments == {
         "tensor_model_parallel_size": 4
     }
+    assert from_line(line, world_size=64, tp=4, gpus_per_node=4).world_size == 64
 
 
 def test_sizes_and_a_line_that_mean_the_same_are_the_same_job():
