@@ -409,7 +409,7 @@ class GroupPool:
             if suspension.has_closed(label, options.get("backend"))
             and (old is self or label not in self._made)
         }
-        if calls:
+        if calls and dist.get_rank() in ranks:
             with self.agreed(ranks, {"groups, again": ", ".join(calls)}):
                 for label, (arguments, options) in calls.items():
                     self.make(label, *arguments, **options)

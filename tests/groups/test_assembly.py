@@ -139,3 +139,15 @@ def test_where_every_rank_must_take_part_they_do(rank, monkeypatch):
     if rank in (0, 3):
         assert total(assembly["a"].get_pg("dp")) == 2
     assert members(assembly.link("a", "b").leaders) == ([0, 1, 3] if rank != 2 else None)
+
+
+@on_ranks(3, timeout=15)
+def test_a_rank_outside_a_grid_may_resume_it_too_and_waits_for_nobody(rank):
+    assembly = Assembly({"a": GridPart({"dp": 2}, range(2))}).create()
+    for _ in range(2):
+        assembly["a"].suspend("recreate")
+        renewed = assembly["a"].resume() if rank == 2 else {}
+        from_all("the rank outside is first")
+        renewed |= assembly["a"].resume() if rank < 2 else {}
+        assert len(renewed) == (rank < 2)
+    assert rank == 2 or total(assembly["a"].get_pg("dp")) == 2
