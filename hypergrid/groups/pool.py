@@ -99,6 +99,8 @@ class GroupPool:
                 f"rank {dist.get_rank()} cannot create groups: those of {self.owner} are "
                 f"suspended. Call resume() first, on every rank."
             )
+        if self.prefix:
+            proposal = {**proposal, "grid of the assembly": self.prefix.rstrip("/")}
         with _telling(), one_thread(ranks, proposal) as turn, abortable():
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout

@@ -151,3 +151,18 @@ def test_a_rank_outside_a_grid_may_resume_it_too_and_waits_for_nobody(rank):
         renewed |= assembly["a"].resume() if rank < 2 else {}
         assert len(renewed) == (rank < 2)
     assert rank == 2 or total(assembly["a"].get_pg("dp")) == 2
+
+
+@on_ranks(2)
+def test_ranks_that_create_groups_of_different_grids_of_an_assembly_say_so(rank):
+    part = GridPart({"tp": 2, "dp": 1}, range(2))
+    assembly = Assembly({"a": part, "b": part}).create()
+    mine = assembly["ab"[rank]]
+    says = "grid of the assembly is 'b' on rank 1 and 'a' on rank 0"
+    with pytest.raises(AgreementError, match=says):
+        mine.create_pg("tp-dp")
+    for grid in (assembly["a"], assembly["b"]):
+        grid.suspend("recreate")
+    with pytest.raises(AgreementError, match=says):
+        mine.resume()
+    assert [len(assembly[name].resume()) for name in "ab"] == [2, 2]
