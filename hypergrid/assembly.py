@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from math import inf
+from typing import Any, Protocol, TypeAlias
 
-from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.links import Ends, Link
+from hypergrid.layout import LayoutError, RankLayout, listed
+from hypergrid.links import Ends, Link, check_backend
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.views import ordered
@@ -64,9 +65,23 @@ class GridPart:
                 f"sizes must be such as {{'tp': 2, 'dp': 2}}, got {shown(self.sizes)}."
             )
         layout = RankLayout(tuple(self.sizes), tuple(self.sizes.values())).on(self.ranks)
-        groups = tuple(layout.dims if self.groups is None else self.groups)
+        if isinstance(self.groups, str):
+            raise LayoutError(
+                f"groups must be several, such as ['tp', 'tp-dp'], got {shown(self.groups)}."
+            )
+        groups = tuple(layout.dims if self.groups is None else listed(self.groups, "groups"))
         self.__dict__.update(layout=layout, groups=groups, ranks=layout.ranks)
-        _ = self.rows  # refuses unknown dims
+        labels = [row.label for row in self.rows]
+        again = next((label for i, label in enumerate(labels) if label in labels[:i]), None)
+        if again is not None:
+            raise LayoutError(f"the groups over {again} are listed twice: list each once.")
+        check_backend(self.backend)
+        seconds: Any = 1.0 if self.timeout is None else self.timeout
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not is_number or not 0 < seconds < inf:
+            raise LayoutError(
+                f"timeout must be a number of seconds above 0, got {shown(self.timeout)}."
+            )
 
     @property
     def layouts(self) -> dict[str, RankLayout]:
@@ -115,6 +130,10 @@ class AssemblyPlan:
         self.pipelines: dict[str, tuple[str, ...]] = {}
         """The stages of each pipeline by its name."""
         chained = list[Link]()
+        if not isinstance(parts, Mapping):
+            raise LayoutError(
+                f"parts must be such as {{'vision': GridPart(...)}}, got {shown(parts)}."
+            )
         for name, part in parts.items():
             if not isinstance(name, str) or not name or "/" in name or "." in name:
                 raise LayoutError(
@@ -133,7 +152,7 @@ class AssemblyPlan:
         for name, part in self.parts.items():
             if not hasattr(part, "layouts") or not hasattr(part, "rows"):
                 raise LayoutError(f"{name} is no GridPart, and not of that kind: {shown(part)}.")
-        self.links = tuple(chained + [self._resolved(link) for link in links])
+        self.links = tuple(chained + [self._resolved(link) for link in listed(links, "links")])
         names = [link.name for link in self.links]
         again = next((name for i, name in enumerate(names) if name in names[:i]), None)
         if again is not None:

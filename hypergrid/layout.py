@@ -93,9 +93,9 @@ class RankLayout:
                 f"dims must be several names such as ('tp', 'dp'), got the text "
                 f"{shown(self.dims)}. RankLayout.from_order() takes an order as text."
             )
-        dims = tuple(_listed(self.dims, "dims"))
-        sizes = tuple(_integer(size, "sizes") for size in _listed(self.sizes, "sizes"))
-        offset = _integer(self.offset, "offset")
+        dims = tuple(listed(self.dims, "dims"))
+        sizes = tuple(whole(size, "sizes") for size in listed(self.sizes, "sizes"))
+        offset = whole(self.offset, "offset")
         if len(dims) != len(sizes):
             raise LayoutError(
                 f"{len(dims)} dim names {shown(list(dims))} were given {len(sizes)} sizes "
@@ -114,10 +114,10 @@ class RankLayout:
         # The dataclass is frozen.
         self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=strides)
         if self.members is not None:
-            self._list(_listed(self.members, "members"))
+            self._list(listed(self.members, "members"))
 
     def _list(self, given: Sequence[Any]) -> None:
-        members = tuple(_integer(rank, "members") for rank in given)
+        members = tuple(whole(rank, "members") for rank in given)
         if len(members) != self.size:
             raise LayoutError(
                 f"{len(members)} ranks were listed, {shown(list(members))}, for the sizes "
@@ -185,7 +185,7 @@ class RankLayout:
 
     def on(self, ranks: Iterable[int]) -> RankLayout:
         """The same layout of other ranks, as many; ascending, not necessarily consecutive."""
-        return replace(self, offset=0, members=tuple(_listed(ranks, "ranks")))
+        return replace(self, offset=0, members=tuple(listed(ranks, "ranks")))
 
     def __contains__(self, rank: object) -> bool:
         return rank in (self.ranks if self.members is None else self._places)
@@ -215,7 +215,7 @@ class RankLayout:
         """The rank at ``coordinates``; a dim left out counts as 0."""
         at = 0
         for i, given in zip(self.axes(coordinates), coordinates.values(), strict=True):
-            value = _integer(given, f"coordinates such as {self.dims[i]}")
+            value = whole(given, f"coordinates such as {self.dims[i]}")
             if not 0 <= value < self.sizes[i]:
                 raise LayoutError(
                     f"{self.dims[i]}={value} is outside {self}: it goes from 0 to "
@@ -229,7 +229,7 @@ class RankLayout:
         (i,) = self.axes((dim,))
         place = self._within(rank)
         at = place // self.strides[i] % self.sizes[i]
-        by = _integer(by, "steps")
+        by = whole(by, "steps")
         return self.ranks[place + ((at + by) % self.sizes[i] - at) * self.strides[i]]
 
     def group(self, rank: int, dims: Dims) -> list[int]:
@@ -270,7 +270,7 @@ class RankLayout:
         >>> six.subgroup(0, "cp", 4), six.subgroup(10, "cp", 4)
         ([0, 2, 4, 6], [8, 10])
         """
-        members, size = self.group(rank, dims), _integer(size, "sizes of subgroups")
+        members, size = self.group(rank, dims), whole(size, "sizes of subgroups")
         if size < 1:
             raise LayoutError(f"a subgroup needs at least one member, got size={size}.")
         first = members.index(rank) // size * size
@@ -304,7 +304,7 @@ class RankLayout:
         if isinstance(dims, str):
             names = [dims] if dims in self.dims else dims.split("-")
         else:
-            names = _listed(dims, "dims")
+            names = listed(dims, "dims")
         for name in names:
             if name not in self.dims:
                 raise LayoutError(f"invalid dim {shown(name)}. Valid dims are {list(self.dims)}.")
@@ -318,14 +318,16 @@ class RankLayout:
         return rank - self.offset if self.members is None else self._places[rank]
 
 
-def _listed(values: Iterable[Any], what: str) -> list[Any]:
+def listed(values: Iterable[Any], what: str) -> list[Any]:
+    """``values`` as a list. LayoutError if they are not several."""
     try:
         return list(values)
     except TypeError:
         raise LayoutError(f"{what} must be several values, got {shown(values)}.") from None
 
 
-def _integer(value: Any, what: str) -> int:
+def whole(value: Any, what: str) -> int:
+    """``value`` as an int, also numpy's. LayoutError if it is no whole number."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)

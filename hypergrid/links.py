@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.layout import LayoutError, RankLayout, listed, whole
 from hypergrid.messages import shown
 
 Ranks = tuple[int, ...]
@@ -27,8 +27,9 @@ class Link:
     ----------
     source, target : str
         Names of grids of the assembly; they may be the same, or have ranks in common.
-    over : sequence of str
-        The dims that number the parts; a grid without such a dim has one part. By default "dp".
+    over : str or sequence of str
+        The dims that number the parts, such as "dp" or "dp-cp"; a grid without such a dim has one
+        part. By default "dp".
     leave, enter : mapping of dim to coordinate, optional
         Which ranks of source and target are its ends; -1 is the last. By default the last
         coordinate on "pp" of the source, and the first of the target, if they have that dim.
@@ -56,9 +57,18 @@ class Link:
                 raise LayoutError(
                     f"the {what} of a link must be the name of a grid, got {value!r}."
                 )
+        if not isinstance(self.name, str):
+            raise LayoutError(f"the name of a link must be a text, got {shown(self.name)}.")
+        check_backend(self.backend)
         name = self.name or f"{self.source}->{self.target}"
-        over = (self.over,) if isinstance(self.over, str) else tuple(self.over)
-        lead, allowed = tuple(self.lead), get_args(Place)
+        given = self.over.split("-") if isinstance(self.over, str) else self.over
+        over = tuple(listed(given, "over"))
+        if not all(isinstance(dim, str) for dim in over):
+            raise LayoutError(
+                f"over of the link {name} must be dims such as ('dp',), got {shown(self.over)}."
+            )
+        lead = tuple(self.lead) if isinstance(self.lead, Sequence) else ()
+        allowed = get_args(Place)
         if len(lead) != 2 or not all(each in allowed for each in lead):
             raise LayoutError(
                 f"invalid lead={shown(self.lead)} of the link {name}; allowed: two of "
@@ -88,12 +98,16 @@ class Link:
     def _parts(self, name: str, layout: RankLayout, at: Mapping[str, int]) -> list[Ranks]:
         pins = {}
         for dim, given in at.items():
-            size = layout.dim_size((dim,))
-            if dim in self.over or not -size <= given < size:
+            size, why = layout.size_of(dim), ""
+            if dim in self.over:
+                why = f"it is over {dim}"
+            elif dim not in layout.dims:
+                why = f"invalid dim {shown(dim)}. Valid dims are {list(layout.dims)}"
+            elif not -size <= given < size:
                 why = f"{dim}={given} is outside {layout!r}"
+            if why:
                 raise LayoutError(
-                    f"the link {self.name} cannot end at {dim}={given} of {name}: "
-                    + (f"it is over {dim}." if dim in self.over else f"{why}.")
+                    f"the link {self.name} cannot end at {dim}={given} of {name}: {why}."
                 )
             pins[dim] = given % size
         over = [dim for dim in layout.dims if dim in self.over]
@@ -161,7 +175,16 @@ class Ends:
 def _pinned(given: Any) -> At | None:
     if given is None:
         return None
-    items: Sequence[Any] = list(given.items() if isinstance(given, Mapping) else given)
-    if not all(len(each) == 2 and type(each[1]) is int for each in items):
-        raise LayoutError(f"the end of a link is such as {{'pp': -1}}, got {shown(given)}.")
-    return tuple((str(dim), at) for dim, at in items)
+    try:
+        items = dict(given).items()
+        return tuple((str(dim), whole(at, "coordinates")) for dim, at in items)
+    except (TypeError, ValueError):
+        raise LayoutError(
+            f"the end of a link is such as {{'pp': -1}}, got {shown(given)}."
+        ) from None
+
+
+def check_backend(backend: Any) -> None:
+    """LayoutError if it is no name of a backend, nor None."""
+    if not isinstance(backend, str | None):
+        raise LayoutError(f"backend must be a name such as 'gloo', got {shown(backend)}.")

@@ -19,6 +19,17 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def shown_apart(one: object, other: object) -> tuple[str, str]:
+    """Both as ``shown``; cut around their first difference where those are equal."""
+    short = shown(one), shown(other)
+    if short[0] != short[1]:
+        return short
+    first, second = repr(one), repr(other)
+    pairs = enumerate(zip(first, second, strict=False))
+    at = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 30)
+    return f"...{first[at : at + 80]}...", f"...{second[at : at + 80]}..."
+
+
 def in_words(error: BaseException) -> str:
     """The type and the first line of the text: what torch appends to it is a C++ traceback."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

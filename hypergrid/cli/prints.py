@@ -132,6 +132,9 @@ def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
         place = subject.plan.layouts[name].trimmed.coordinate(rank)
         at = ", ".join(f"{dim}={number}" for dim, number in place.items())
         out.print(f"rank {rank} on {data['host']}, {name}: {at or 'alone'}")
+    if not data["groups"]:
+        out.print(f"rank {rank} on {data['host']} is in no group.")
+        return
     rows = []
     for group in data["groups"]:
         hosts, ranks = len(group["hosts"]), group["ranks"]

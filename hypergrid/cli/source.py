@@ -231,9 +231,10 @@ def saved(
     for what, ranks in _ranks_named(plan):
         outside = next((rank for rank in ranks if rank not in known), None)
         if outside is not None:
+            ends = "grids end" if plan.grids else "first layout, which the plan is for, ends"
             raise JobError(
-                f"{path} is not a valid plan: {what} has rank {outside}, and the first "
-                f"layout, which the plan is for, ends at rank {known[-1]}."
+                f"{path} is not a valid plan: {what} has rank {outside}, and the {ends} at rank "
+                f"{known[-1]}."
             )
     given = ranks_per_host or data.get("ranks_per_host")
     per_host = given or min(RANKS_PER_HOST, len(plan.window))

@@ -15,6 +15,7 @@ from hypergrid.assembly import AssemblyPlan, Parts, link_rows
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, telling_others
+from hypergrid.groups.store import check_timeout
 from hypergrid.layout import LayoutError
 from hypergrid.links import Ends, Link
 from hypergrid.messages import shown
@@ -105,6 +106,7 @@ class Assembly:
             """Grids and links as arithmetic."""
             self.plan: GroupPlan = self.layout.plan
             """All groups as data; ``plan.to_json()`` is for the command line."""
+            check_timeout(timeout)
         self._timeout = timeout
         self._made: dict[str, Any] = {}
         self._links: dict[str, LinkGroups] = {}
@@ -159,13 +161,20 @@ class Assembly:
         grids = {f"the grid {name}": repr(x) for name, x in self.layout.layouts.items()}
         links = {f"the link {name}": repr(x.link) for name, x in self.layout.ends.items()}
         groups = [row.label for row in self.plan.rows]
+        options = {
+            f"{key} of {row.label}": value
+            for row in self.plan.rows
+            for key, value in (("backend", row.backend), ("timeout", row.timeout))
+            if value is not None
+        }
         said = {
             f"{key} of {name}": value
             for name, part in self.layout.parts.items()
             if isinstance(part, Creates)
             for key, value in part.proposal().items()
         }
-        return {**grids, **links, **said, "groups": groups, "plan": self.plan.fingerprint()}
+        known = {**grids, **links, **options, **said, "groups": groups}
+        return {**known, "plan": self.plan.fingerprint()}
 
     def _create(self, name: str, agreement: Agreement, policy: Policy) -> Any:
         part, prefix = self.layout.parts[name], f"{name}/"

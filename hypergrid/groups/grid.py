@@ -18,7 +18,7 @@ from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, expected, refusing_together
 from hypergrid.groups.subgroups import Subgroups
 from hypergrid.groups.suspension import Suspended
-from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.layout import Dims, LayoutError, RankLayout, listed
 from hypergrid.messages import shown
 from hypergrid.plan import SUBGROUP, GroupPlan, GroupRow
 from hypergrid.policy import Policy
@@ -287,7 +287,7 @@ class HyperCommGrid:
         """
         rank = dist.get_rank()
         with refusing_together(self.participants(), _policy()):
-            cuts = {size: self._cut(dims, size, view) for size in sizes}
+            cuts = {size: self._cut(dims, size, view) for size in listed(sizes, "sizes")}
             existing = {each.label for each in self.pool.groups} if self.pool else set()
             for label, _, _ in cuts.values():
                 if label in existing:

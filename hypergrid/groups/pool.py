@@ -21,7 +21,7 @@ from hypergrid.groups import creation, gloo, sockets
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
-from hypergrid.groups.store import abortable, raise_if_aborted
+from hypergrid.groups.store import abortable, check_timeout, raise_if_aborted
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Kind
@@ -99,6 +99,9 @@ class GroupPool:
                 f"rank {dist.get_rank()} cannot create groups: those of {self.owner} are "
                 f"suspended. Call resume() first, on every rank."
             )
+        check_timeout(timeout)
+        if self.prefix:
+            proposal = {**proposal, "grid of the assembly": self.prefix.rstrip("/")}
         with _telling(), one_thread(ranks, proposal) as turn, abortable():
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
             timeout = timeout or c10d.default_pg_timeout
@@ -278,9 +281,9 @@ class GroupPool:
     ) -> CreationError:
         members = " or ".join(span_of(ranks) for ranks in mine.values()) or "other ranks"
         return CreationError(
-            f"rank {dist.get_rank()} could not create {label} of ranks {members} with "
-            f"{options.get('backend') or dist.get_backend()}: {in_words(error)} One of them may "
-            f"have ended, or cannot be reached."
+            f"rank {dist.get_rank()} could not create {self.prefix}{label} of ranks {members} "
+            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} One of them "
+            f"may have ended, or cannot be reached."
         )
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
@@ -409,7 +412,7 @@ class GroupPool:
             if suspension.has_closed(label, options.get("backend"))
             and (old is self or label not in self._made)
         }
-        if calls:
+        if calls and dist.get_rank() in ranks:
             with self.agreed(ranks, {"groups, again": ", ".join(calls)}):
                 for label, (arguments, options) in calls.items():
                     self.make(label, *arguments, **options)

@@ -31,7 +31,7 @@ from hypergrid.groups.store import (
     shared_store,
     telling_of_a_lost_store,
 )
-from hypergrid.messages import shown, some_of, span_of
+from hypergrid.messages import shown_apart, some_of, span_of
 from hypergrid.policy import Policy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -417,7 +417,8 @@ class _Round:
             return json.dumps(
                 {
                     "error": f"{missing} did not reach group creation within {timeout}. Look at "
-                    f"their logs, or give them more time by distributed_timeout_minutes."
+                    f"their logs, or give them more time by distributed_timeout_minutes, or by "
+                    f"the timeout of a grid or an assembly."
                 }
             )
 
@@ -497,7 +498,9 @@ def _difference(said: list[tuple[dict[str, Any], int, int]], span: str) -> str:
     where = f"rank {rank}" + f" (and {many - 1} more)" * (many > 1)
     keys = [k for k in sorted(first.keys() | other.keys()) if first.get(k) != other.get(k)]
     fields = "; ".join(
-        f"{key} is {shown(other.get(key))} on {where} and {shown(first.get(key))} on rank {base}"
+        "{} is {} on {where} and {} on rank {base}".format(
+            key, *shown_apart(other.get(key), first.get(key)), where=where, base=base
+        )
         for key in keys
         if key != "plan" or keys == ["plan"]  # the plan's digest says less than other fields
     )

@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import AbortedError, AgreementError, CreationError
-from hypergrid.messages import in_words
+from hypergrid.messages import in_words, shown
 
 _DESCRIPTORS = "/proc/self/fd"
 _IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
@@ -165,6 +165,12 @@ def stay_until(told: Callable[[], bool], store: Store) -> None:
         with suppress(RuntimeError):
             while not told() and time.monotonic() < end:
                 time.sleep(0.01)
+
+
+def check_timeout(timeout: Any) -> None:
+    """TypeError if it is no timedelta, nor None."""
+    if not isinstance(timeout, timedelta | None):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {shown(timeout)}.")
 
 
 def bounded(timeout: timedelta) -> timedelta:

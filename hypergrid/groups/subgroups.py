@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.groups import creation, gloo
 from hypergrid.groups.pool import GroupPool, PooledGroup
-from hypergrid.groups.store import abortable
+from hypergrid.groups.store import abortable, check_timeout
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import SUBGROUP, Ranks
 from hypergrid.policy import Policy
@@ -57,6 +57,7 @@ class Subgroups:
     ) -> ProcessGroup:
         """The subgroup of ``ranks``; created if it does not exist. *Local*."""
         me = f"rank {dist.get_rank()}"
+        check_timeout(timeout)
         if self._planned.suspended is not None:
             raise RuntimeError(
                 f"{me} cannot have {label} while {self._planned.owner} is suspended: call "
@@ -82,7 +83,7 @@ class Subgroups:
             count = f"{self._suspensions}/{self._released[ranks]}"
             epoch = f"{self._first.epoch}/subgroups/{count}"
             self._pool.agreement = replace(self._pool.agreement, epoch=epoch)
-            short = f", last run of {len(ranks)}" * (len(ranks) < size)
+            short = f", last run of {len(ranks)}" if len(ranks) < size else ""
             (made,) = self._pool.make(
                 label,
                 {"subgroup": ranks},

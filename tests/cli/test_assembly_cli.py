@@ -35,6 +35,11 @@ def test_plan_lists_grids_links_and_their_groups_and_its_json_is_read_back(run):
     assert "listed     5      1     3 vision->text leaders" in said
     of_rank = run("plan", "--plan", "saved.json", "--rank", "4")
     assert "rank 4 on host0, text: tp=0, pp=0" in of_rank and "4, 6" in of_rank
+    assert "rank 3 on host0 is in no group." in run("plan", "--plan", "saved.json", "--rank", "3")
+    (run.at / "far.json").write_text(run.plan.to_json().replace("[0, 1, 2, 4, 8]", "[0, 99]"))
+    assert "has rank 99, and the grids end at rank 8." in " ".join(
+        run("plan", "--plan", "far.json", status=2).split()
+    )
     text = run("plan", "--plan", "saved.json", "--json")
     assert json.loads(text)["schema"] == 2 and GroupPlan.from_json(text) == run.plan
 

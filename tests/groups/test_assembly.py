@@ -103,6 +103,19 @@ def test_ranks_that_declare_something_else_all_say_so_and_nothing_is_left(rank):
     links = [Link("a", "a", lead=("first", "first"))] if rank else []
     with pytest.raises(AgreementError, match="the link a->a is"):
         Assembly({"a": GridPart({"dp": 4}, range(4))}, links).create()
+    links = [Link("a", "a", leave={"pp": 0} if rank == 2 else None)]
+    with pytest.raises(
+        AgreementError, match=r"leave=\(\('pp', 0.* on rank 2 and .*leave=None.* rank 0"
+    ):
+        Assembly({"a": GridPart({"dp": 2, "pp": 2}, range(4))}, links).create()
+    for given in ({"backend": "gloo"}, {"timeout": 5.0}):
+        ((name, value),) = given.items()
+        with pytest.raises(
+            AgreementError, match=f"{name} of a/dp is '?{value}'? on rank 1 and None"
+        ):
+            Assembly({"a": GridPart({"dp": 4}, range(4), **given if rank == 1 else {})}).create()
+    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 5\."):
+        Assembly({"a": GridPart({"dp": 4}, range(4))}, timeout=5)
     with pytest.raises((AgreementError, LayoutError), match="names the grid 'b'; there are a"):
         links = [Link("a", "b")] if rank == 2 else []
         Assembly({"a": GridPart({"dp": 4}, range(4))}, links).create()
@@ -124,6 +137,10 @@ def test_a_failure_on_one_rank_leaves_no_group_on_any(rank):
     parts = {"a": GridPart({"dp": 2}, range(2)), "b": GridPart({"tp": 2}, range(2, 4))}
     with pytest.raises(CreationError, match=r"no more sockets|could not create a->b leaders"):
         Assembly(parts, [Link("a", "b")], timeout=timedelta(seconds=3)).create()
+    creation.by_members = lambda *args, **options: fails("leaders#0")
+    alone = {"text": GridPart({"tp": 1}, [1])}
+    with pytest.raises(CreationError, match="rank 1 could not create text/tp of ranks 1 with gloo"):
+        Assembly(alone).create()
     creation.by_members = before
     assert json.loads(dump())["groups"][1:] == []
     assert descriptors(opened) <= opened
@@ -139,3 +156,30 @@ def test_where_every_rank_must_take_part_they_do(rank, monkeypatch):
     if rank in (0, 3):
         assert total(assembly["a"].get_pg("dp")) == 2
     assert members(assembly.link("a", "b").leaders) == ([0, 1, 3] if rank != 2 else None)
+
+
+@on_ranks(3, timeout=15)
+def test_a_rank_outside_a_grid_may_resume_it_too_and_waits_for_nobody(rank):
+    assembly = Assembly({"a": GridPart({"dp": 2}, range(2))}).create()
+    for _ in range(2):
+        assembly["a"].suspend("recreate")
+        renewed = assembly["a"].resume() if rank == 2 else {}
+        from_all("the rank outside is first")
+        renewed |= assembly["a"].resume() if rank < 2 else {}
+        assert len(renewed) == (rank < 2)
+    assert rank == 2 or total(assembly["a"].get_pg("dp")) == 2
+
+
+@on_ranks(2)
+def test_ranks_that_create_groups_of_different_grids_of_an_assembly_say_so(rank):
+    part = GridPart({"tp": 2, "dp": 1}, range(2))
+    assembly = Assembly({"a": part, "b": part}).create()
+    mine = assembly["ab"[rank]]
+    says = "grid of the assembly is 'b' on rank 1 and 'a' on rank 0"
+    with pytest.raises(AgreementError, match=says):
+        mine.create_pg("tp-dp")
+    for grid in (assembly["a"], assembly["b"]):
+        grid.suspend("recreate")
+    with pytest.raises(AgreementError, match=says):
+        mine.resume()
+    assert [len(assembly[name].resume()) for name in "ab"] == [2, 2]

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,6 +144,12 @@ def test_an_invalid_size_or_limit_is_refused(wrong, fake_world):
     if wrong is not None:
         with pytest.raises(LayoutError, match="limit must be a whole number from 1 on"):
             grid.subgroup("x", 2, limit=wrong)
+    with pytest.raises(LayoutError, match="sizes must be several values, got 2"):
+        grid.create_subgroups("x", 2)
+    for ask in (grid.subgroup, lambda dims, size, **given: grid.create_pg((), **given)):
+        with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 5\."):
+            ask("x", 2, timeout=5)
+    assert grid.subgroup("x", np.int64(3)) is grid.subgroup("x", 3)
 
 
 def test_without_a_group_of_the_grid_there_is_no_epoch(fake_world):

@@ -1,6 +1,8 @@
 """Plans of several grids, and the arithmetic of links."""
 
 import json
+import math
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
@@ -76,15 +78,16 @@ def test_a_link_ends_where_it_is_told_to():
     ends = AssemblyPlan({"a": part}, [link]).ends["a->a"]
     assert ends.leaving == ((2, 3), (10, 11)) and ends.entering == ((4, 5), (12, 13))
     assert ends.pairs == [(2, 5), (10, 13)]
-    over = AssemblyPlan({"a": part}, [Link("a", "a", over=("dp", "tp"))]).ends["a->a"]
-    assert over.leaving == ((6,), (7,), (14,), (15,))
+    for over in (("dp", "tp"), "dp-tp"):
+        parts = AssemblyPlan({"a": part}, [Link("a", "a", over=over)]).ends["a->a"].leaving
+        assert parts == ((6,), (7,), (14,), (15,))
 
 
 @pytest.mark.parametrize(
     ("link", "says"),
     [
         (Link("a", "c"), "the link a->c names the grid 'c'; there are a, b"),
-        (Link("a", "b", leave={"pp": 0}), "invalid dim 'pp'. Valid dims are"),
+        (Link("a", "b", leave={"pp": 0}), "link a->b cannot end at pp=0 of a: invalid dim 'pp'"),
         (Link("a", "b", enter={"pp": 2}), "cannot end at pp=2 of b: pp=2 is outside"),
         (Link("a", "b", leave={"dp": 0}), "cannot end at dp=0 of a: it is over dp"),
         ("a->b", "a link is a hypergrid.Link, got 'a->b'"),
@@ -106,6 +109,8 @@ def test_a_link_that_cannot_be_is_refused(link, says):
         ({"a": []}, [], "pipeline a has no stage"),
         ({"a": {"dp": 4}}, [], "a is no GridPart"),
         ({"a": VISION}, [Link("a", "a"), Link("a", "a")], "two links are called a->a"),
+        ([VISION], [], r"parts must be such as \{'vision': GridPart\(...\)\}, got \[GridPart"),
+        ({"a": VISION}, Link("a", "a"), r"links must be several values, got Link\("),
     ],
 )
 def test_an_assembly_that_cannot_be_is_refused(parts, links, says):
@@ -113,6 +118,41 @@ def test_an_assembly_that_cannot_be_is_refused(parts, links, says):
         AssemblyPlan(parts, links)
     with pytest.raises(LayoutError, match=r"invalid lead=\('left', 'first'\)"):
         Link("a", "b", lead=("left", "first"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"groups": "dp"}, r"groups must be several, such as \['tp', 'tp-dp'\], got 'dp'"),
+        ({"groups": 3}, "groups must be several values, got 3"),
+        ({"groups": ["tp-dp", "dp-tp"]}, "the groups over dp-tp are listed twice"),
+        ({"backend": 5}, "backend must be a name such as 'gloo', got 5"),
+        *(
+            ({"timeout": wrong}, "timeout must be a number of seconds above 0, got")
+            for wrong in (timedelta(seconds=5), "5", 0, -1, math.nan, math.inf, True)
+        ),
+    ],
+)
+def test_groups_and_options_that_cannot_be_are_refused(given, says):
+    with pytest.raises(LayoutError, match=says):
+        GridPart({"tp": 2, "dp": 2}, range(4), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"over": 5}, "over must be several values, got 5"),
+        ({"over": (5,)}, r"over of the link a->b must be dims such as \('dp',\), got \(5,\)"),
+        ({"lead": 3}, "invalid lead=3"),
+        ({"leave": 1}, r"the end of a link is such as \{'pp': -1\}, got 1"),
+        ({"enter": "pp"}, r"the end of a link is such as \{'pp': -1\}, got 'pp'"),
+        ({"name": 3}, "name of a link must be a text, got 3"),
+        ({"backend": 3}, "backend must be a name such as 'gloo', got 3"),
+    ],
+)
+def test_options_of_a_link_that_cannot_be_are_refused(given, says):
+    with pytest.raises(LayoutError, match=says):
+        Link("a", "b", **given)
 
 
 def test_stages_of_unequal_size_are_grids_in_a_row():
