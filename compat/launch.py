@@ -9,6 +9,7 @@ import argparse
 import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -87,7 +88,9 @@ def main(argv: list[str] | None = None) -> None:
         if os.environ.get("HYPERGRID_RECORD"):
             hypergrid.record()
         if os.environ.get("HYPERGRID_AUDIT"):
-            Path(os.environ["HYPERGRID_AUDIT"]).mkdir(parents=True, exist_ok=True)
+            left = Path(os.environ["HYPERGRID_AUDIT"])
+            left.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=left).close()
     except (OSError, ValueError) as error:
         parser.error(str(error))
     _run(options.script, options.args, options.module, swapping=not off)

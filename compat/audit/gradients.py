@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from compat.state import ParallelState
 
-_BITS = 16  # ranks that one reduction tells apart: their powers of two are exact in any sum
+# Ranks that one reduction tells apart by powers of two: in bfloat16 too, and of four a multiple
+# may be the sum of other ranks.
+_BITS = 2
 _EXACT = 200  # numbers that every dtype of gradients holds exactly
 
 
@@ -56,7 +58,8 @@ def check_gradients(
     """Find parameters whose gradients are reduced or counted wrongly; none is an empty list.
 
     *Collective* over the ranks of ``state``, between steps: gradients that are there are kept, the
-    optimizer's own copies are dropped. Needs memory for a second copy of the gradients.
+    optimizer's own copies are dropped. Needs memory for a second copy of the gradients, and reduces
+    them once for each two ranks.
 
     Parameters
     ----------
@@ -70,17 +73,25 @@ def check_gradients(
 
     Raises
     ------
+    TypeError
+        Something is given that is not a model, a state or an optimizer as above.
     ValueError
         The state has no groups or an encoder of its own; a parameter has no ``main_grad``.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
+    _check_arguments(chunks, state, optimizer)
     own = [
         (index, name, parameter)
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
         if parameter.requires_grad
     ]
-    _check_arguments(state, own)
+    bare = [name for _, name, each in own if getattr(each, "main_grad", None) is None]
+    if bare:
+        raise ValueError(
+            f"{bare[0]} has no main_grad: megatron-core's DistributedDataParallel gives it to "
+            f"parameters that require gradients when the model is wrapped."
+        )
     with state.activate(), _restored(own, optimizer), torch.no_grad():
         here = _reduced(chunks, own, state)
         everyone = dict(_from_all((dist.get_rank(), here), state))
@@ -90,29 +101,41 @@ def check_gradients(
     return found
 
 
-def _check_arguments(state: ParallelState, own: Sequence[tuple[int, str, Any]]) -> None:
+def _check_arguments(chunks: list[Any], state: Any, optimizer: Any) -> None:
+    if not isinstance(state, ParallelState):
+        raise TypeError(
+            f"check_gradients needs a ParallelState, not {state!r}: of the module's groups it is "
+            f"parallel_state.current_state()."
+        )
     if state.request is None or state.pool is None:
         raise ValueError(f"check_gradients needs a state with groups on this rank: {state!r}.")
     if state.request.encoder is not None:
         raise ValueError("check_gradients does not know a state with an encoder on its own ranks.")
-    bare = [name for _, name, parameter in own if getattr(parameter, "main_grad", None) is None]
-    if bare:
-        raise ValueError(
-            f"{bare[0]} has no main_grad: wrap the model in megatron-core's "
-            f"DistributedDataParallel before check_gradients."
+    other = [type(each).__name__ for each in chunks if not hasattr(each, "finish_grad_sync")]
+    if other or not chunks:
+        raise TypeError(
+            f"check_gradients needs the model as megatron-core's DistributedDataParallel wraps it, "
+            f"or a list of such chunks, not {other[0] if other else 'an empty list'}."
+        )
+    if optimizer is not None and not hasattr(optimizer, "prepare_grads"):
+        raise TypeError(
+            f"check_gradients needs the optimizer that get_megatron_optimizer gave, not "
+            f"{type(optimizer).__name__}."
         )
 
 
 @contextmanager
 def _restored(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> Iterator[None]:
-    kept = [parameter.main_grad.clone() for *_, parameter in own]
+    # Where it stays True, the next backward does not add its gradients.
+    kept = [(p.main_grad.clone(), getattr(p, "grad_added_to_main_grad", False)) for *_, p in own]
     try:
         yield
     finally:
         if optimizer is not None:
             optimizer.zero_grad()
-        for (*_, parameter), before in zip(own, kept, strict=True):
+        for (*_, parameter), (before, was_added) in zip(own, kept, strict=True):
             parameter.main_grad.copy_(before)
+            parameter.grad_added_to_main_grad = was_added
 
 
 def _from_all(value: Any, state: ParallelState) -> list[Any]:
@@ -169,15 +192,14 @@ def _reduce(chunks: list[Any], own: Sequence[tuple[int, str, Any]], value: float
 
 def _summands(ones: float, rounds: list[float], ranks: list[int]) -> frozenset[int]:
     """The ranks whose powers of two are in ``rounds``, which are scaled as ``ones`` is."""
+    nearest, found = 0.25, [0] * len(rounds)
     for many in range(1, len(ranks) + 1):
         bits = [value * many / ones if ones else 0.0 for value in rounds]
         whole = [round(each) for each in bits]
-        close = all(abs(a - b) < 1e-3 for a, b in zip(bits, whole, strict=True))
-        if close and sum(each.bit_count() for each in whole) == many:
-            return frozenset(
-                rank for at, rank in enumerate(ranks) if whole[at // _BITS] >> (at % _BITS) & 1
-            )
-    return frozenset()
+        off = max(abs(a - b) for a, b in zip(bits, whole, strict=True))
+        if off < nearest and sum(each.bit_count() for each in whole) == many:
+            nearest, found = off, whole
+    return frozenset(rank for at, rank in enumerate(ranks) if found[at // _BITS] >> at % _BITS & 1)
 
 
 def _neighbours(state: ParallelState) -> dict[str, list[int]]:
@@ -287,7 +309,7 @@ def _norm(
         what = f"counted {times:g} times in the gradient norm instead of once, at {place}"
         yield GradientFinding(name, kind, what, tuple(sorted(where)))
     right = math.sqrt(sum(each.numel for each in wanted.values()))
-    off = {rank: norm for rank, (*_, norm) in sorted(told.items()) if abs(norm / right - 1) > 1e-4}
+    off = {r: norm for r, (*_, norm) in sorted(told.items()) if abs(norm - right) > 1e-4 * right}
     if off:
         got = " and ".join(sorted({f"{norm:.4f}" for norm in off.values()})[:4])
         what = f"{got} instead of {right:.4f} where every gradient is 1"

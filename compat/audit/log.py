@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import os
+import secrets
+import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -17,7 +19,6 @@ import torch.distributed as dist
 from compat.megatron.releases import RELEASE
 from hypergrid.analysis.audit import SCHEMA
 
-_logs = itertools.count(1)
 _EVERY = 10.0  # seconds between two writings, for processes that are killed
 
 
@@ -28,14 +29,14 @@ class Log:
     """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(f"{directory} cannot be written: name another directory.")
-        self.directory = directory
+        self.directory = directory.absolute()  # scripts change the current one
         self._pid, self._written = os.getpid(), time.monotonic()
         self._rank = int(os.environ.get("RANK", "0"))
-        self._name = f"reads.{self._rank}.{self._pid}.{next(_logs)}"
-        self._lock = threading.Lock()
+        # Processes of two hosts may have one number, and each may record several times.
+        self._name = f"reads.{self._rank}.{self._pid}.{secrets.token_hex(4)}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self.directory).close()
+        self._lock = threading.RLock()  # a signal's handler may read
         # By id, since code compares by its bytes; the code itself is kept in the value.
         self._sites: dict[tuple[Any, ...], list[Any]] = {}
         self._problems: dict[tuple[str, str], list[Any]] = {}
@@ -45,56 +46,59 @@ class Log:
         self, code: CodeType, module: str, key: tuple[Any, ...], name: str, writes: bool
     ) -> None:
         """Count one read: ``key`` is line, outermost class, phase, state, group."""
+        if os.getpid() != self._pid:  # forked, perhaps while a thread had the lock
+            return
         full = (id(code), name, *key)
         with self._lock:
-            known = self._sites.get(full)
-            if known is not None:
-                known[0] += 1
-                return
-            self._sites[full] = [1, code, module, name, writes, *key]
-        self._now_and_then()
+            known = self._sites.setdefault(full, [0, code, module, name, writes, *key])
+            known[0] += 1
+            if time.monotonic() - self._written > _EVERY:
+                self.write()
 
     def problem(self, kind: str, text: str, example: str) -> None:
         """Count one read of a wrong state; ``example`` is what this rank got."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             known = self._problems.setdefault((kind, text), [0, example])
             known[0] += 1
-        if known[0] == 1:
-            self._now_and_then()
 
     def close(self) -> None:
         """Write for the last time."""
         atexit.unregister(self.write)
         self.write()
 
-    def _now_and_then(self) -> None:
-        if time.monotonic() - self._written > _EVERY:
-            self.write()
-
     def write(self) -> None:
-        """Write the file of this process; nothing in a process that was forked from it."""
+        """Write the file of this process; nothing in a process that was forked from it.
+
+        What the file system refuses is a RuntimeWarning: it is no reason to end the job.
+        """
         if os.getpid() != self._pid:
             return
-        self._written = time.monotonic()
         if dist.is_initialized():  # it may be gone when the process ends
             self._rank = dist.get_rank()
         with self._lock:
-            sites = [[*each] for each in self._sites.values()]
-            problems = dict(self._problems)
-        data = {
-            "schema": SCHEMA,
-            "rank": self._rank,
-            "process": self._pid,
-            "release": ".".join(map(str, RELEASE)),
-            "sites": [_site(*each) for each in sites],
-            "problems": [
+            self._written = time.monotonic()
+            sites = [_site(*each) for each in [*self._sites.values()]]
+            problems = [
                 {"kind": kind, "text": text, "count": count, "example": example}
-                for (kind, text), (count, example) in problems.items()
-            ],
-        }
-        part = self.directory / f"{self._name}.part"
-        part.write_text(json.dumps(data), "utf-8")
-        part.rename(self.directory / f"{self._name}.json")
+                for (kind, text), (count, example) in [*self._problems.items()]
+            ]
+            data = {
+                "schema": SCHEMA,
+                "rank": self._rank,
+                "process": self._pid,
+                "release": ".".join(map(str, RELEASE)),
+                "sites": sites,
+                "problems": problems,
+            }
+            try:
+                part = self.directory / f"{self._name}.part"
+                part.write_text(json.dumps(data), "utf-8")
+                part.rename(part.with_suffix(".json"))
+            except OSError as error:
+                text = f"the audit in {self.directory} is not written: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _site(

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from compat.audit.getters import field_of
 from compat.state import GROUP_SLOTS, ParallelState, all_states, current
@@ -46,14 +47,21 @@ class Owner:
         return UNKNOWN
 
 
-_built: WeakKeyDictionary[torch.nn.Module, Owner] = WeakKeyDictionary()
+_built: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> Owner; modules may not hash yet
 _found: dict[int, tuple[ref[ParallelState], str]] = {}  # by id(group): it may be gone
-_build = torch.nn.Module.__init__
+_build = torch.nn.Module.__init__  # as it is without the audit
 
 
 def watch() -> None:
     """Note from now on with which groups modules are built."""
-    torch.nn.Module.__init__ = _noting  # type: ignore[method-assign]
+    global _build
+    _build = build = torch.nn.Module.__init__
+
+    def noting(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        _note(self, sys._getframe(1))
+
+    torch.nn.Module.__init__ = noting  # type: ignore[method-assign]
 
 
 def unwatch() -> None:
@@ -62,10 +70,8 @@ def unwatch() -> None:
     _found.clear()
 
 
-def _noting(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    _build(self, *args, **kwargs)
+def _note(self: torch.nn.Module, frame: FrameType | None) -> None:
     found: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
     while frame is not None and _first(frame) is self:
         found += _groups_in(frame.f_locals.values())
         frame = frame.f_back

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -123,16 +123,16 @@ class _Watched(ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name in SLOTS:
-            frame = _caller(sys._getframe(1))
-            if frame is not None:
+        if name in SLOTS and not torch.compiler.is_dynamo_compiling():
+            frame = _caller(sys._getframe().f_back)
+            if frame is not None and not _is_guard(frame):
                 _refuse(name, frame)
                 group = value if isinstance(value, ProcessGroup) else None
                 _record(name, False, frame, group)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        frame = _caller(sys._getframe(1)) if name in SLOTS else None
+        frame = _caller(sys._getframe().f_back) if name in SLOTS else None
         if frame is not None:
             _refuse(name, frame)
         super().__setattr__(name, value)
@@ -145,7 +145,9 @@ class _Watched(ModuleType):
 
 def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """What a getter calls while something is on."""
-    frame = _caller(sys._getframe(2))
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace what follows
+        return _inner[name](*args, **kwargs)
+    frame = _caller(sys._getframe(1).f_back)  # None also where no Python code calls
     if frame is None:  # one function of ours calls another
         result = _inner[name](*args, **kwargs)
         if isinstance(result, ProcessGroup):
@@ -172,6 +174,16 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def _is_guard(frame: FrameType) -> bool:
+    """Whether torch looks, before it runs compiled code, if a global is as it was."""
+    return str(frame.f_globals.get("__name__", "torch")).partition(".")[0] == "torch"
+
+
+def _open_logs() -> Iterable[Log]:
+    """The innermost of each directory, as their files are added up."""
+    return {log.directory: log for log in _logs}.values()
+
+
 def _refuse(name: str, frame: FrameType) -> None:
     for rule in _rules:
         rule.check(name, frame)
@@ -189,7 +201,7 @@ def _record(name: str, changes: bool, frame: FrameType, group: Any) -> None:
         desc = slot.lstrip("_") if slot else ""
         called = state.name if state.request is not None else "none"
         key = (frame.f_lineno, place.outermost, phase, called, desc)
-        for log in _logs:
+        for log in _open_logs():
             log.site(frame.f_code, module, key, name, changes)
     if not changes and (_logs or _strict):
         _judge(name, slot, group, frame, place, phase)
@@ -237,7 +249,11 @@ def _judge(
             f"{_where(frame)}, by {name}(). Read inside `with state.activate():` of its own "
             f"state, or {remedy}"
         )
-        _tell(_OTHER, text, f"got the ranks {_ranks(group)} instead of {_ranks(given)}")
+        got, wanted = _ranks(group), _ranks(given)
+        if got == wanted:
+            _tell(_OTHER, text, f"got another group of the same ranks {got}")
+        else:
+            _tell(_OTHER, text, f"got the ranks {got} instead of {wanted}")
         return
     is_open, ended = activations()
     states = all_states()
@@ -273,7 +289,7 @@ def _ranks(group: Any) -> str:
 
 
 def _tell(kind: str, text: str, ranks: str) -> None:
-    for log in _logs:
+    for log in _open_logs():
         log.problem(kind, text, ranks)
     if _strict:
         raise WrongStateError(f"rank {_rank()} {ranks}: {text}")
@@ -294,7 +310,7 @@ def begin(directory: str | os.PathLike[str]) -> None:
 
     As ``HYPERGRID_AUDIT``. Raises OSError if the directory cannot be written.
     """
-    path = Path(directory)
+    path = Path(directory).absolute()
     if not any(log.directory == path for log in _logs):
         _logs.append(Log(path))
         _switch()
@@ -324,8 +340,13 @@ class _Raising(AbstractContextManager[Any]):
     _all: ClassVar[list[Any]]  # of this kind, that have not ended
 
     def __init__(self) -> None:
-        self._all.append(self)
-        _switch()
+        self.__enter__()
+
+    def __enter__(self) -> Any:
+        if self not in self._all:
+            self._all.append(self)
+            _switch()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -380,7 +401,8 @@ def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> 
     Parameters
     ----------
     modules : str or list of str
-        Patterns of modules' names as for the shell: ``"megatron.core.transformer.*"``.
+        Patterns of modules' names as for the shell: ``"megatron.core.transformer.*"``. A package's
+        name alone is its ``__init__.py``.
     allow : str or list of str
         Exceptions: patterns of modules, of functions of parallel_state, or both as
         ``"megatron.core.utils:get_global_memory_buffer"``.
@@ -390,20 +412,24 @@ def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> 
     TypeError
         A pattern is not a string.
     ValueError
-        There is no pattern, or one is empty.
+        There is no pattern, or one that is no module's name.
     """
     given = {"modules": modules, "allow": allow}
-    lists = {}
+    lists: dict[str, list[Any]] = {}
     for name, value in given.items():
-        lists[name] = [value] if isinstance(value, str) else [*value]
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        lists[name] = [*value] if several else [value]
         for each in lists[name]:
             if not isinstance(each, str):
                 raise TypeError(
                     f"invalid value in {name}: {each!r} is no string; allowed: patterns of "
                     f"modules' names such as 'megatron.core.transformer.*'."
                 )
-            if not each:
-                raise ValueError(f"invalid value in {name}: '' matches no module; name one.")
+            if not each or set(each) & set("/\\ " if name == "allow" else "/\\ :"):
+                raise ValueError(
+                    f"invalid value in {name}: {each!r} matches no module; allowed: patterns of "
+                    f"modules' names such as 'megatron.core.transformer.*'."
+                )
     if not lists["modules"]:
         raise ValueError("forbid() needs at least one pattern of modules' names.")
     return _Forbidding(lists["modules"], lists["allow"])

@@ -136,6 +136,11 @@ def read(directory: Path) -> Audit:
             for site in data["sites"]:
                 for each in (*_KEYS, "phase", "state", "group", "count"):
                     site[each]
+            for problem in data["problems"]:
+                for each in ("kind", "text", "count", "example"):
+                    problem[each]
+            for each in ("rank", "process", "release"):
+                data[each]
             found.append(data)
         except (ValueError, KeyError, TypeError, OSError) as error:
             unread.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")

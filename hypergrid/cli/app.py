@@ -385,8 +385,8 @@ def audit(
 ) -> int:
     """Who reads parallel_state, how often, and who reads the wrong state.
 
-    From what ranks left in the directory of HYPERGRID_AUDIT. With --against only new sites are a
-    fault: a ratchet for CI.
+    From what ranks left in the directory of HYPERGRID_AUDIT. With --against new sites are a fault
+    too: a ratchet for CI.
 
     Exit status 0 if nothing is wrong, 1 if a wrong state was read or a site is new, 2 if there is
     nothing to read.

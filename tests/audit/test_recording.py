@@ -1,13 +1,18 @@
 """The audit on eight real ranks: what it counts, warns of and forbids, and what it leaves."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
+import torch
 
 from compat import audit
+from compat import parallel_state as ps
+from compat.audit import log
+from compat.state import ParallelState
 from hypergrid.analysis.audit import read
-from tests.support import warm
+from tests.support import forked, warm
 
 DEMO = "--tp 2 --pp 2 --ep 2 --num-experts 4 --layers 2 --sequence-parallel --steps 2"
 DEMO += " --global-batch-size 4 --seq-length 32"
@@ -83,6 +88,11 @@ def test_forbid_names_the_line_and_the_field_to_pass_and_ends(seen):
     [
         ((), (), ValueError, "needs at least one pattern"),
         ("", (), ValueError, "invalid value in modules: ''"),
+        ("megatron/core/*", (), ValueError, "'megatron/core/\\*' matches no module"),
+        (["a.*", "a.b:get_*"], (), ValueError, "'a.b:get_\\*' matches no module"),
+        ("a.*", "a b", ValueError, "invalid value in allow: 'a b'"),
+        (3, (), TypeError, "invalid value in modules: 3 is no string"),
+        ("a.*", None, TypeError, "invalid value in allow: None is no string"),
         (["a.*", 3], (), TypeError, "invalid value in modules: 3 is no string"),
         ("a.*", [None], TypeError, "invalid value in allow: None is no string"),
     ],
@@ -90,6 +100,29 @@ def test_forbid_names_the_line_and_the_field_to_pass_and_ends(seen):
 def test_patterns_that_match_nothing_are_refused(modules, allow, kind, text):
     with pytest.raises(kind, match=text):
         audit.forbid(modules, allow=allow)
+
+
+def test_strict_raises_again_each_time_that_it_is_entered():
+    once = audit.strict()
+    for _ in range(2):
+        with once:
+            assert type(ps).__name__ == "_Watched"
+        assert type(ps).__name__ == "module"
+
+
+@forked.on_ranks(2)
+def test_another_group_of_the_same_ranks_is_told_as_that(rank):
+    class Layer(torch.nn.Module):
+        def forward(self):
+            return ps.get_tensor_model_parallel_rank()
+
+    one, other = (ParallelState.create(name=each) for each in ("one", "other"))
+    with audit.strict():
+        with one.activate():
+            layer = Layer()
+        with other.activate(), pytest.raises(audit.WrongStateError) as told:
+            layer()
+    assert f"got another group of the same ranks [{rank}]: Layer built under 'one'" in str(told)
 
 
 def test_private_globals_and_names_imported_before_are_seen_and_nothing_is_left(seen):
@@ -138,7 +171,11 @@ def test_a_directory_that_cannot_be_made_ends_the_launcher_with_a_sentence(tmp_p
     script, file = tmp_path / "script.py", tmp_path / "file"
     script.write_text(SCRIPT)
     file.write_text("")
-    for command in (["--audit", str(file)], ["--no-swap", "--audit", str(tmp_path / "d")]):
+    for command in (
+        ["--audit", str(file)],
+        ["--audit", "/proc"],
+        ["--no-swap", "--audit", str(tmp_path / "d")],
+    ):
         done = warm.run("-m", "compat.launch", *command, str(script))
         assert done.returncode == 2 and "compat.launch: " in done.stderr
         assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
@@ -147,3 +184,122 @@ def test_a_directory_that_cannot_be_made_ends_the_launcher_with_a_sentence(tmp_p
 def test_without_an_audit_none_of_it_is_loaded():
     code = "import sys, compat.parallel_state; print([m for m in sys.modules if 'audit' in m])"
     assert warm.run("-c", code).stdout == "[]\n"
+
+
+def test_recordings_of_one_directory_inside_each_other_count_a_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with audit.recording(tmp_path / "left"):
+        ps.is_initialized()
+        with audit.recording("left"), audit.recording(tmp_path / "other"):
+            ps.is_initialized()
+        ps.is_initialized()
+    assert read(tmp_path / "left").reads == 3 and read(tmp_path / "other").reads == 1
+
+
+def test_a_relative_directory_stays_where_it_was_when_the_script_changes_its_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with audit.recording("left"):
+        ps.is_initialized()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert read(tmp_path / "left").reads == 1
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_once():
+    with pytest.raises(OSError, match="/proc"), audit.recording("/proc"):
+        raise AssertionError("it is not refused")
+
+
+def test_a_directory_that_goes_away_is_warned_of_and_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "_EVERY", 0.0)
+    with audit.recording(tmp_path / "left"):
+        shutil.rmtree(tmp_path / "left")
+        with pytest.warns(RuntimeWarning, match="is not written: .*No such file"):
+            assert [ps.is_initialized(), ps.is_initialized()] == [False, False]
+        (tmp_path / "left").mkdir()
+    assert read(tmp_path / "left").reads == 2
+
+
+def test_a_process_that_is_killed_leaves_what_it_read_until_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "_EVERY", 0.0)
+    with audit.recording(tmp_path):
+        for count in (1, 2, 3):
+            ps.is_initialized()
+            assert read(tmp_path).reads == count
+
+
+def test_processes_of_two_hosts_with_one_number_keep_their_files(tmp_path):
+    code = f"""import os; os.getpid = lambda: 7
+from compat import audit, parallel_state
+with audit.recording({str(tmp_path)!r}): parallel_state.is_initialized()"""
+    for _ in range(2):
+        done = warm.run("-c", code)
+        assert done.returncode == 0, done.stderr
+    assert read(tmp_path).reads == 2
+
+
+def test_a_getter_that_no_python_code_calls_answers(tmp_path):
+    code = """import _thread, time
+from compat import parallel_state
+_thread.start_new_thread(parallel_state.is_initialized, ())
+time.sleep(0.5)"""
+    done = warm.run("-c", code, HYPERGRID_AUDIT=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_signal_handler_may_read(tmp_path):
+    code = f"""import signal, time
+from compat import audit, parallel_state
+handled = []
+def handle(*_):
+    handled.append(parallel_state.is_initialized())
+    signal.setitimer(signal.ITIMER_REAL, 1e-4)
+signal.signal(signal.SIGALRM, handle)
+with audit.recording({str(tmp_path)!r}):
+    signal.setitimer(signal.ITIMER_REAL, 1e-4)
+    end = time.monotonic() + 2
+    while time.monotonic() < end: parallel_state.is_initialized()
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+assert handled"""
+    done = warm.run("-c", code, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+def test_compiled_code_runs_as_without_an_audit_and_is_not_seen(tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return x + ps.is_initialized() + (ps._TENSOR_MODEL_PARALLEL_GROUP is None)
+
+    layer = Layer()
+    for _ in range(2):
+        with audit.recording(tmp_path):
+            compiled = torch.compile(layer, backend="eager", fullgraph=True)
+            assert compiled(torch.ones(1)) == compiled(torch.ones(1)) == 2
+        assert compiled(torch.ones(1)) == 2
+    assert read(tmp_path).sites == []
+
+
+def test_modules_are_built_as_without_an_audit(tmp_path, monkeypatch):
+    class Equal(torch.nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.kind = kind
+
+        def __eq__(self, other):
+            return self.kind == other.kind
+
+        def __hash__(self):
+            return hash(self.kind)
+
+    built, build = [], torch.nn.Module.__init__
+
+    def counting(self, *args, **kwargs):
+        built.append(self)
+        build(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", counting)
+    with audit.recording(tmp_path):
+        assert Equal("a") == Equal("a")
+    assert len(built) == 2 and torch.nn.Module.__init__ is counting

@@ -248,13 +248,56 @@ def gradients(rank, directory, arguments):
     return found, [loss, again, norm]
 
 
+def between_steps(rank, directory):
+    """What check_gradients finds after gradients were set to zero, and whether a step adds its own.
+
+    On three ranks: a third is exact in no dtype.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    ps.initialize_model_parallel()
+    config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
+    found, same = [], []
+    for shape in ({}, {"use_distributed_optimizer": True}, {"overlap_grad_reduce": True}):
+        module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)).bfloat16()
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(**shape), module)
+        zero = shape.get("use_distributed_optimizer", False)
+        given = OptimizerConfig(lr=1e-3, bf16=True, use_distributed_optimizer=zero)
+        optimizer = get_megatron_optimizer(given, [model])
+
+        def step(model=model):
+            model.zero_grad_buffer()
+            yield
+            model(torch.full((2, 8), rank + 1.0, dtype=torch.bfloat16)).sum().backward()
+            model.finish_grad_sync()
+            yield [parameter.main_grad.clone() for parameter in model.parameters()]
+
+        _, before = step()
+        again = step()
+        next(again)
+        state = ps.current_state()
+        found.append([str(each) for each in audit.check_gradients(model, state, optimizer)])
+        same.append(all(map(torch.equal, before, next(again))))
+    for parameter in module.parameters():
+        parameter.requires_grad = False
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), module)
+    optimizer = get_megatron_optimizer(given, [model])
+    return found, same, audit.check_gradients(model, state, optimizer)
+
+
+between_steps.world = 3
+
+
 def main(directory, *programs):
     """Each program has a directory of its own; the demo's arguments follow its name."""
     found = {}
     for program in programs:
         name, *arguments = program.split()
         given = [f"{directory}/{name}", *([arguments] if arguments else [])]
-        found[program] = forked.run_ranks(8, globals()[name], *given, timeout=100)
+        found[program] = forked.run_ranks(
+            getattr(globals()[name], "world", 8), globals()[name], *given, timeout=100
+        )
     print(json.dumps(found))
 
 
