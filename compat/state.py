@@ -292,7 +292,7 @@ class ParallelState:
         RuntimeError
             There are no groups to suspend.
         """
-        if self.request is None or self._grid is None or self.pool is None or self._is_suspended:
+        if self.request is None or self._grid is None or self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         pooled = list(self.pool.groups)
         report = self._grid.suspend(how, alike=replaced.creates(self.request.helpers))

@@ -106,7 +106,8 @@ class Rules:
         if waiting.running:
             longest = max(waiting.running, key=lambda wait: wait.ns)
             return Cause("slow", longest.inside, longest, waiting.running)
-        if not self.ranks.keys() - waiting.blind - waiting.gone:
+        heard = self.ranks.keys() - waiting.blind - waiting.gone
+        if not any(self.ranks[rank].calls for rank in heard):
             return Cause("empty")
         return Cause("ok", doubt=self._doubt("ok", {*self.ranks}, None))
 

@@ -132,7 +132,7 @@ class _Words:
             where = f"{self._call(wait)} and waits" if wait else "a send or recv and may wait"
             lines.append(f"rank {rank} is in {where} for rank {other}.")
         if cause.kind == "empty":
-            lines += self._stacks(sorted(self.waiting.blind))
+            lines += self._stacks(sorted(self.ranks))
         elif cause.doubt == "guess":
             lines += self._stacks(self._guessing(cause))
         elif cause.doubt == "unseen":
@@ -172,8 +172,9 @@ class _Words:
             "Torch keeps calls with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before "
             "torch 2.9) in the job's environment."
         )
-        if self.waiting.blind:
-            return f"no collective is recorded, there are only stacks. {keeps}"
+        if any(mine.answered for mine in self.ranks.values()):
+            only = any(mine.stack for mine in self.ranks.values()) * ", there are only stacks"
+            return f"no collective is recorded{only}. {keeps}"
         return (
             "no rank has written what it was doing: no flight recorder, stack or error. Ranks that "
             "still run and record by hypergrid.record write on hypergrid diagnose --pid, or touch "

@@ -384,9 +384,9 @@ class _Reader:
                 else call
                 for call in mine.calls
             ]
-        for group in groups.values():
-            if group.label == DEFAULT and group.ranks:
-                self.worlds.setdefault(len(group.ranks), "a flight recorder")
+        for (rank, name), ranks in self.keys.items():
+            if ranks and self.named[name][ranks].label == DEFAULT:
+                self.worlds.setdefault(len(ranks), f"the flight recorder of rank {rank}")
         world = max([*self.worlds, *(rank + 1 for rank in self.ranks)], default=0)
         found = dict(sorted(self.ranks.items()))
         mixed = self._sizes() or self.mixed or _gap(found)

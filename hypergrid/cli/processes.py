@@ -32,9 +32,10 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
     """Have the ranks among these processes and their descendants write, and wait for that.
 
     Only processes that a recorder has named in ``directory`` and that catch SIGUSR1 are sent the
-    signal: it would end others. Without ``directory`` it is the ``HYPERGRID_RECORD`` of the first
-    process that has one. Ranks of other hosts that share the directory write too, within some
-    seconds; this does not wait for them. Raises AskError if there is no process or no rank.
+    signal: it would end others. Those of another user may see the file. Without ``directory`` it is
+    the ``HYPERGRID_RECORD`` of the first process that has one. Ranks of other hosts that share the
+    directory write too, within some seconds; this does not wait for them. Raises AskError if there
+    is no process or no rank.
     """
     family = _family(pids)
     directory = directory or _directory(family)
@@ -62,7 +63,7 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
     with suppress(OSError):
         (directory / _ASKED).write_text("hypergrid diagnose\n")
     for pid in waiting.values():
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGUSR1)
     end = time.monotonic() + timeout
     while waiting and time.monotonic() < end:
@@ -119,8 +120,8 @@ def _directory(family: Sequence[int]) -> Path:
             if found:
                 return Path(os.readlink(f"/proc/{pid}/cwd"), found)
     raise AskError(
-        f"none of these processes was started with {VARIABLE}: name the directory that the job "
-        f"records to"
+        f"none of these processes was started with {VARIABLE}, as far as this user may read: name "
+        f"the directory that the job records to"
     )
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.distributed import distributed_c10d as c10d
 
 _MOST, _FRAMES = 2000, 10
 _METHODS = {"send": "->", "recv": "<-"}
+_PEERS = {"send": "dstRank", "recv": "srcRank"}  # torch's names of the argument
 
 
 class PointToPoint:
@@ -58,16 +60,17 @@ class PointToPoint:
     def _recording(self, name: str) -> Callable[..., Work]:
         original = self._originals[name]
 
-        def recording(group: ProcessGroup, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-            if self._closed or not tensors or tensors[0].device.type != "cpu":
-                work: Work = original(group, tensors, peer, tag)
+        def recording(group: ProcessGroup, tensors: list[Tensor], *args: Any, **named: Any) -> Work:
+            known = group in c10d._world.pg_map  # others may have no name
+            if self._closed or not known or not tensors or tensors[0].device.type != "cpu":
+                work: Work = original(group, tensors, *args, **named)
                 return work
-            call = _Call(name, group, tensors, peer)
+            call = _Call(name, group, tensors, args[0] if args else named[_PEERS[name]])
             self._counts[call.group[0]] += 1
             call.seq, call.record = self._counts[call.group[0]], self._record
             self._record += 1
             self._calls.append(call)
-            work = original(group, tensors, peer, tag)
+            work = original(group, tensors, *args, **named)
             call.work = weakref.ref(work)
             self._waited[work] = call
             return work

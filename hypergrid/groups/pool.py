@@ -486,9 +486,9 @@ def _warn(text: str) -> None:
 
 
 def live_pools() -> list[GroupPool]:
-    """Every pool of this process that has groups."""
+    """Every pool of this process that has groups, or has closed them until ``resume``."""
     while True:
         try:
-            return [pool for pool in [*_live] if pool.groups]
+            return [pool for pool in [*_live] if pool.groups or pool.suspended is not None]
         except RuntimeError:  # another thread has created a pool meanwhile
             continue

@@ -78,6 +78,8 @@ def record(
     ValueError
         No directory, an invalid number of seconds, another recorder is open, or this is not the
         main thread.
+    OSError
+        The directory cannot be created or written.
     """
     global _current
     if directory is None:
@@ -85,9 +87,9 @@ def record(
     if not directory:
         raise ValueError("record() needs a directory, as an argument or in HYPERGRID_RECORD.")
     if after is None:
-        after = _seconds(os.environ.get("HYPERGRID_RECORD_AFTER") or None)
-    elif after <= 0:
-        raise ValueError(f"invalid value for after: {after!r}; allowed: seconds above 0.")
+        after = _seconds(os.environ.get("HYPERGRID_RECORD_AFTER") or None, "HYPERGRID_RECORD_AFTER")
+    else:
+        after = _seconds(after, "after")
     if p2p is None:
         p2p = os.environ.get("HYPERGRID_RECORD_P2P", "0") not in ("", "0")
     wanted = (Path(directory).resolve(), after, p2p)
@@ -104,16 +106,12 @@ def record(
     return _current
 
 
-def _seconds(text: str | None) -> float | None:
-    try:
-        seconds = None if text is None else float(text)
+def _seconds(given: str | float | None, name: str) -> float | None:
+    with suppress(TypeError, ValueError):
+        seconds = None if given is None else float(given)
         if seconds is None or 0 < seconds < float("inf"):
             return seconds
-    except ValueError:
-        pass
-    raise ValueError(
-        f"invalid value for HYPERGRID_RECORD_AFTER: {shown(text)}; allowed: seconds above 0."
-    )
+    raise ValueError(f"invalid value for {name}: {shown(given)}; allowed: seconds above 0.")
 
 
 def _in_child() -> None:
@@ -133,11 +131,6 @@ class Recorder:
 
     def __init__(self, directory: Path, after: float | None, p2p: bool) -> None:
         self.settings = (directory, after, p2p)
-        directory.mkdir(parents=True, exist_ok=True)
-        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # of NCCL's own watchdog
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "trace_"))
         self._rank: int | None = None
         self._writing = threading.Lock()
         self._groups: object = None
@@ -147,6 +140,12 @@ class Recorder:
         # What ended the script: a process can stay for long after that.
         self._raised: tuple[str, list[_Row]] | None = None
         self._overdue = 0  # when the newest call was made for which this rank wrote
+        directory.mkdir(parents=True, exist_ok=True)
+        self._write_groups()  # what fails, fails before anything is installed
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # of NCCL's own watchdog
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "trace_"))
         self._p2p = point_to_point.PointToPoint() if p2p else None
         self._closed = threading.Event()
         self._out, self._in = os.pipe()
@@ -155,7 +154,6 @@ class Recorder:
         self._take_signals()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         pool.after_failure.add(self._on_failure)
-        self._write_groups()
         self.thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
         self.thread.start()
 
@@ -302,7 +300,7 @@ class Recorder:
         except Exception as error:
             if in_words(error) not in self._told:
                 self._told.add(in_words(error))
-                text = f"hypergrid.record: {type(error).__name__}: {in_words(error)}"
+                text = f"hypergrid.record to {self.settings[0]}: {in_words(error)}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _write_groups(self) -> None:
@@ -377,8 +375,13 @@ class Recorder:
 
     def _replace(self, name: str, data: bytes) -> None:
         part = self.settings[0] / f"{name}.{self._pid}.part"
-        part.write_bytes(data)
-        os.replace(part, self.settings[0] / name)
+        try:
+            part.write_bytes(data)
+            os.replace(part, self.settings[0] / name)
+        except OSError:  # such as a full disk, where each byte counts
+            with suppress(OSError):
+                part.unlink()
+            raise
 
 
 def _text(error: BaseException) -> str:

@@ -287,6 +287,17 @@ def test_stacks_alone_are_not_taken_for_a_job_that_is_well(job):
     assert (found.kind, found.ok) == ("empty", False) and "only stacks" in found.sentence
 
 
+def test_recorders_without_one_call_are_not_taken_for_a_job_that_is_well(tmp_path):
+    job = Job(tmp_path, turns=0)
+    found = job.verdict()
+    assert (found.kind, found.ok) == ("empty", False)
+    assert found.sentence.startswith("No collective is recorded. Torch keeps calls with TORCH_FR")
+    stacks(job, [IN_REDUCE] * 4)
+    found = job.verdict()
+    assert found.kind == "empty" and "there are only stacks" in found.sentence
+    assert len(found.chain) == 4
+
+
 def test_a_dump_that_is_older_than_the_call_it_misses_says_little(job):
     job.call(2, OTHER, done=False, after=300)
     stacks(job, [[], [], IN_REDUCE, [("/job/data.py", 3, "load")]], rank_3=1)
@@ -329,7 +340,11 @@ def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
 @pytest.mark.parametrize(
     "other, said",
     [
-        ({"groups": {WORLD: ("default_pg", [0, 1])}}, "the job has 2 ranks in a flight recorder"),
+        (
+            {"groups": {WORLD: ("default_pg", [0, 1])}},
+            "the job has 2 ranks in the flight recorder of rank 0 and 4 ranks in the flight "
+            "recorder of rank 1. ",
+        ),
         ({"later": 90}, "the calls of rank 1 ended before those of rank 0 began"),
     ],
 )

@@ -314,6 +314,20 @@ def test_state_grids_and_caches_are_as_before_the_first_initialisation(rank):
     assert expert._EP_GROUP is None and sizes.cache_info().currsize == 0
 
 
+@on_ranks(2)
+def test_what_is_suspended_is_forgotten_too(rank):
+    ps.initialize_model_parallel(2)
+    grid = HyperCommGrid([2], ["dp"])
+    grid.create_pg("dp")
+    for each in (ps.current_state(), grid):
+        each.suspend(how="recreate")
+    assert hypergrid.abort().groups == () and not ps.model_parallel_is_initialized()
+    dist.barrier()
+    ps.initialize_model_parallel(2)
+    dist.all_reduce(torch.ones(1), group=ps.get_tensor_model_parallel_group())
+    assert grid.create_pg("dp").size() == 2
+
+
 def left_by(before):
     """Descriptors and threads; gloo ends its own in a thread, a little later."""
     deadline = time.monotonic() + 10

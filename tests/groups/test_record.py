@@ -23,6 +23,7 @@ import hypergrid
 from compat import parallel_state as ps
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.cli.processes import AskError, ask
+from hypergrid.groups import pool
 from tests.support import ROOT
 from tests.support.forked import on_ranks
 
@@ -225,6 +226,15 @@ def test_point_to_point_operations_are_recorded_on_request(rank, tmp_path):
     }
     trace = pickle.loads((tmp_path / f"trace_{rank}").read_bytes())
     assert first.keys() >= trace["entries"][-1].keys() - {"thread_id", "thread_name"}
+    # By torch's names of the arguments, and over a group that has no name.
+    unnamed = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with pytest.raises(RuntimeError, match="No backend type"):
+        unnamed.send([tensor], 0, 0)
+    if rank == 0:
+        dist.group.WORLD.send(tensors=[tensor], dstRank=1, tag=0).wait()
+    else:
+        dist.group.WORLD.recv(tensors=[tensor], srcRank=0, tag=0).wait()
+    assert [*recorder._p2p.entries()][-1]["profiling_name"] == first["profiling_name"]
     for _ in range(1100):
         (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
         (dist.recv if rank == 0 else dist.send)(tensor, 1 - rank)
@@ -291,9 +301,35 @@ def test_a_directory_that_is_lost_ends_no_job(recorder, tmp_path):
     assert written(tmp_path, 0, "test")
 
 
+def test_a_write_that_fails_names_the_directory_once_and_leaves_no_part(recorder, tmp_path):
+    (tmp_path / "trace_0").mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorder.write("test")
+    (said,) = (str(each.message) for each in caught)
+    assert said.startswith(f"hypergrid.record to {tmp_path}: IsADirectoryError: [Errno 21]")
+    assert not [*tmp_path.glob("*.part")]
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+    (tmp_path / f"groups_0.json.{os.getpid()}.part").mkdir()
+    before = (signal.getsignal(signal.SIGUSR1), sys.excepthook, {*pool.after_failure})
+    originals, descriptors = vars(ProcessGroup)["send"], len(os.listdir("/proc/self/fd"))
+    with pytest.raises(IsADirectoryError):
+        hypergrid.record(tmp_path, p2p=True)
+    assert (signal.getsignal(signal.SIGUSR1), sys.excepthook, {*pool.after_failure}) == before
+    assert vars(ProcessGroup)["send"] is originals and "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
 def test_arguments_come_from_the_environment_and_are_checked(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="needs a directory"):
         hypergrid.record()
+    for wrong in (0, -1, float("nan"), float("inf"), "soon"):
+        with pytest.raises(ValueError, match=f"invalid value for after: '?{wrong}"):
+            hypergrid.record(tmp_path, after=wrong)
     monkeypatch.setenv("HYPERGRID_RECORD", str(tmp_path / "new"))
     for wrong in ("0", "-1", "soon", "inf", "nan"):
         monkeypatch.setenv("HYPERGRID_RECORD_AFTER", wrong)
@@ -361,6 +397,16 @@ def test_a_launcher_s_ranks_are_asked_from_outside(tmp_path):
                 os.kill(json.loads(each.read_text())["pid"], signal.SIGKILL)
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+def test_a_rank_of_another_user_is_asked_by_the_file(recorder, tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    found = ask([os.getpid()], tmp_path, timeout=20)
+    assert (found.ranks, found.problems) == ((0,), ())
+    assert written(tmp_path, 0, "asked in the directory")
 
 
 def test_no_process_is_sent_a_signal_that_would_end_it(tmp_path):
