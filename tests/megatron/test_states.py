@@ -275,6 +275,8 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
     with pytest.raises(RuntimeError, match="is not suspended"):
         state.resume()
     state.suspend("recreate")
+    with pytest.raises(RuntimeError, match="suspended already"):
+        state.suspend()
     groups = len(c10d._world.pg_map)
     with (
         mock.patch("torch.distributed.new_group", side_effect=MemoryError),
