@@ -147,7 +147,7 @@ class Replicas:
             free.setdefault(self._host(process) if self.together else 0, []).append(process)
         there, before = {*alive}, dict(zip(self.active, self.layout.ranks, strict=True))
         size, placed = len(blocks[0]), dict[int, int]()
-        room = {host: len(processes) // size for host, processes in free.items()}
+        capacity = {host: len(processes) // size for host, processes in free.items()}
         stay: list[tuple[int, list[tuple[int, int]]]] = []
         move: list[list[tuple[int, int]]] = []
         # Whole blocks first: a block that is filled may not take the place of one of them.
@@ -155,8 +155,8 @@ class Replicas:
             hosts = Counter(
                 self._host(p) if self.together else 0 for _, p in block if p in there
             ).most_common(1)
-            if hosts and room[hosts[0][0]]:
-                room[hosts[0][0]] -= 1
+            if hosts and capacity[hosts[0][0]]:
+                capacity[hosts[0][0]] -= 1
                 stay.append((hosts[0][0], block))
             else:
                 move.append(block)
@@ -166,8 +166,8 @@ class Replicas:
                     placed[rank] = process
                     free[host].remove(process)
         for block in move:
-            host = min(each for each in room if room[each])
-            room[host] -= 1
+            host = min(each for each in capacity if capacity[each])
+            capacity[host] -= 1
             stay.append((host, block))
         for host, block in stay:
             for rank, _ in block:

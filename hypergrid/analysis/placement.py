@@ -3,7 +3,7 @@
 Up to eight hosts every order that differs is tried: hosts of equal size in one unit are the same,
 and so are untouched units that hold the same. For more, a few orders are built and the best is
 taken, the given one included: hosts are packed into segments as long as the layout's blocks (all
-ranks of a tp group, of a tp-ep group, ...), each inside the innermost unit that has room for it;
+ranks of a tp group, of a tp-ep group, ...), each inside the innermost unit that it fits into;
 what is left over in a unit is packed in the unit around it. That costs O(n log n) for n ranks.
 """
 
@@ -200,8 +200,8 @@ def _blocks(layouts: Layouts, per_host: int, hosts: int) -> list[tuple[int, ...]
 def _packed(hosts: np.ndarray, outer_first: np.ndarray, blocks: Sequence[int]) -> list[int]:
     """The hosts, sorted by units, in segments of the first length, these in segments of the next.
 
-    Each segment is inside the innermost unit that has room for it. What no segment has room for
-    comes last.
+    Each segment is inside the innermost unit that it fits into. Hosts that are in no segment come
+    last.
     """
     # By level the unit of each host, numbered in the order of ``hosts``; all hosts are one.
     levels = np.zeros((len(outer_first) + 1, len(hosts)), dtype=int)

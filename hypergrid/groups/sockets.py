@@ -179,8 +179,8 @@ def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
     if len(loop.connections) >= first + size - len(sizes):
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = limit // 2 - len(descriptors())  # gloo ends the process when it cannot accept
-    for number in range(first, first + min(size, room)):
+    unused = limit // 2 - len(descriptors())  # gloo ends the process when it cannot accept
+    for number in range(first, first + min(size, unused)):
         with suppress(OSError), socket.create_connection(loop.address[:2], timeout=1) as connection:
             connection.sendall(struct.pack("=q", number))
 
