@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -165,11 +166,12 @@ def _reduced(
         rounds.append(_reduce(chunks, own, 2.0 ** places[rank] if rank in places else 0.0))
     ones = _reduce(chunks, own, 1.0)
     where = dict(_from_all((rank, _neighbours(state)), state))
+    # Most parameters are summed over the same few sets of ranks.
+    summands = cache(lambda one, bits: _summands(one, bits, ranks))
+    columns = zip(own, ones, zip(*rounds, strict=True), strict=True)
     return [
-        _described(
-            index, name, parameter, state, where, _summands(ones[i], [r[i] for r in rounds], ranks)
-        )
-        for i, (index, name, parameter) in enumerate(own)
+        _described(index, name, parameter, state, where, summands(one, bits))
+        for (index, name, parameter), one, bits in columns
     ]
 
 
@@ -190,7 +192,7 @@ def _reduce(chunks: list[Any], own: Sequence[tuple[int, str, Any]], value: float
     return [float(parameter.main_grad.max()) for *_, parameter in own]
 
 
-def _summands(ones: float, rounds: list[float], ranks: list[int]) -> frozenset[int]:
+def _summands(ones: float, rounds: Sequence[float], ranks: list[int]) -> frozenset[int]:
     """The ranks whose powers of two are in ``rounds``, which are scaled as ``ones`` is."""
     nearest, found = 0.25, [0] * len(rounds)
     for many in range(1, len(ranks) + 1):
