@@ -7,11 +7,10 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
-from hypergrid.groups.store import shared_store
+from hypergrid.groups.store import get_all, shared_store
 from hypergrid.layout import LayoutError
 from hypergrid.network import Network
 from hypergrid.network_text import from_addresses
@@ -35,10 +34,7 @@ def told_hosts(ranks: Sequence[int]) -> tuple[list[str], Network | None] | None:
     places = [_place(rank) for rank in ranks]
     if store is None or not store.check(places):
         return None
-    own: Any = store
-    extended = own.has_extended_api()
-    texts = own.multi_get(places) if extended else [store.get(place) for place in places]
-    said = [json.loads(text) for text in texts]
+    said = [json.loads(text) for text in get_all(store, places)]
     hosts = [str(host) for host, _ in said]
     addresses = dict(said)
     if not all(addresses.values()):
