@@ -316,7 +316,7 @@ def recording(pairs: int, calls: int) -> dict[str, list[float]]:
                 dist.all_reduce(tensor)
 
         def block(recorded: bool) -> float:
-            # A call is a tenth faster after a recorder has closed: now before each block one has.
+            # Calls are a tenth faster after a recorder has closed, so one closes before each block.
             hypergrid.record(directory, p2p=p2p).close()
             recorder = hypergrid.record(directory, p2p=p2p) if recorded else None
             many = calls // 10 if p2p else calls

@@ -214,9 +214,8 @@ def test_the_volumes_of_a_model_in_numbers():
     )
     ring = from_sizes(world_size=8, cp=8).request().layouts
     sent = {flow.name: flow.volume * 1e9 for flow in Shape(1024, 8, 2048, 4).flows(ring)}
-    assert sent["cp"] == pytest.approx(
-        6 * (1024 * 256 * 2) * 8 * 4 * 7
-    )  # a part goes to all others
+    part = 1024 * 256 * 2
+    assert sent["cp"] == pytest.approx(6 * part * 8 * 4 * 7)  # to all others
     experts = Shape(1024, 8, 2048, 4, experts=16, topk=3, expert_ffn=512)
     sent = {flow.name: flow.volume * 1e9 for flow in experts.flows(job.request().layouts)}
     assert sent["ep"] == pytest.approx(4 * 3 * tensor / 2 * 4 * 4)

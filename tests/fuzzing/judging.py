@@ -27,7 +27,7 @@ from tests.parity.breaking import is_nonsense
 from tests.parity.recording import Recorder, is_deliberate, observed
 from tests.parity.repairs import repaired_stocks
 from tests.parity.surface import parameters
-from tests.support import ROOT
+from tests.support import OURS
 from tests.support.stock import load_stock
 
 # What a message may name besides an argument.
@@ -144,7 +144,7 @@ def words_missing(error: BaseException, names: Sequence[str]) -> list[str]:
     found = []
     text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames[-1].filename.startswith((f"{ROOT}/compat/", f"{ROOT}/hypergrid/")):
+    if not frames[-1].filename.startswith(OURS):
         found.append(f"not our own words: {type(error).__name__} from {frames[-1].filename}")
     if len(text.split()) < 4 or not re.search(r"[.!?]$", text):
         found.append(f"no sentence: {text[:200]!r}")

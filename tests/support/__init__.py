@@ -3,3 +3,4 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+OURS = (f"{ROOT}/hypergrid/", f"{ROOT}/compat/")  # what the path of a file of ours begins with

@@ -295,9 +295,8 @@ def main(directory, *programs):
     for program in programs:
         name, *arguments = program.split()
         given = [f"{directory}/{name}", *([arguments] if arguments else [])]
-        found[program] = forked.run_ranks(
-            getattr(globals()[name], "world", 8), globals()[name], *given, timeout=100
-        )
+        body = globals()[name]
+        found[program] = forked.run_ranks(getattr(body, "world", 8), body, *given, timeout=100)
     print(json.dumps(found))
 
 

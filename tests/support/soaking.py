@@ -33,11 +33,10 @@ from hypergrid.groups import pool
 from hypergrid.groups.creation import Abilities
 from hypergrid.groups.prepare import _Memory, _Round
 from hypergrid.policy import Policy
-from tests.support import ROOT
+from tests.support import OURS
 from tests.support.counting import CountingStore
 from tests.support.forked import RankFailure, run_ranks, run_scripts
 
-_OURS = tuple(f"{ROOT / package}{os.sep}" for package in ("hypergrid", "compat"))
 TIMEOUT = 3.0  # seconds that ranks wait for each other where one of them fails
 _RICH = {
     "tensor_model_parallel_size": 2,
@@ -104,7 +103,7 @@ def _fault_at(number: int) -> Iterator[list[str]]:
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        ours = code.co_filename.startswith(_OURS)
+        ours = code.co_filename.startswith(OURS)
         if event == "call" and ours and frame.f_lasti < 4:
             entered.append(f"{os.path.basename(code.co_filename)}:{code.co_qualname}")
             if len(entered) == number:
