@@ -44,16 +44,13 @@ def test_place_writes_what_it_found_for_every_launcher(job):
     assert expanded(said["hostlist"][0]) == names
     assert said["hostfile"] == [f"{name} slots=4" for name in names]
     assert said["slurm"] == [name for name in names for _ in range(4)]
-    assert said["torchrun"] == [f"{name} --node-rank {i}" for i, name in enumerate(names)]
-    assert said["rankfile"][5] == "rank 5=a2 slot=1"
-    assert "allowed: hostfile, hostlist" in run(f"place {job} --as ray", 2)
+    assert "allowed: hostfile, hostlist, slurm" in run(f"place {job} --as ray", 2)
 
 
 def test_what_place_writes_has_each_rank_of_the_job_and_no_other(job):
     job = job.replace("16 --tp 8", "6 --tp 2")
     said = {name: run(f"place {job} --as {name}").splitlines() for name in FORMATS}
     assert said["slurm"] == ["a1"] * 4 + ["b1"] * 2 or said["slurm"] == ["a1"] * 4 + ["a2"] * 2
-    assert len(said["rankfile"]) == 6 and said["rankfile"][5].endswith("slot=1")
     assert [line.split()[1] for line in said["hostfile"]] == ["slots=4", "slots=2"]
 
 
