@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from compat.state import ParallelState
-from hypergrid import EnvironmentTable, HyperCommGrid
+from hypergrid import HyperCommGrid
 from hypergrid.groups.suspension import Suspended
 from tests.support import backends
 from tests.support.forked import descriptors, join, on_ranks
@@ -175,33 +175,4 @@ def test_a_native_state_has_placeholders_meanwhile_and_then_the_same_groups(rank
         half = len(calls) // 2
         assert [number for _, number in calls[:half]] == [number for _, number in calls[half:]]
     state.destroy()
-    assert len(c10d._world.pg_map) == 1
-
-
-@on_ranks(4)
-def test_groups_of_a_table_come_along(rank):
-    grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    grid.create_pg("tp")
-    table = EnvironmentTable.from_grid(grid)
-    table.create_process_group("dp")
-    table.create_process_group("mine", [0, 1, 3])
-    table.create_process_group("pairs", [[0, 1], [2, 3]], share=True)
-    mesh = table.create_device_mesh("train", (2, 2), ("pp", "x"), share=True)
-    assert mesh.get_group("x") is grid.get_pg("tp")
-    for how in ("auto", "recreate", "recreate"):
-        before, mesh = table.process_group_pool, table.get_device_mesh("train")
-        grid.suspend(how)
-        table.suspend(how)
-        assert ("mine" in table.process_group_pool) == (how == "auto" or rank == 2)
-        renewed = grid.resume() | table.resume()
-        after = table.process_group_pool
-        assert before.keys() == after.keys() == {"tp", "dp", "mine", "pairs", "train/pp", "train/x"}
-        for name, group in after.items():
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                assert group is renewed[before[name].group_name] and _sum(group) == group.size()
-                assert (group is before[name]) == (how == "auto")
-        assert (table.get_device_mesh("train") is mesh) == (how == "auto")
-        assert table.get_device_mesh("train").get_group("x") is after["train/x"] is after["tp"]
-    table.destroy()
-    grid.destroy()
     assert len(c10d._world.pg_map) == 1

@@ -197,6 +197,4 @@ def test_an_order_of_hosts_is_written_for_every_launcher():
         "hostfile": "b slots=2\na slots=1",
         "hostlist": "b,a",
         "slurm": "b\nb\na",
-        "torchrun": "b --node-rank 0\na --node-rank 1",
-        "rankfile": "rank 0=b slot=0\nrank 1=b slot=1\nrank 2=a slot=0",
     }
