@@ -26,7 +26,6 @@ from hypergrid.groups.known_groups import (
 )
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, refusing_together
-from hypergrid.groups.suspension import Suspended
 from hypergrid.layout import Dims, RankLayout
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import Ranks
@@ -90,8 +89,6 @@ class EnvironmentTable:
         self._pool = GroupPool(Agreement(epoch=""), self._policy, repr(self))
         self._known = KnownGroups(self._source)
         self._meshes: dict[str, DeviceMesh] = {}
-        self._shared: dict[str, str] = {}  # names of this rank's groups -> their first names
-        self._away: dict[str, tuple[str, Labelled]] = {}  # suspended, with the groups' names
 
     @classmethod
     def from_grid(cls, grid: HyperCommGrid, **options: Any) -> EnvironmentTable:
@@ -332,46 +329,6 @@ class EnvironmentTable:
         grid = HyperCommGrid.over(layout, backend=plain_backend(backend))
         return Place(f"{name}/{grid.name(layout.dims)}", grid, layout.dims)
 
-    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
-        """Free the device memory of the groups that this table created, until ``resume``.
-
-        Groups over the source's dims are suspended with the source. *Collective*, arguments,
-        result and errors as for ``GroupPool.suspend``. Names of those that are kept remain.
-        """
-        names = {each.label: str(each.group.group_name) for each in self._pool.groups}
-        report: dict[str, Suspended] = {}
-        reports = [self._pool.suspend(how), *(g.suspend(how) for g in self._known.grids.values())]
-        for backend, done in (item for each in reports for item in each.items()):
-            report[backend] = done + report[backend] if backend in report else done
-        for name in names.keys() - {each.label for each in self._pool.usable()}:
-            self._away[name] = names[name], self._known.labelled.pop(name)
-        return report
-
-    def resume(self) -> dict[str, ProcessGroup]:
-        """Let suspended groups work again; result and errors as ``GroupPool.resume``.
-
-        *Collective* over the world where groups were closed. Meshes over new groups are new too,
-        also over those of the source: resume that first.
-        """
-        renewed = self._pool.resume(range(self.world_size))
-        for grid in self._known.grids.values():
-            renewed |= grid.resume()
-        for name, (old, known) in self._away.items():
-            self._known.labelled[name] = known._replace(group=renewed[old])
-        self._away = {}
-        for name, same in self._shared.items():
-            group = self.get_process_group(same)
-            if name in self._known.labelled:
-                known = self._known.labelled[name]
-                self._known.labelled[name] = known._replace(group=group)
-            elif (place := self._known.find(name)) is not None:
-                place.grid.hold(place.dims, group, view=place.view, again=True)
-        for name, mesh in self._meshes.items():
-            over = self._known.grids.get(name, self._known.base)
-            if over is not None and mesh.mesh_dim_names and not _is_over(mesh, over):
-                self._meshes[name] = over.device_mesh(mesh.mesh_dim_names, mesh.device_type)
-        return renewed
-
     def destroy(self) -> None:
         """Destroy every group that this table created and forget the others. *Local*.
 
@@ -402,7 +359,6 @@ class EnvironmentTable:
                     label = place.name.removeprefix(f"{mesh}/")
                     own = {**options, "dims": place.dims, "backend": grid.backend}
                     made[place] = self._make(pool, label, place.groups, found, **own)
-                    self._note_shared(place.name, place.groups, found)
         for place, group in made.items():
             grid.hold(place.dims, None if group is NOT_A_MEMBER else group, view=place.view)
 
@@ -416,11 +372,6 @@ class EnvironmentTable:
         made = pool.make(label, created, lambda: missing, **options)
         shared = self.get_process_group(found[mine]) if mine in found else NOT_A_MEMBER
         return made[0] if made else shared
-
-    def _note_shared(self, name: str, groups: list[Ranks], found: Found) -> None:
-        for ranks in groups:
-            if self.rank in ranks and ranks in found:
-                self._shared[name] = found[ranks]
 
     def _create_labelled(
         self, name: Any, ranks: Any, backend: str | None, share: bool, **options: Any
@@ -448,7 +399,6 @@ class EnvironmentTable:
         }
         with self._pool.agreed(everybody, proposal):
             group = self._make(self._pool, name, groups, found, backend=backend, **options)
-            self._note_shared(name, groups, found)
         self._known.labelled[name] = Labelled(group, backend, groups)
         return group
 
@@ -461,11 +411,3 @@ class EnvironmentTable:
             raise ValueError(
                 f"the name {name!r} is taken on rank {self.rank}: choose another for a new {what}."
             )
-
-
-def _is_over(mesh: DeviceMesh, grid: HyperCommGrid) -> bool:
-    """Whether the groups of ``mesh`` are those that the grid has now."""
-    try:
-        return all(mesh.get_group(dim) is grid.get_pg(dim) for dim in mesh.mesh_dim_names or ())
-    except RuntimeError:  # torch knows it no longer
-        return False
