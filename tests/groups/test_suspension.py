@@ -116,6 +116,22 @@ def test_the_first_refusal_means_unsupported_and_changes_nothing_a_later_one_is_
     assert grid.suspend("keep") == {"native": Suspended("keep", 2)}
 
 
+@on_ranks(4)
+def test_a_group_that_sleeps_is_woken_before_all_are_closed_because_of_another(rank):
+    calls = []
+    backends.native(calls, [])
+    backends.register("plain", [])
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    tp, world = grid.create_pg("tp"), tuple(range(4))
+    with grid.agreed({"groups over": "all"}) as pool:
+        pool.make("all", {"all": world}, lambda: [world], backend="plain")
+    report = grid.suspend()
+    assert calls == [("suspend", 0), ("resume", 0)]
+    assert report == {kind: Suspended("recreate", 1) for kind in ("native", "plain")}
+    assert grid.resume()[tp.group_name] is grid.get_pg("tp") is not tp
+    assert _sum(grid.get_pg("tp")) == 2
+
+
 @on_ranks(4, backend="")
 def test_a_state_with_one_backend_that_cannot_suspend_is_created_again_gloos_groups_too(rank):
     backends.register("plain", [])
