@@ -85,7 +85,7 @@ def shows_what_it_prints(block):
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
     if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed: pip install 'hypergrid[docs]'")
+        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
