@@ -1,4 +1,4 @@
-"""scripts/release refuses what must not be released, and says what to upload; it uploads nothing."""
+"""scripts/release refuses what must not be released, says what to upload and uploads nothing."""
 
 import shutil
 import subprocess
