@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
+from importlib import metadata
 
 import pytest
 
@@ -62,6 +64,36 @@ def test_the_wheel_holds_both_typed_packages_and_the_licence(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     tops = {name.split("/")[0].split("-")[0] for name in names}
     assert tops == {"hypergrid", "compat", "hypergrid_comm"}
+
+
+LICENCES = re.findall(
+    r"^\| ([\w-]+) \| ([\w, ]+) \| (.+) \|$", (ROOT / "docs" / "licences.md").read_text(), re.M
+)[1:]
+
+
+def test_the_page_of_licences_has_every_dependency(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (written,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+    found = {}
+    for line in message_from_bytes(archive.read(written)).get_all("Requires-Dist"):
+        extra = re.search(r"extra == \"(\w+)\"", line)
+        found.setdefault(re.match(r"[\w-]+", line)[0], set()).add(extra[1] if extra else "always")
+    del found["hypergrid-comm"]  # an extra of others
+    assert {name: set(extras.split(", ")) for name, extras, _ in LICENCES} == found
+
+
+@pytest.mark.parametrize(("name", "licence"), [(name, said) for name, _, said in LICENCES])
+def test_a_licence_is_what_the_installed_package_says(name, licence):
+    try:
+        found = metadata.metadata(name)
+    except metadata.PackageNotFoundError:
+        cached = metadata.distributions(path=[str(ROOT / ".cache" / "resiliency")])
+        found = next((each.metadata for each in cached if each.metadata["Name"] == name), None)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    named = found.get("License-Expression") or found.get("License", "")
+    kinds = [each for each in found.get_all("Classifier", []) if each.startswith("License")]
+    assert licence == (kinds[0].split(" :: ")[-1] if "\n" in named else named)
 
 
 def test_no_page_or_message_installs_from_an_index():
