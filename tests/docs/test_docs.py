@@ -147,6 +147,18 @@ def test_each_promise_names_a_test_that_exists(file, name):
     assert any(f"def {name}(" in each.read_text() for each in found)
 
 
+def test_every_claim_and_figure_of_the_first_screen_can_be_checked():
+    first = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    claims = re.findall(r"^\| \*\*(.+)\*\*.* \| (.+) \|$", first, re.M)
+    checks = r"`(test_\w+\.py::test_\w+|python scripts/\w+\.py|hypergrid [a-z]+)`"
+    assert len(claims) > 5
+    assert not [claim for claim, shown_by in claims if not re.fullmatch(checks, shown_by)]
+    figures = re.findall(r"[\d.,]+ (?:ms|ns|s|MiB)\b", first.partition("**In figures**")[2])
+    rows = (ROOT / "docs" / "bench.md").read_text()
+    assert len(figures) == 10 and not [figure for figure in figures if f" {figure} " not in rows]
+    assert "alpha" in first and "No GPU has run it yet" in first
+
+
 def test_the_map_names_what_exists_and_every_package():
     blocks = FOUND[ROOT / "CONTRIBUTING.md"]
     (tree,) = (block for block in blocks if block.said.get("output", "").startswith("the map"))
