@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hypergrid.layout import LayoutError
-from hypergrid.messages import shown
+from hypergrid.messages import install_command, shown
 from hypergrid.network import MOST_HOSTS, Network
 
 _LONGEST = 64 << 20  # bytes of a file
@@ -61,8 +61,8 @@ def _loaded(text: str) -> Any:
         import yaml
     except ImportError:
         raise LayoutError(
-            "reading YAML needs PyYAML: pip install 'hypergrid[topology]'. JSON with the same "
-            "keys needs nothing."
+            f"reading YAML needs PyYAML: {install_command('topology')}. JSON with the same keys "
+            f"needs nothing."
         ) from None
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))

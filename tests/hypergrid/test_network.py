@@ -172,7 +172,9 @@ def test_units_that_cross_are_refused():
 
 def test_yaml_without_its_package_names_the_extra_and_json_needs_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
-    with pytest.raises(LayoutError, match=r"pip install 'hypergrid\[topology\]'. JSON with the"):
+    with pytest.raises(
+        LayoutError, match=r"pip install '\.\[topology\]' in a checkout of hypergrid. JSON with"
+    ):
         read_text(tmp_path, YAML)
     assert read_text(tmp_path, '{"hosts": [{"name": "a"}]}').ranks == (8,)
 
