@@ -495,7 +495,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def document(bench: Bench) -> str:
     """The Markdown that a run prints."""
-    packages = [f"{name} {version(name)}" for name in ("hypergrid", "megatron-core", "torch")]
+    packages = [f"{name} {version(name)}" for name in ("hypergrid-comm", "megatron-core", "torch")]
     today = datetime.datetime.now(datetime.timezone.utc).date()
     text = [
         f"{', '.join(packages)}, Python {platform.python_version()}; {os.cpu_count()} cores; "

@@ -59,6 +59,7 @@ STEPS = (  # a command line, what it must print, its exit status
     ("hypergrid audit reads --html c.html", "train.py", 0),
     (f"hypergrid parity {SIZES}", "all groups equal", 0),
     ("hypergrid doctor", "works: megatron.core.parallel_state is ours", 0),
+    ('hypergrid doctor | grep -E "^hypergrid +$(hypergrid --version)"', "", 0),
     ("test -s a.png -a -s a.svg -a -s a.html -a -s b.html -a -s b.json -a -s c.html", "", 0),
 )
 

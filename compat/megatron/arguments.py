@@ -373,8 +373,9 @@ class Arguments:
         elif names != _DENSE:
             world -= self._encoder_size
         if world % model:
+            product = f" = {model}" if " x " in asked else ""
             raise RuntimeError(
-                f"world size {world} is not divisible by {asked} = {model}: it leaves a remainder "
+                f"world size {world} is not divisible by {asked}{product}: it leaves a remainder "
                 f"of {world % model}. Change a size or the number of ranks."
             )
         return world // model

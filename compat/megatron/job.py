@@ -215,9 +215,10 @@ def _job(said: dict[str, Any], asked: Mapping[str, Any]) -> Job:
     if world is None:
         models = ("tensor_model", "pipeline_model", "context")
         least = prod(arguments.get(f"{name}_parallel_size", 1) for name in models)
+        of = f" (a multiple of {least}, the product of the sizes)" if least > 1 else ""
         raise JobError(
-            f"the number of ranks is missing. Give --world-size (a multiple of {least}, the "
-            f"product of the sizes), or torchrun's --nnodes and --nproc-per-node."
+            f"the number of ranks is missing. Give --world-size{of}, or torchrun's --nnodes and "
+            f"--nproc-per-node."
         )
     if per_host is None:
         per_host = -(-world // hosts) if hosts else min(RANKS_PER_HOST, world)

@@ -76,13 +76,16 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
         def run(**given: Any) -> None:
             try:
                 if of_layout:
-                    said = {flag.name: given.pop(flag.name) for flag in of_layout}
-                    given["subject"] = _subject(**said)
+                    asked = {flag.name: given.pop(flag.name) for flag in of_layout}
+                    given["subject"] = _subject(**asked)
                 status = function(**given) or 0
             except BrokenPipeError:
                 raise  # the reader has all that it wants: click ends without a message
             except (LayoutError, JobError, OSError, ImportError) as error:
-                typer.echo(f"hypergrid: {error}", err=True)
+                said = str(error)
+                if isinstance(error, OSError) and error.filename is not None:
+                    said = f"{error.filename} cannot be opened: {error.strerror}."
+                typer.echo(f"hypergrid: {said}", err=True)
                 status = 2
             raise typer.Exit(status)
 

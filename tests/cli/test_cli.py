@@ -271,7 +271,7 @@ def test_the_doctor_names_a_resiliency_package_that_megatron_cannot_be_imported_
     ("command", "said"),
     [
         ("plan", "the number of ranks is missing"),
-        ("plan --world-size 8 --tp 3", "not divisible by tensor_model_parallel_size=3"),
+        ("plan --world-size 8 --tp 3", "not divisible by tensor_model_parallel_size=3: it leaves"),
         ("plan --world-size 8 --rank 8", "there is no rank 8: they go from 0 to 7"),
         ("plan --world-size 8 --order tp-xp", "'xp', which has no size"),
         (
@@ -279,7 +279,8 @@ def test_the_doctor_names_a_resiliency_package_that_megatron_cannot_be_imported_
             "does not end in pp, so the data-parallel sizes, dense 4 and expert 1, must be "
             "equal. Put pp last, or change the expert sizes. order=tp-cp-ep-dp-pp can be laid out.",
         ),
-        ("plan --plan nowhere.json", "No such file"),
+        ("plan --plan nowhere.json", ": nowhere.json cannot be opened: No such file or directory."),
+        ("plan", "is missing. Give --world-size, or torchrun's"),
         ("plan --plan pyproject.toml", "is not JSON"),
         ("plan --plan x --tp 2", "--plan holds the whole layout"),
         ("show --world-size 8 --by xp", "invalid dim 'xp'"),
