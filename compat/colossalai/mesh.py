@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups.creation import plain_backend
+from hypergrid.groups.backends import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.known_groups import NOT_A_MEMBER
 from hypergrid.groups.prepare import refusing_together

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups.creation import plain_backend
+from hypergrid.groups.backends import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.known_groups import (
     NOT_A_MEMBER,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups.creation import plain_backend
+from hypergrid.groups.backends import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import Dims, LayoutError
 from hypergrid.messages import shown, span_of
