@@ -150,5 +150,5 @@ def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None
         return None
     if "gloo" not in devices_of(backend).values():
         return None
-    timeout = timeout or of_torch.DEFAULT_TIMEOUT
+    timeout = timeout or of_torch.default_timeout()
     return max(timeout / 5, min(timeout, timedelta(seconds=5)))

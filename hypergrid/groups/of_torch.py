@@ -201,9 +201,6 @@ def _doc(where: Any, *path: str) -> str:
     return getattr(where, "__doc__", None) or ""
 
 
-DEFAULT_TIMEOUT: timedelta = c10d.default_pg_timeout
-
-
 # The groups that torch knows.
 
 
@@ -217,9 +214,9 @@ def default_store() -> Store:
     return c10d._get_default_store()
 
 
-def default_timeout(backend: str) -> timedelta:
-    """The timeout that torch gives a group of ``backend``."""
-    return c10d._get_default_timeout(c10d.Backend(backend))
+def default_timeout(backend: str | None = None) -> timedelta:
+    """The timeout that torch gives a group of ``backend``; without one that of most backends."""
+    return c10d._get_default_timeout(c10d.Backend(backend)) if backend else c10d.default_pg_timeout
 
 
 def known() -> dict[ProcessGroup, str]:

@@ -196,7 +196,7 @@ class GroupPool:
                     raise_if_aborted()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
-                        of_torch.set_timeout(timeout or of_torch.DEFAULT_TIMEOUT, group)
+                        of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._made[label] = again
         except BaseException as error:
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
