@@ -101,14 +101,14 @@ def _torch() -> Iterator[tuple[str, str, str]]:
 def _creation() -> str:
     """How groups would be created here, as seen by one process without a job."""
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from hypergrid.groups.creation import abilities
+    from hypergrid.groups.of_torch import fake_store
 
     if dist.is_initialized():
         can = abilities()
     else:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=1)
         try:
             can = abilities()
         finally:

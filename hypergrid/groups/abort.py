@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import creation, sockets
+from hypergrid.groups import creation, of_torch, sockets
 from hypergrid.groups.pool import live_pools
 from hypergrid.groups.store import end_waits
 
@@ -57,7 +56,7 @@ def abort(default: bool = False) -> Aborted:
     end_waits()
     pools = live_pools()
     pooled = [each for pool in pools for each in pool.groups if each.shares is None]
-    world = c10d._get_default_group() if default and dist.is_initialized() else None
+    world = of_torch.default_group() if default and dist.is_initialized() else None
     ending = [each.group for each in pooled] + ([] if world is None else [world])
     if world is not None:
         sockets.note_default(ask_store=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import os
 import threading
@@ -17,13 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import gloo
+from hypergrid.groups import backends, gloo, of_torch
+from hypergrid.policy import Policy
 
 Ranks: TypeAlias = Sequence[int]
 NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a rank outside a group
-_private = threading.RLock()  # outside code may create groups while it is called to create one
 
 
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
@@ -33,17 +31,24 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def by_members(label: str, ranks: Ranks, epoch: str, **options: Any) -> ProcessGroup:
+def by_members(
+    label: str, ranks: Ranks, epoch: str, waits: bool = False, **options: Any
+) -> ProcessGroup:
     """Create the group of ``ranks``. *Collective* over these ranks and no others.
 
-    ``options`` are those of ``torch.distributed.new_group``.
+    ``options`` are those of ``torch.distributed.new_group``. With ``waits`` the group connects on
+    first use if its backend can; so it does where torch would split it off the default group, with
+    all ranks.
     """
-    with _running_number(group_name(label, ranks, epoch)):
+    backend = options.get("backend")
+    if (waits or backends.bound_to(backend)) and backends.can_wait(backend):
+        options["pg_options"] = backends.waiting(backend, options.get("pg_options"))
+    with of_torch.numbered(group_name(label, ranks, epoch)):
         try:
             group: ProcessGroup = dist.new_group(list(ranks), **own(options))
         except RuntimeError:
-            # A dry run on a fake default group: no store for a real backend to connect through.
-            if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
+            # A dry run in which outside code has replaced new_group.
+            if dist.get_backend() != "fake" or backend in (None, "fake"):
                 raise
             group = dist.new_group(list(ranks), **{**options, "backend": "fake"})
         return group
@@ -55,76 +60,17 @@ def by_split(
     """Split disjoint ``groups`` off the default group, in one call. *Collective* over the world.
 
     A rank that is in none of them takes part too, as NCCL demands. ``options`` are those of
-    ``torch.distributed.new_group``; nothing is inherited from the default group. Torch releases
-    whose split takes no name derive one from what each rank created before, so that the name of a
-    group may differ between its members.
+    ``torch.distributed.new_group``; nothing is inherited from the default group.
     """
-    default, rank = c10d._get_default_group(), dist.get_rank()
-    backend = c10d.Backend(options.pop("backend", None) or c10d._world.pg_map[default][0])
-    _tell_its_ranks(default)
-    if not splits_take_names():
-        split = dist.split_group(split_ranks=[list(ranks) for ranks in groups], **options)
-        return split if isinstance(split, ProcessGroup) else None  # or torch's non-member marker
+    rank, backend = dist.get_rank(), options.get("backend")
     ranks = sorted(next((each for each in groups if rank in each), groups[0]))
-    name = c10d.GroupName(str(group_name(label, ranks, epoch)))
-    wanted, parts = devices_of(backend), dict[str, torch.device]()
-    for kind, part in wanted.items():  # torch splits for each device, also twice the same backend
-        parts.setdefault(part, torch.device(kind))
-    source = _backend_of(default)
-    timeout = options.get("timeout") or c10d._get_default_timeout(backend)
-    group: ProcessGroup | None = default.split_group(
+    return of_torch.split(
         ranks,
-        timeout=timeout,
-        opts=_options_like_new_group(source, len(ranks), options.get("pg_options")),
-        group_name=name,
-        group_desc=options.get("group_desc") or "undefined",
-        device_types=list(parts.values()),
-    )
-    if rank not in ranks or group is None:
-        return None
-    for kind, part in wanted.items():
-        if kind != parts[part].type:
-            same, of = group._get_backend(parts[part]), c10d.Backend.backend_type_map[part]
-            group._register_backend(torch.device(kind), of, same)
-    if default.bound_device_id is not None:
-        group.bound_device_id = default.bound_device_id
-    for device in parts.values():
-        group._get_backend(device)._set_sequence_number_for_group()
-    c10d._set_pg_timeout(timeout, group)  # torch gives it to the default's main backend alone
-    c10d._register_pg_in_world(
-        group,
-        backend_name=backend,
-        store=group.get_group_store(),
-        group_name=name,
-        backend_config=str(c10d.BackendConfig(backend)),
-        rank_mapping={member: place for place, member in enumerate(ranks)},
-    )
-    return group
-
-
-def _tell_its_ranks(default: ProcessGroup) -> None:
-    # Torch reads them when it splits, but does not set them if the default group is not the first
-    # of its backend in this process: it then reads beyond the end of the list.
-    for device in default._device_types:
-        backend = default._get_backend(device)
-        if backend.supports_splitting and not backend.options.global_ranks_in_group:
-            backend.options.global_ranks_in_group = list(range(default.size()))
-
-
-def _options_like_new_group(source: Any, size: int, given: Any) -> Any:
-    """Options of the backend ``source``, to split with; torch itself copies those of ``source``."""
-    kind = getattr(c10d, "ProcessGroupGloo", None)
-    if kind is None or not isinstance(source, kind):
-        return type(source.options)() if given is None else copy.deepcopy(given)
-    return gloo.options(size)
-
-
-@functools.cache
-def splits_take_names() -> bool:
-    """Whether this torch's split takes the name that the new group shall have."""
-    split = getattr(ProcessGroup, "split_group", None)
-    return "device_types" in (getattr(split, "__doc__", None) or "") and hasattr(
-        c10d, "_register_pg_in_world"
+        str(group_name(label, ranks, epoch)),
+        backend,
+        backends.split_options(backend, options.get("pg_options")) or gloo.options(len(ranks)),
+        options.get("timeout"),
+        options.get("group_desc") or "undefined",
     )
 
 
@@ -138,7 +84,7 @@ def by_everyone(
     """
     if not groups:
         return []
-    before = set(c10d._world.pg_map)
+    before = of_torch.known()
     with named_from(label, (), epoch):
         try:
             if disjoint(groups):
@@ -147,7 +93,7 @@ def by_everyone(
                 return [] if mine is None else [mine]
             made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
         except BaseException:
-            close(c10d._world.pg_map.keys() - before, abort=True)
+            close(of_torch.known().keys() - before, abort=True)
             raise
         rank = dist.get_rank()
         return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
@@ -157,7 +103,7 @@ def by_world(
     way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
     """Create ``groups`` with all ranks, by a split if that is the ``way`` and possible."""
-    if way != "split" or not disjoint(groups) or not _is_part_of_default(options.get("backend")):
+    if way != "split" or not disjoint(groups) or not backends.can_split_off(options.get("backend")):
         return by_everyone(label, groups, epoch, **options)
     mine = by_split(label, groups, epoch, **options) if groups else None
     return [] if mine is None else [mine]
@@ -171,44 +117,24 @@ def close(
     In the order in which ``torch.distributed.destroy_process_group()`` destroys all groups, as
     NCCL may wait for the other members. ``abort`` waits for no rank.
     """
-    world, failed = c10d._world, list[tuple[ProcessGroup, RuntimeError]]()
-    end = getattr(c10d, "_abort_process_group", None) if abort else None
-    end = end or dist.destroy_process_group
-    ordered = sorted(groups, key=lambda group: world.pg_names.get(group, ""), reverse=True)
-    with _aborting(ordered if abort else []):
+    names, failed = of_torch.known(), list[tuple[ProcessGroup, RuntimeError]]()
+    ordered = sorted(groups, key=lambda group: names.get(group, ""), reverse=True)
+    with of_torch.aborting_together(ordered if abort else []):
         for group in ordered:
-            tag = world.pg_to_tag.get(group)
             try:
-                end(group)
+                of_torch.end(group, abort)
             except RuntimeError as error:
                 failed.append((group, error))
             except (AssertionError, LookupError, ValueError):
-                if group in world.pg_map:  # else another thread has destroyed it meanwhile
+                if of_torch.knows(group):  # else another thread has destroyed it meanwhile
                     raise
-            if tag is not None and not world.tags_to_pg.get(tag, True):
-                world.tags_to_pg.pop(tag, None)  # torch leaves an empty list for every past group
     return failed
 
 
 def abort(group: ProcessGroup) -> None:
     """Let torch abort ``group``, which stays registered. *Local*; gloo goes on waiting."""
-    with _aborting([group]), suppress(AttributeError, RuntimeError):  # an older torch
+    with of_torch.aborting_together([group]), suppress(RuntimeError):
         group.abort()
-
-
-@contextmanager
-def _aborting(groups: Sequence[ProcessGroup]) -> Iterator[None]:
-    # NCCL can abort one communicator of several only together with the others: pytorch 119797.
-    kind = getattr(c10d, "ProcessGroupNCCL", None)
-    backends = (g._get_backend(device) for g in groups for device in g._device_types)
-    nccl = None if kind is None else next((b for b in backends if isinstance(b, kind)), None)
-    if nccl is not None:
-        nccl._group_start()
-    try:
-        yield
-    finally:
-        if nccl is not None:
-            nccl._group_end()
 
 
 def disjoint(groups: Sequence[Ranks]) -> bool:
@@ -231,128 +157,49 @@ class Abilities:
     can_connect_lazily: bool = True
 
 
-def abilities(insisted: str = "auto") -> Abilities:
-    """What torch, its default group and the environment allow.
+def abilities(policy: Policy | None = None) -> Abilities:
+    """What torch, its default group and the environment allow, for this ``policy``.
 
-    ``insisted`` is the policy's way of creation: gloo is split only if the policy says so.
+    Gloo is split only if the policy says so. A group that torch would split off a bound default
+    group is created by its members if it may connect on first use.
     """
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
-    default = c10d._get_default_group()
-    device = getattr(default, "bound_device_id", None)
-    reason, can_split = None, False
-    if device is not None or insisted == "split":
-        can_split = _backend_of(default) is not None
-        nccl = "nccl" in devices_of(None).values()
-        if device is None:  # NCCL may not have connected yet, and then cannot be split
-            can_split = can_split and not nccl and splits_take_names()
-        elif can_split and nccl:
+    policy, device, reason, can_split = policy or Policy(), backends.bound_to(), None, False
+    later = policy.connect == "lazy" or (policy.connect, policy.creation) == ("eager", "members")
+    if device is not None:
+        can_split = backends.can_split()
+        if not (later and backends.can_wait()):
+            hint = "; with connect='lazy' members create alone" if backends.can_wait() else ""
             reason = (  # the same text on every rank
-                f"init_process_group(device_id=...) has bound the default group to a {device.type} "
-                f"device, and its splits want every rank"
+                f"the default group is bound to a {device} device (init_process_group(device_id="
+                f"...), and torch 2.15 by itself), and its splits want every rank{hint}"
             )
+    elif policy.creation == "split":  # NCCL may not have connected yet, and then cannot be split
+        can_split = backends.can_split() and not backends.splits_at_creation()
     return Abilities(_obstacle(), reason, can_split, gloo.can_connect_lazily())
 
 
-def devices_of(backend: str | None) -> dict[str, str]:
-    """The backends of a group by type of device, in lower case; None is the default group's."""
-    if not backend:
-        backend = c10d._world.pg_map[c10d._get_default_group()][0]
-    config = c10d.BackendConfig(c10d.Backend(backend))
-    return {device: str(each) for device, each in config.get_device_backend_map().items()}
-
-
-def plain_backend(backend: str | None) -> str | None:
-    """None for the default group's backend, whichever way it is written; else in lower case."""
-    same = backend is None or devices_of(backend) == devices_of(None)
-    return None if backend is None or same else backend.lower()
-
-
-def split_off(backend: str | None) -> bool:
-    """Whether torch splits a group of ``backend`` off the default one, if that is bound.
-
-    It does so for NCCL, whichever other backends the group has. A default group without NCCL is
-    split only on request, and for groups of its own backend. Equal on all ranks.
-    """
-    device = _split_device()
-    return devices_of(backend).get(device) == devices_of(None)[device]
-
-
-def _split_device() -> str:
-    default = devices_of(None)
-    return next((device for device, each in default.items() if each == "nccl"), next(iter(default)))
-
-
-def _is_part_of_default(backend: str | None) -> bool:
-    return devices_of(backend).items() <= devices_of(None).items()
-
-
-def _backend_of(default: ProcessGroup) -> Any:
-    """The backend that groups are split from; None if it cannot be split."""
-    try:
-        backend = default._get_backend(torch.device(_split_device()))
-        return backend if backend.supports_splitting else None
-    except (AttributeError, RuntimeError):
-        return None
-
-
 def _obstacle() -> str | None:
-    if dist.get_backend() == "mpi":
-        return "MPI creates every group with all ranks"
     if os.environ.get("TORCH_DIST_INIT_BARRIER", "0") == "1":
         return "TORCH_DIST_INIT_BARRIER=1 makes torch wait for the whole world after each group"
-    if getattr(c10d, "_use_torchcomms_enabled", lambda: False)():
-        return "torchcomms splits every group from the default one, with all ranks"
-    if callable(getattr(c10d._get_default_group(), "new_group", None)):
-        return "the default group brings its own new_group"
-    if not names_can_be_set():
-        return "this torch does not take a group's name from its running group number"
-    return None
-
-
-@functools.cache
-def names_can_be_set() -> bool:
-    """Whether this torch names a group by the running number that ``by_members`` sets."""
-    try:
-        with _running_number(7):
-            return c10d._process_group_name([0], use_hashed_name=False) == "7"
-    except (AttributeError, TypeError):
-        return False
-
-
-def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None:
-    """The timeout with which creation fails within ``timeout``; None: its own timeout.
-
-    Gloo needs five times its timeout to give up a member that has published its address and does
-    not answer. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` a group must be created with its own
-    timeout, as torch's helper group keeps the first one.
-    """
-    known = hasattr(c10d, "_set_pg_timeout") and dist.get_backend() != "fake"
-    if not known or c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
-        return None
-    config = backend or dist.get_backend()
-    if config == dist.Backend.UNDEFINED:  # what this machine's devices use
-        config = repr(c10d.BackendConfig(dist.Backend(config)))
-    if "gloo" not in config.lower():
-        return None
-    timeout = timeout or c10d.default_pg_timeout
-    return max(timeout / 5, min(timeout, timedelta(seconds=5)))
+    return backends.obstacle()
 
 
 def own(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with a copy of the backend options: torch writes the group's name into them.
 
-    Those that cannot be copied are gloo's, which torch does not read.
+    Those that cannot be copied are gloo's, which torch does not read. In a dry run on a fake
+    default group every group is fake, as its store connects no ranks; outside code that has
+    replaced ``new_group`` sees the backend that was asked for.
     """
+    dry = options.get("backend") is not None and dist.get_backend() == "fake"
+    if dry and not is_replaced(dist.new_group):
+        options = {**options, "backend": "fake"}
     try:
         return {**options, "pg_options": copy.deepcopy(options.get("pg_options"))}
     except TypeError:
         return options
-
-
-def connects_later(group: ProcessGroup) -> bool:
-    """Whether the members of ``group`` connect on first use; gloo connects at once."""
-    return group.size() > 1 and {*devices_of(c10d._world.pg_map[group][0]).values()} != {"gloo"}
 
 
 def connect(group: ProcessGroup, timeout: timedelta) -> None:
@@ -360,7 +207,7 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
 
     Raises RuntimeError if it fails or exceeds ``timeout``; the barrier may then still run.
     """
-    device = getattr(group, "bound_device_id", None)  # a thread of its own has no current device
+    device = of_torch.bound_device(group)  # a thread of its own has no current device
     here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
     index = here if device is None else device.index
     failures: list[BaseException] = []
@@ -396,21 +243,5 @@ def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
 
     Each has its own name, equal on every rank that makes the same calls inside.
     """
-    with _running_number(group_name(label, ranks, epoch) if names_can_be_set() else None):
+    with of_torch.numbered(group_name(label, ranks, epoch) if of_torch.has("names") else None):
         yield
-
-
-@contextmanager
-def _running_number(number: int | None) -> Iterator[None]:
-    # The only private part of torch that creation depends on: new_group turns this counter into
-    # the name. Restored afterwards, so that groups of outside code keep their numbers.
-    if number is None:
-        yield
-        return
-    with _private:
-        before = c10d._world.group_count
-        c10d._world.group_count = number
-        try:
-            yield
-        finally:
-            c10d._world.group_count = before

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
+from hypergrid.groups.backends import plain_backend
+from hypergrid.groups.creation import NOT_A_MEMBER
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, refusing_together

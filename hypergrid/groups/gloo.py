@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import sockets
+from hypergrid.groups import of_torch, sockets
 from hypergrid.groups.store import wait
 
 # For a group of that many members: whether it connects on first use; None: as torch is set.
@@ -27,11 +27,9 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
 
 
-@functools.cache
 def can_connect_lazily() -> bool:
     """Whether this torch's gloo can connect on first use of a group."""
-    kind = getattr(dist, "ProcessGroupGloo", None)
-    return "lazy_init" in (getattr(getattr(kind, "create_device", None), "__doc__", None) or "")
+    return of_torch.has("gloo") and not of_torch.torchcomms()
 
 
 class Devices:
@@ -69,13 +67,9 @@ def _torch_is_set(lazily: bool | None) -> bool:
 
 
 def _new_devices(lazily: bool | None) -> tuple[list[Any], sockets.Opened]:
-    kind = c10d.ProcessGroupGloo
-    how = {"lazy_init": lazily} if can_connect_lazily() else {}
     interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
     with sockets.opening(max(1, len(interfaces))) as opened:
-        devices = [kind.create_device(interface=interface, **how) for interface in interfaces]
-        devices = devices or [kind.create_default_device(**how)]
-    return devices, opened
+        return of_torch.gloo_devices(interfaces, lazily), opened
 
 
 class _Here(threading.local):
@@ -96,8 +90,8 @@ def connecting(lazily: Lazily, devices: Devices | None = None) -> Iterator[None]
     for gloo; the class that it calls does.
     """
     global _inside, _torchs
-    kind: Any = getattr(c10d, "ProcessGroupGloo", None)
-    if kind is None:
+    kind = of_torch.gloo()
+    if kind is None or not of_torch.has("gloo"):
         yield
         return
     before = _here.lazily, _here.devices, _here.opened
@@ -127,15 +121,11 @@ def note(group: Any) -> None:
 
 def options(size: int, timeout: timedelta | None = None) -> Any:
     """Options of a gloo group of that many members, as torch sets them but for the devices."""
-    made = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    made._devices, opened = (_here.devices or Devices()).of(_waits(size))
+    devices, opened = (_here.devices or Devices()).of(_waits(size))
     opened.begin(size)
     if _here.lazily is not None:
         _here.opened += (opened,)
-    made._threads = 2 * len(made._devices)
-    if timeout is not None:
-        made._timeout = timeout
-    return made
+    return of_torch.gloo_options(devices, timeout)
 
 
 def _waits(size: int) -> bool | None:
@@ -145,11 +135,15 @@ def _waits(size: int) -> bool | None:
 
 def _create(group: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
     assert _torchs is not None
-    waits = _waits(size)
-    if _here.lazily is None or given or named.keys() != {"timeout"}:
+    if dist.is_initialized() and dist.get_backend() == "fake":  # torch 2.15 ends the process here
+        raise RuntimeError("gloo cannot connect ranks through the store of a fake default group.")
+    others = named.keys() - {"timeout"}
+    if _here.lazily is None or given or "timeout" not in named or not _are_options(others):
         _torchs(group, store, rank, size, *given, **named)
         return
-    timeout, chosen = named["timeout"], options(size, named["timeout"])
+    timeout, chosen, waits = named["timeout"], options(size, named["timeout"]), _waits(size)
+    for name in others:
+        setattr(chosen, name, named[name])
     try:
         if size == 1 or waits or _torch_is_set(waits):
             _torchs(group, store, rank, size, chosen)
@@ -163,10 +157,24 @@ def _create(group: Any, store: Any, rank: int, size: int, *given: Any, **named: 
             if batches:
                 del os.environ[_BATCHES]
     except BaseException:
-        chosen._devices = []  # a traceback holds them
+        of_torch.set_devices(chosen, [])  # a traceback holds them
         if _here.devices is not None:
             _here.devices.forget()
         raise
+
+
+def _are_options(names: Set[str]) -> bool:
+    """Whether gloo's options have what torch gives its constructor besides the timeout."""
+    unknown = [name for name in names if not hasattr(of_torch.gloo_options([]), name)]
+    if unknown:
+        warnings.warn(
+            f"torch {torch.__version__} creates gloo groups with {', '.join(unknown)}, which "
+            f"hypergrid does not know: they connect at once, whatever connect= says, and abort() "
+            f"does not find their connections.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return not unknown
 
 
 class _InTime(Store):

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.distributed import distributed_c10d as c10d
+
+from hypergrid.groups import of_torch
 
 _MOST, _FRAMES = 2000, 10
 _METHODS = {"send": "->", "recv": "<-"}
@@ -61,7 +62,7 @@ class PointToPoint:
         original = self._originals[name]
 
         def recording(group: ProcessGroup, tensors: list[Tensor], *args: Any, **named: Any) -> Work:
-            known = group in c10d._world.pg_map  # others may have no name
+            known = of_torch.knows(group)  # others may have no name
             if self._closed or not known or not tensors or tensors[0].device.type != "cpu":
                 work: Work = original(group, tensors, *args, **named)
                 return work

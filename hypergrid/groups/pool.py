@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import AgreementError, CreationError
-from hypergrid.groups import creation, gloo, sockets
+from hypergrid.groups import backends, creation, gloo, of_torch, sockets
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
@@ -179,7 +179,7 @@ class GroupPool:
         call = label, (mine, everyone), {"dims": dims, "kind": kind, **options}
         options.setdefault("group_desc", self.prefix + label)
         before, timeout = len(self.groups), options.get("timeout")
-        shorter = creation.patience(options.get("backend"), timeout)
+        shorter = backends.patience(options.get("backend"), timeout)
         if shorter is not None:
             options["timeout"] = shorter
         try:
@@ -194,7 +194,7 @@ class GroupPool:
                     raise_if_aborted()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
-                        c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
+                        of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 if again:
                     self._calls.append(call)
         except BaseException as error:
@@ -219,7 +219,7 @@ class GroupPool:
     def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
         eager = self.policy.connect == "eager" and pooled.shares is None
         eager = eager and pooled.group in c10d._world.pg_map  # not a wrapper by outside code
-        if not eager or not creation.connects_later(pooled.group):
+        if not eager or not backends.connects_later(pooled.group):
             return
         backend = dist.get_backend(pooled.group)
         try:
@@ -239,7 +239,7 @@ class GroupPool:
             self.policy.connect == "auto"
             and bool(self._lazily(len(pooled.ranks)))
             and group in c10d._world.pg_map
-            and "gloo" in creation.devices_of(c10d._world.pg_map[group][0]).values()
+            and "gloo" in backends.devices_of(c10d._world.pg_map[group][0]).values()
         )
 
     def _lazily(self, members: int) -> bool | None:
@@ -253,7 +253,8 @@ class GroupPool:
         for name, ranks in mine.items():
             owner = self._owner(label, ranks, kind)
             if owner is None:
-                group = creation.by_members(name, ranks, self.agreement.epoch, **options)
+                waits = self.policy.connect == "lazy"
+                group = creation.by_members(name, ranks, self.agreement.epoch, waits, **options)
             else:
                 group = self._shared(ranks, owner)
             yield ranks, group, owner

@@ -17,7 +17,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
 from hypergrid.errors import AbortedError, AgreementError
-from hypergrid.groups.creation import Abilities, abilities, split_off
+from hypergrid.groups.backends import split_off
+from hypergrid.groups.creation import Abilities, abilities
 from hypergrid.groups.rendezvous import Phase, digest_of
 from hypergrid.groups.store import (
     another_connection,
@@ -98,7 +99,7 @@ def _agree(
     timeout: timedelta | None,
     life: int | None,
 ) -> Agreement:
-    can, store = abilities(policy.creation), shared_store()
+    can, store = abilities(policy), shared_store()
     if store is None:
         return _accept(_choose(f"{span_of(ranks)}/alone/{_counted(ranks)}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
@@ -121,7 +122,7 @@ def _counted(ranks: Sequence[int]) -> int:
 
 def expected(policy: Policy) -> Agreement:
     """What the ranks will probably agree on, as seen from this one; or AgreementError. *Local*."""
-    return _accept(_choose("", policy, [abilities(policy.creation)]))
+    return _accept(_choose("", policy, [abilities(policy)]))
 
 
 def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:

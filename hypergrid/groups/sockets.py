@@ -19,8 +19,8 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
+from hypergrid.groups import of_torch
 from hypergrid.groups.store import descriptors, duplicate, listens
 
 _OPEN, _INFO = "/proc/self/fd", "/proc/self/fdinfo"
@@ -53,7 +53,7 @@ class Opened:
 
     def live(self) -> set[int]:
         """The groups that torch knows, as their ``id``."""
-        return {id(each()) for each in self.groups if each() in c10d._world.pg_map}
+        return {id(each()) for each in self.groups if of_torch.knows(each())}
 
 
 # By the inode of a listener. A forked child knows none: its parent uses the sockets.
@@ -98,7 +98,7 @@ def note_default(ask_store: bool = True) -> None:
     groups, then those whose addresses the default group has published in the store; without
     ``ask_store`` none, as another thread may be waiting in it.
     """
-    default: Any = c10d._get_default_group()
+    default = of_torch.default_group()
     devices, live = _devices(default), {inode: each.live() for inode, each in [*_opened.items()]}
     for inode in live:
         each = _opened.get(inode)  # another thread may be here too
@@ -108,7 +108,7 @@ def note_default(ask_store: bool = True) -> None:
         return
     loops = [loop for loop in _loops() if loop.listener not in _opened]
     if ask_store and len(loops) != devices:
-        store: Any = c10d._world.pg_map[default][1]
+        store: Any = of_torch.store_of(default)
         keys = [f"cpu//{i}/{default.rank()}" for i in range(devices)]
         with suppress(AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
             told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
@@ -185,17 +185,13 @@ def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
             connection.sendall(struct.pack("=q", number))
 
 
-def _devices(group: Any) -> int:
+def _devices(group: ProcessGroup) -> int:
     """How many event loops torch's gloo has for ``group``."""
-    backends = dict[int, Any]()
-    with suppress(AttributeError, RuntimeError):  # a backend that does not tell
-        each = [group._get_backend(device) for device in group._device_types]
-        backends = {id(backend): backend for backend in each}
     count = 0
-    for backend in backends.values():
-        inner = getattr(backend, "wrapped_pg", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: two groups
-        options = getattr(inner or backend, "options", None)
-        count += len(getattr(options, "_devices", ())) * (1 if inner is None else 2)
+    with suppress(AttributeError, RuntimeError):  # a backend that does not tell
+        for part in of_torch.parts_of(group):
+            inner = of_torch.checked_by(part)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: two groups
+            count += len(of_torch.devices_in(inner)) * (1 if inner is part else 2)
     return count
 
 

@@ -9,9 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import creation, gloo
+from hypergrid.groups import backends, creation, gloo
 from hypergrid.groups.pool import GroupPool, PooledGroup
 from hypergrid.groups.store import abortable, check_timeout
 from hypergrid.messages import shown, span_of
@@ -97,19 +96,18 @@ class Subgroups:
 
     def _obstacle(self, backend: str | None) -> str | None:
         """Why no group of ``backend`` can be created without waiting for other ranks."""
-        default, kinds = c10d._get_default_group(), creation.devices_of(backend).values()
-        device = getattr(default, "bound_device_id", None)
         can = creation.abilities()
         if can.obstacle is not None:
             return can.obstacle
-        if device is not None and "nccl" in kinds and creation.split_off(backend):
+        device = backends.bound_to(backend)
+        if device is not None and not backends.can_wait(backend):
             return (
-                f"init_process_group(device_id=...) has bound the default group to {device}, and "
-                f"torch connects each new group at once"
+                f"init_process_group(device_id=...) has bound the default group to a {device} "
+                f"device, and torch connects each new group at once"
             )
         if self._first.way_of(backend) != "members":
             return self._first.why or "creation was set so that members do not create alone"
-        if "gloo" in kinds and not gloo.can_connect_lazily():
+        if "gloo" in backends.devices_of(backend).values() and not gloo.can_connect_lazily():
             return "this torch's gloo connects at once"
         return None
 

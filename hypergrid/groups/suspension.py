@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups.creation import devices_of
+from hypergrid.groups.backends import devices_of
 from hypergrid.messages import in_words
 
 HOW = ("auto", "native", "keep", "recreate")

@@ -13,7 +13,7 @@ from compat import parallel_state as ps
 from compat.report import report
 from compat.state import GROUP_SLOTS
 from hypergrid import AgreementError, HyperCommGrid
-from hypergrid.groups import creation, gloo
+from hypergrid.groups import creation, gloo, of_torch
 from hypergrid.policy import Policy
 from tests.support.forked import descriptors, from_all, join, on_ranks, run_ranks, sockets
 
@@ -104,10 +104,12 @@ def test_where_some_are_bound_and_some_are_not_everyone_creates_but_gloo_twins_g
         (mock.patch("torch.distributed.get_backend", return_value="mpi"), "MPI"),
         (mock.patch.dict("os.environ", TORCH_DIST_INIT_BARRIER="1"), "TORCH_DIST_INIT_BARRIER"),
         (
-            mock.patch.object(c10d, "_use_torchcomms_enabled", lambda: True, create=True),
+            mock.patch.multiple(
+                of_torch, torchcomms=lambda: True, has=lambda part: part != "torchcomms by members"
+            ),
             "torchcomms",
         ),
-        (mock.patch.object(creation, "names_can_be_set", lambda: False), "running group number"),
+        (mock.patch.object(of_torch, "has", lambda part: part != "names"), "running group number"),
     ],
 )
 def test_each_obstacle_is_noticed_and_named(fake_world, fake, says):
@@ -134,6 +136,24 @@ def test_the_running_number_is_put_back_also_after_a_failure(fake_world):
     with pytest.raises(ValueError):
         creation.by_members("B", [0, 99], "epoch")
     assert c10d._world.group_count == before
+
+
+def test_in_a_dry_run_every_group_is_fake_and_torch_is_not_asked_for_another(fake_world):
+    """Torch 2.15 ends the process when it creates a gloo group on a fake default group."""
+    fake_world(8)
+    asked, torchs = [], dist.new_group
+
+    def listening(*args, **options):
+        asked.append(options["backend"])
+        return torchs(*args, **options)
+
+    made = [creation.by_members("A", [0, 1], "1", backend="gloo")]
+    made += creation.by_everyone("B", [[0, 1], [2, 3]], "1", backend="gloo")
+    made += creation.by_everyone("C", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl")
+    with gloo.connecting(lambda members: True), mock.patch.object(dist, "new_group", listening):
+        made.append(creation.by_members("D", [0, 1], "1", backend="gloo"))
+    assert [dist.get_backend(group) for group in made] == ["fake"] * 4
+    assert asked == ["gloo", "fake"]  # outside code sees what the group is in a real job
 
 
 def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):

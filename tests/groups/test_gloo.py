@@ -15,7 +15,7 @@ from compat import parallel_state as ps
 from compat.report import report
 from hypergrid import CreationError, HyperCommGrid
 from hypergrid.analysis.summary import descriptors as descriptors_of
-from hypergrid.groups import creation, gloo
+from hypergrid.groups import backends, gloo
 from hypergrid.groups.creation import Abilities
 from hypergrid.policy import LARGEST_MESH
 from tests.support.forked import descriptors, from_all, on_ranks, sockets
@@ -114,6 +114,27 @@ def test_where_a_variable_forbids_it_no_device_is_shared(rank, variables):
     _use_all(rank)
 
 
+@on_ranks(2)
+def test_what_torch_gives_gloo_and_options_do_not_have_goes_to_torch_with_a_warning(rank):
+    """Torch 2.14 calls it with enable_reconfigure=, which the options have too."""
+    store, given = dist.PrefixStore("theirs", c10d._get_default_store()), []
+
+    def torchs(group, *args, **named):
+        given.append(named)
+        raise ZeroDivisionError
+
+    with (
+        mock.patch.object(c10d.ProcessGroupGloo, "__init__", torchs),
+        gloo.connecting(lambda members: True),
+        pytest.warns(
+            RuntimeWarning, match="creates gloo groups with surprise, which hypergrid does"
+        ),
+        pytest.raises(ZeroDivisionError),
+    ):
+        c10d.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=9), surprise=True)
+    assert given == [{"timeout": timedelta(seconds=9), "surprise": True}]
+
+
 @on_ranks(4)
 def test_reads_of_the_store_wait_as_long_as_the_group_may_and_nobody_elses_timeout_changes(rank):
     store = c10d._get_default_store()
@@ -143,7 +164,7 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
             time.sleep(9)  # the others wait five times their second
         return found
 
-    second = mock.patch.object(creation, "patience", return_value=timedelta(seconds=1))
+    second = mock.patch.object(backends, "patience", return_value=timedelta(seconds=1))
     with (
         second,
         mock.patch.object(gloo._InTime, "multi_get", late),

@@ -15,8 +15,11 @@ from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
 from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid
-from hypergrid.groups import creation
+from hypergrid.groups import backends, creation, of_torch
 from hypergrid.groups.pool import before_closing, live_pools
+from hypergrid.groups.prepare import expected
+from hypergrid.policy import Policy
+from tests.support.backends import splitting as register_splitting
 from tests.support.forked import from_all, join, on_ranks
 
 LAYOUT = {
@@ -97,24 +100,76 @@ def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too(rank)
     assert len(c10d._world.pg_map) == 0
 
 
+@on_ranks(2, backend="")
+def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
+    parts = []
+    register_splitting("old", parts)
+    join(rank, 2, backend="cpu:gloo,cuda:old")
+    default = c10d._get_default_group()
+
+    def asked(of=backends.split_off):
+        names = (
+            None,
+            "old",
+            "OLD",
+            "cpu:gloo,cuda:old",
+            "cuda:OLD",
+            "gloo",
+            "cpu:gloo",
+            "cuda:gloo",
+        )
+        return {name for name in names if of(name)}
+
+    as_default = {None, "old", "OLD", "cpu:gloo,cuda:old", "cuda:OLD"}
+    assert asked() == as_default and asked(backends.bound_to) == set()  # equal on all ranks
+    assert creation.abilities() == creation.Abilities()
+    default.bound_device_id = torch.device("cuda", 0)
+    assert asked() == asked(backends.bound_to) == as_default
+    can = creation.abilities()
+    assert can.can_split and "bound to a cuda device" in can.bound
+    assert "connect='lazy'" not in can.bound  # this backend does not take it
+    theirs = dist.new_group([0], backend="old")  # as torch does itself, for a rank outside
+    assert getattr(parts[0], "without_a_color", 0) == (rank == 1), theirs
+
+
 @on_ranks(1)
-def test_whether_torch_would_split_is_read_from_the_parsed_backends(rank):
+def test_gloo_is_split_on_request_alone_also_off_a_bound_default_group(rank):
     default = c10d._get_default_group()
     default.bound_device_id = torch.device("cuda", 0)
-    off = {b: creation.split_off(b) for b in (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")}
-    with mock.patch.dict(c10d._world.pg_map):  # the configuration of another default group
-        for name in ("nccl", "cpu:gloo,cuda:nccl", "CPU:gloo,cuda:NCCL"):
-            c10d._world.pg_map[default] = (name, None)
-            for backend in (None, "nccl", "NCCL", "cpu:gloo,cuda:nccl", "cuda:NCCL"):
-                assert creation.split_off(backend), (name, backend)
-            for backend in ("gloo", "Gloo", "cpu:gloo", "ucc", "cpu:gloo,cuda:gloo"):
-                assert not creation.split_off(backend), (name, backend)
-    assert off == {
-        **dict.fromkeys((None, "gloo", "GLOO", "cpu:gloo"), True),
-        **dict.fromkeys(("nccl", "cpu:nccl"), False),
-    }
-    # Torch splits NCCL alone off a default group that is bound.
-    assert creation.abilities() == creation.Abilities(can_split=True)
+    assert creation.abilities() == creation.Abilities()
+    asked = (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")
+    assert [bool(backends.split_off(b)) for b in asked] == [True] * 4 + [False] * 2
+    default.bound_device_id = None
+    assert creation.abilities(Policy(creation="split")).can_split
+
+
+@pytest.mark.parametrize("lacks", ["splits", None])
+@on_ranks(4, backend="")
+def test_torch_before_2_13_creates_group_by_group_where_its_split_could_join_two_groups(
+    rank, lacks
+):
+    """In 2.9 and 2.10 the color of a split is a weak hash of its ranks: of 128 groups two collide.
+
+    A call of new_group splits one group off, so that no other has a color.
+    """
+    parts = []
+    register_splitting("old", parts)
+    join(rank, 4, backend="old")
+    c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
+    has, splits = of_torch.has, []
+    assert has("splits")  # before its call is replaced
+    split = mock.patch.object(
+        dist.ProcessGroup, "split_group", lambda *_, **given: splits.append(given["group_name"])
+    )
+    with split, mock.patch.object(of_torch, "has", lambda part: part != lacks and has(part)):
+        agreed = expected(Policy())
+        groups = creation.by_world(agreed.way, "A", [(0, 1), (2, 3)], "epoch")
+    assert agreed.way == ("everyone" if lacks else "split")
+    names = [group.group_name for group in groups]
+    if lacks:
+        assert splits == [] and len(names) == 1 and len(names[0]) > 30
+    else:
+        assert names == [] and len(splits) == 1
 
 
 @pytest.mark.parametrize(
@@ -148,7 +203,10 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
 @pytest.mark.parametrize(
     ("cause", "why"),
     [
-        ("a bound NCCL", "init_process_group(device_id=...) has bound the default group to a cuda"),
+        (
+            "a bound NCCL",
+            "the default group is bound to a cuda device (init_process_group(device_id=",
+        ),
         ("MPI", "MPI creates every group with all ranks"),
         ({"TORCH_DIST_INIT_BARRIER": "1"}, "TORCH_DIST_INIT_BARRIER=1 makes torch wait"),
         ({"HYPERGRID_CREATION": "split"}, "creation was set so"),
@@ -160,18 +218,17 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
 def test_a_window_whose_groups_need_every_rank_is_refused_by_all_its_ranks_before_any_is_made(
     rank, cause, why
 ):
-    join(rank, 4)
+    register_splitting("old", [])
+    join(rank, 4, backend="cpu:gloo,cuda:old" if cause == "a bound NCCL" else "gloo")
     window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
-    default, store = c10d._get_default_group(), c10d._get_default_store()
+    default = c10d._get_default_group()
     asked, start = [], time.monotonic()
     with (
-        mock.patch.dict(c10d._world.pg_map),
         mock.patch.dict(os.environ, cause if isinstance(cause, dict) else {}),
         mock.patch.object(dist, "new_group", members_only(lambda *args, **_: asked.append(args))),
         mock.patch.object(dist, "get_backend", lambda *_: "mpi" if cause == "MPI" else "gloo"),
     ):
         if cause == "a bound NCCL":
-            c10d._world.pg_map[default] = ("cpu:gloo,cuda:nccl", store)
             default.bound_device_id = torch.device("cuda", 0)
         with pytest.raises(RuntimeError) as caught:
             ParallelState.create(**window, distributed_timeout_minutes=0.5)

@@ -19,7 +19,7 @@ import hypergrid
 from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
-from hypergrid.groups import creation
+from hypergrid.groups import backends
 from hypergrid.groups import store as connection
 from tests.support import ROOT, soaking
 from tests.support.forked import run_ranks
@@ -227,11 +227,11 @@ def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(
     timeouts = set(run_ranks(2, _timeouts_that_groups_have)[0])
     assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout}
     with mock.patch("torch.distributed.get_backend", return_value="gloo"):
-        assert creation.patience("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
-        assert creation.patience(None, timedelta(seconds=9)) == timedelta(seconds=5)
-        assert creation.patience("nccl", timedelta(seconds=60)) is None
+        assert backends.patience("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
+        assert backends.patience(None, timedelta(seconds=9)) == timedelta(seconds=5)
+        assert backends.patience("nccl", timedelta(seconds=60)) is None
     fake_world(2)
-    assert creation.patience("gloo", timedelta(seconds=60)) is None
+    assert backends.patience("gloo", timedelta(seconds=60)) is None
 
 
 def _keeps_options(rank):

@@ -18,7 +18,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.state import ParallelState
 from hypergrid import AgreementError, CreationError
-from hypergrid.groups import creation
+from hypergrid.groups import backends
 from hypergrid.groups import store as connection
 from tests.support import soaking
 from tests.support.counting import CountingStore
@@ -220,8 +220,8 @@ def test_a_group_of_an_undefined_backend_is_given_up_in_its_timeout_if_gloo_serv
         world_size=2,
     )
     assert dist.get_backend() == "undefined"
-    assert creation.patience(None, timedelta(seconds=60)) == timedelta(seconds=12)
-    assert creation.patience("GLOO", None) == c10d.default_pg_timeout / 5
+    assert backends.patience(None, timedelta(seconds=60)) == timedelta(seconds=12)
+    assert backends.patience("GLOO", None) == c10d.default_pg_timeout / 5
 
 
 @on_ranks(2, backend="")

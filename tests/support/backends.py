@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 
-def register(name: str, made: list[Any], **methods: Callable[..., Any]) -> None:
+def register(
+    name: str, made: list[Any], devices: Sequence[str] = ("cpu",), **methods: Callable[..., Any]
+) -> None:
     """Register a backend with further methods; its instances are listed in ``made``."""
     kind = type(name, (dist.ProcessGroupGloo,), methods)
 
@@ -16,7 +18,16 @@ def register(name: str, made: list[Any], **methods: Callable[..., Any]) -> None:
         made.append(kind(store, rank, size, timeout))
         return made[-1]
 
-    dist.Backend.register_backend(name, create, devices=["cpu"])
+    dist.Backend.register_backend(name, create, devices=[*devices])
+
+
+def splitting(name: str, made: list[Any]) -> None:
+    """Register a backend for "cuda" off which torch splits new groups, as it does with NCCL's."""
+
+    def perform_nocolor_split(self: Any, device: Any) -> None:
+        self.without_a_color = getattr(self, "without_a_color", 0) + 1
+
+    register(name, made, devices=["cuda"], perform_nocolor_split=perform_nocolor_split)
 
 
 def native(

@@ -1,0 +1,489 @@
+"""All that is private in torch and used here: what each part must do, and what happens without it.
+
+Other files of hypergrid and compat name nothing that torch does not document (a test reads them).
+``lacking`` says what the installed torch does not give; ``scripts/torch_lines`` looks for the
+names of ``PARTS`` in the sources of each line of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+OLDEST, NEWEST = "2.9", "2.15"
+_private = threading.RLock()  # outside code may create groups while it is called to create one
+
+
+class Part(NamedTuple):
+    """A private part of torch: its names, what they do for us, and what happens without them.
+
+    Names are those of ``torch.distributed.distributed_c10d``, or begin with ``torch.``; a class of
+    a backend that this torch was built without is not missing. ``first`` and ``last`` are the lines
+    of torch that have them, and ``works`` looks at more than the names.
+    """
+
+    names: tuple[str, ...]
+    does: str
+    without: str
+    first: str = OLDEST
+    last: str = NEWEST
+    works: Callable[[], bool] = lambda: True
+
+
+PARTS = {
+    "groups": Part(
+        (
+            *("_world.pg_map", "_world.pg_names", "_world.pg_to_tag", "_world.tags_to_pg"),
+            *("_get_default_group", "_get_default_store", "_get_default_timeout"),
+            *("ProcessGroup._get_backend", "ProcessGroup._device_types"),
+            *("ProcessGroup.bound_device_id", "_ProcessGroupWrapper.wrapped_pg"),
+        ),
+        "tell the groups that torch knows, with their names, stores and backends",
+        "no group can be created",
+    ),
+    "names": Part(
+        ("_world.group_count", "_process_group_name"),
+        "new_group turns the running number of groups into the name",
+        "every rank takes part in creating every group",
+        works=lambda: _number_becomes_name(),
+    ),
+    "gloo": Part(
+        (
+            *("ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
+            *("ProcessGroupGloo._Options._timeout", "ProcessGroupGloo.create_default_device"),
+        ),
+        "gloo takes the devices that it connects through, and connects at once or on first use",
+        "gloo groups connect at once, whatever connect= says",
+        works=lambda: "lazy_init" in _doc(c10d, "ProcessGroupGloo", "create_device"),
+    ),
+    "splits": Part(
+        (
+            *("ProcessGroup.split_group", "ProcessGroup._register_backend"),
+            *("_register_pg_in_world", "Backend.backend_type_map"),
+        ),
+        "a split takes the new group's name, its devices and options, and is registered by us",
+        "torch names split groups, by another name on each member",
+        first="2.13",
+        works=lambda: "device_types" in _doc(ProcessGroup, "split_group"),
+    ),
+    "hooks of a split": Part(
+        ("HealthCheckHook.attach", "_maybe_attach_flight_recorder"),
+        "torch attaches its health check and its flight recorder to a group that it has split",
+        "split groups of NCCL are not in the flight recorder",
+        first="2.15",
+    ),
+    "no color": Part(
+        ("ProcessGroupNCCL.perform_nocolor_split",),
+        "a backend from which torch splits new groups has it, for ranks outside of the new group",
+        "a default group that is bound to a device creates as an unbound one does",
+    ),
+    "lazy NCCL": Part(
+        (
+            *("ProcessGroupNCCL2", "ProcessGroupNCCL.Options.lazy_init", "Backend._plugins"),
+            *("_create_nccl2_process_group", "_create_nccl_lazy_process_group"),
+        ),
+        "the NCCL backend that binds the default group by itself creates a group without a split",
+        "every rank takes part in creating a group that torch splits from a bound default group",
+        first="2.15",
+    ),
+    "abort": Part(
+        ("_abort_process_group", "ProcessGroup.abort"),
+        "ends a group's operations and forgets it, and waits for no rank",
+        "groups are destroyed instead, which may wait for their members",
+    ),
+    "aborts together": Part(
+        ("ProcessGroupNCCL._group_start", "ProcessGroupNCCL._group_end"),
+        "aborts of several communicators of the old NCCL backend begin together",
+        "each is aborted by itself",
+    ),
+    "timeouts": Part(
+        ("_set_pg_timeout",),
+        "sets the timeout of a group; torch.distributed.set_timeout does from 2.14 on",
+        "groups keep the timeout that they were created with",
+        last="2.13",
+    ),
+    "recorder": Part(
+        (
+            "torch._C._distributed_c10d._dump_fr_trace",
+            "torch._C._distributed_c10d._dump_fr_trace_json",
+        ),
+        "dump what torch's flight recorder knows; also _dump_nccl_trace where NCCL is built in",
+        "hypergrid.record() writes groups and stacks only",
+    ),
+    "sends and receives": Part(
+        ("ProcessGroup.send", "ProcessGroup.recv", "Work.wait"),
+        "methods in Python that we replace while hypergrid.record(p2p=True) records",
+        "sends and receives of gloo are not recorded",
+        works=lambda: "dstRank" in _doc(ProcessGroup, "send"),
+    ),
+    "torchcomms": Part(
+        ("_use_torchcomms_enabled",),
+        "tells whether torchcomms creates the groups",
+        "torchcomms is not noticed",
+        first="2.11",
+    ),
+    "torchcomms by members": Part(
+        ("_create_torchcomms_backend",),
+        "new_group creates a group of torchcomms by its members, and splits nothing",
+        "with torchcomms every rank takes part in creating every group",
+        first="2.15",
+    ),
+    "fake store": Part(
+        ("torch.testing._internal.distributed.fake_pg.FakeStore",),
+        "a store for a default group of one process, by which doctor tries this torch",
+        "doctor does not say how groups are created",
+    ),
+    "backward": Part(
+        ("torch._C._current_graph_task_id",),
+        "tells whether a getter is called in a backward pass, for hypergrid audit",
+        "hypergrid audit cannot run",
+    ),
+}
+
+
+def line() -> tuple[int, int]:
+    """The line of the installed torch, such as (2, 15)."""
+    return _line(torch.__version__)
+
+
+def _line(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def has(part: str) -> bool:
+    """Whether the installed torch has this part and it works as here described."""
+    names, *_, works = PARTS[part]
+    try:
+        return all(map(_is_there, names)) and works()
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def lacking() -> dict[str, str]:
+    """Parts that the installed torch does not have, and what happens without each. *Local*."""
+    own = line()
+    return {
+        key: part.without for key, part in PARTS.items() if own <= _line(part.last) and not has(key)
+    }
+
+
+def _is_there(name: str) -> bool:
+    first, *rest = name.split(".")
+    where: Any = c10d
+    if first == "torch":
+        where, rest = pkgutil.resolve_name(name.rpartition(".")[0]), rest[-1:]
+    elif hasattr(c10d, first):
+        where = getattr(c10d, first)
+    else:  # a class of a backend that this torch was built without is not missing
+        return first.startswith("ProcessGroup") and first not in ("ProcessGroupNCCL2",)
+    for each in rest:
+        if not hasattr(where, each):
+            return False
+        where = getattr(where, each)
+    return True
+
+
+def _doc(where: Any, *path: str) -> str:
+    for name in path:
+        where = getattr(where, name, None)
+    return getattr(where, "__doc__", None) or ""
+
+
+# The groups that torch knows.
+
+
+def default_group() -> ProcessGroup:
+    """The default group; ValueError if there is none."""
+    return c10d._get_default_group()
+
+
+def default_store() -> Store:
+    """The store of the default group."""
+    return c10d._get_default_store()
+
+
+def default_timeout(backend: str | None = None) -> timedelta:
+    """The timeout that torch gives a group of ``backend``; without one that of most backends."""
+    return c10d._get_default_timeout(c10d.Backend(backend)) if backend else c10d.default_pg_timeout
+
+
+def known() -> dict[ProcessGroup, str]:
+    """The groups that torch knows at this moment, and their names in torch."""
+    return dict(c10d._world.pg_names)
+
+
+def knows(group: object) -> bool:
+    """Whether torch knows this group: it was neither destroyed nor wrapped by outside code."""
+    return group in c10d._world.pg_map
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """The backend that a group was created with, as torch writes it, such as "nccl"."""
+    return str(c10d._world.pg_map[group][0])
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """The store through which the members of a group connect."""
+    return c10d._world.pg_map[group][1]
+
+
+def devices_of(backend: str) -> dict[str, str]:
+    """The backends that torch's name ``backend`` means, by type of device, in lower case."""
+    config = c10d.BackendConfig(c10d.Backend(backend))
+    return {device: str(each) for device, each in config.get_device_backend_map().items()}
+
+
+def bound_device(group: ProcessGroup) -> torch.device | None:
+    """The device that a group is bound to."""
+    return getattr(group, "bound_device_id", None)
+
+
+def parts_of(group: ProcessGroup) -> list[Any]:
+    """What does a group's work, once each: one object for each backend."""
+    found: dict[int, Any] = {}
+    for device in group._device_types:
+        part = group._get_backend(device)
+        found[id(part)] = part
+    return [*found.values()]
+
+
+def part_of(group: ProcessGroup, device: torch.device | str) -> Any:
+    """What does a group's work on a type of device; RuntimeError if nothing does."""
+    return group._get_backend(torch.device(device))
+
+
+def checked_by(part: Any) -> Any:
+    """The part inside the one with which ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks calls."""
+    while (inner := getattr(part, "wrapped_pg", None)) is not None:
+        part = inner
+    return part
+
+
+def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
+    """Set the timeout of a group, without one that of the default group. *Local*."""
+    public = getattr(dist, "set_timeout", None)  # from torch 2.14 on
+    (public or c10d._set_pg_timeout)(timeout, group)
+
+
+# Their names.
+
+
+@contextmanager
+def numbered(number: int | None) -> Iterator[None]:
+    """Groups that are created inside have names that count up from ``number``.
+
+    Torch's running number is put back, so that groups of outside code keep theirs.
+    """
+    if number is None:
+        yield
+        return
+    with _private:
+        before = c10d._world.group_count
+        c10d._world.group_count = number
+        try:
+            yield
+        finally:
+            c10d._world.group_count = before
+
+
+def _number_becomes_name() -> bool:
+    with numbered(7):
+        return c10d._process_group_name([0], use_hashed_name=False) == "7"
+
+
+# Splits.
+
+
+def split(
+    ranks: Sequence[int],
+    name: str,
+    backend: str | None,
+    options: Any,
+    timeout: timedelta | None,
+    description: str,
+) -> ProcessGroup | None:
+    """Split a group off the default one, as ``torch.distributed.split_group`` but for its name.
+
+    *Collective* over the world; None on a rank outside ``ranks``. ``options`` are those of the
+    backend that does the split.
+    """
+    default, called = default_group(), c10d.GroupName(name)
+    kind = c10d.Backend(backend or backend_of(default))
+    devices, parts = devices_of(kind), dict[str, torch.device]()
+    for device, part in devices.items():  # torch splits for each, also twice the same backend
+        parts.setdefault(part, torch.device(device))
+    timeout = timeout or default_timeout(kind)
+    _tell_its_ranks(default)
+    group: ProcessGroup | None = default.split_group(
+        list(ranks),
+        timeout=timeout,
+        opts=options,
+        group_name=called,
+        group_desc=description,
+        device_types=list(parts.values()),
+    )
+    if default.rank() not in ranks or group is None:
+        return None
+    for device, part in devices.items():
+        if device != parts[part].type:
+            same, of = group._get_backend(parts[part]), c10d.Backend.backend_type_map[part]
+            group._register_backend(torch.device(device), of, same)
+    if default.bound_device_id is not None:
+        group.bound_device_id = default.bound_device_id
+    config = c10d.BackendConfig(kind)
+    if line() <= (2, 13):  # a warning from then on
+        for backend_part in parts_of(group):
+            backend_part._set_sequence_number_for_group()
+    if has("hooks of a split"):
+        hooks: Any = c10d
+        hooks.HealthCheckHook.attach(group)
+        hooks._maybe_attach_flight_recorder(group, config, list(ranks))
+    c10d._register_pg_in_world(
+        group,
+        backend_name=kind,
+        store=group.get_group_store(),
+        group_name=called,
+        backend_config=str(config),
+        rank_mapping={member: place for place, member in enumerate(ranks)},
+    )
+    set_timeout(timeout, group)  # torch gives it to the default's main backend alone
+    return group
+
+
+def _tell_its_ranks(default: ProcessGroup) -> None:
+    # Torch reads them when it splits, but does not set them if the default group is not the first
+    # of its backend in this process: it then reads beyond the end of the list.
+    for part in parts_of(default):
+        if part.supports_splitting and not part.options.global_ranks_in_group:
+            part.options.global_ranks_in_group = list(range(default.size()))
+
+
+# Backends.
+
+
+def gloo() -> Any:
+    """The class of gloo's part of a group; None where torch is built without."""
+    return getattr(c10d, "ProcessGroupGloo", None)
+
+
+def is_gloo(part: object) -> bool:
+    """Whether gloo communicates here."""
+    return gloo() is not None and isinstance(part, gloo())
+
+
+def gloo_devices(interfaces: Sequence[str], lazily: bool | None) -> list[Any]:
+    """What gloo connects through, at once or on first use; None: as torch is set."""
+    make = gloo()
+    devices = [make.create_device(interface=each, lazy_init=lazily) for each in interfaces]
+    return devices or [make.create_default_device(lazy_init=lazily)]
+
+
+def gloo_options(devices: list[Any], timeout: timedelta | None = None) -> Any:
+    """Options of a gloo group as torch sets them, but for its devices."""
+    options = gloo()._Options()
+    options._devices, options._threads = devices, 2 * len(devices)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def set_devices(options: Any, devices: list[Any]) -> None:
+    """Let gloo's ``options`` hold other devices."""
+    options._devices = devices
+
+
+def devices_in(part: Any) -> list[Any]:
+    """What a part of a group connects through, if gloo communicates there."""
+    return getattr(part.options, "_devices", [])
+
+
+def is_nccl2(part: object) -> bool:
+    """Whether it is the NCCL backend that connects at once, unless its options say otherwise."""
+    kinds = (getattr(c10d, f"ProcessGroup{each}", None) for each in ("NCCL2", "NCCLLazy"))
+    return any(kind is not None and isinstance(part, kind) for kind in kinds)
+
+
+def waits_if_asked(name: str) -> bool:
+    """Whether torch creates this one backend by a function that reads ``lazy_init``."""
+    if not has("lazy NCCL"):
+        return False
+    devices_of(name)  # torch registers its own backends when their names are first read
+    plugin = c10d.Backend._plugins.get(name.upper())
+    lazy = [getattr(c10d, f"_create_{each}_process_group") for each in ("nccl2", "nccl_lazy")]
+    return plugin is not None and plugin.creator_fn in lazy
+
+
+def nccl_options() -> Any:
+    """The options that torch gives NCCL's groups."""
+    return c10d.ProcessGroupNCCL.Options()
+
+
+# The end.
+
+
+def end(group: ProcessGroup, abort: bool = False) -> None:
+    """Destroy a group; with ``abort`` without waiting for its members. *Local*.
+
+    Torch leaves an empty list for each group that it knew; that is removed.
+    """
+    world = c10d._world
+    tag = world.pg_to_tag.get(group)
+    try:
+        (c10d._abort_process_group if abort and has("abort") else dist.destroy_process_group)(group)
+    finally:
+        if tag is not None and not world.tags_to_pg.get(tag, True):
+            world.tags_to_pg.pop(tag, None)
+
+
+@contextmanager
+def aborting_together(groups: Iterable[ProcessGroup]) -> Iterator[None]:
+    """Inside, NCCL's communicators abort together: one alone may wait, see pytorch 119797."""
+    parts = (checked_by(part) for group in groups for part in parts_of(group))
+    nccl = next((part for part in parts if hasattr(part, "_group_start")), None)
+    if nccl is not None:
+        nccl._group_start()
+    try:
+        yield
+    finally:
+        if nccl is not None:
+            nccl._group_end()
+
+
+# What torch recorded.
+
+
+def recorded(as_json: bool = False) -> list[Any]:
+    """Each flight recorder's dump: NCCL has one of its own. ``as_json`` without stacks."""
+    bound, ending = torch._C._distributed_c10d, "_json" * as_json
+    names = [f"_dump_{kind}_trace{ending}" for kind in ("nccl", "fr")]
+    reads = [getattr(bound, name) for name in names if hasattr(bound, name)]
+    return [read(True, False) if as_json else read() for read in reads]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def fake_store() -> Store:
+    """A store for a default group of the backend "fake", which has one process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def torchcomms() -> bool:
+    """Whether torchcomms creates the groups."""
+    return bool(getattr(c10d, "_use_torchcomms_enabled", lambda: False)())
