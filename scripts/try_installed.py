@@ -87,7 +87,7 @@ def main() -> None:
     assert not elsewhere, f"not from the wheel: {elsewhere}"
     for file, text in FILES.items():
         Path(file).write_text(text)
-    commands = [f"hypergrid {name}" for name in get_command(app).commands]  # type: ignore[attr-defined]
+    commands = [f"hypergrid {name}" for name in get_command(app).commands]
     for command in ("hypergrid", "hypergrid-launch", *commands):
         tried = [line for line, *_ in STEPS if f"{command} " in f"{line} "]
         assert tried or command == "hypergrid", f"nothing tries `{command}`"
