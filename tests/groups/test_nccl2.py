@@ -1,0 +1,177 @@
+"""The NCCL of torch 2.15 and later, by the calls and options that torch gives it: no GPU is used.
+
+Torch's own code runs up to the constructor of its class, in whose place stands one over gloo.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from compat import parallel_state as ps
+from compat.report import report
+from hypergrid import AgreementError, HyperCommGrid
+from hypergrid.groups import backends, creation, of_torch
+from tests.support.forked import from_all, join, on_ranks
+
+pytestmark = pytest.mark.skipif(not of_torch.has("lazy NCCL"), reason="torch has one NCCL backend")
+
+LAYOUT = {"tensor_model_parallel_size": 2, "create_gloo_process_groups": False}
+calls: list[tuple] = []  # of this process
+
+
+class Nccl2(dist.ProcessGroupGloo):
+    """What torch constructs and splits in place of ``ProcessGroupNCCL2``."""
+
+    def __init__(self, store, rank, size, options, device):
+        super().__init__(store, rank, size, timeout=options._timeout)
+        self.given = options
+        calls.append(("new", tuple(options.global_ranks_in_group), options.lazy_init))
+
+    @property
+    def supports_splitting(self):  # as its header says
+        return not self.given.lazy_init
+
+    @property
+    def options(self):
+        return self.given
+
+    def perform_nocolor_split(self, device):
+        calls.append(("no color",))
+
+    def eager_connect_single_device(self, device):
+        calls.append(("connect", tuple(self.given.global_ranks_in_group)))
+
+
+@pytest.fixture(autouse=True)
+def _standing_in():
+    def bind(opts):
+        if opts.process_group.bound_device_id is None:  # as torch does, on a host with a GPU
+            opts.process_group.bound_device_id = torch.device("cuda", 0)
+        return opts.process_group.bound_device_id
+
+    def split(default, ranks, **given):
+        calls.append(("split", tuple(ranks)))
+        return torchs(default, ranks, **{**given, "opts": None})
+
+    torchs = dist.ProcessGroup.split_group
+    assert of_torch.has("splits")  # before its call is replaced
+    with (
+        mock.patch.object(c10d, "ProcessGroupNCCL2", Nccl2),
+        mock.patch.object(c10d, "_nccl2_device", bind),
+        mock.patch.object(dist.ProcessGroup, "split_group", split),
+    ):
+        yield
+    ps.destroy_model_parallel()
+
+
+def start(rank, world):
+    """The default group as torch 2.15 makes it of "nccl": bound by torch itself."""
+    join(rank, world, backend="nccl")
+    assert c10d._get_default_group().bound_device_id == torch.device("cuda", 0)
+    calls.clear()
+
+
+def made(how):
+    return [call[1] for call in calls if call[0] == how]
+
+
+@on_ranks(4, backend="")
+def test_with_connect_torch_each_name_is_one_split_with_the_whole_world_as_torch_splits(rank):
+    start(rank, 4)
+    ps.initialize_model_parallel(**LAYOUT)
+    state = ps.current_state()
+    assert state.pool.agreement.way == "split" and "connect='lazy'" in report(state)
+    assert not made("new") and not made("connect") and calls
+    splits = from_all(made("split"))
+    assert len({*map(len, splits)}) == 1  # every rank takes part in each
+    own = {pooled.ranks for pooled in state.pool.groups}
+    assert own <= {*made("split")}
+
+
+@on_ranks(4, backend="")
+def test_a_split_group_has_the_hooks_that_torch_attaches_to_its_own(rank):
+    """Without the second what NCCL does is not in the flight recorder."""
+    start(rank, 4)
+    health = mock.Mock(wraps=c10d.HealthCheckHook.attach)
+    with mock.patch.object(c10d, "HealthCheckHook", mock.Mock(attach=health)):
+        (ours,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch")
+    assert health.call_args.args == (ours,) and ours in c10d._world.pg_flight_recorder_hooks
+    creation.close([ours])
+    assert ours not in c10d._world.pg_flight_recorder_hooks
+
+
+@on_ranks(4, backend="")
+def test_with_connect_lazy_members_alone_create_and_nothing_is_split_or_connected(rank):
+    start(rank, 4)
+    ps.initialize_model_parallel(**LAYOUT, connect="lazy")
+    state = ps.current_state()
+    assert state.pool.agreement.way == "members"
+    assert {how for how, *_ in calls} == {"new"} and {call[2] for call in calls} == {True}
+    assert sorted(made("new")) == sorted(pooled.ranks for pooled in state.pool.groups)
+    assert all(backends.connects_later(p.group) == (len(p.ranks) > 1) for p in state.pool.groups)
+
+
+@on_ranks(4, backend="")
+def test_options_that_are_given_are_copied_and_only_wait_in_addition(rank):
+    start(rank, 4)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
+    half = [rank // 2 * 2, rank // 2 * 2 + 1]
+    group = creation.by_members("A", half, "epoch", pg_options=options)
+    given = group._get_backend(torch.device("cuda")).given
+    assert given.lazy_init and given.is_high_priority_stream and given.config.max_ctas == 8
+    assert not options.lazy_init and options.group_name == ""
+
+
+@on_ranks(4, backend="")
+def test_members_alone_are_refused_with_connect_torch_and_connect_at_once_with_eager(rank):
+    start(rank, 4)
+    with pytest.raises(
+        AgreementError, match="every rank; with connect='lazy' members create alone"
+    ):
+        ps.initialize_model_parallel(**LAYOUT, creation="members")
+    with mock.patch.object(creation, "connect") as connect:
+        ps.initialize_model_parallel(**LAYOUT, creation="members", connect="eager")
+    several = [p.group for p in ps.current_state().pool.groups if len(p.ranks) > 1]
+    assert [call.args[0] for call in connect.call_args_list] == several
+    assert {how for how, *_ in calls} == {"new"}
+
+
+@on_ranks(4, backend="")
+def test_a_window_and_a_subgroup_on_demand_need_connect_lazy(rank):
+    start(rank, 4)
+    window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
+    with pytest.raises(RuntimeError, match=r"a window of 2 of 4 ranks.*connect='lazy'"):
+        ps.initialize_model_parallel(**LAYOUT, **window)
+    ps.initialize_model_parallel(**LAYOUT, **window, connect="lazy")
+    grid = HyperCommGrid([4], ["dp"])
+    with mock.patch.dict("os.environ", HYPERGRID_CONNECT="lazy"):
+        grid.create_pg("dp")
+    calls.clear()
+    if rank < 2:
+        grid.subgroup("dp", 2)
+    assert made("new") == [(0, 1)] * (rank < 2) and not made("split")
+
+
+@on_ranks(4, backend="")
+def test_off_an_unbound_default_group_it_connects_at_once_by_its_members_or_later(rank):
+    join(rank, 4)
+    half = [rank // 2 * 2, rank // 2 * 2 + 1]
+    at_once = creation.by_members("A", half, "epoch", backend="nccl")
+    later = creation.by_members("B", half, "epoch", True, backend="nccl")
+    assert [call[2] for call in calls] == [False, True] and not made("split")
+    assert [backends.connects_later(group) for group in (at_once, later)] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["nccl", "NCCL", "nccl2", "nccl-lazy", "cpu:gloo,cuda:nccl2"])
+def test_which_names_wait_is_asked_of_what_torch_would_call(fake_world, name):
+    fake_world(1)
+    assert backends.can_wait(name)
+    assert not backends.can_wait("nccl-legacy") and not backends.can_wait("gloo")
+    plugin = c10d.Backend._plugins["NCCL"]
+    legacy = plugin._replace(creator_fn=c10d._create_nccl_process_group)  # TORCH_DIST_USE_NCCL2=0
+    with mock.patch.dict(c10d.Backend._plugins, NCCL=legacy):
+        assert backends.can_wait(name) == (name.lower() != "nccl")
