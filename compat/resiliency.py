@@ -20,7 +20,7 @@ import hypergrid
 from hypergrid.groups import gloo
 from hypergrid.groups.survivors import DifferentError, forget_life, meet
 from hypergrid.layout import RankLayout
-from hypergrid.messages import shown
+from hypergrid.messages import install_command, shown
 from hypergrid.replicas import NoReplicaError, Replicas, any_number
 from hypergrid.topology import Hosts, Topology
 
@@ -37,7 +37,7 @@ try:
 except ImportError as missing:
     raise ImportError(
         f"compat.resiliency needs nvidia-resiliency-ext, which cannot be imported: {missing}. "
-        f"pip install 'hypergrid[resiliency]'"
+        f"{install_command('resiliency')}."
     ) from missing
 
 __all__ = ["Abort", "Initialize", "RankLayout", "WholeReplicas"]

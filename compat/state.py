@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FunctionType
@@ -28,7 +28,7 @@ from compat.megatron.communicators import Configs
 from compat.megatron.getters import FUNCTIONS, known, over
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
-from compat.megatron.suspended import SuspendedGroup, exchanged, is_suspended
+from compat.megatron.suspended import SuspendedGroup, exchanged
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
 from hypergrid.groups.abort import after_abort
@@ -36,7 +36,7 @@ from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.groups.prepare import Agreement
 from hypergrid.groups.store import abortable, raise_if_aborted
-from hypergrid.groups.suspension import Suspended, Suspension
+from hypergrid.groups.suspension import Suspended
 from hypergrid.plan import GroupPlan
 
 before_closing.add(te_process.release)
@@ -122,10 +122,8 @@ class ParallelState:
 
     def _forget(self) -> None:
         self.request: Request | None = None
-        # What create_all_gather_groups was asked for, for resume.
-        self._extra: list[tuple[Sequence[Row], timedelta | None, Configs]] = []
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
-        self._asleep: dict[Any, Any] = {}  # placeholder -> group that its backend suspended
+        self._away: dict[SuspendedGroup, str] = {}  # placeholder -> name of its group
         self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
         self._take(Built())
 
@@ -284,8 +282,9 @@ class ParallelState:
         an optimizer), a group that suspends natively must not be used meanwhile; a closed one
         keeps gloo's file descriptors open: delete it first.
 
-        *Collective*, arguments, result and errors as for ``GroupPool.suspend``. Where functions
-        that create groups were replaced, all groups are closed if one must be.
+        *Collective*, arguments, result and errors as for ``GroupPool.suspend``. Where outside code
+        has replaced functions that create groups, or SHARP is on, groups cannot be closed until
+        ``resume``, which is an error.
 
         Raises
         ------
@@ -294,28 +293,20 @@ class ParallelState:
         """
         if self.request is None or self._grid is None or self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
-        pooled = list(self.pool.groups)
-        report = self._grid.suspend(how, alike=replaced.creates(self.request.helpers))
-        usable = {id(each.group) for each in self.pool.usable()}
-        away: dict[Any, Any] = {
-            each.group: SuspendedGroup(each.label)
-            for each in pooled
-            if id(each.group) not in usable
-        }
-        self._exchange(away)
-        asleep = {id(each.group) for each in self.pool.groups} - usable
-        self._asleep = {away[group]: group for group in away if id(group) in asleep}
-        listed = self._global_process_group_list or []
-        self._global_process_group_list = [
-            group for group in listed if group not in away or id(group) in asleep
-        ]
+        groups = {each.group: SuspendedGroup(each.label) for each in self.pool.groups}
+        names = {group: str(group.group_name) for group in groups}
+        report = self._grid.suspend(how)
+        for each in self.pool.usable():
+            groups.pop(each.group, None)
+        self._exchange(groups)
+        self._away = {placeholder: names[group] for group, placeholder in groups.items()}
         return report
 
     def resume(self) -> dict[str, ProcessGroup]:
         """Let the groups work again.
 
-        Those that were not closed are the same objects, and only a native backend waits for other
-        members. If groups were closed, *collective* as the first initialisation: they are created
+        Groups that were not closed are the same objects, and only a native backend waits for other
+        members. If they were closed, *collective* as the first initialisation: all are created
         again as planned, with the same ranks, options and timeouts, also those of
         ``update_pg_timeout`` and ``create_all_gather_groups``. These are new objects, as torch
         cannot reopen a group: replace the old ones wherever they are kept.
@@ -332,52 +323,23 @@ class ParallelState:
             The state is not suspended, or a backend cannot resume.
         As initialisation does; the state is then still suspended.
         """
-        old, pool = self._grid, self.pool
-        if self.request is None or old is None or pool is None or pool.suspended is None:
+        grid, pool = self._grid, self.pool
+        if self.request is None or grid is None or pool is None or pool.suspended is None:
             raise RuntimeError(f"this state is not suspended: {self!r}.")
-        pool.suspended.wake()
-        self._exchange(self._asleep)
-        self._asleep = {}
-        if pool.suspended.closes:
-            return self._rebuild(self.request, old, pool.suspended)
-        return old.resume()
-
-    def _rebuild(
-        self, request: Request, old: HyperCommGrid, suspension: Suspension
-    ) -> dict[str, ProcessGroup]:
-        with environment_restored_on_failure():
-            built = build(request, old.pool, prefix=old.pool.prefix if old.pool else "")
-            before = {slot: getattr(self, slot) for slot in GROUP_SLOTS}
-            noted, numbered = self._global_process_group_list, self._numbered
-            pooled = [None, *(each.group for each in old.pool.groups)] if old.pool else [None]
-            own = [group for group in noted or [] if group not in pooled]
-            self._take(built)
-            try:
-                # From outside code:
-                self._put({s: value for s, value in before.items() if not is_suspended(value)})
-                listed = built.groups or ([None] if own else [])
-                self._global_process_group_list = [*listed, *own] or None
-                for arguments in self._extra:
-                    self._make_extra(*arguments)
-                assert built.grid is not None and built.grid.pool is not None
-                built.grid.replace(old)
-                for each in built.grid.pool.groups:
-                    if (each.label, each.ranks) in self._timeouts:
-                        changed = self._timeouts[each.label, each.ranks]
-                        c10d._set_pg_timeout(changed, each.group)
-            except BaseException:
-                if built.grid is not None:
-                    built.grid.destroy(abort=True)
-                self._grid, self._numbered = old, numbered
-                self._put(before | known(self._numbered, self.request))
-                self._global_process_group_list = noted
-                raise
-        return built.grid.pool.renewed(suspension)
+        new = pool.suspended.is_closed
+        renewed = grid.resume(self.request.timeout, self.request.participants)
+        for each in pool.groups if new else ():
+            if (each.label, each.ranks) in self._timeouts:
+                c10d._set_pg_timeout(self._timeouts[each.label, each.ranks], each.group)
+        self._exchange({each: renewed[name] for each, name in self._away.items()})
+        self._away = {}
+        return renewed
 
     def _exchange(self, others: dict[Any, Any]) -> None:
         """Put other values in the place of groups, or of placeholders."""
         was = {slot: getattr(self, slot) for slot in self._numbered}
-        self._put({s: exchanged(getattr(self, s), others) for s in GROUP_SLOTS})
+        holders = (*GROUP_SLOTS, "_global_process_group_list")
+        self._put({slot: exchanged(getattr(self, slot), others) for slot in holders})
         self._numbered = {
             slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
             for slot, (group, rank, size) in self._numbered.items()
@@ -441,9 +403,8 @@ class ParallelState:
         if self.pool is None:
             return None, None
         wanted = for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1
-        arguments = (EXTRA_ALL_GATHER[: 1 + wanted], timeout, nccl_comm_cfgs or {})
-        made = self._make_extra(*arguments)
-        self._extra.append(arguments)
+        about = self.request, self.pool, self.note_group, timeout, nccl_comm_cfgs or {}
+        made = [build_extra(row, *about) for row in EXTRA_ALL_GATHER[: 1 + wanted]]
         return made[0], made[1] if wanted else None
 
     def subgroup(
@@ -469,13 +430,6 @@ class ParallelState:
         if self._grid is None:
             raise ValueError(f"{self!r} has no subgroup to release.")
         self._grid.release(group)
-
-    def _make_extra(
-        self, rows: Sequence[Row], timeout: timedelta | None, configs: Configs
-    ) -> list[ProcessGroup | None]:
-        assert self.request is not None and self.pool is not None
-        about = self.request, self.pool, self.note_group
-        return [build_extra(row, *about, timeout, configs) for row in rows]
 
 
 def _method(name: str, function: FunctionType) -> Any:

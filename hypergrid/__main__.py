@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from hypergrid.messages import install_command
+
 
 def main() -> None:
     """Run the command line."""
@@ -11,10 +13,8 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        print(
-            f"hypergrid: the command line needs {error.name}: pip install 'hypergrid[cli]'",
-            file=sys.stderr,
-        )
+        how = install_command("cli")
+        print(f"hypergrid: the command line needs {error.name}: {how}", file=sys.stderr)
         sys.exit(2)
     from hypergrid.cli.app import app
 

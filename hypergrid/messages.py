@@ -30,6 +30,11 @@ def shown_apart(one: object, other: object) -> tuple[str, str]:
     return f"...{first[at : at + 80]}...", f"...{second[at : at + 80]}..."
 
 
+def install_command(extra: str) -> str:
+    """How to install an extra: the distribution, ``hypergrid-comm``, is in no package index yet."""
+    return f"pip install '.[{extra}]' in a checkout of hypergrid"
+
+
 def in_words(error: BaseException) -> str:
     """The type and the first line of the text: what torch appends to it is a C++ traceback."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hypergrid.layout import LayoutError
-from hypergrid.messages import shown
+from hypergrid.messages import install_command, shown
 from hypergrid.network import MOST_HOSTS, Network
 
 _LONGEST = 64 << 20  # bytes of a file
@@ -61,8 +61,8 @@ def _loaded(text: str) -> Any:
         import yaml
     except ImportError:
         raise LayoutError(
-            "reading YAML needs PyYAML: pip install 'hypergrid[topology]'. JSON with the same "
-            "keys needs nothing."
+            f"reading YAML needs PyYAML: {install_command('topology')}. JSON with the same keys "
+            f"needs nothing."
         ) from None
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -246,25 +246,13 @@ def _bracketed(numbers: list[str]) -> str:
     return numbers[0] if len(numbers) == 1 else f"[{','.join(map('-'.join, spans))}]"
 
 
-def _each_rank(network: Network) -> Iterator[tuple[int, str, int]]:
-    """Of each rank its host, and its place there."""
-    start = 0
-    for name, many in zip(network.hosts, network.ranks, strict=True):
-        yield from ((start + i, name, i) for i in range(many))
-        start += many
-
-
 # How an order of hosts is written down, by what reads it.
 FORMATS: dict[str, Callable[[Network], str]] = {
     "hostfile": lambda network: "\n".join(
         f"{name} slots={n}" for name, n in zip(network.hosts, network.ranks, strict=True)
     ),
     "hostlist": lambda network: hostlist(network.hosts),
-    "slurm": lambda network: "\n".join(name for _, name, _ in _each_rank(network)),
-    "torchrun": lambda network: "\n".join(
-        f"{name} --node-rank {number}" for number, name in enumerate(network.hosts)
-    ),
-    "rankfile": lambda network: "\n".join(
-        f"rank {rank}={name} slot={place}" for rank, name, place in _each_rank(network)
+    "slurm": lambda network: "\n".join(
+        name for name, n in zip(network.hosts, network.ranks, strict=True) for _ in range(n)
     ),
 }

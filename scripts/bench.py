@@ -196,17 +196,15 @@ def all_cases(bench: Bench) -> list[Case]:
 
 ENUMERATION = "`RankGenerator.get_ranks('dp-cp')`, 65,536 ranks"
 BARRIER = "torch's store barrier"
-AGREEING, VIRTUAL = (64, 512), (64, 1024, 16_384, 131_072, 1_048_576)
+AGREEING, VIRTUAL = (64, 512), (64, 1024, 16_384, 131_072)
 CASES = {
     "success": "success",
-    "hosts": "success, 8 ranks to a host",
     "different": "one rank differs",
     "missing": "one rank is missing",
 }
 SIMULATED = {
     "cost": "One operation of a TCPStore with 64 busy clients, CPU of its process",
     "success": "CPU of the store's process for 131,072 virtual ranks",
-    "hosts": "CPU of the store's process for 131,072 virtual ranks, 8 to a host",
 }
 AUDITED = (
     "`get_tensor_model_parallel_rank()` after an audit, beside never audited",
@@ -399,10 +397,8 @@ def recorded(bench: Bench) -> int:
 
 
 def agreement_titles(world: int) -> tuple[str, ...]:
-    where = f"{world} processes"
     return tuple(
-        f"{where}{hosts}: {what}"
-        for hosts in ("", ", 8 to a host")
+        f"{world} processes: {what}"
         for what in (
             "last arrival to last verdict",
             "the same, beside `dist.barrier`",
@@ -418,17 +414,15 @@ def agreement(bench: Bench, world: int) -> list[Row]:
     turns, gloo = bench.repeats(7, 3), world <= 64
     job = {"job": "processes", "world": world, "turns": turns, "gloo": gloo}
     found = child("bench_agreement.py", **job)
-    barrier, rows, titles = found["barrier"], list[Row](), iter(agreement_titles(world))
-    for kind, operations in (("phases", 9), ("hosts", 2.5)):
-        ours = found[kind]
-        rows.append(Row(next(titles), ours["seconds"], barrier["seconds"], BARRIER))
-        title = next(titles)
-        if gloo:
-            rows.append(Row(title, ours["seconds"], found["gloo"]["seconds"], "dist.barrier"))
-        rows.append(Row(next(titles), ours["cpu"], barrier["cpu"], BARRIER))
-        for name, most in (("operations", operations), ("bytes", None)):
-            each, theirs = ours[f"first {name}"], barrier[f"first {name}"]
-            rows.append(Row(next(titles), each, theirs, BARRIER, "count", at_most=most))
+    ours, barrier, titles = found["phases"], found["barrier"], iter(agreement_titles(world))
+    rows = [Row(next(titles), ours["seconds"], barrier["seconds"], BARRIER)]
+    title = next(titles)
+    if gloo:
+        rows.append(Row(title, ours["seconds"], found["gloo"]["seconds"], "dist.barrier"))
+    rows.append(Row(next(titles), ours["cpu"], barrier["cpu"], BARRIER))
+    for name, most in (("operations", 9), ("bytes", None)):
+        each, theirs = ours[f"first {name}"], barrier[f"first {name}"]
+        rows.append(Row(next(titles), each, theirs, BARRIER, "count", at_most=most))
     return rows
 
 
@@ -437,15 +431,14 @@ def simulation(bench: Bench) -> list[Row]:
     cost = child("bench_agreement.py", job="operations", clients=64, calls=bench.repeats(2000, 300))
     rows = [Row(SIMULATED["cost"], [*cost.values()])]
     worlds = VIRTUAL[: 3 if bench.quick else None]
-    for world, case in itertools.product(worlds, ("hosts", "success", "missing", "different")):
+    for world, case in itertools.product(worlds, ("success", "missing", "different")):
         if bench.seconds(1):
             found = child("bench_agreement.py", job="simulate", world=world, case=case, timeout=600)
             seconds = found["trips"] * world * median(cost.values())
             each = [f"{found[name]:.2f}" for name in ("operations", "trips", "bytes")]
             bench.simulated.append((f"{world:,}", CASES[case], *each, show(seconds, "time")))
             if world == 131_072 and case in SIMULATED:
-                at_most = 2 if case == "hosts" else None
-                rows.append(Row(SIMULATED[case], [seconds], at_most=at_most))
+                rows.append(Row(SIMULATED[case], [seconds]))
     return rows
 
 

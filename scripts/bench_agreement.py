@@ -21,7 +21,6 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +30,6 @@ from torch.distributed import distributed_c10d as c10d
 from hypergrid.groups import store as connection
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Abilities
-from hypergrid.groups.hosts import Speaker
 from hypergrid.groups.prepare import _Memory, _Round
 from hypergrid.groups.rendezvous import Phase
 from hypergrid.policy import Policy
@@ -39,17 +37,13 @@ from tests.support.counting import CountingStore
 
 PROPOSAL = {"plan": "0" * 64, "tensor_model_parallel_size": 8, "arguments": "x" * 900}
 MINUTE = timedelta(minutes=1)
-PER_HOST = 8
 SERVER_CALLS = ("add", "wait", "compare_set")
 
 
 def two_phases(store: dist.Store, ranks: range, memory: _Memory) -> None:
     here = _Round(store, ranks, memory)
-    try:
-        here.arrive(PROPOSAL, Abilities(), Policy(), MINUTE)
-        epoch = here.outcome(MINUTE)["epoch"]
-    finally:
-        here.mates.close()
+    here.arrive(PROPOSAL, Abilities(), Policy())
+    epoch = here.outcome(MINUTE)["epoch"]
     with (
         mock.patch("hypergrid.groups.commit.shared_store", lambda: store),
         all_or_none(epoch, ranks, MINUTE),
@@ -146,17 +140,14 @@ def operations(clients: int, calls: int) -> dict[str, float]:
 
 def processes(world: int, turns: int, gloo: bool) -> dict[str, dict[str, list[float]]]:
     """Kind of turn -> seconds from the last arrival to the last verdict, and what it cost."""
-    kinds = ["nothing", "barrier", "phases", "hosts", *["gloo"] * gloo]
+    kinds = ["nothing", "barrier", "phases", *["gloo"] * gloo]
 
     def body(base: Any, rank: int, world: int, turn: int, kind: str, kept: Any) -> list[float]:
-        hosts = kind == "hosts"
-        os.environ["LOCAL_WORLD_SIZE"] = str(PER_HOST)
-        os.environ["HYPERGRID_HOSTS_FIRST"] = "2" if hosts else "0"
         store = CountingStore(dist.PrefixStore(kind, base))
         memory, sent, start = kept.setdefault(kind, _Memory()), wire(base), time.monotonic()
         if kind == "barrier":
             c10d._store_based_barrier(rank, store, str(turn), world, MINUTE)
-        elif kind in ("phases", "hosts"):
+        elif kind == "phases":
             with mock.patch.object(dist, "get_rank", lambda: rank):
                 two_phases(store, range(world), memory)
         elif kind == "gloo":
@@ -185,8 +176,7 @@ def processes(world: int, turns: int, gloo: bool) -> dict[str, dict[str, list[fl
 def simulated(world: int, case: str) -> dict[str, float]:
     """Operations, round trips and characters per rank of ``world`` virtual ranks."""
     store, ranks = CountingStore(dist.HashStore()), range(world)
-    step = PER_HOST if case == "hosts" else 1
-    speakers = range(0, world - (case == "missing"), step)
+    arriving = range(world - (case == "missing"))
     start, made = time.process_time(), dict[bool, _Round]()
     at = 0
 
@@ -197,41 +187,36 @@ def simulated(world: int, case: str) -> dict[str, float]:
         here.memory, here.phase = _Memory(), Phase(here.phase.store, ranks, rank)
         return here
 
-    silent: Any = SimpleNamespace(sendall=len, close=list)
-    others = dict.fromkeys(range(1, step), silent)
     with mock.patch.object(dist, "get_rank", lambda: at):
-        for at in speakers:
+        for at in arriving:
             here = _Round(store, ranks, _Memory())
-            if case == "hosts":
-                here.mates = Speaker(dict(others), socket.socket(socket.AF_UNIX))
             odd = case == "different" and at == 1
             here.arrive({**PROPOSAL, "odd": odd}, Abilities(), Policy())
-            here.mates.close()
             made.setdefault(odd, here)
     if case == "missing":  # the first whose time is up calls the roll, and all answer
         assert back(0).phase.publish("roll call", early=True)
-        for at in speakers:
+        for at in arriving:
             phase = back(at).phase
             phase.store.wait(["outcome"], MINUTE)
             phase._answer()
         assert f"1 of {world} ranks" in phase._missing()
     elif case == "different":
-        for at in speakers:
+        for at in arriving:
             here = back(at)
             here.phase.store.wait(["outcome"], MINUTE)
             here.phase.tell(here.digest, here.entry)
-        for at in reversed(speakers):  # the last one to tell decides
+        for at in reversed(arriving):  # the last one to tell decides
             here = back(at)
             here.phase._told = at + 1
             assert "different groups" in here.outcome(MINUTE)["error"]
     else:
-        for at in speakers:
+        for at in arriving:
             assert back(at).outcome(MINUTE)["epoch"] == f"0..{world - 1}/0"
         phases = dist.PrefixStore("commit", store)
-        for at in speakers:
-            if Phase(phases, ranks, at).arrive(many=step) == world:
+        for at in arriving:
+            if Phase(phases, ranks, at).arrive() == world:
                 Phase(phases, ranks, at).publish("")
-        assert {Phase(phases, ranks, at).outcome(MINUTE, str) for at in speakers} == {""}
+        assert {Phase(phases, ranks, at).outcome(MINUTE, str) for at in arriving} == {""}
     return {
         "operations": sum(store.counts.values()) / world,
         "trips": store.trips / world,

@@ -19,7 +19,7 @@ def pyplot() -> ModuleType:
         import matplotlib
     except ImportError as error:
         raise SystemExit(
-            "--plot needs matplotlib, which the extra `plot` brings: pip install 'hypergrid[plot]'"
+            "--plot needs matplotlib, which the extra `plot` brings: pip install '.[plot]'"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

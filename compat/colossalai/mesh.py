@@ -12,9 +12,8 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups.creation import plain_backend
+from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.known_groups import NOT_A_MEMBER
 from hypergrid.groups.prepare import refusing_together
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown

@@ -51,14 +51,13 @@ class Built:
 
 def build(
     request: Request,
-    suspended: GroupPool | None = None,
     agreement: Agreement | None = None,
     prefix: str = "",
 ) -> Built:
     """Create every group of ``request`` that this rank belongs to.
 
-    Those that a ``suspended`` pool has not closed are taken from there. With ``agreement`` the
-    ranks have agreed already, and commit together afterwards. ``prefix`` begins descriptions.
+    With ``agreement`` the ranks have agreed already, and commit together afterwards. ``prefix``
+    begins descriptions.
 
     *Collective* over the request's participants; a rank that is none of them gets no groups.
     After a failure no group is left.
@@ -79,8 +78,6 @@ def build(
     if request.helpers:
         owner += f", with {replaced.in_words(request.helpers)} replaced"
     pool = grid.begin(agreement or Agreement(""), policy, owner, prefix)
-    if suspended is not None:
-        pool.replace(suspended)
     try:
         agreed = request.participants, request.proposal(), request.timeout, request.life
         with nullcontext() if agreement else pool.agreed(*agreed, one_device=alone):
@@ -88,7 +85,7 @@ def build(
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
                     with _sharp([p], request, built):
-                        _make(built, pool.make, plan, p, pg_options)
+                        _make(built, pool.make, plan, p, pg_options, not _is_sharp(p, request))
             else:
                 _call_helpers(built, pool, request)
             _assign_aliases(built, request)
@@ -118,7 +115,7 @@ def place(request: Request, find: Callable[..., list[Any]]) -> Built:
     """
     rank, built = dist.get_rank(), Built(grid=_grid_over(request))
     for p in request.planned:
-        _make(built, find, request.plan, p, _options(p, request, rank))
+        _make(built, find, request.plan, p, _options(p, request, rank), False)
     _assign_aliases(built, request)
     return built
 
@@ -148,6 +145,7 @@ def _make(
     plan: GroupPlan,
     p: Planned,
     pg_options: Any,
+    again: bool,
 ) -> None:
     rank, row = dist.get_rank(), p.group
     mine = plan.mine(row, rank)
@@ -157,6 +155,7 @@ def _make(
         lambda: plan.all(row),
         dims=row.dims,
         kind=row.kind,
+        again=again,
         backend=row.backend,
         timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
         pg_options=pg_options,
@@ -253,6 +252,10 @@ def _options(p: Planned, request: Request, rank: int) -> Any:
     return calls.options(request, p.row.options) if asked and calls.takes_options(p) else None
 
 
+def _is_sharp(p: Planned, request: Request) -> bool:
+    return request.sharp_group is not None and p.row.sharp == request.sharp_group
+
+
 @contextmanager
 def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[None]:
     """Switch SHARP on while the rows that it serves are created, and off after the last of them.
@@ -262,8 +265,8 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
     NCCL connects on first use, and uses SHARP if it is on at that time: so there is a barrier on
     the group before it is switched off.
     """
-    served = [q for q in request.planned if q.row.sharp == request.sharp_group]
-    if request.sharp_group is None or not any(p in served for p in rows):
+    served = [q for q in request.planned if _is_sharp(q, request)]
+    if not any(p in served for p in rows):
         yield
         return
     if HAS["sharp_switched"]:

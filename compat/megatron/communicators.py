@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compat.megatron.releases import HAS
-from hypergrid.messages import shown
+from hypergrid.messages import install_command, shown
 
 Configs = dict[str, dict[str, Any]]
 
@@ -128,8 +128,8 @@ def _read(path: str) -> Configs:
         import yaml
     except ImportError:
         raise RuntimeError(
-            f"reading the NCCL configuration {shown(path)} needs PyYAML: pip install "
-            f"'hypergrid[megatron]'."
+            f"reading the NCCL configuration {shown(path)} needs PyYAML: "
+            f"{install_command('megatron')}."
         ) from None
     named = f"nccl_communicator_config_path={shown(path)}"
     try:

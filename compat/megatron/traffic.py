@@ -37,13 +37,6 @@ _FLOWS: tuple[tuple[str, str, tuple[str, ...], Pattern, str], ...] = (
     ("expert dp", "expert", ("dp",), "ring", "dp"),
     ("pp", "decoder", ("pp",), "neighbours", "pp"),
 )
-# By a row's traffic in the table, what is not a ring: for NCCL's memory.
-SENDS: Mapping[str, tuple[Pattern, ...]] = {
-    "pipeline": ("neighbours",),
-    "context": ("neighbours",),
-    "expert tokens": ("all-to-all",),
-    "expert dispatch": ("all-to-all",),
-}
 # The two layouts that users know (the others are splits of these), and the dims that cut weights.
 SHARDS = {"decoder": ("tp", "pp"), "expert": ("tp", "ep", "pp")}
 

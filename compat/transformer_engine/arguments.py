@@ -1,8 +1,9 @@
 """Transformer Engine without Megatron: the groups that it takes, from a grid or a state.
 
-``where`` is a ``HyperCommGrid`` with dims tp, cp, dp and ep (as many as there are), a
-``ParallelState``, or a ``Named`` grid. All functions are *local* except ``create_groups``;
-only ``probe`` imports Transformer Engine.
+``where`` is a ``HyperCommGrid`` with dims tp, cp and dp (as many as there are), or a
+``ParallelState``. All functions are *local* except ``create_groups``; only ``probe`` imports
+Transformer Engine. A function that needs a group that the grid has not created raises KeyError,
+which names the call that creates it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.hyper_comm_grid import AnyGrid
-from compat.transformer_engine.groups import Named as Named
-from compat.transformer_engine.groups import Where, source
+from compat.transformer_engine.groups import OfGrid, Where, source
 from compat.transformer_engine.process import Installation as Installation
 from compat.transformer_engine.process import empty_meta_package as empty_meta_package
 from compat.transformer_engine.process import forget_sizes, release
@@ -27,11 +27,6 @@ from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-# The operations of te.ops that communicate, and the parameter that takes their group.
-OPS = {
-    **dict.fromkeys(("Linear", "BasicLinear", "Bias"), "tensor_parallel_group"),
-    **dict.fromkeys(("AllGather", "ReduceScatter", "AllReduce"), "process_group"),
-}
 
 before_closing.add(release)
 _stream_of = functools.cache(torch.cuda.Stream)
@@ -51,25 +46,13 @@ class ContextParallel(NamedTuple):
     cp_comm_type: str
 
 
-def create_groups(where: AnyGrid | Named, *, a2a_size: int | None = None) -> None:
-    """Create the groups that Transformer Engine takes and that the grid does not have yet.
+def create_groups(grid: AnyGrid, *, a2a_size: int | None = None) -> None:
+    """Create the groups of this module that the grid does not have yet.
 
-    *Collective* over the grid. Those over tp, cp, tp-cp, tp-dp-cp and, in the view of expert
-    layers, tp and tp-ep; with ``a2a_size`` also the two of hierarchical context parallelism.
-    A state has all of its groups already.
+    *Collective* over the grid. They are over tp, cp, tp-cp, tp-dp-cp and, in its view "expert", tp;
+    with ``a2a_size`` also the two of hierarchical context parallelism. A state has all already.
     """
-    (where if isinstance(where, Named) else Named(where)).create(a2a_size)
-
-
-def tp_kwargs(where: Where, *, expert: bool = False) -> dict[str, Any]:
-    """``tp_group`` and ``tp_size``, for every module of ``te.pytorch`` that takes them.
-
-    With ``expert`` those of expert layers, for ``GroupedLinear``. A grid without tp gives None and
-    1, which means no tensor parallelism. This function and all below raise KeyError if the grid
-    has not created the group; the message names the call that does.
-    """
-    group = source(where).group("tp", expert)
-    return {"tp_group": group, "tp_size": 1 if group is None else group.size()}
+    OfGrid(grid).create(a2a_size)
 
 
 def cp_args(
@@ -105,45 +88,14 @@ def amax_group(where: Where, tp_only: bool = False) -> ProcessGroup:
     """The group over which maxima of quantised tensors are reduced: tp x dp x cp, or tp x cp.
 
     Always the same object, since Transformer Engine keeps state for each object; and never None,
-    which means the world to it.
+    which means the world to it: ValueError if the grid has none of these dims.
     """
-    return _never_the_world(where, "tp-cp" if tp_only else "tp-dp-cp")
-
-
-def autocast_kwargs(where: Where, tp_only: bool = False) -> dict[str, ProcessGroup]:
-    """``amax_reduction_group``, for ``autocast`` and ``make_graphed_callables``."""
-    return {"amax_reduction_group": amax_group(where, tp_only)}
-
-
-def checkpoint_kwargs(where: Where) -> dict[str, ProcessGroup]:
-    """``tp_group``, for ``checkpoint``, to which None means the world."""
-    return {"tp_group": _never_the_world(where, "tp")}
-
-
-def ops_kwargs(where: Where, op: str | type = "Linear") -> dict[str, ProcessGroup]:
-    """The tensor-parallel group under the name by which an operation of ``te.ops`` takes it.
-
-    ``op`` is the operation or its name: "Linear", "BasicLinear", "Bias", "AllGather",
-    "ReduceScatter" or "AllReduce". None means the world to them too.
-    """
-    name = op if isinstance(op, str) else op.__name__
-    if name not in OPS:
-        raise ValueError(f"invalid operation {shown(name)}: those that take a group are {[*OPS]}.")
-    return {OPS[name]: _never_the_world(where, "tp")}
-
-
-def cross_entropy_group(where: Where) -> ProcessGroup | None:
-    """``dist_process_group`` of ``parallel_cross_entropy``; None without tensor parallelism."""
-    return source(where).group("tp")
-
-
-def ep_group(where: Where) -> ProcessGroup:
-    """``ep_group`` of ``ep_bootstrap``: tp x ep of expert layers, two ranks or more."""
-    group = _never_the_world(where, "tp-ep", expert=True)
-    if group.size() < 2:
+    dims = "tp-cp" if tp_only else "tp-dp-cp"
+    group = source(where).group(dims)
+    if group is None:
         raise ValueError(
-            "tp x ep of expert layers is one rank, and ep_bootstrap needs at least two: do not "
-            "call it without expert parallelism."
+            f"the grid has no dim of {dims.split('-')}, and None means the world to Transformer "
+            f"Engine: give the grid such a dim of size 1, and create_pg() over it."
         )
     return group
 
@@ -177,15 +129,16 @@ def apply(
     given = []
     # Experts last: a layer's own setter also sets the experts that it contains.
     for expert in (False, True) if of_experts else (False,):
-        tp = tp_kwargs(where, expert=expert)
+        group = source(where).group("tp", expert)
+        size = 1 if group is None else group.size()
         for name, m in named:
             if (m in of_experts) == expert and hasattr(m, "set_tensor_parallel_group"):
-                _check_size(name, m, tp["tp_size"])
-                given.append((m, tp["tp_group"]))
+                _check_size(name, m, size)
+                given.append((m, group))
     if not given and not attention:
         raise ValueError(
             f"no module of {type(module).__name__} takes a group after it was built. Pass groups "
-            f"to modules of te.ops when you build them: ops_kwargs()."
+            f"to modules of te.ops when you build them."
         )
     several = attention and len(source(where).cp_ranks) > 1
     context = cp_args(where, comm_type, a2a_size, cp_stream=cp_stream) if several else None
@@ -203,9 +156,8 @@ def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) 
     fastest dim, and start at a multiple of its size. The ValueError names the ranks that it would
     choose, and those of tp.
     """
-    groups = where if isinstance(where, RankLayout) else source(where)
-    layout = groups if isinstance(groups, RankLayout) else groups.layout
-    dims = groups.dims("tp") if isinstance(groups, Named) else {"tp"}.intersection(layout.dims)
+    layout = where if isinstance(where, RankLayout) else source(where).layout
+    dims = {"tp"}.intersection(layout.dims)
     size = layout.dim_size(dims)
     ours = layout.group(layout.offset, dims)
     theirs = [layout.offset // size * size + place for place in range(size)]
@@ -224,20 +176,10 @@ def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) 
         )
 
 
-def _never_the_world(where: Where, roles: str, expert: bool = False) -> ProcessGroup:
-    group = source(where).group(roles, expert)
-    if group is None:
-        raise ValueError(
-            f"the grid has no dim of {roles.split('-')}, and None means the world to Transformer "
-            f"Engine: give the grid such a dim of size 1, and create_pg() over it."
-        )
-    return group
-
-
 def _check_size(name: str, module: Any, size: int) -> None:
     built = getattr(module, "tp_size", size)
     if built != size and (built > 1 or getattr(module, "parallel_mode", None)):
         raise ValueError(
             f"{name or type(module).__name__} was built for tp_size={built}, and tp has {size} "
-            f"ranks: its weights are of another size. Build it with tp_kwargs()."
+            f"ranks: its weights are of another size. Build it with that group."
         )

@@ -63,7 +63,7 @@ def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
 
     With ``"none"`` these are all groups of the rank.
     """
-    ranks = kinds_of_ranks(plan)
+    ranks = _kinds_of_ranks(plan)
     counts = {}
     for share in CHOICES["share"]:
         policy = Policy(share=share)
@@ -82,7 +82,7 @@ def descriptors(plan: GroupPlan, backend: str = "") -> dict[str, tuple[int, int]
     counts = {}
     for connect in CHOICES["connect"]:
         policy, of_rank = Policy(connect=connect), []
-        for rank in kinds_of_ranks(plan):
+        for rank in _kinds_of_ranks(plan):
             kinds = ((row.backend or backend, len(ranks)) for row, ranks in plan.groups_of(rank))
             sizes = [size for kind, size in kinds if kind == "gloo"]
             waiting = [size for size in sizes if size > 1 and policy.waits(size)]
@@ -125,7 +125,7 @@ def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
     return touched
 
 
-def kinds_of_ranks(plan: GroupPlan) -> list[int]:
+def _kinds_of_ranks(plan: GroupPlan) -> list[int]:
     """Ranks that together have every number of groups that a rank can have.
 
     Each rank has equally many groups, except for rows that keep the ends of a pipeline, rows cut

@@ -20,7 +20,6 @@ from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import Finding, by_severity, findings, link_findings
 from hypergrid.analysis.diff import against_dump, difference, unfit
-from hypergrid.analysis.memory import Buffers
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
@@ -48,29 +47,20 @@ def _top(
 Volumes = Annotated[
     str | None, typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25.")
 ]
-BuffSize = Annotated[int, typer.Option(help="NCCL_BUFFSIZE in bytes, for the memory.")]
-Channels = Annotated[
-    int | None, typer.Option(help="NCCL_MAX_NCHANNELS, also of sends, for the memory.")
-]
 
 
 @command()
 def plan(
     subject: Subject,
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
-    nccl_buffsize: BuffSize = Buffers.buffsize,
-    channels: Channels = None,
     as_json: Json = False,
 ) -> None:
-    """The groups that will be created: how many, how large, across how many hosts; their memory."""
+    """The groups that will be created: how many, how large, across how many hosts."""
     if rank is not None and rank not in subject.plan.window:
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
-    buffers = Buffers(nccl_buffsize, channels)
-    memory = subject.memory(buffers) if rank is None else {}
     if as_json:
-        data = prints.as_data(subject, memory) if rank is None else prints.of_rank(subject, rank)
-        prints.as_json(data)
+        prints.as_json(prints.as_data(subject) if rank is None else prints.of_rank(subject, rank))
         return
     out = prints.head(subject)
     if rank is not None:
@@ -98,8 +88,6 @@ def plan(
     if any(row.backend == "gloo" for row in subject.plan.rows):
         twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
         out.print(f"Gloo twins open descriptors in each rank: {twins}.")
-    out.print()
-    prints.memory(out, memory)
 
 
 @command()
@@ -164,8 +152,6 @@ def check(
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
     volumes: Volumes = None,
-    nccl_buffsize: BuffSize = Buffers.buffsize,
-    channels: Channels = None,
     as_json: Json = False,
 ) -> int:
     """Check a layout: which placements are expensive, why, and which order avoids them.
@@ -189,11 +175,9 @@ def check(
     if subject.network.units and isinstance(traffic.network, Network):
         placed = traffic.placed()
         found = by_severity([*found, *host_order(placed.given, placed.cost)])
-    memory = subject.memory(Buffers(nccl_buffsize, channels))
     status = int(any(each.severity != "note" for each in found))
     if as_json:
         data: dict[str, Any] = {"findings": [asdict(each) for each in found]}
-        data |= {"memory_of_a_rank": prints.memory_data(memory)}
         if traffic.seconds:
             data |= {"traffic": prints.traffic_data(traffic.estimate())}
         if suggest:
@@ -203,11 +187,9 @@ def check(
         return status
     out = prints.head(subject)
     prints.findings(out, found)
-    if not found:
-        out.print()
     if traffic.seconds:
+        out.print()
         prints.traffic(out, subject, traffic.estimate())
-    prints.memory(out, memory)
     if suggest:
         out.print()
         prints.orders(out, asked, orders, top, traffic.unit)

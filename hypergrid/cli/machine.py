@@ -14,6 +14,7 @@ from importlib import metadata
 
 from compat.megatron.job import Job, JobError
 from compat.transformer_engine import process as te_process
+from hypergrid.messages import install_command
 from hypergrid.network import NDR, NVLINK4
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
@@ -43,8 +44,8 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
             from megatron.core.parallel_state import RankGenerator
     except ImportError as error:
         raise JobError(
-            f"megatron-core cannot be imported: {error}. pip install 'hypergrid[megatron]', and "
-            f"`hypergrid doctor` says what else is wrong."
+            f"megatron-core cannot be imported: {error}. {install_command('megatron')}, "
+            f"and `hypergrid doctor` says what else is wrong."
         ) from None
     request = job.request()
     rows = []
@@ -67,7 +68,7 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
 def examined() -> Iterator[tuple[str, str, str]]:
     """The state of this machine: (name, state, remedy); no remedy if all is well."""
     yield "python", f"{platform.python_version()} ({sys.executable})", ""
-    yield _distribution("hypergrid")
+    yield "hypergrid", _installed("hypergrid-comm") or "not installed as a package", ""
     yield from _torch()
     yield _distribution("numpy")
     yield from _megatron()
@@ -75,7 +76,7 @@ def examined() -> Iterator[tuple[str, str, str]]:
     yield _resiliency()
     for name, extra in (("PyYAML", "megatron"), ("matplotlib", "plot")):
         state = _installed(name)
-        yield name, state or f"not installed; pip install 'hypergrid[{extra}]' if you need it", ""
+        yield name, state or f"not installed; {install_command(extra)} if you need it", ""
     yield from _ranks()
     for name, value in sorted(os.environ.items()):
         if name.startswith("HYPERGRID_") or name in ("TORCH_DIST_INIT_BARRIER", "WORLD_SIZE"):
@@ -127,7 +128,7 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
 
     state = _installed("megatron-core")
     if importlib.util.find_spec("megatron") is None:
-        yield "megatron-core", "not installed", "pip install 'hypergrid[megatron]' for the swap."
+        yield "megatron-core", "not installed", f"{install_command('megatron')} for the swap."
         return
     speaks = ".".join(map(str, RELEASE))
     yield "megatron-core", f"{state or 'a checkout'}; compat speaks as {speaks}", ""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -19,7 +19,6 @@ from hypergrid.analysis.audit import Audit, Change
 from hypergrid.analysis.checks import Finding
 from hypergrid.analysis.diagnosis import Diagnosis
 from hypergrid.analysis.diff import Difference
-from hypergrid.analysis.memory import Bill
 from hypergrid.analysis.placement import Placement
 from hypergrid.analysis.stragglers import Late
 from hypergrid.analysis.summary import (
@@ -36,13 +35,11 @@ from hypergrid.messages import few, span_of
 from hypergrid.network import Network
 from hypergrid.network_text import FORMATS, hostlist
 
-Bills: TypeAlias = Mapping[str, Mapping[str, Bill]]
-
 _SCHEMA = 1  # of what --json prints
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
-def as_data(subject: Subject, memory: Bills) -> dict[str, Any]:
+def as_data(subject: Subject) -> dict[str, Any]:
     """What ``plan --json`` prints; ``source.saved`` reads it back."""
     made = communicators(subject.plan)
     return {
@@ -53,7 +50,6 @@ def as_data(subject: Subject, memory: Bills) -> dict[str, Any]:
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
         "gloo_descriptors_of_a_rank": descriptors(subject.plan),
-        "memory_of_a_rank": memory_data(memory),
     }
 
 
@@ -152,11 +148,12 @@ def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
 
 def findings(out: Console, found: Sequence[Finding]) -> None:
     """Of each: what is so, what it costs, what to do."""
-    for each in found:
+    for number, each in enumerate(found):
+        if number:
+            out.print()
         out.print(Text(f"{each.severity}: ", _COLOURS[each.severity]).append(each.rule))
         for line in (Text(each.what), Text(each.cost), Text(f"-> {each.remedy}", style="bold")):
             out.print(Padding(line, (0, 0, 0, 2), expand=False))
-        out.print()
     if not found:
         out.print("No findings.")
 
@@ -179,7 +176,6 @@ def traffic(out: Console, subject: Subject, found: Estimate) -> None:
         f"step."
         + (f" Most of it is {found.flow}, over the level {found.level}." if found.flow else "")
     )
-    out.print()
 
 
 def traffic_data(found: Estimate) -> dict[str, Any]:
@@ -236,31 +232,6 @@ def _placed_flows(traffic: Traffic, found: Placement) -> dict[str, tuple[float, 
     ranks = max(layout.size for layout in traffic.subject.layouts.values())
     old, new = (traffic.estimate(order).costs for order in ((), (*found.order, *found.spare)))
     return {name: (old[name].total / ranks, new[name].total / ranks) for name in old}
-
-
-def memory(out: Console, found: Bills) -> None:
-    """Communicators of a rank by backend and share mode, and what NCCL's take on the GPU."""
-    kinds = dict.fromkeys(kind for bill in found.values() for kind in bill)
-    rows = []
-    for share, by_kind in found.items():
-        cells = []
-        for kind in kinds:
-            bill = by_kind[kind]
-            cells += [span(bill.communicators), span(bill.alone)]
-        spent = by_kind["nccl"].bytes if "nccl" in by_kind else None
-        gib = "-".join(f"{n / 2**30:.2g}" for n in spent) if spent else "0"
-        rows.append((share, *cells, gib))
-    columns = [name for kind in kinds for name in (f">{kind}", ">of 1 rank")]
-    out.print("Communicators of a rank, and what NCCL's take once all are used:")
-    table(out, ("share", *columns, ">GiB on the GPU"), rows)
-
-
-def memory_data(found: Bills) -> dict[str, Any]:
-    """The same as JSON."""
-    return {
-        share: {kind: asdict(bill) for kind, bill in by_kind.items()}
-        for share, by_kind in found.items()
-    }
 
 
 def orders(out: Console, asked: Ranked, found: list[Ranked], top: int, unit: str) -> None:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line
 from compat.megatron.planning import Request
-from compat.megatron.traffic import SENDS, SHARDS, VOLUMES, flows_of
-from hypergrid.analysis.memory import Bill, Buffers, bills
+from compat.megatron.traffic import SHARDS, VOLUMES, flows_of
 from hypergrid.analysis.placement import Placement, place
 from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
 from hypergrid.layout import LayoutError, RankLayout
@@ -133,12 +132,6 @@ class Subject:
         """The hosts and other units of all ranks, by level."""
         names = self.network.levels[:-1]
         return {name: self.network.topology(self.plan.window.stop, name) for name in names}
-
-    def memory(self, buffers: Buffers) -> dict[str, dict[str, Bill]]:
-        """What a rank's communicators take, by share mode and backend."""
-        level = "nvlink" if "nvlink" in self.network.units else "host"
-        near = self.network.topology(self.plan.window.stop, level)
-        return bills(self.plan, near, SENDS, buffers)
 
     @property
     def boxes(self) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.errors import CreationError
-from hypergrid.groups.hosts import Listener, Speaker, meet
 from hypergrid.groups.rendezvous import Phase, clear_before
 from hypergrid.groups.store import (
     bounded,
@@ -78,23 +76,8 @@ def _outcome(
     phase: Phase, store: Store, epoch: str, timeout: timedelta, absent: Callable[[str], str]
 ) -> str:
     """Say that this rank has its groups, and wait for all: empty, or the first failure."""
-    end = time.monotonic() + timeout.total_seconds()
-    mates = meet(f"{epoch}/commit", store, phase.ranks, phase.rank, timeout)
-    try:
-        counted = False  # by another rank of this host
-        if isinstance(mates, Listener):
-            heard, counted = mates.hear(timeout), mates.counted
-            if heard is not None:
-                return heard
-            mates = Speaker()
-        mates.about_to_arrive()
-        if not counted:
-            many = mates.many
-            if phase.arrive(many=many) == len(phase.ranks) and phase.all_equal(0):
-                phase.publish("")
-                with suppress(RuntimeError):  # what is published stands
-                    clear_before(store, epoch)
-        left = bounded(timedelta(seconds=end - time.monotonic()))
-        return phase.outcome(left, absent, mates=mates)
-    finally:
-        mates.close()
+    if phase.arrive() == len(phase.ranks) and phase.all_equal(0):
+        phase.publish("")
+        with suppress(RuntimeError):  # what is published stands
+            clear_before(store, epoch)
+    return phase.outcome(timeout, absent)

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from hypergrid.groups import gloo
 
 Ranks: TypeAlias = Sequence[int]
+NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a rank outside a group
 _private = threading.RLock()  # outside code may create groups while it is called to create one
 
 

@@ -83,8 +83,7 @@ class HyperCommGrid:
         self.backend = backend
         self._views = Views(layout)
         self._pgs: dict[Key, ProcessGroup | None] = {}
-        # Groups that are suspended, by their labels and ranks in the pool.
-        self._away: dict[Key, tuple[str, tuple[int, ...]]] = {}
+        self._away: dict[Key, str] = {}  # names of the groups that are suspended
         self.pool: GroupPool | None = None
         """The groups that this grid created; None before the first."""
         self._subgroups: Subgroups | None = None  # once asked for, until the next suspension
@@ -506,7 +505,7 @@ class HyperCommGrid:
         self._pgs.clear()
         self._away.clear()
 
-    def suspend(self, how: str = "auto", *, alike: bool = False) -> dict[str, Suspended]:
+    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
         """Free the device memory of the groups that this grid created, until ``resume``.
 
         Groups that are kept work as before; ``get_pg`` refuses the others. Subgroups on demand are
@@ -515,44 +514,31 @@ class HyperCommGrid:
         """
         if self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
-        where = {id(each.group): (each.label, each.ranks) for each in self.pool.groups}
-        report = self.pool.suspend(how, alike=alike)
+        names = {id(each.group): str(each.group.group_name) for each in self.pool.groups}
+        report = self.pool.suspend(how)
         if self._subgroups is not None:
             self._subgroups.destroy()
         self._subgroups, self._suspensions = None, self._suspensions + 1
         for each in self.pool.usable():
-            where.pop(id(each.group), None)
-        self._away = {key: where[id(g)] for key, g in self._pgs.items() if id(g) in where}
+            names.pop(id(each.group), None)
+        self._away = {key: names[id(g)] for key, g in self._pgs.items() if id(g) in names}
         self._pgs = {key: group for key, group in self._pgs.items() if key not in self._away}
         return report
 
-    def resume(self) -> dict[str, ProcessGroup]:
-        """Let suspended groups work again; collective, result and errors as ``GroupPool.resume``.
+    def resume(
+        self, timeout: timedelta | None = None, ranks: Sequence[int] | None = None
+    ) -> dict[str, ProcessGroup]:
+        """Let suspended groups work again; result and errors as ``GroupPool.resume``.
 
-        *Collective* over the grid where groups were closed.
+        Where they were closed, *collective* over ``ranks``, by default ``participants()``;
+        ``timeout`` is for ranks to arrive, by default 30 minutes.
         """
         if self.pool is None or self.pool.suspended is None:
             raise RuntimeError(f"there are no suspended groups: {self!r}.")
-        renewed = self.pool.resume(self.participants())
-        self._return(self)
-        return renewed
-
-    def replace(self, old: HyperCommGrid) -> None:
-        """Own the groups of a suspended grid, and create those that were closed and are missing.
-
-        *Collective* over the grid. The pool of this one replaces that of ``old`` already.
-        """
-        if self.pool is None or old.pool is None or old.pool.suspended is None:
-            return
-        self.pool.repeat(self.participants(), old.pool, old.pool.suspended)
-        self.pool.settle()
-        self._return(old)
-
-    def _return(self, old: HyperCommGrid) -> None:
-        made = {(p.label, p.ranks): p.group for p in (self.pool.groups if self.pool else ())}
-        again = {key: made[place] for key, place in old._away.items() if place in made}
-        self._pgs = old._pgs | again | self._pgs
+        renewed = self.pool.resume(ranks or self.participants(), timeout)
+        self._pgs |= {key: renewed[name] for key, name in self._away.items()}
         self._away = {}
+        return renewed
 
 
 def _policy() -> Policy:

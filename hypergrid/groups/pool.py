@@ -64,8 +64,8 @@ class GroupPool:
         self.groups: list[PooledGroup] = []
         self.suspended: Suspension | None = None
         self._owners: dict[tuple[Ranks, Kind], str] = {}
-        self._made: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments by label
-        self._old: GroupPool | None = None  # whose open groups make() returns
+        # What ``make`` was asked for, by labels, for ``resume``.
+        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
         _live.add(self)
@@ -122,12 +122,12 @@ class GroupPool:
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
-        before, owners, made = len(self.groups), dict(self._owners), dict(self._made)
+        before, owners, calls = len(self.groups), dict(self._owners), [*self._calls]
         try:
             yield
         except BaseException:
             self.destroy(before, abort=True)  # other ranks may never destroy theirs
-            self._owners, self._made = owners, made
+            self._owners, self._calls = owners, calls
             raise
 
     def make_row(
@@ -148,6 +148,7 @@ class GroupPool:
         *,
         dims: tuple[str, ...] = (),
         kind: Kind | None = None,
+        again: bool = True,
         **options: Any,
     ) -> list[ProcessGroup]:
         """Create the groups of one label; returns those of this rank, often one or none.
@@ -165,6 +166,8 @@ class GroupPool:
             Returns all groups of the label; called only where members alone cannot create.
         kind : Kind, optional
             What must be equal, besides the ranks, to share a communicator; None: never shared.
+        again : bool
+            Whether the same call creates them again, for ``suspend(how="recreate")``.
         **options
             As for ``torch.distributed.new_group``; ``dims`` are for ``hypergrid.dump``.
 
@@ -173,12 +176,7 @@ class GroupPool:
         CreationError
             Torch could not create a group; its own error is the cause.
         """
-        again = (mine, everyone), {"dims": dims, "kind": kind, **options}
-        if self._old is not None and self._old.stays_open(label, options.get("backend")):
-            self._made[label] = again
-            found = [each for each in self._old.groups if each.label == label]
-            self.groups += found
-            return [each.group for each in found]
+        call = label, (mine, everyone), {"dims": dims, "kind": kind, **options}
         options.setdefault("group_desc", self.prefix + label)
         before, timeout = len(self.groups), options.get("timeout")
         shorter = creation.patience(options.get("backend"), timeout)
@@ -197,7 +195,8 @@ class GroupPool:
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         c10d._set_pg_timeout(timeout or c10d.default_pg_timeout, group)
-                self._made[label] = again
+                if again:
+                    self._calls.append(call)
         except BaseException as error:
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, mine, options, error) from error
@@ -308,14 +307,14 @@ class GroupPool:
         """
         self._drop(self.groups[keep:], abort)
         if not keep:
-            self._made, self.suspended = {}, None
+            self._calls, self.suspended = [], None
 
     def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
         """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
         asked = {id(group) for group in groups}
         self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
 
-    def suspend(self, how: str = "auto", *, alike: bool = False) -> dict[str, Suspended]:
+    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``.
 
         *Collective* over the members of each group where its backend suspends natively or NCCL
@@ -325,10 +324,9 @@ class GroupPool:
         ----------
         how : str
             ``"auto"``: gloo is kept, and others suspend natively if they can (torch 2.12 and
-            later, NCCL 2.29.7 and later) and are closed if not. ``"native"``: as that, and an
-            error if not. ``"keep"``: nothing happens. ``"recreate"``: all are closed.
-        alike : bool
-            Close all groups if one must be closed.
+            later, NCCL 2.29.7 and later); if one backend cannot, as ``"recreate"``. ``"native"``:
+            as that, and an error if not. ``"keep"``: nothing happens. ``"recreate"``: all groups
+            are destroyed, gloo's too.
 
         Returns
         -------
@@ -340,45 +338,59 @@ class GroupPool:
         ValueError
             Another ``how``.
         RuntimeError
-            The groups are suspended already. A backend cannot suspend: nothing has changed. Or it
-            failed after others were suspended, and ``resume`` wakes those.
+            The groups are suspended already. A backend cannot suspend, or ``resume`` could not
+            create a group again: nothing has changed. Or a backend failed after others were
+            suspended, and ``resume`` wakes those.
         """
         if how not in HOW:
             raise ValueError(f"invalid value for how: {shown(how)}; allowed: {', '.join(HOW)}.")
         if self.suspended is not None:
             raise RuntimeError(f"the groups of {self.owner} are suspended already.")
-        names = {(each.label, each.ranks): each.group.group_name for each in self.groups}
         own = [each for each in self.groups if each.shares is None]
         labels = {each.group: each.label for each in own if each.group in c10d._world.pg_map}
-        self.suspended = Suspension(names, how)
+        self.suspended = found = Suspension([str(each.group.group_name) for each in self.groups])
         try:
-            closing = self.suspended.start(labels, alike)
+            if how == "recreate" or not found.start(labels, how):
+                found.wake()
+                self._check_repeatable()
+                found.close(labels)
         except BaseException:
-            if not self.suspended.asleep:
+            if not found.asleep:
                 self.suspended = None
             raise
-        if closing:
-            self._close([each for each in self.groups if each.group in closing], False)
-            retire({group: labels[group] for group in closing})
-        return self.suspended.report
+        if found.is_closed:
+            self._close(self.groups, False)
+            retire(labels)
+        return found.report
+
+    def _check_repeatable(self) -> None:
+        known = {label for label, *_ in self._calls}
+        for each in self.groups:
+            if each.label not in known:
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} cannot suspend {self.owner} with how='recreate': "
+                    f"{each.label} was created by outside code or with SHARP, which resume() "
+                    f"does not repeat. Destroy the groups, and initialise again."
+                )
 
     @property
     def is_open(self) -> bool:
         """Whether no group is suspended, other than by being kept."""
         found = self.suspended
-        return found is None or not (
-            found.asleep or any(done.how != "keep" for done in found.report.values())
-        )
+        return found is None or not (found.asleep or found.is_closed)
 
     def usable(self) -> list[PooledGroup]:
         """The groups that are not suspended."""
         asleep = [group for group, _ in self.suspended.asleep] if self.suspended else []
         return [each for each in self.groups if each.group not in asleep]
 
-    def resume(self, ranks: Sequence[int]) -> dict[str, ProcessGroup]:
-        """Wake the groups, and create again those that were closed.
+    def resume(
+        self, ranks: Sequence[int], timeout: timedelta | None = None
+    ) -> dict[str, ProcessGroup]:
+        """Wake the groups, or create all of them again if they were closed.
 
-        *Collective* over ``ranks`` if groups were closed; the groups stay suspended if that fails.
+        *Collective* over ``ranks`` if they were closed, and they stay suspended if that fails.
+        ``timeout`` as for ``agreed``.
 
         Returns
         -------
@@ -397,54 +409,24 @@ class GroupPool:
             raise RuntimeError(f"the groups of {self.owner} are not suspended.")
         suspension.wake()
         self.suspended = None
-        try:
-            self.repeat(ranks, self, suspension)
-        except BaseException:
-            self.suspended = suspension
-            raise
-        return self.renewed(suspension)
-
-    def repeat(self, ranks: Sequence[int], old: GroupPool, suspension: Suspension) -> None:
-        """Create here what was created in ``old`` and closed. *Collective* over ``ranks``."""
-        calls = {
-            label: (arguments, options)
-            for label, (arguments, options) in old._made.items()
-            if suspension.has_closed(label, options.get("backend"))
-            and (old is self or label not in self._made)
-        }
-        if calls and dist.get_rank() in ranks:
-            with self.agreed(ranks, {"groups, again": ", ".join(calls)}):
-                for label, (arguments, options) in calls.items():
-                    self.make(label, *arguments, **options)
-
-    def renewed(self, suspension: Suspension) -> dict[str, ProcessGroup]:
-        """The groups of this pool by the names that they had before the suspension."""
-        made = {(each.label, each.ranks): each.group for each in self.groups}
-        return {name: made[key] for key, name in suspension.names.items() if key in made}
-
-    def replace(self, old: GroupPool) -> None:
-        """Until ``settle``, ``make`` returns the open groups of a suspended pool."""
-        self._old = old
-
-    def settle(self) -> None:
-        """Own what the pool that this one replaces still has."""
-        if self._old is not None:
-            self.groups += [each for each in self._old.groups if each not in self.groups]
-            self._made = self._old._made | self._made
-            self._old.groups, self._old = [], None
-
-    def stays_open(self, label: str, backend: str | None) -> bool:
-        """Whether the groups of a label are not closed while this pool is suspended."""
-        return self.suspended is not None and not self.suspended.has_closed(label, backend)
+        if suspension.is_closed and self._calls and dist.get_rank() in ranks:
+            calls, self._calls = self._calls, []
+            proposal = {"groups, again": ", ".join(label for label, *_ in calls)}
+            try:
+                with self.agreed(ranks, proposal, timeout, one_device=True):
+                    for label, arguments, options in calls:
+                        self.make(label, *arguments, **options)
+            except BaseException:
+                self._calls, self.suspended = calls, suspension
+                raise
+        return {n: each.group for n, each in zip(suspension.names, self.groups, strict=True)}
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
-        for each in leaving:
-            self._made.pop(each.label, None)
+        gone = {each.label for each in leaving}
+        self._calls = [call for call in self._calls if call[0] not in gone]
         self._close(leaving, abort)
 
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
-        if self._old is not None:  # which owns its groups until all others are there
-            leaving = [each for each in leaving if each not in self._old.groups]
         self.groups = [pooled for pooled in self.groups if pooled not in leaving]
         known = c10d._world.pg_map
         closing = {

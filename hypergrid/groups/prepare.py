@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hypergrid import __version__
 from hypergrid.errors import AbortedError, AgreementError
 from hypergrid.groups.creation import Abilities, abilities, split_off
-from hypergrid.groups.hosts import Listener, Speaker, host_of, meet
 from hypergrid.groups.rendezvous import Phase, digest_of
 from hypergrid.groups.store import (
     another_connection,
@@ -27,7 +25,6 @@ from hypergrid.groups.store import (
     first_value,
     forget,
     noticing_a_dead_link,
-    set_all,
     shared_store,
     telling_of_a_lost_store,
 )
@@ -112,11 +109,8 @@ def _agree(
         if refused is not None:  # and the other ranks do not know it yet
             refused.outcome(timeout)
         here = _Round(store, ranks, memory, life)
-        try:
-            here.arrive(everything, can, policy, timeout)
-            return _accept(here.outcome(timeout))
-        finally:
-            here.mates.close()
+        here.arrive(everything, can, policy)
+        return _accept(here.outcome(timeout))
 
 
 def _counted(ranks: Sequence[int]) -> int:
@@ -249,10 +243,6 @@ def _place(rank: int) -> str:
     return f"hypergrid/at/{rank}"
 
 
-def _place_of_host(rank: int) -> str:
-    return f"hypergrid/at/host/{host_of(rank).start}"
-
-
 @dataclass
 class _Memory:
     """What this process knows of its rounds under one default group, by window."""
@@ -290,7 +280,6 @@ class _Round:
         self.span = span_of(ranks)
         self.board = PrefixStore(f"hypergrid/{self.span}", store)
         self.memory, self.number = memory, memory.rounds.get(self.span, 0)
-        self.mates: Speaker | Listener = Speaker()
 
     @property
     def epoch(self) -> str:
@@ -300,46 +289,21 @@ class _Round:
         here = PrefixStore(f"{number}/prepare", self.board)
         return Phase(here, self.ranks, self.rank, lambda: self.board.add("round", 1))
 
-    def arrive(
-        self,
-        proposal: dict[str, Any],
-        can: Abilities,
-        policy: Policy,
-        meeting: timedelta | None = None,
-    ) -> None:
-        """Say what this rank proposes; the last of all publishes the outcome.
-
-        With ``meeting``, the time of the round, one rank of a host may arrive for others.
-        """
+    def arrive(self, proposal: dict[str, Any], can: Abilities, policy: Policy) -> None:
+        """Say what this rank proposes; the last of all publishes the outcome."""
         text = json.dumps([proposal, asdict(can)], sort_keys=True, default=str)
         self.digest = digest_of(text)
         self.entry = [self.rank, *json.loads(text)]
         self.policy, self.proposal, self.can = policy, proposal, can
-        if meeting is not None:
-            # A process that may replace a dead one meets only those that may too.
-            what = f"{self.epoch} {self.digest} {self.memory.is_registered}"
-            self.mates = meet(what, self.store, self.ranks, self.rank, meeting)
-        if isinstance(self.mates, Listener):
-            self.phase = self._phase(self.number)
-        else:
-            self._arrive(self.mates)
-
-    def _arrive(self, mates: Speaker) -> None:
-        before = self._before(mates)
-        count = len(self.ranks) + 1
+        before, count = self._before(), len(self.ranks) + 1
         while count > len(self.ranks):
             self.phase = self._phase(self.number)
             instead_of = before[1] if before is not None and before[0] == self.number else None
-            mates.about_to_arrive()  # first: who is not spoken for looks up its place itself
-            places = [_place(rank) for rank in (self.rank, *mates.others)]
-            if len(host_of(self.rank)) > 1:
-                places.append(_place_of_host(self.rank))
-            set_all(self.store, places, f"{self.span} {self.number} {self.digest}")
-            many, count = mates.many, self.phase.arrive(self.digest, instead_of, mates.many)
+            self.store.set(_place(self.rank), f"{self.span} {self.number} {self.digest}")
+            count = self.phase.arrive(self.digest, instead_of)
             if count > len(self.ranks):  # closed meanwhile
-                mates.let_go()
                 self.number = max(self.number + 1, self.board.add("round", 0))
-        if count == many and self.life is not None and self.overlaps(self.life):
+        if count == 1 and self.life is not None and self.overlaps(self.life):
             return
         if count == len(self.ranks):
             if self.phase.all_equal(self.digest) and "refused" not in self.proposal:
@@ -347,16 +311,11 @@ class _Round:
             else:
                 self.phase.ask()
 
-    def _before(self, mates: Speaker) -> tuple[int, int] | None:
+    def _before(self) -> tuple[int, int] | None:
         """The round and the digest with which a dead process arrived here as this rank."""
         if self.memory.is_registered:
             return None
         self.memory.is_registered = True
-        if mates.server is not None:
-            first = f"rank {self.rank} is the first"  # stands until a rank of this host arrives
-            if first_value(self.store, _place_of_host(self.rank), first) == first:
-                return None
-            mates.let_go()
         found = first_value(self.store, _place(self.rank), "here")
         if found == "here":
             return None
@@ -425,18 +384,7 @@ class _Round:
         def compared() -> str:
             return self.phase.compare(self.digest, self.entry, self._decide)
 
-        found, end = None, time.monotonic() + timeout.total_seconds()
-        if isinstance(self.mates, Listener):
-            found = self.mates.hear(timeout)
-            if self.mates.counted:
-                self.memory.is_registered = True
-            else:
-                self._arrive(Speaker())
-            self.mates = Speaker()
-        if found is None:
-            left = bounded(timedelta(seconds=end - time.monotonic()))
-            found = self.phase.outcome(left, absent, compared, self.mates)
-        return found
+        return self.phase.outcome(timeout, absent, compared)
 
     def _decide(self, entries: list[tuple[int, Any]]) -> str:
         said = [(proposal, rank, many) for many, (rank, proposal, _) in entries]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +19,12 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hypergrid.groups.hosts import Speaker, host_of
 from hypergrid.groups.store import append, forget, forget_lines, lines, peek, stay_until, wait
 from hypergrid.messages import few
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
 _SILENCE = 10.0  # seconds without an answer, after which a rank that arrived has ended
-_LAST = 1.0  # the same, when all that arrived have answered: others may, whose speaker has died
 _KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
 
 
@@ -35,6 +34,13 @@ def _nothing() -> None: ...
 def digest_of(text: str) -> int:
     """What a rank that says ``text`` arrives with."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _host_of(rank: int) -> int:
+    """The first of the ranks that probably run on the host of ``rank``."""
+    size = os.environ.get("LOCAL_WORLD_SIZE", "")  # launchers number hosts one by one
+    many = max(1, int(size)) if size.isdecimal() and len(size) < 10 else 1
+    return rank // many * many
 
 
 class Phase:
@@ -65,14 +71,13 @@ class Phase:
         self._modulus = 1 << (62 - self._shift - members)  # of digests: their sum fits
         self._sum = self._told = 0
 
-    def arrive(self, digest: int = 0, instead_of: int | None = None, many: int = 1) -> int:
+    def arrive(self, digest: int = 0, instead_of: int | None = None) -> int:
         """Add this rank to the tally; gives how many have arrived, more than all if it is closed.
 
-        ``instead_of`` is the digest of a process that arrived as this rank and is dead. ``many``
-        ranks say the same through this one.
+        ``instead_of`` is the digest of a process that arrived as this rank and is dead.
         """
-        added = digest % self._modulus * many - (instead_of or 0) % self._modulus
-        amount = many - (instead_of is not None) + (added << self._shift)
+        added = digest % self._modulus - (instead_of or 0) % self._modulus
+        amount = (instead_of is None) + (added << self._shift)
         self._sum = self.store.add("arrived", amount)
         if self._count > len(self.ranks):  # closed: nobody is to wait for this rank to read it
             self.store.add("arrived", -amount)
@@ -105,7 +110,6 @@ class Phase:
         timeout: timedelta,
         absent: Callable[[str], str],
         compared: Callable[[], str] = str,
-        mates: Speaker | None = None,
     ) -> str:
         """Wait for the outcome.
 
@@ -117,21 +121,14 @@ class Phase:
             Makes the outcome if ranks are missing; it is given these in words.
         compared : function
             Gives the outcome if ranks differ.
-        mates : Speaker, optional
-            The ranks of this host that are to hear it; of a failure they read themselves.
         """
-        mates = mates or Speaker()
         try:
             wait(self.store, ["outcome"], timeout, len(self.ranks))
         except RuntimeError:
-            mates.close()
             if self.publish(_ROLL_CALL, early=True):
                 return self._call_roll(absent)
             wait(self.store, ["outcome"], _GRACE, len(self.ranks))
         outcome = peek(self.store, "outcome")
-        if outcome not in (_ROLL_CALL, _COMPARE):
-            mates.tell(outcome)
-        mates.close()
         if outcome == _ROLL_CALL:
             self._answer()
             return self._final(lambda: absent(self._missing()))
@@ -146,12 +143,11 @@ class Phase:
 
     def _call_roll(self, absent: Callable[[str], str]) -> str:
         self._answer()
-        end, said = time.monotonic() + _SILENCE, 0
-        while time.monotonic() < end:
+        end, said = time.monotonic() + _SILENCE, 1
+        while said < self._count - len(self.ranks) and time.monotonic() < end:
             time.sleep(0.1)
             if said < (said := len(lines(self.store, "present"))):
-                all_arrived = said >= self._count - len(self.ranks)
-                end = time.monotonic() + (_LAST if all_arrived else _SILENCE)
+                end = time.monotonic() + _SILENCE
         self.store.set("final", text := absent(self._missing()))
         return text
 
@@ -164,8 +160,8 @@ class Phase:
         absent = [rank for rank in self.ranks if rank not in hosts]
         if not absent:
             return f"one of {len(self.ranks)} ranks, which has arrived since,"
-        named = {host_of(rank): host for rank, host in hosts.items()}
-        places = dict.fromkeys(named.get(host_of(rank), "") for rank in absent[:10])
+        named = {_host_of(rank): host for rank, host in hosts.items()}
+        places = dict.fromkeys(named.get(_host_of(rank), "") for rank in absent[:10])
         where = f" on {', '.join(filter(None, places))}" if any(places) else ""
         return f"{len(absent)} of {len(self.ranks)} ranks ({few(absent)}{where})"
 

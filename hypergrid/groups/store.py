@@ -109,16 +109,6 @@ def first_value(store: Store, key: str, value: str) -> str:
     return found.decode()
 
 
-def set_all(store: Store, keys: list[str], value: str) -> None:
-    """Set several keys, in one message where the store can."""
-    own: Any = store
-    if len(keys) > 1 and own.has_extended_api():
-        own.multi_set(keys, [value] * len(keys))
-    else:
-        for key in keys:
-            store.set(key, value)
-
-
 def get_all(store: Store, keys: list[str]) -> list[bytes]:
     """The values of several keys that are there, in one message where the store can."""
     own: Any = store

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,8 @@ class Suspended:
     Attributes
     ----------
     how : str
-        ``"native"``: the backend freed their device memory. ``"keep"``: they hold none, and stay
-        open. ``"recreate"``: they are closed, and ``resume`` creates new ones.
+        ``"native"``: the backend freed their device memory. ``"keep"``: they stay open.
+        ``"recreate"``: they are closed, and ``resume`` creates new ones.
     communicators : int
         How many of them; a native one that was never used has no memory and does not count.
     freed : int, optional
@@ -40,47 +40,37 @@ class Suspended:
     communicators: int
     freed: int | None = None
 
-    def __add__(self, other: Suspended) -> Suspended:
-        known = self.freed is not None and other.freed is not None
-        total = self.freed + other.freed if known else None  # type: ignore[operator]
-        return Suspended(self.how, self.communicators + other.communicators, total)
-
 
 class Suspension:
-    """What ``resume`` must do: ``names`` are those of all groups, by label and ranks."""
+    """What ``resume`` must do: ``names`` are those of all groups, in the order of creation."""
 
-    def __init__(self, names: Mapping[tuple[str, tuple[int, ...]], str], how: str) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self.names = names
-        self.how = how
         self.report: dict[str, Suspended] = {}
-        self.closed: set[str] = set()  # labels of this rank's groups
         self.asleep: list[tuple[ProcessGroup, Any]] = []  # with the backends to wake
+        self.is_closed = False  # all groups are, and ``resume`` must create new ones
 
-    def start(self, groups: Mapping[ProcessGroup, str], alike: bool) -> list[ProcessGroup]:
-        """Suspend groups, given with their labels; returns those that the caller must close.
+    def start(self, groups: Mapping[ProcessGroup, str], how: str) -> bool:
+        """Keep groups, given with their labels, or let their backends suspend them.
 
-        In the order given, since NCCL's members wait for each other. With ``alike``, all are
-        closed if one must be.
+        In the order given, since NCCL's members wait for each other. False if a backend cannot,
+        and ``how`` allows to close all groups instead.
         """
         kinds: dict[str, list[ProcessGroup]] = {}
         for group in groups:
             kinds.setdefault(_kind(c10d._world.pg_map[group][0]), []).append(group)
         for kind in sorted(kinds):
-            self.report[kind] = self._suspend(kind, kinds[kind], groups)
-        if alike and self.closes:
-            self.wake()
-            self.report = {k: Suspended("recreate", len(kinds[k])) for k in self.report}
-        closing = [g for k, done in self.report.items() if done.how == "recreate" for g in kinds[k]]
-        self.closed = {groups[group] for group in closing}
-        return closing
+            done = self._suspend(kind, kinds[kind], groups, how)
+            if done is None:
+                return False
+            self.report[kind] = done
+        return True
 
     def _suspend(
-        self, kind: str, members: list[ProcessGroup], labels: Mapping[ProcessGroup, str]
-    ) -> Suspended:
-        if self.how == "recreate":
-            return Suspended("recreate", len(members))
+        self, kind: str, members: list[ProcessGroup], labels: Mapping[ProcessGroup, str], how: str
+    ) -> Suspended | None:
         backends = [(group, backend) for group in members for backend in _with_memory(group)]
-        if self.how == "keep" or not backends:
+        if how == "keep" or not backends:
             return Suspended("keep", len(members), None if backends else 0)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # NCCL's communicators must be idle
@@ -92,8 +82,8 @@ class Suspension:
             except (RuntimeError, AttributeError) as error:  # before torch 2.12 it is no attribute
                 if _NO_COMMUNICATOR in str(error):
                     continue
-                if not freed and self.how == "auto":  # nothing has changed
-                    return Suspended("recreate", len(members))
+                if not freed and how == "auto":  # nothing of this backend has changed
+                    return None
                 asleep = f" {len(self.asleep)} others are suspended: call resume()."
                 raise RuntimeError(
                     f"rank {dist.get_rank()} could not suspend {labels[group]} with {kind}: "
@@ -104,22 +94,11 @@ class Suspension:
         known = [size for size in freed if size is not None]
         return Suspended("native", len(freed), sum(known) if len(known) == len(freed) else None)
 
-    @property
-    def closes(self) -> bool:
-        """Whether groups were closed, so that ``resume`` must create new ones."""
-        if self.how == "recreate":
-            return True
-        return any(done.how == "recreate" for done in self.report.values())
-
-    def has_closed(self, label: str, backend: str | None) -> bool:
-        """Whether the groups of ``label`` were closed, also if this rank is in none of them.
-
-        A rank without any group of the backend cannot know whether it suspends natively.
-        """
-        if any(each == label for each, _ in self.names):
-            return label in self.closed
-        done = self.report.get(_kind(backend))
-        return self.how == "recreate" or (done is not None and done.how == "recreate")
+    def close(self, groups: Iterable[ProcessGroup]) -> None:
+        """The caller closes ``groups``, which are all there are."""
+        kinds = Counter(_kind(c10d._world.pg_map[group][0]) for group in groups)
+        self.report = {kind: Suspended("recreate", kinds[kind]) for kind in sorted(kinds)}
+        self.is_closed = True
 
     def wake(self) -> None:
         """Let the backends resume, in the order in which they were suspended."""
@@ -150,56 +129,27 @@ def _suspendable(backend: Any) -> int | None:
     return stats.get("suspend")
 
 
-_CALLS = (
-    *("_allgather_base", "_reduce_scatter_base", "_start_coalescing", "all_gather_single"),
-    *("all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall"),
-    *("alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier", "recv"),
-    *("recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
-    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
-)
 _retired: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
-_torchs: dict[str, Any] = {}  # torch's own methods while they are guarded
+_not_in_group: Any = None  # torch's own function, once ours is in its place
 
 
 def retire(groups: Mapping[ProcessGroup, str]) -> None:
-    """Let communication over closed groups, given with their labels, raise instead.
+    """Let collectives over closed groups, given with their labels, raise instead.
 
-    Gloo's would continue to work over sockets that torch no longer knows. The methods of torch's
-    group are guarded as long as one of these groups exists. Its repr is too, as torch's own errors
-    contain it.
+    Gloo's would continue to work over sockets that torch no longer knows. Every collective asks
+    ``_rank_not_in_group`` first; calls with a global rank of the group are refused by torch, which
+    no longer knows it.
     """
-    for group, label in groups.items():
-        weakref.finalize(group, _unguard).atexit = False  # before the next line: it is called last
-        _retired[group] = label
-    if _retired and not _torchs:
-        for name in (*_CALLS, "__repr__"):
-            if hasattr(ProcessGroup, name):
-                _torchs[name] = vars(ProcessGroup).get(name)
-                setattr(ProcessGroup, name, _guarded(name, getattr(ProcessGroup, name)))
+    global _not_in_group
+    _retired.update(groups)
+    if _retired and _not_in_group is None and hasattr(c10d, "_rank_not_in_group"):
+        _not_in_group, c10d._rank_not_in_group = c10d._rank_not_in_group, _refusing_retired
 
 
-def _guarded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def guarded(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if self not in _retired:
-            return call(self, *args, **kwargs)
-        text = (
-            f"{_retired[self]}, closed by suspend(): use the group that resume() returned under "
-            f"the name {self.group_name!r}"
+def _refusing_retired(group: ProcessGroup | None) -> bool:
+    if isinstance(group, ProcessGroup) and group in _retired:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} used an old group: {_retired[group]}, closed by suspend(): "
+            f"use the group that resume() returned under the name {group.group_name!r}."
         )
-        if name == "__repr__":
-            return f"<{text}>"
-        raise RuntimeError(f"rank {dist.get_rank()} used an old group: {text}.")
-
-    return guarded
-
-
-def _unguard() -> None:
-    if not _retired:
-        while _torchs:
-            name, own = _torchs.popitem()
-            if own is None:  # inherited
-                delattr(ProcessGroup, name)
-            else:
-                setattr(ProcessGroup, name, own)
+    return bool(_not_in_group(group))

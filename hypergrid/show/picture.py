@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypergrid.analysis.summary import sizes_in_words
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import shown
+from hypergrid.messages import install_command, shown
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.topology import Hosts
@@ -84,7 +84,7 @@ def picture(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "drawing a picture needs matplotlib: pip install 'hypergrid[plot]'."
+            f"drawing a picture needs matplotlib: {install_command('plot')}."
         ) from error
 
     figure = Figure(dpi=200, facecolor="white")

@@ -359,5 +359,6 @@ def test_without_the_extra_the_command_says_what_to_install(missing):
     code += "from hypergrid.__main__ import main; main()"
     status, _, err = in_a_process(code)
     assert status == 2 and err == (
-        f"hypergrid: the command line needs {missing}: pip install 'hypergrid[cli]'\n"
+        f"hypergrid: the command line needs {missing}: pip install '.[cli]' in a checkout of "
+        "hypergrid\n"
     )

@@ -85,7 +85,7 @@ def shows_what_it_prints(block):
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
     if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed: pip install 'hypergrid[docs]'")
+        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
@@ -129,19 +129,34 @@ def test_the_reference_is_complete(site):
     assert core | functions <= named, sorted((core | functions) - named)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_of_pages_outside_the_site_resolve(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
     assert not [t for t in targets if "://" not in t and not (ROOT / t).exists()]
 
 
-FILES_OF_TESTS = {file.name: file for file in (ROOT / "tests").rglob("test_*.py")}
-NAMED = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / "promises.md").read_text())
+PROMISING = ("README.md", "SECURITY.md", "docs/promises.md")
+NAMED = re.findall(
+    r"`(test_\w+\.py)::(\w+)`", "".join((ROOT / page).read_text() for page in PROMISING)
+)
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED)
 def test_each_promise_names_a_test_that_exists(file, name):
-    assert f"def {name}(" in FILES_OF_TESTS[file].read_text()
+    found = (ROOT / "tests").rglob(file)
+    assert any(f"def {name}(" in each.read_text() for each in found)
+
+
+def test_every_claim_and_figure_of_the_first_screen_can_be_checked():
+    first = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    claims = re.findall(r"^\| \*\*(.+)\*\*.* \| (.+) \|$", first, re.M)
+    checks = r"`(test_\w+\.py::test_\w+|python scripts/\w+\.py|hypergrid [a-z]+)`"
+    assert len(claims) > 5
+    assert not [claim for claim, shown_by in claims if not re.fullmatch(checks, shown_by)]
+    figures = re.findall(r"[\d.,]+ (?:ms|ns|s|MiB)\b", first.partition("**In figures**")[2])
+    rows = (ROOT / "docs" / "bench.md").read_text()
+    assert len(figures) == 10 and not [figure for figure in figures if f" {figure} " not in rows]
+    assert "alpha" in first and "No GPU has run it yet" in first
 
 
 def test_the_map_names_what_exists_and_every_package():

@@ -1,16 +1,14 @@
 """Suspended groups: kept, suspended by their backend, or closed and created anew."""
 
-import gc
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from compat.state import ParallelState
-from hypergrid import EnvironmentTable, HyperCommGrid
+from hypergrid import HyperCommGrid
 from hypergrid.groups.suspension import Suspended
 from tests.support import backends
 from tests.support.forked import descriptors, join, on_ranks
@@ -28,23 +26,6 @@ def _text(use, kind=Exception):
     with pytest.raises(kind) as caught:
         use()
     return str(caught.value)
-
-
-def _uses(group):
-    one = torch.ones(1)
-    return [
-        lambda: dist.all_reduce(one, group=group),
-        lambda: dist.all_gather([one, one], one, group=group),
-        lambda: dist.barrier(group),
-        lambda: dist.broadcast(one, 0, group),
-        lambda: dist.send(one, 0, group),
-        lambda: dist.all_gather_object([None, None], 1, group),
-        lambda: dist.get_process_group_ranks(group),
-        lambda: dist.get_rank(group),
-        lambda: dist.reduce_scatter_tensor(one, torch.ones(2), group=group),
-        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0, group)]),
-        lambda: group.allreduce([one]),
-    ]
 
 
 @on_ranks(4)
@@ -66,7 +47,7 @@ def test_groups_of_gloo_are_kept_open_and_are_the_same_objects(rank):
 
 @on_ranks(4)
 def test_closed_groups_are_created_again_and_the_old_ones_say_so(rank):
-    start, methods = descriptors(), dict(vars(ProcessGroup))
+    start = descriptors()
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     tp, dp = grid.create_pg("tp"), grid.create_pg("dp", group_desc="mine")
     assert grid.suspend("recreate") == {"gloo": Suspended("recreate", 2)}
@@ -76,12 +57,23 @@ def test_closed_groups_are_created_again_and_the_old_ones_say_so(rank):
     assert renewed == {tp.group_name: grid.get_pg("tp"), dp.group_name: grid.get_pg("dp")}
     assert grid.get_pg("dp").group_desc == "mine" and _sum(grid.get_pg("tp")) == 2
     says = "tp, closed by suspend(): use the group that resume() returned under the name"
-    for use in _uses(tp):
-        assert f"{says} {tp.group_name!r}" in _text(use)
-    renewed = use = None
-    del tp, dp
-    gc.collect()
-    assert dict(vars(ProcessGroup)) == methods
+    one = torch.ones(1)
+    for use in (
+        lambda: dist.all_reduce(one, group=tp),
+        lambda: dist.all_gather([one, one], one, group=tp),
+        lambda: dist.barrier(tp),
+        lambda: dist.all_gather_object([None, None], 1, tp),
+        lambda: dist.reduce_scatter_tensor(one, torch.ones(2), group=tp),
+        lambda: dist.get_rank(tp),
+    ):
+        assert f"{says} {tp.group_name!r}" in _text(use, RuntimeError)
+    for use in (  # to which torch translates a global rank
+        lambda: dist.broadcast(one, 0, tp),
+        lambda: dist.send(one, 0, tp),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0, tp)]),
+    ):
+        assert "is not registered" in _text(use, ValueError)
+    renewed = use = tp = dp = None
     grid.destroy()
     assert descriptors(at_most=start) == start
 
@@ -124,29 +116,49 @@ def test_the_first_refusal_means_unsupported_and_changes_nothing_a_later_one_is_
     assert grid.suspend("keep") == {"native": Suspended("keep", 2)}
 
 
+@on_ranks(4)
+def test_a_group_that_sleeps_is_woken_before_all_are_closed_because_of_another(rank):
+    calls = []
+    backends.native(calls, [])
+    backends.register("plain", [])
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    tp, world = grid.create_pg("tp"), tuple(range(4))
+    with grid.agreed({"groups over": "all"}) as pool:
+        pool.make("all", {"all": world}, lambda: [world], backend="plain")
+    report = grid.suspend()
+    assert calls == [("suspend", 0), ("resume", 0)]
+    assert report == {kind: Suspended("recreate", 1) for kind in ("native", "plain")}
+    assert grid.resume()[tp.group_name] is grid.get_pg("tp") is not tp
+    assert _sum(grid.get_pg("tp")) == 2
+
+
 @on_ranks(4, backend="")
-def test_a_state_of_two_backends_keeps_gloo_and_creates_the_others_again(rank):
+def test_a_state_with_one_backend_that_cannot_suspend_is_created_again_gloos_groups_too(rank):
     backends.register("plain", [])
     join(rank, 4, backend="plain")
     state = ParallelState.create(tensor_model_parallel_size=2)
     extra = state.grid.create_pg("tp-pp-dp", group_desc="mine")
     twin, tp = state.get_data_parallel_group_gloo(), state.get_tensor_model_parallel_group()
+    text = _text(lambda: state.suspend("native"), RuntimeError)
+    assert "could not suspend" in text and state.get_tensor_model_parallel_group() is tp
     for _ in range(2):
         listed = len(state._global_process_group_list)
         report = state.suspend()
-        assert report["gloo"].how == "keep" and report["plain"].how == "recreate"
-        assert state.get_data_parallel_group_gloo() is twin and _sum(twin) == 2
-        assert "suspended: call resume()" in repr(state.get_tensor_model_parallel_group())
+        assert report["gloo"].how == report["plain"].how == "recreate"
+        assert len(c10d._world.pg_map) == 1
+        for get in (state.get_data_parallel_group_gloo, state.get_tensor_model_parallel_group):
+            assert "suspended: call resume()" in repr(get())
         with mock.patch("torch.distributed.new_group", side_effect=MemoryError):
             _text(state.resume, MemoryError)
-        assert _sum(twin) == 2 and "suspended" in repr(state)
+        assert len(c10d._world.pg_map) == 1 and "suspended" in repr(state)
         renewed = state.resume()
         assert len(state._global_process_group_list) == listed
-        assert renewed[twin.group_name] is twin is state.get_data_parallel_group_gloo()
+        assert renewed[twin.group_name] is state.get_data_parallel_group_gloo() is not twin
         assert renewed[tp.group_name] is state.get_tensor_model_parallel_group() is not tp
         assert renewed[extra.group_name] is state.grid.get_pg("tp-pp-dp") is not extra
-        tp, extra = renewed[tp.group_name], renewed[extra.group_name]
+        tp, extra, twin = (renewed[each.group_name] for each in (tp, extra, twin))
         assert _sum(tp) == 2 and _sum(extra) == 4 and _sum(twin) == 2
+        assert tp in state._global_process_group_list
     state.destroy()
     assert len(c10d._world.pg_map) == 1
 
@@ -175,33 +187,4 @@ def test_a_native_state_has_placeholders_meanwhile_and_then_the_same_groups(rank
         half = len(calls) // 2
         assert [number for _, number in calls[:half]] == [number for _, number in calls[half:]]
     state.destroy()
-    assert len(c10d._world.pg_map) == 1
-
-
-@on_ranks(4)
-def test_groups_of_a_table_come_along(rank):
-    grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    grid.create_pg("tp")
-    table = EnvironmentTable.from_grid(grid)
-    table.create_process_group("dp")
-    table.create_process_group("mine", [0, 1, 3])
-    table.create_process_group("pairs", [[0, 1], [2, 3]], share=True)
-    mesh = table.create_device_mesh("train", (2, 2), ("pp", "x"), share=True)
-    assert mesh.get_group("x") is grid.get_pg("tp")
-    for how in ("auto", "recreate", "recreate"):
-        before, mesh = table.process_group_pool, table.get_device_mesh("train")
-        grid.suspend(how)
-        table.suspend(how)
-        assert ("mine" in table.process_group_pool) == (how == "auto" or rank == 2)
-        renewed = grid.resume() | table.resume()
-        after = table.process_group_pool
-        assert before.keys() == after.keys() == {"tp", "dp", "mine", "pairs", "train/pp", "train/x"}
-        for name, group in after.items():
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                assert group is renewed[before[name].group_name] and _sum(group) == group.size()
-                assert (group is before[name]) == (how == "auto")
-        assert (table.get_device_mesh("train") is mesh) == (how == "auto")
-        assert table.get_device_mesh("train").get_group("x") is after["train/x"] is after["tp"]
-    table.destroy()
-    grid.destroy()
     assert len(c10d._world.pg_map) == 1

@@ -421,12 +421,11 @@ def test_our_functions_take_either_grid(fake_world):
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
     transformer_engine.create_groups(grid)
     tp = grid.get_pg("tp")
-    assert transformer_engine.tp_kwargs(grid)["tp_group"] is tp
-    assert transformer_engine.tp_kwargs(grid.core)["tp_group"] is tp
+    assert transformer_engine.amax_group(grid) is transformer_engine.amax_group(grid.core)
     assert collection.from_grid(grid, ["tp"]).tp is tp is collection.from_grid(grid.core).tp
-    assert hypergrid.EnvironmentTable.from_grid(grid.core).get_process_group("tp") is tp
-    with pytest.raises(TypeError, match=r"compat.hyper_comm_grid.*from_grid\(grid.core\)"):
-        hypergrid.EnvironmentTable.from_grid(grid)
+    assert hypergrid.EnvironmentTable(grid.core).get_process_group("tp") is tp
+    with pytest.raises(TypeError, match=r"compat.hyper_comm_grid.*grid\.core"):
+        hypergrid.EnvironmentTable(grid)
 
 
 def test_source_of_the_oracle_is_a_release_that_has_the_module():

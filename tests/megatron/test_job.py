@@ -1,5 +1,7 @@
 """Launch lines and sizes become what initialize_model_parallel would be asked. No torch."""
 
+from contextlib import suppress
+
 import pytest
 
 from compat.megatron.job import Job, JobError, from_line, from_sizes
@@ -37,6 +39,14 @@ def test_quotes_go_over_lines_and_around_sums():
         'torchrun --nproc-per-node=$GPUS --nnodes="$((WORLD / GPUS))" x.py $ARGS # don\'t\n'
     )
     assert (job.world_size, job.arguments) == (32, {"tensor_model_parallel_size": 4})
+
+
+@pytest.mark.parametrize("form", ["$({})", "`{}`", "$(({}))", "; {};", "| {}", "${{X:-$({})}}"])
+def test_a_launch_line_runs_nothing(tmp_path, form):
+    command = form.format(f"touch {tmp_path}/run") + f" $((__import__('os').mkdir('{tmp_path}/d')))"
+    with suppress(JobError):
+        from_line(f"A={command} torchrun --nproc-per-node 4 x.py {command}")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_head_of_a_slurm_script_says_where_the_ranks_are():

@@ -159,6 +159,7 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
         state.resume()
         assert ps.get_pipeline_model_parallel_next_rank() == [4, 5]
         assert [group.size() for group in ps.get_pipeline_model_parallel_group()] == [2, 2]
+        assert {*state._global_process_group_list[1:]} <= {*dist.distributed_c10d._world.pg_map}
     finally:
         ps.destroy_model_parallel()
 

@@ -221,4 +221,4 @@ def test_without_nvrx_the_message_names_the_extra():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
-    assert "pip install 'hypergrid[resiliency]'" in done.stderr
+    assert "pip install '.[resiliency]' in a checkout" in done.stderr

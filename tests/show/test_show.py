@@ -431,7 +431,7 @@ def test_what_a_picture_cannot_show_is_refused(tmp_path, options, says):
 
 def test_without_matplotlib_it_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'hypergrid\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[plot\]' in a checkout"):
         drawn(PLAN, 8, tmp_path / "plan.png")
     assert page(PLAN, 8), "the page does without"
 

@@ -35,5 +35,5 @@ def _counted(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("set", "multi_set", "append", *_TRIPS):
+for _name in ("set", "append", *_TRIPS):
     setattr(CountingStore, _name, _counted(_name))

@@ -436,7 +436,7 @@ def _missing_at_the_store(rank: int, missing: list[int], seconds: float, per_hos
         return None
     base = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     store, world = CountingStore(base), int(os.environ["WORLD_SIZE"])
-    os.environ.update(LOCAL_WORLD_SIZE=str(per_host), HYPERGRID_HOSTS_FIRST="2")
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     host = f"host{rank // per_host}"
     if base.add("started", 1) == world - len(missing):
         base.set("go", "")
@@ -447,7 +447,7 @@ def _missing_at_the_store(rank: int, missing: list[int], seconds: float, per_hos
         mock.patch("socket.gethostname", return_value=host),
     ):
         here = _Round(store, range(world), _Memory())
-        here.arrive({"tp": 2}, Abilities(), Policy(), limit)
+        here.arrive({"tp": 2}, Abilities(), Policy())
         error = here.outcome(limit).get("error", "no error")
     return error, store.trips, sum(store.counts.values()), time.monotonic() - start
 

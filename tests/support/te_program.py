@@ -48,6 +48,11 @@ def grid_and_state():
     return grid, state
 
 
+def tp_of(where):
+    is_grid = isinstance(where, HyperCommGrid)
+    return where.get_pg("tp") if is_grid else where.get_tensor_model_parallel_group()
+
+
 def applied(rank):
     """After ``apply``: whether every module holds the very groups, and what they are."""
     outcome = []
@@ -56,7 +61,7 @@ def applied(rank):
             layer = a_layer(tp_size=2)
             how = {"comm_type": comm_type, "a2a_size": 2 if comm_type == "a2a+p2p" else None}
             te.apply(layer, where, **how)
-            tp, context = te.tp_kwargs(where)["tp_group"], te.cp_args(where, **how)
+            tp, context = tp_of(where), te.cp_args(where, **how)
             takers = [m for m in layer.modules() if "tp_group" in vars(m) and m is not layer]
             (attention,) = (
                 m for m in layer.modules() if isinstance(m, pytorch.DotProductAttention)
@@ -101,21 +106,22 @@ def experts(rank):
 def built(rank):
     """The sizes of modules that are given their group as they are built."""
     grid, _ = grid_and_state()
-    kwargs = te.tp_kwargs(grid)
+    tp = grid.get_pg("tp")
+    kwargs = {"tp_group": tp, "tp_size": tp.size()}
     made = [
         pytorch.Linear(32, 64, device="cpu", parallel_mode="column", **kwargs),
         pytorch.LayerNormLinear(32, 64, device="cpu", parallel_mode="column", **kwargs),
         pytorch.ops.Linear(
-            32, 64, device="cpu", tensor_parallel_mode="column", **te.ops_kwargs(grid)
+            32, 64, device="cpu", tensor_parallel_mode="column", tensor_parallel_group=tp
         ),
     ]
     return [next(p.shape[0] for p in m.parameters() if p.dim() == 2) for m in made]
 
 
-def greatest(rank, **kwargs):
+def greatest(rank, group):
     """The maxima of a module after ``autocast``, where each rank brought its own number."""
     linear = pytorch.Linear(32, 32, device="cpu", params_dtype=torch.float32)
-    with pytorch.autocast(enabled=True, recipe=DelayedScaling(), **kwargs):
+    with pytorch.autocast(enabled=True, recipe=DelayedScaling(), amax_reduction_group=group):
         linear.init_fp8_metadata()
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(linear.fp8_meta)
         history = linear.fp8_meta["scaling_fwd"].amax_history
@@ -129,10 +135,10 @@ def amax(rank):
     te.create_groups(grid)
     state = ParallelState.create(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
     return [
-        greatest(rank, **te.autocast_kwargs(grid)),
-        greatest(rank, **te.autocast_kwargs(grid, tp_only=True)),
-        greatest(rank, **te.autocast_kwargs(state)),
-        greatest(rank),
+        greatest(rank, te.amax_group(grid)),
+        greatest(rank, te.amax_group(grid, tp_only=True)),
+        greatest(rank, te.amax_group(state)),
+        greatest(rank, None),
     ]
 
 
@@ -142,7 +148,7 @@ def destroyed(rank):
     extension.ep_finalize = lambda: ended.append(ep._EP_GROUP in c10d._world.pg_map)
     outcome = []
     for where in grid_and_state():
-        group = te.ep_group(where)
+        group = te.amax_group(where)  # as if its experts used it
         for asked in CACHED:
             asked(group)
         ep._BOOTSTRAPPED, ep._EP_GROUP = True, group

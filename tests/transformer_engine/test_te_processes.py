@@ -50,12 +50,10 @@ def summed(rank):
     sums = []
     for where in (grid, state):
         for group in (
-            te.tp_kwargs(where)["tp_group"],
             te.cp_args(where).cp_group,
             *te.cp_args(where, "a2a+p2p", 2).cp_group,
             te.amax_group(where),
             te.amax_group(where, tp_only=True),
-            te.ep_group(where),
         ):
             value = torch.tensor([1 << rank])
             dist.all_reduce(value, group=group)
@@ -66,9 +64,9 @@ def summed(rank):
 
 def test_real_groups_of_a_grid_and_of_a_state_reach_the_ranks_of_the_arithmetic():
     for rank, sums in enumerate(run_ranks(8, summed)):
-        tp, host = [rank & ~1, rank | 1], [rank // 4 * 4 + i for i in range(4)]
+        host = [rank // 4 * 4 + i for i in range(4)]
         cp = [rank & ~2, rank | 2]
-        expected = [sum(1 << r for r in g) for g in (tp, cp, cp, [rank], range(8), host, host)]
+        expected = [sum(1 << r for r in g) for g in (cp, cp, [rank], range(8), host)]
         assert sums == expected * 2
 
 
@@ -137,7 +135,7 @@ def test_destroy_imports_nothing_and_survives_a_context_that_cannot_end(fake_wor
     package = "transformer_engine.pytorch"
     distributed = SimpleNamespace(get_distributed_world_size=asked)  # another release: one is gone
     state = ParallelState.create(tensor_model_parallel_size=2, expert_model_parallel_size=2)
-    group = te.ep_group(state)
+    group = state.get_expert_tensor_and_model_parallel_group()
 
     def fail():
         raise RuntimeError("no communicator")
@@ -249,8 +247,9 @@ def product(rank, size):
     import transformer_engine.pytorch as pytorch
 
     grid = HyperCommGrid([size], ["tp"])
-    te.create_groups(grid)
-    common = {"bias": False, "params_dtype": torch.float32, **te.tp_kwargs(grid)}
+    grid.create_pg("tp")
+    common = {"bias": False, "params_dtype": torch.float32}
+    common |= {"tp_group": grid.get_pg("tp"), "tp_size": size}
     first = pytorch.Linear(64, 64 * size, parallel_mode="column", **common)
     second = pytorch.Linear(64 * size, 64, parallel_mode="row", **common)
     given = torch.ones(16, 64, device="cuda")

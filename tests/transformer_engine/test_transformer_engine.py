@@ -10,7 +10,7 @@ import torch.distributed as dist
 from compat import transformer_engine as te
 from compat.state import ParallelState
 from compat.transformer_engine import process as te_process
-from hypergrid import HyperCommGrid, LayoutError, RankLayout
+from hypergrid import HyperCommGrid, RankLayout
 from tests.support import te_on_cpu
 
 PYTORCH = te_on_cpu.SOURCE / "transformer_engine" / "pytorch"
@@ -62,16 +62,16 @@ def test_a_grid_gives_the_ranks_of_a_state_of_the_same_layout(fake_world, layout
         state, grid = ParallelState.create(**arguments), a_grid(sizes, expert)
         te.create_groups(grid)
         for ask in (
-            lambda where: te.tp_kwargs(where)["tp_group"],
             lambda where: te.cp_args(where).cp_group,
             te.amax_group,
             lambda where: te.amax_group(where, tp_only=True),
-            *[lambda where: te.tp_kwargs(where, expert=True)["tp_group"]] * bool(expert),
-            *[te.ep_group] * bool(expert),
         ):
             assert ranks(ask(grid)) == ranks(ask(state))
+        tp, expert_tp = grid.get_pg("tp"), grid.get_pg("tp", view="expert" if expert else None)
+        assert ranks(tp) == ranks(state.get_tensor_model_parallel_group())
+        if expert:
+            assert ranks(expert_tp) == ranks(state.get_expert_tensor_parallel_group())
         assert te.cp_args(grid).cp_global_ranks == te.cp_args(state).cp_global_ranks
-        assert te.tp_kwargs(grid)["tp_size"] == te.tp_kwargs(state)["tp_size"] == sizes["tp"]
         state.destroy()
         grid.destroy()
 
@@ -79,21 +79,12 @@ def test_a_grid_gives_the_ranks_of_a_state_of_the_same_layout(fake_world, layout
 def test_a_state_gives_the_very_groups_of_its_getters(fake_world):
     fake_world(16, rank=6)
     state = ParallelState.create(tensor_model_parallel_size=2, context_parallel_size=4)
-    tp = state.get_tensor_model_parallel_group()
-    for given in (
-        te.tp_kwargs(state)["tp_group"],
-        te.checkpoint_kwargs(state)["tp_group"],
-        te.ops_kwargs(state)["tensor_parallel_group"],
-        te.cross_entropy_group(state),
-    ):
-        assert given is tp
     for tp_only in (False, True):
         amax = state.get_amax_reduction_group(True, tp_only_amax_red=tp_only)
         assert te.amax_group(state, tp_only) is te.amax_group(state, tp_only) is amax
-        assert te.autocast_kwargs(state, tp_only) == {"amax_reduction_group": amax}
     assert te.cp_args(state).cp_group is state.get_context_parallel_group()
     state.suspend("recreate")
-    for ask in (te.tp_kwargs, te.cp_args, te.amax_group, te.ops_kwargs, te.ep_group):
+    for ask in (te.cp_args, te.amax_group, lambda where: te.apply(holder([]), where)):
         with pytest.raises(RuntimeError, match="suspended: call resume"):
             ask(state)
     state.destroy()
@@ -103,7 +94,7 @@ def test_no_group_is_made_unasked_and_the_refusal_names_the_call(fake_world):
     fake_world(8)
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
     for ask, call in (
-        (te.tp_kwargs, r"create_pg\('tp'\)"),
+        (lambda where: te.apply(holder([]), where), r"create_pg\('tp'\)"),
         (te.cp_args, r"create_pg\('cp'\)"),
         (te.amax_group, r"create_pg\('dp-cp-tp'\)"),
         (lambda where: te.amax_group(where, tp_only=True), r"create_pg\('cp-tp'\)"),
@@ -122,30 +113,13 @@ def test_a_scope_of_one_rank_is_a_group_and_never_none_which_means_the_world(fak
     fake_world(8, rank=3)
     grid = HyperCommGrid([1, 1, 8], ["tp", "cp", "pp"])
     te.create_groups(grid)
-    groups = [te.amax_group(grid), *te.checkpoint_kwargs(grid).values()]
-    groups += [*te.ops_kwargs(grid, "AllReduce").values(), te.tp_kwargs(grid)["tp_group"]]
-    assert [ranks(group) for group in groups] == [[3]] * 4
+    assert ranks(te.amax_group(grid)) == ranks(te.amax_group(grid, tp_only=True)) == [3]
     bare = HyperCommGrid([8], ["pp"])
-    for ask in (te.amax_group, te.checkpoint_kwargs, te.ops_kwargs, te.ep_group):
-        with pytest.raises(
-            ValueError, match="Transformer Engine: give the grid such a dim of size 1"
-        ):
-            ask(bare)
-    assert te.tp_kwargs(bare) == {"tp_group": None, "tp_size": 1}  # there None means none
-    assert te.cross_entropy_group(bare) is None
-    with pytest.raises(ValueError, match="tp x ep of expert layers is one rank"):
-        te.ep_group(grid)
-
-
-def test_dims_of_other_names(fake_world):
-    fake_world(16, rank=9)
-    grid = HyperCommGrid([2, 2, 2, 2], ["model", "near", "shard", "replicate"])
-    where = te.Named(grid, tp="model", cp="near", dp="replicate-shard")
-    te.create_groups(where)
-    assert te.tp_kwargs(where)["tp_group"] is grid.get_pg("model")
-    assert te.amax_group(where) is grid.get_pg("model-near-shard-replicate")
-    with pytest.raises(LayoutError, match="tp='tpp': there is no dim 'tpp' in HyperCommGrid"):
-        te.Named(grid, tp="tpp")
+    with pytest.raises(ValueError, match="give the grid such a dim of size 1, and create_pg"):
+        te.amax_group(bare)
+    given = []
+    te.apply(holder(given), bare)
+    assert given == [None]  # there None means no tensor parallelism
 
 
 STATE_SIZES = {"tensor_model_parallel": "tp", "context_parallel": "cp"}
@@ -203,16 +177,8 @@ def test_the_ring_that_transformer_engine_computes_stays_inside_p2p_and_a2a_are_
         theirs = te.cp_args(state, "a2a+p2p", a2a)
         assert [ranks(group) for group in theirs.cp_group] == [near, ring]
         assert sends_to(theirs) == nexts[rank]
-        parts = RankLayout(tuple(sizes), tuple(sizes.values()))
-        parts = parts.split("cp", {"near": a2a, "far": len(ring)})
-        split = HyperCommGrid(parts.sizes, parts.dims)
-        where = te.Named(split, cp="far-near")  # in any order
-        te.create_groups(where, a2a_size=a2a)
-        named = te.cp_args(where, "a2a+p2p")
-        assert [ranks(group) for group in named.cp_group] == [near, ring]
-        assert named.cp_global_ranks == whole
-        for each in (state, grid, split):
-            each.destroy()
+        state.destroy()
+        grid.destroy()
     assert sorted(nexts.values()) == [*range(16)]
 
 
@@ -264,22 +230,32 @@ def test_userbuffers_over_a_fastest_tp(fake_world):
     state.destroy()
 
 
-def test_apply_refuses_what_would_be_wrong_or_without_effect(fake_world):
+def test_apply_gives_each_module_its_group_and_refuses_what_would_be_wrong(fake_world):
     fake_world(8)
     grid = HyperCommGrid([4, 2], ["tp", "dp"])
     te.create_groups(grid)
-    with pytest.raises(ValueError, match=r"no module of Linear takes a group.* ops_kwargs"):
+    with pytest.raises(ValueError, match=r"no module of Linear takes a group"):
         te.apply(torch.nn.Linear(2, 2), grid)
     given = []
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    model[0].set_tensor_parallel_group, model[0].tp_size = given.append, 2
     with pytest.raises(ValueError, match="0 was built for tp_size=2, and tp has 4 ranks"):
-        te.apply(model, grid)
-    model[0].tp_size = 4
-    te.apply(model, grid)
+        te.apply(holder(given, tp_size=2), grid)
+    te.apply(holder(given, tp_size=4), grid)
     assert given == [grid.get_pg("tp")]
+    grid = a_grid({"tp": 4, "dp": 2}, {"tp": 2, "ep": 4})
+    te.create_groups(grid)
+    model = torch.nn.Sequential(holder(given, tp_size=4), holder(given, tp_size=2))
+    te.apply(model, grid, experts=[model[1]])
+    assert given[1:] == [grid.get_pg("tp"), grid.get_pg("tp", view="expert")]
     with pytest.raises(TypeError, match="not from a dict"):
-        te.apply(model, {})
+        te.apply(holder(given), {})
+
+
+def holder(given, **attributes):
+    """A model whose one module takes a group, and adds it to ``given``."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].set_tensor_parallel_group = given.append
+    vars(model[0]).update(attributes)
+    return model
 
 
 # Parameters: Transformer Engine's source, read and not run.
@@ -311,12 +287,12 @@ BUILT = {
 
 
 @fetched
-def test_every_module_takes_tp_kwargs_and_has_the_setters(fake_world):
+def test_every_module_takes_what_the_page_says_and_has_the_setters(fake_world):
     fake_world(1)
     grid = HyperCommGrid([1, 1], ["tp", "cp"])
     te.create_groups(grid)
     for file, name in BUILT.items():
-        assert set(te.tp_kwargs(grid)) <= set(parameters(file, f"{name}.__init__")), name
+        assert {"tp_group", "tp_size"} <= {*parameters(file, f"{name}.__init__")}, name
     setter = "set_tensor_parallel_group"
     bases = (
         ("module/base.py", "TransformerEngineBaseModule"),
@@ -331,11 +307,8 @@ def test_every_module_takes_tp_kwargs_and_has_the_setters(fake_world):
 
 
 @fetched
-def test_every_function_and_operation_takes_the_keyword_that_is_handed_out(fake_world):
-    fake_world(2)
-    grid = HyperCommGrid([2], ["tp"])
-    te.create_groups(grid)
-    (amax,), (checkpoint,) = te.autocast_kwargs(grid), te.checkpoint_kwargs(grid)
+def test_every_function_and_operation_takes_the_keyword_that_the_page_names():
+    amax = "amax_reduction_group"
     assert amax in parameters("quantization.py", "autocast.__init__")
     assert amax in parameters("graph.py", "make_graphed_callables")
     assert "fp8_group" in parameters("quantization.py", "fp8_autocast")
@@ -343,13 +316,13 @@ def test_every_function_and_operation_takes_the_keyword_that_is_handed_out(fake_
     assert parameters("ep.py", "ep_bootstrap")[0] == "ep_group"
     assert parameters("module/base.py", "initialize_ub")[:2] == ["shape", "tp_size"]
     popped = ast.unparse(definition("distributed.py", "checkpoint"))
-    assert f"kwargs.pop('{checkpoint}', None)" in popped
-    for op in te.OPS:
+    assert "kwargs.pop('tp_group', None)" in popped
+    for op, keyword in {
+        **dict.fromkeys(("Linear", "BasicLinear", "Bias"), "tensor_parallel_group"),
+        **dict.fromkeys(("AllGather", "ReduceScatter", "AllReduce"), "process_group"),
+    }.items():
         file = "ops/linear.py" if op == "Linear" else f"ops/basic/{snake(op)}.py"
-        assert set(te.ops_kwargs(grid, op)) <= set(parameters(file, f"{op}.__init__")), op
-        assert te.ops_kwargs(grid, type(op, (), {})) == te.ops_kwargs(grid, op)
-    with pytest.raises(ValueError, match="invalid operation 'GELU'"):
-        te.ops_kwargs(grid, "GELU")
+        assert keyword in parameters(file, f"{op}.__init__"), op
 
 
 def snake(name):

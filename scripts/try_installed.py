@@ -1,0 +1,111 @@
+"""Run every command and every documented import of the hypergrid that is installed.
+
+    python -I scripts/try_installed.py
+
+scripts/extras runs it in an environment that has the wheel and no checkout, in an empty folder.
+The checkout is only read: what its pages import, and from nowhere else may hypergrid come.
+"""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from typer.main import get_command
+
+from hypergrid.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {
+    "net.yaml": "hosts: [{name: a, gpus: 4, rack: r}, {name: b, gpus: 4, rack: s}]\n",
+    # Rank 3 comes four seconds late: long enough for the others to be recorded.
+    "train.py": """
+import time, torch, torch.distributed as dist, hypergrid
+from megatron.core import parallel_state
+dist.init_process_group("gloo")
+parallel_state.initialize_model_parallel(2)
+total, rank = torch.ones(1), dist.get_rank()
+hypergrid.dump(f"live_{rank}.json")
+time.sleep(4 * (rank == 3))
+dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+assert total == 2 and parallel_state.__name__ == "compat.parallel_state"
+parallel_state.destroy_model_parallel()
+dist.destroy_process_group()
+""",
+}
+SIZES = "--world-size 4 --tp 2"
+LAUNCH = "torchrun --nproc-per-node 4 --no-python hypergrid-launch"
+STEPS = (  # a command line, what it must print, its exit status
+    ("HYPERGRID_AUDIT=empty python -c 'import compat.parallel_state'", "", 0),
+    (
+        f"HYPERGRID_RECORD=left HYPERGRID_RECORD_AFTER=1 {LAUNCH} --report --audit reads train.py",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        0,
+    ),
+    ("PYTHONPATH=$(hypergrid-launch --startup-path) torchrun --nproc-per-node 4 train.py", "", 0),
+    ("hypergrid-launch nowhere.py", "there is no script 'nowhere.py'", 2),
+    (f"hypergrid plan {SIZES} --json > plan.json; hypergrid plan {SIZES}", "DATA_PARALLEL", 0),
+    (f"hypergrid show {SIZES} --png a.png --svg a.svg --html a.html", "wrote a.html", 0),
+    (f"hypergrid check --suggest {SIZES} --gpus-per-node 2", "No order of 2 sends less", 0),
+    ("hypergrid place --topology net.yaml --world-size 8 --tp 4", "host", 0),
+    ("hypergrid diff plan.json live_*.json", "4 dumps are as planned.", 0),
+    ("hypergrid diagnose left --html b.html --trace b.json", "rank 3", 1),
+    ("hypergrid audit reads --html c.html", "train.py", 0),
+    (f"hypergrid parity {SIZES}", "all groups equal", 0),
+    ("hypergrid doctor", "works: megatron.core.parallel_state is ours", 0),
+    ("test -s a.png -a -s a.svg -a -s a.html -a -s b.html -a -s b.json -a -s c.html", "", 0),
+)
+
+
+def documented() -> Iterator[str]:
+    """Dotted names of ours that a page imports or describes."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = page.read_text()
+        yield from re.findall(r"^::: (\S+)", text, re.M)
+        for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.M | re.S):
+            for node in ast.walk(ast.parse(textwrap.dedent(block))):
+                if isinstance(node, ast.ImportFrom):
+                    yield from (f"{node.module}.{each.name}" for each in node.names)
+                elif isinstance(node, ast.Import):
+                    yield from (each.name for each in node.names)
+
+
+def main() -> None:
+    """Try all; SystemExit says what fails."""
+    names = sorted({n for n in documented() if n.split(".")[0] in ("hypergrid", "compat")})
+    for name in names:
+        pkgutil.resolve_name(name)
+    ours = [m for n, m in sys.modules.items() if n.split(".")[0] in ("hypergrid", "compat")]
+    elsewhere = [m.__file__ for m in ours if not str(m.__file__).startswith(sys.prefix)]
+    assert not elsewhere, f"not from the wheel: {elsewhere}"
+    for file, text in FILES.items():
+        Path(file).write_text(text)
+    commands = [f"hypergrid {name}" for name in get_command(app).commands]  # type: ignore[attr-defined]
+    for command in ("hypergrid", "hypergrid-launch", *commands):
+        tried = [line for line, *_ in STEPS if f"{command} " in f"{line} "]
+        assert tried or command == "hypergrid", f"nothing tries `{command}`"
+        run(f"{command} --help", "usage: ", 0)
+    for step in STEPS:
+        run(*step)
+    print(f"{len(names)} imports, {len(commands)} commands and the launcher")
+
+
+def run(command: str, expected: str, status: int) -> None:
+    """Run a line of shell; SystemExit with what it printed if that is not as it should be."""
+    done = subprocess.run(
+        ["bash", "-uc", command], capture_output=True, text=True, timeout=180, check=False
+    )
+    said = done.stdout + done.stderr
+    wrong = done.returncode != status or expected.lower() not in said.lower()
+    if wrong or "Traceback" in said:
+        sys.exit(f"{command}: status {done.returncode}, not {status} and {expected!r}:\n{said}")
+
+
+if __name__ == "__main__":
+    main()
