@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
+from compat.state import ParallelState
 from hypergrid.views import BASE
-
-if TYPE_CHECKING:
-    from compat.state import ParallelState
 
 # Field: the private global that holds its group. Newer releases have more fields. The second
 # all-gather groups are in none: create_all_gather_groups() returns them to its caller.
@@ -24,6 +22,30 @@ _ROWS = {
     for row in ROWS
     if row.grid in ("decoder", "expert") and row.pick == "all" and not row.chunk
 }
+
+
+def build(*, name: str = "", **arguments: Any) -> Any:
+    """Create the groups of one model, and return them as a complete ``ProcessGroupCollection``.
+
+    No global is read or written. *Collective*, arguments and errors as for ``ParallelState.create``.
+
+    Returns
+    -------
+    ProcessGroupCollection
+        With all fields that the installed release has, and besides: the gloo twin of a field as
+        ``dp_gloo``, ``intra_dp_cp_gloo`` and so on, None without one; ``hybrid_dp_cp``, a dict of
+        groups by their size; ``virtual_pipeline_stages``, None without any; and
+        ``parallel_state``, which owns the groups: ``collection.parallel_state.destroy()``.
+    """
+    state = ParallelState.create(name=name, **arguments)
+    collection = from_state(state)
+    for row in ROWS:
+        if row.gloo:
+            setattr(collection, f"{row.field}_gloo", getattr(state, f"{row.slot}_GLOO"))
+    collection.hybrid_dp_cp = dict(state._HYBRID_DP_CP_GROUPS)
+    collection.virtual_pipeline_stages = state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    collection.parallel_state = state
+    return collection
 
 
 def from_state(state: ParallelState, required: Iterable[str] | None = None) -> Any:

@@ -10,11 +10,12 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import hypergrid
-from compat import swap
+from compat import shadow, swap
 from compat.megatron import order
 from compat.transformer_engine.process import warn_of_an_empty_package
 from hypergrid.policy import CHOICES, take_flag
@@ -24,7 +25,7 @@ environment variables, for launchers whose command line is fixed:
   HYPERGRID_ORDER=tp-cp-pp-dp  as --order        HYPERGRID_SWAP=0    as --no-swap
   HYPERGRID_REPORT=1           as --report       HYPERGRID_SHARE=all as --share all, and so on
   HYPERGRID_RECORD=DIR         every rank leaves there what `hypergrid diagnose` reads of a hang
-  HYPERGRID_AUDIT=DIR          as --audit DIR
+  HYPERGRID_AUDIT=DIR          as --audit DIR    HYPERGRID_SHADOW=1  as --shadow; =strict
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
                                swaps in every Python that starts, without this launcher
 """
@@ -51,6 +52,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-swap", action="store_true", help="run on megatron's own module")
     parser.add_argument("--report", action="store_true", help="print one line per group at rank 0")
     parser.add_argument(
+        "--shadow",
+        action="store_true",
+        help="run on megatron's own module, and compare its groups with those of hypergrid",
+    )
+    parser.add_argument(
+        "--shadow-strict", action="store_true", help="as --shadow; a difference ends the job"
+    )
+    parser.add_argument(
         "--audit", metavar="DIR", help="record who reads parallel_state, for `hypergrid audit DIR`"
     )
     for name, choices in CHOICES.items():
@@ -72,6 +81,13 @@ def main(argv: list[str] | None = None) -> None:
     off = "--no-swap" if options.no_swap else ""
     if not off and os.environ.get("HYPERGRID_SWAP", "1") == "0":
         off = "HYPERGRID_SWAP=0 in the environment"
+    if options.shadow or options.shadow_strict:
+        os.environ[shadow.VARIABLE] = "strict" if options.shadow_strict else "1"
+    shadowing = shadow.is_wanted()
+    if shadowing and off:
+        parser.error(f"--shadow runs stock beside a plan, which {off} switches off: remove one")
+    if shadowing:
+        off = "--shadow"
     given = {name: getattr(options, name) for name in ("order", "audit", *CHOICES)}
     given["report"] = "1" if options.report else None
     for name, value in given.items():
@@ -93,10 +109,11 @@ def main(argv: list[str] | None = None) -> None:
             tempfile.TemporaryFile(dir=left).close()
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    _run(options.script, options.args, options.module, swapping=not off)
+    install = shadow.install if shadowing else None if off else swap.install
+    _run(options.script, options.args, options.module, install)
 
 
-def _run(script: str, args: list[str], module: bool, *, swapping: bool) -> None:
+def _run(script: str, args: list[str], module: bool, install: Callable[[], None] | None) -> None:
     home = Path(__file__).parents[1].resolve()
     first = str(Path.cwd() if module else Path(script).resolve().parent)
     # As `python SCRIPT` does, unless hypergrid itself is imported from sys.path[0].
@@ -104,11 +121,11 @@ def _run(script: str, args: list[str], module: bool, *, swapping: bool) -> None:
         sys.path[0] = first
     else:
         sys.path.insert(0, first)
-    if swapping:
-        swap.install()
-    else:
+    if install is not swap.install:
         warn_of_an_empty_package()
         swap.uninstall()  # what the start-up directory installed
+    if install is not None:
+        install()
     sys.argv = [script, *args]
     if module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -160,14 +160,11 @@ def initialize(args: argparse.Namespace) -> tuple[Parallel, dict[str, Any]]:
 
     with mock.patch.object(dist, "new_group", counted):
         if args.explicit_groups:
-            from compat.collection import from_state
-            from compat.state import ParallelState
+            from compat import collection
 
             # Megatron's optimizer takes no gloo groups with a collection.
-            state = ParallelState.create(
-                **sizes, order=args.order, create_gloo_process_groups=False
-            )
-            parallel = Parallel(state, from_state(state))
+            groups = collection.build(**sizes, order=args.order, create_gloo_process_groups=False)
+            parallel = Parallel(groups.parallel_state, groups)
         else:
             parallel_state.initialize_model_parallel(
                 **sizes, order=args.order, create_gloo_process_groups=not args.no_gloo_groups

@@ -29,7 +29,9 @@ ORDERS = {
         ("megatron", "transformer_engine.process"),
         ("swap",),
         ("",),  # compat/__init__ itself
-        ("state", "hyper_comm_grid", "launch", "swap.startup"),
+        ("state", "hyper_comm_grid"),
+        ("shadow",),
+        ("launch", "swap.startup"),
         (
             "assembly",
             "collection",

@@ -71,14 +71,7 @@ def build(
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.prepare_ucc()
-    # The other layouts are views; same pipelines share their groups.
-    step = request.decoder.stride("pp")
-    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {
-        name: (layout, ("pp",) if layout.stride("pp") == step else ())
-        for name, layout in request.layouts.items()
-        if name != DECODER
-    }
-    grid = built.grid = HyperCommGrid.over(request.decoder, views)
+    grid = built.grid = _grid_over(request)
     if rank not in request.participants:
         return built
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
@@ -92,14 +85,10 @@ def build(
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
                     with _sharp([p], request, built):
-                        _make(built, pool, plan, p, pg_options, not _is_sharp(p, request))
+                        _make(built, pool.make, plan, p, pg_options, not _is_sharp(p, request))
             else:
                 _call_helpers(built, pool, request)
-            for alias in aliases(request):
-                for slot in slots(alias):
-                    built.slots[slot] = built.slots.get(slot.replace(alias.slot, alias.same_as))
-                if alias.same_as in built.numbers:
-                    built.numbers[alias.slot] = built.numbers[alias.same_as]
+            _assign_aliases(built, request)
     except BaseException:
         grid.destroy(abort=True)
         for groups in (built.slots, built.numbers, built.groups):
@@ -119,12 +108,48 @@ def check_window(request: Request, agreement: Agreement) -> None:
         )
 
 
+def place(request: Request, find: Callable[..., list[Any]]) -> Built:
+    """As ``build``, with groups that exist already: ``find`` returns those of one row. *Local*.
+
+    It takes the arguments of ``GroupPool.make``.
+    """
+    rank, built = dist.get_rank(), Built(grid=_grid_over(request))
+    for p in request.planned:
+        _make(built, find, request.plan, p, _options(p, request, rank), False)
+    _assign_aliases(built, request)
+    return built
+
+
+def _grid_over(request: Request) -> HyperCommGrid:
+    # The other layouts are views; same pipelines share their groups.
+    step = request.decoder.stride("pp")
+    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {
+        name: (layout, ("pp",) if layout.stride("pp") == step else ())
+        for name, layout in request.layouts.items()
+        if name != DECODER
+    }
+    return HyperCommGrid.over(request.decoder, views)
+
+
+def _assign_aliases(built: Built, request: Request) -> None:
+    for alias in aliases(request):
+        for slot in slots(alias):
+            built.slots[slot] = built.slots.get(slot.replace(alias.slot, alias.same_as))
+        if alias.same_as in built.numbers:
+            built.numbers[alias.slot] = built.numbers[alias.same_as]
+
+
 def _make(
-    built: Built, pool: GroupPool, plan: GroupPlan, p: Planned, pg_options: Any, again: bool
+    built: Built,
+    make: Callable[..., list[Any]],
+    plan: GroupPlan,
+    p: Planned,
+    pg_options: Any,
+    again: bool,
 ) -> None:
     rank, row = dist.get_rank(), p.group
     mine = plan.mine(row, rank)
-    made = pool.make(
+    made = make(
         row.label,
         mine,
         lambda: plan.all(row),

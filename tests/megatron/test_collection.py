@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from compat import parallel_state as ps
-from compat.collection import from_grid, from_state
+from compat.collection import build, from_grid, from_state
 from compat.state import ParallelState
 from hypergrid import HyperCommGrid
 from tests.support import stock, warm
@@ -95,6 +95,32 @@ def test_from_state_gives_what_upstreams_collection_takes_from_the_module(
         assert {"tp", "pp", "mp", "dp", "dp_cp", "expt_dp", "intra_dp_cp"} <= filled(ours)
         assert ("hcp" in filled(ours)) == ("hierarchical" in layout)
         ps.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_call_builds_a_complete_collection_and_touches_no_global(
+    collection, fake_world, layout
+):
+    fake_world(16, rank=5)
+    before = dict(vars(ps))
+    asked = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
+    built = build(**LAYOUTS[layout] | asked, hybrid_context_parallel="GTP" not in layout)
+    state = built.parallel_state
+    for field in fields(collection):
+        assert getattr(built, field) is getattr(from_state(state), field), field
+    for field, twin in {
+        "dp": state._DATA_PARALLEL_GROUP_GLOO,
+        "dp_cp": state._DATA_PARALLEL_GROUP_WITH_CP_GLOO,
+        "intra_dp_cp": state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO,
+        "expt_dp": state._EXPERT_DATA_PARALLEL_GROUP_GLOO,
+    }.items():
+        assert getattr(built, f"{field}_gloo") is twin
+        assert (twin is None) == ("GTP" in layout)  # as upstream
+    assert built.hybrid_dp_cp == state._HYBRID_DP_CP_GROUPS
+    assert bool(built.hybrid_dp_cp) == ("GTP" not in layout)
+    assert built.virtual_pipeline_stages == 3
+    assert dict(vars(ps)) == before and not ps.model_parallel_is_initialized()
+    state.destroy()
 
 
 def test_from_state_fills_the_required_fields_alone(collection, initialized):

@@ -27,10 +27,10 @@ def _swap() -> None:
                 raise ImportError(f"there is no package {name} in {home}")
             sys.modules[name] = module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
-        from compat import install
+        from compat import shadow, swap
         from compat.megatron import order
 
-        install()
+        (shadow if shadow.is_wanted() else swap).install()
     except Exception as error:
         _end(
             f"the start-up directory {_here} cannot replace megatron's parallel_state: "
