@@ -27,7 +27,8 @@ _ROWS = {
 def build(*, name: str = "", **arguments: Any) -> Any:
     """Create the groups of one model, and return them as a complete ``ProcessGroupCollection``.
 
-    No global is read or written. *Collective*, arguments and errors as for ``ParallelState.create``.
+    No global is read or written. *Collective*; arguments and errors as for
+    ``ParallelState.create``.
 
     Returns
     -------

@@ -93,8 +93,8 @@ def test_a_difference_is_told_by_rank_and_field_and_the_job_goes_on(tmp_path):
     assert "(shadow): would differ from stock on 2 of 4 ranks. Stock's groups are used." in out
     for rank in (2, 3):
         assert (
-            f"rank {rank}: TENSOR_MODEL_PARALLEL_GROUP: timeout is 0:07:00 with stock, and would be "
-            f"0:30:00." in out
+            f"rank {rank}: TENSOR_MODEL_PARALLEL_GROUP: timeout is 0:07:00 with stock, and would "
+            f"be 0:30:00." in out
         )
     assert "megatron.core.parallel_state made 53 groups" in out
 
