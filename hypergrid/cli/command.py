@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from compat.megatron.job import JobError, from_line, from_sizes
-from hypergrid.cli.source import Subject, Where, of_job, saved
+from compat.megatron.job import JobError, from_sizes
+from hypergrid.cli.source import Subject, Where, from_line, line_of, of_job, saved
+from hypergrid.files import FileError
 from hypergrid.layout import LayoutError
 
 app = typer.Typer(
@@ -25,8 +26,9 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-line.md has it.")]
 
 # Flags of a layout: the type of the value, how it is shown, and help.
-_FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
-    ("from-args", str, "LINE", "A launch line of torchrun or srun with Megatron's flags, pasted."),
+_FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
+    ("from-args", str, "LINE", "A launch line or script, pasted, in a file, or - for its input."),
+    ("set", list[str], "NAME=VALUE", "A variable of the launch line that it does not set."),
     ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
     ("world-size", int, None, "Ranks of the job."),
     ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
@@ -81,7 +83,7 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
                 status = function(**given) or 0
             except BrokenPipeError:
                 raise  # the reader has all that it wants: click ends without a message
-            except (LayoutError, JobError, OSError, ImportError) as error:
+            except (LayoutError, JobError, FileError, OSError, ImportError) as error:
                 typer.echo(f"hypergrid: {error}", err=True)
                 status = 2
             raise typer.Exit(status)
@@ -93,7 +95,7 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
     return add
 
 
-def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect.Parameter:
+def _parameter(flag: str, kind: Any, metavar: str | None, what: str) -> inspect.Parameter:
     option = typer.Option(
         f"--{flag}", help=what, metavar=metavar, rich_help_panel="Layout", show_default=False
     )
@@ -105,7 +107,12 @@ def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect
     )
 
 
-def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
+def _subject(
+    from_args: str | None, plan: str | None, set: list[str] | None, **given: Any
+) -> Subject:
+    pairs = dict(pair.partition("=")[::2] for pair in set or ())
+    if not all("=" in pair for pair in set or ()) or (pairs and from_args is None):
+        raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
     network = Where(*(given.pop(name) for name in ("topology", "hostlist", "bandwidth")))
     if plan is not None:
         units = {name: given.pop(name) for name in ("nvlink_domain", "racks_per_pod")}
@@ -113,5 +120,7 @@ def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
         if from_args is not None or any(given.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
         return saved(Path(plan), per_host, network, **units)
-    job = from_sizes(**given) if from_args is None else from_line(from_args, **given)
+    job = (
+        from_sizes(**given) if from_args is None else from_line(line_of(from_args), pairs, **given)
+    )
     return of_job(job, network)
