@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from compat.megatron import releases
 from compat.megatron.job import JobError, from_sizes
 from hypergrid.cli.source import Subject, Where, from_line, line_of, of_job, saved
 from hypergrid.files import FileError
@@ -29,6 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-lin
 _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
     ("from-args", str, "LINE", "A launch line or script, pasted, in a file, or - for its input."),
     ("set", list[str], "NAME=VALUE", "A variable of the launch line that it does not set."),
+    ("megatron", str, "0.16.1", "Plan as this release; the installed one if not given."),
     ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
     ("world-size", int, None, "Ranks of the job."),
     ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
@@ -108,8 +110,16 @@ def _parameter(flag: str, kind: Any, metavar: str | None, what: str) -> inspect.
 
 
 def _subject(
-    from_args: str | None, plan: str | None, set: list[str] | None, **given: Any
+    from_args: str | None,
+    plan: str | None,
+    set: list[str] | None,
+    megatron: str | None,
+    **given: Any,
 ) -> Subject:
+    try:
+        releases.follow(megatron)
+    except ValueError as error:
+        raise JobError(str(error)) from None
     pairs = dict(pair.partition("=")[::2] for pair in set or ())
     if not all("=" in pair for pair in set or ()) or (pairs and from_args is None):
         raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
@@ -117,7 +127,7 @@ def _subject(
     if plan is not None:
         units = {name: given.pop(name) for name in ("nvlink_domain", "racks_per_pod")}
         per_host, units["hosts_per_rack"] = given.pop("gpus_per_node"), given.pop("hosts_per_rack")
-        if from_args is not None or any(given.values()):
+        if from_args is not None or megatron is not None or any(given.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
         return saved(Path(plan), per_host, network, **units)
     job = (

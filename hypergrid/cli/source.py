@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from compat.megatron import releases
 from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_words, taken, weight
 from compat.megatron.planning import Request
 from compat.megatron.traffic import SENDS, SHARDS, VOLUMES, flows_of
@@ -24,6 +25,8 @@ from hypergrid.network_text import read as read_network
 from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.topology import Topology
 
+_NOT_SAID = 1 << 30  # ranks of a host of which its file says nothing
+
 
 @dataclass(frozen=True)
 class Where:
@@ -34,10 +37,13 @@ class Where:
     bandwidth: str | None = None  # "host=450,world=50"
     data: Any = None  # of a saved plan, as a file's
 
-    def network(self, ranks: int, per_host: int, **units: int | None) -> Network:
-        """The network of that many ranks; ``units`` are those of ``Network.regular``."""
+    def network(self, ranks: int, per_host: int, **units: int | None) -> tuple[Network, bool]:
+        """The network of that many ranks, and whether ``per_host`` counts there.
+
+        ``units`` are those of ``Network.regular``.
+        """
         if self.data is not None:
-            network = from_data(self.data, per_host)
+            network = from_data(self.data, _NOT_SAID)
         elif self.topology is None:
             network = Network.regular(ranks, per_host, **units)  # type: ignore[arg-type]
         elif any(size is not None for size in units.values()):
@@ -46,13 +52,16 @@ class Where:
                 f"--topology has the levels of the network: leave out --{flag.replace('_', '-')}."
             )
         else:
-            network = read_network(Path(self.topology), per_host)
+            network = read_network(Path(self.topology), _NOT_SAID)
+        counts = (self.topology or self.data) is None or _NOT_SAID in network.ranks
+        own = tuple(per_host if n == _NOT_SAID else n for n in network.ranks)
+        network = replace(network, ranks=own)
         if self.hostlist is not None:
             network = self._listed(network, ranks)
         if self.bandwidth is not None:
             network = replace(network, bandwidth={**network.bandwidth, **self._speeds()})
         network.numbers(ranks)  # refuses too few
-        return network
+        return network, counts
 
     def _listed(self, network: Network, ranks: int) -> Network:
         names = expanded(self.hostlist or "")
@@ -87,6 +96,7 @@ class Subject:
     network: Network
     job: Job | None = None  # None: it was saved
     assumed: tuple[str, ...] = ()
+    release: str = ""  # of megatron-core, and where it comes from if none is installed
 
     @property
     def layouts(self) -> dict[str, RankLayout]:
@@ -215,6 +225,7 @@ class _Beside:
 
     ranks_per_host: int | None = None
     network: dict[str, Any] | None = None
+    megatron: str = ""
 
 
 def saved(
@@ -243,9 +254,14 @@ def saved(
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
     if beside.network is not None and where.topology is None and not any(units.values()):
-        where, assumed = replace(where, data=beside.network), ()
-    network = where.network(plan.window.stop, per_host, **units)
-    return Subject(plan, network, None, assumed)
+        where = replace(where, data=beside.network)
+    network, counts = where.network(plan.window.stop, per_host, **units)
+    return Subject(plan, network, None, assumed if counts else (), beside.megatron)
+
+
+def _release() -> str:
+    text = ".".join(map(str, releases.RELEASE))
+    return text if releases.SOURCE == "installed" else f"{text} ({releases.SOURCE})"
 
 
 _MOST_RANKS, _MOST_ROWS, _MOST_GROUPS = 1 << 20, 1 << 12, 1 << 18
@@ -276,11 +292,10 @@ def of_job(job: Job, where: Where = Where()) -> Subject:
     """The plan of a job. A refusal of its order names the best one that is not refused."""
     units = {n: getattr(job, n) for n in ("nvlink_domain", "hosts_per_rack", "racks_per_pod")}
     _refuse_large(job.world_size)
-    network = where.network(job.world_size, job.ranks_per_host, **units)
-    as_assumed = set(network.ranks) == {job.ranks_per_host}
-    assumed = tuple(s for s in job.assumed if as_assumed or "ranks on each host" not in s)
+    network, counts = where.network(job.world_size, job.ranks_per_host, **units)
+    assumed = tuple(s for s in job.assumed if counts or "ranks on each host" not in s)
     try:
-        return Subject(job.plan(), network, job, assumed)
+        return Subject(job.plan(), network, job, assumed, _release())
     except JobError as error:
         hosts = network.topology(job.world_size)
         allowed = ranked(Request.order, job.layouts, hosts, flows_of)
