@@ -6,13 +6,14 @@ torchrun --nproc-per-node 8 -m compat.launch --order tp-cp-pp-dp pretrain_gpt.py
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hypergrid
 from compat import shadow, swap
@@ -60,6 +61,9 @@ def main(argv: list[str] | None = None) -> None:
         "--shadow-strict", action="store_true", help="as --shadow; a difference ends the job"
     )
     parser.add_argument(
+        "--plan", action="store_true", help="print the plan of the script's arguments, and end"
+    )
+    parser.add_argument(
         "--audit", metavar="DIR", help="record who reads parallel_state, for `hypergrid audit DIR`"
     )
     for name, choices in CHOICES.items():
@@ -95,6 +99,8 @@ def main(argv: list[str] | None = None) -> None:
             if off:
                 parser.error(f"--{name} needs the swap, which {off} switches off: remove one")
             take_flag(name, value)
+    if options.plan and off:
+        parser.error(f"--plan needs the swap, which {off} switches off: remove one")
     if not off:
         try:
             order.check_choices()
@@ -109,8 +115,28 @@ def main(argv: list[str] | None = None) -> None:
             tempfile.TemporaryFile(dir=left).close()
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if options.plan:
+        _plan_alone()
     install = shadow.install if shadowing else None if off else swap.install
     _run(options.script, options.args, options.module, install)
+
+
+def _plan_alone() -> None:
+    """Have the first initialisation print its plan at one rank, and end this process."""
+    import torch.distributed as dist
+
+    from compat.megatron.releases import RELEASE
+    from compat.state import ParallelState
+
+    def initialize(self: ParallelState, request: Any, *more: Any, **others: Any) -> NoReturn:
+        if dist.get_rank() == request.rank_offset:
+            beside: dict[str, Any] = {"megatron": ".".join(map(str, RELEASE))}
+            if os.environ.get("LOCAL_WORLD_SIZE", "").isdecimal():
+                beside["ranks_per_host"] = int(os.environ["LOCAL_WORLD_SIZE"])
+            print(json.dumps({**json.loads(request.plan.to_json()), **beside}), flush=True)
+        raise SystemExit
+
+    ParallelState.initialize = initialize  # type: ignore[method-assign, assignment]
 
 
 def _run(script: str, args: list[str], module: bool, install: Callable[[], None] | None) -> None:

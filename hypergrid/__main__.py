@@ -16,8 +16,11 @@ def main() -> None:
         how = install_command("cli")
         print(f"hypergrid: the command line needs {error.name}: {how}", file=sys.stderr)
         sys.exit(2)
-    from hypergrid.cli.app import app
-
+    try:
+        from hypergrid.cli.app import app
+    except ValueError as error:  # a variable of the environment that is invalid for any command
+        print(f"hypergrid: {error}", file=sys.stderr)
+        sys.exit(2)
     app(prog_name="hypergrid")
 
 

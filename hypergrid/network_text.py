@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hypergrid.files import FileError, converted, decoded, text_of
 from hypergrid.layout import LayoutError
 from hypergrid.messages import install_command, shown
 from hypergrid.network import MOST_HOSTS, Network
 
-_LONGEST = 64 << 20  # bytes of a file
+_LONGEST = 16 << 20  # bytes of a file
 _HOST = r"[^][,\s]+(?:\[[\d,-]+\][^][,\s]*)*"
 # Of several switches of a level there is a hostlist, of none nothing.
 _ADDRESS = r"[][\w,-]+(\.[][\w,-]*)*\.[\w-]+(\s+[a-z]+(\.[a-z]+)+)?"
@@ -28,15 +29,9 @@ def read(path: Path, per_host: int) -> Network:
     addresses (a line ``SLURM_TOPOLOGY_ADDR`` for each host, its pattern behind it) are read too.
     LayoutError if it is none of these.
     """
-    if path.stat().st_size > _LONGEST:
-        raise LayoutError(f"{path} is larger than {_LONGEST >> 20} MiB: too large for a network.")
     try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise LayoutError(f"{path} is not text.") from None
-    try:
-        return _parsed(text, per_host)
-    except LayoutError as error:
+        return _parsed(text_of(path, _LONGEST), per_host)
+    except (LayoutError, FileError) as error:
         raise LayoutError(f"{path} is not a valid network: {error}") from None
 
 
@@ -52,11 +47,8 @@ def _parsed(text: str, per_host: int) -> Network:
 
 
 def _loaded(text: str) -> Any:
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise LayoutError(f"it is not JSON: {error}.") from None
+    if text.lstrip().startswith(("{", "[")):
+        return decoded(text, dict[str, Any], "it")
     try:
         import yaml
     except ImportError:
@@ -65,10 +57,17 @@ def _loaded(text: str) -> Any:
             f"needs nothing."
         ) from None
     try:
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        # Texts alone, and no merged mappings: neither dates nor bombs.
+        return yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     except (yaml.YAMLError, RecursionError) as error:
         why = str(error).partition("\n")[0]
         raise LayoutError(f"it is not YAML: {why}.") from None
+
+
+@dataclass
+class _File:
+    hosts: list[dict[str, str | int]]
+    bandwidth: dict[str, float] = field(default_factory=dict)
 
 
 def from_data(data: Any, per_host: int) -> Network:
@@ -84,30 +83,35 @@ def from_data(data: Any, per_host: int) -> Network:
     unknown = sorted(map(str, data.keys() - {"hosts", "bandwidth"}))
     if unknown:
         raise LayoutError(f"unknown key {shown(unknown[0])}; allowed: hosts, bandwidth.")
-    bandwidth = data.get("bandwidth") or {}
-    if not isinstance(bandwidth, Mapping):
-        raise LayoutError(f"bandwidth must be GB/s by level, got {shown(bandwidth)}.")
-    hosts: list[Any] = data["hosts"]
-    _refuse_many(len(hosts))
-    levels: list[str] = []
-    for entry in hosts:
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-            raise LayoutError(f"a host must be a mapping with a name, got {shown(entry)}.")
-        levels += [key for key in entry if key not in ("name", "gpus", *levels)]
-    for entry in hosts:
-        for level in levels:
-            unit = entry.get(level)
-            if isinstance(unit, bool) or not isinstance(unit, str | int):
+    _refuse_many(len(data["hosts"]))
+    if sum(len(each) for each in data["hosts"] if isinstance(each, Mapping)) > 8 * MOST_HOSTS:
+        raise LayoutError("the hosts have too many levels.")  # also one with many names in YAML
+    try:
+        file = converted(data, _File, "it")
+    except FileError as error:
+        raise LayoutError(str(error)) from None
+    levels = dict.fromkeys(key for host in file.hosts for key in host)
+    for host in file.hosts:
+        for level in ("name", *levels):
+            if host.get(level, per_host if level == "gpus" else "") == "":
                 raise LayoutError(
-                    f"the host {shown(entry['name'])} has no valid {shown(level)}, got "
-                    f"{shown(unit)}. Name it for every host, or for none."
+                    f"the host {shown(host.get('name'))} has no {shown(level)}. Name it for every "
+                    f"host, or for none."
                 )
     return Network(
-        tuple(entry["name"] for entry in hosts),
-        tuple(entry.get("gpus", per_host) for entry in hosts),
-        {str(level): tuple(str(entry[level]) for entry in hosts) for level in levels},
-        {str(level): speed for level, speed in bandwidth.items()},
+        tuple(str(host["name"]) for host in file.hosts),
+        tuple(_gpus(host.get("gpus", per_host)) for host in file.hosts),
+        {
+            level: tuple(str(host[level]) for host in file.hosts)
+            for level in levels
+            if level not in ("name", "gpus")
+        },
+        file.bandwidth,
     )
+
+
+def _gpus(given: str | int) -> Any:
+    return int(given) if isinstance(given, str) and re.fullmatch(r"\d{1,9}", given) else given
 
 
 def _slurm(lines: Iterable[str], per_host: int) -> Network:

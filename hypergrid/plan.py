@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from hypergrid.files import decoded
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.links import Link
 from hypergrid.messages import shown
@@ -23,6 +24,7 @@ ASSEMBLED = 2  # the schema of plans with several grids, or grids over listed ra
 SUBGROUP = "subgroup "
 
 Ranks = tuple[int, ...]
+Plain: TypeAlias = str | int | float | bool | None
 
 
 class Kind(NamedTuple):
@@ -77,9 +79,17 @@ class GroupRow:
     explicit: tuple[Ranks, ...] | None = None
     backend: str | None = None
     timeout: float | None = None
-    options: tuple[tuple[str, Any], ...] | None = None
+    options: tuple[tuple[str, Plain], ...] | None = None
     traffic: str = ""
     separate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None and self.chunk < 1:
+            raise LayoutError(
+                f"a row cannot have chunk={self.chunk}: cut runs of at least 1 member."
+            )
+        if self.explicit == ():
+            raise LayoutError(f"the row {shown(self.label)} lists its groups, and lists none.")
 
     @property
     def kind(self) -> Kind | None:
@@ -236,57 +246,44 @@ class GroupPlan:
         return json.dumps(data)
 
     @classmethod
-    def from_json(cls, text: str) -> GroupPlan:
-        """Read what ``to_json`` wrote. ValueError on another schema or invalid rows or layouts."""
-        data = json.loads(text)
-        if data.get("schema") not in (SCHEMA, ASSEMBLED):
+    def from_json(cls, text: str | bytes) -> GroupPlan:
+        """Read what ``to_json`` wrote. ValueError on another schema or invalid rows or layouts.
+
+        Needs msgspec, of the extra ``cli``.
+        """
+        saved = decoded(text, _Saved, "the plan")
+        if saved.schema not in (SCHEMA, ASSEMBLED):
             raise ValueError(
-                f"a plan of schema {data.get('schema')!r} cannot be read: this release of "
-                f"hypergrid reads schema {SCHEMA} and {ASSEMBLED}."
+                f"a plan of schema {saved.schema} cannot be read: this release of hypergrid reads "
+                f"schema {SCHEMA} and {ASSEMBLED}."
             )
-        links = tuple(
-            Link(**{key: _hashable(value) for key, value in each.items()})
-            for each in data.get("links", ())
-        )
-        return cls(
-            {name: _layout(**lay) for name, lay in data["layouts"].items()},
-            tuple(map(_row, data["rows"])),
-            tuple(data.get("grids", ())),
-            links,
-        )
+        layouts = {
+            name: RankLayout(each.dims, each.sizes, each.offset, each.ranks)
+            for name, each in saved.layouts.items()
+        }
+        return cls(layouts, saved.rows, saved.grids, saved.links)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-def _layout(ranks: Sequence[int] | None = None, **given: Any) -> RankLayout:
-    return RankLayout(**given, members=None if ranks is None else tuple(ranks))
+@dataclass
+class _Layout:
+    """As ``to_json`` writes it."""
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    offset: int = 0
+    ranks: tuple[int, ...] | None = None
 
 
-_PLAIN: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("label", "layout", "traffic"), lambda value: isinstance(value, str)),
-    "dims": lambda value: isinstance(value, tuple),
-    "chunk": lambda value: value is None or (type(value) is int and value > 0),
-    "pick": lambda value: value in ("all", "ends", "first"),
-    "explicit": lambda value: value is None or (value != () and all(map(_are_ranks, value))),
-    "backend": lambda value: value is None or isinstance(value, str),
-    "timeout": lambda value: value is None or isinstance(value, int | float),
-    "options": lambda value: value is None or all(len(pair) == 2 for pair in value),
-}
+@dataclass
+class _Saved:
+    """What ``to_json`` writes."""
 
-
-def _are_ranks(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(rank) is int for rank in value)
-
-
-def _row(given: Mapping[str, Any]) -> GroupRow:
-    row = GroupRow(**{key: _hashable(value) for key, value in given.items()})
-    for name, is_plain in _PLAIN.items():
-        if not is_plain(getattr(row, name)):
-            raise ValueError(f"a row cannot have {name}={shown(getattr(row, name))}.")
-    return row
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+    schema: int | None = None
+    layouts: dict[str, _Layout] = field(default_factory=dict)
+    rows: tuple[GroupRow, ...] = ()
+    grids: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()

@@ -16,7 +16,7 @@ LEFT_OUT = {"hypergrid", "hypergrid.__main__"}
 # From the lowest to the highest. Modules and packages on one line do not import each other.
 ORDERS = {
     "hypergrid": (
-        ("errors", "messages"),
+        ("errors", "messages", "files"),
         ("layout",),
         ("topology", "policy", "views", "links"),
         ("tree", "plan", "replicas", "network"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from math import prod
 from typing import Any
 
+from compat.megatron import order
 from compat.megatron.planning import Request
 from compat.megatron.traffic import Shape
 from hypergrid.layout import RankLayout
@@ -50,10 +50,13 @@ _SETTINGS = {
     "_user_buffers": (_YES, "tp-comm-overlap"),
     "_layers": (_NUMBER, "num-layers layers"),
     "_layers_per_stage": (_NUMBER, "num-layers-per-virtual-pipeline-stage"),
-    # Where the ranks are: our own flags, and those of torchrun, srun, mpirun and deepspeed.
-    "_world": (_NUMBER, "world-size ntasks"),
-    "_hosts": (_NUMBER, "nnodes nodes num-nodes"),
-    "_per_host": (_NUMBER, "gpus-per-node nproc-per-node ntasks-per-node num-gpus"),
+    "_with_embedding": (_YES, "account-for-embedding-in-pipeline-split"),
+    "_with_loss": (_YES, "account-for-loss-in-pipeline-split"),
+    "_stages": (_TEXT, "pipeline-model-parallel-layout"),
+    # Where the ranks are; launchers have their own flags.
+    "_world": (_NUMBER, "world-size"),
+    "_hosts": (_NUMBER, "nnodes"),
+    "_per_host": (_NUMBER, "gpus-per-node"),
     "_hosts_per_rack": (_NUMBER, "hosts-per-rack"),
     "_racks_per_pod": (_NUMBER, "racks-per-pod"),
     "_nvlink_domain": (_NUMBER, "nvlink-domain"),
@@ -67,17 +70,67 @@ _SETTINGS = {
     "_micro_batch": (_NUMBER, "micro-batch-size"),
     "_micro_batches": (_NUMBER, "micro-batches"),
     "_batch": (_NUMBER, "global-batch-size"),
+    "_heads": (_NUMBER, "num-attention-heads"),
+    "_kv_heads": (_NUMBER, "num-query-groups"),
+    "_expert_layers": (_TEXT, "moe-layer-freq"),
+    "_grouped": (_YES, "group-query-attention"),
+    "_gated": (_YES, "swiglu"),
 }
 _OF_MODEL = tuple(_SETTINGS)[list(_SETTINGS).index("_hidden") :]
 _MICRO_BATCHES = 32  # of a job that does not say
 _KEYS = {flag: key for key, (_, flags) in _SETTINGS.items() for flag in flags.split()}
-# One-letter flags have this meaning only after their launcher.
-_SHORT = {
-    ("srun", "-N"): "nodes",
-    ("srun", "-n"): "ntasks",
-    **dict.fromkeys((("mpirun", "-n"), ("mpirun", "-np"), ("mpirun", "--np")), "ntasks"),
+# By launcher, how its flags give the number of ranks and hosts; else what must be given.
+_LAUNCHERS: Mapping[str, Mapping[str, str]] = {
+    "torchrun": {"nnodes": "_hosts", "nproc-per-node": "_per_host"},
+    "srun": {
+        **dict.fromkeys(("N", "nodes"), "_hosts"),
+        **dict.fromkeys(("n", "ntasks"), "_world"),
+        "ntasks-per-node": "_per_host",
+    },
+    "mpirun": {
+        **dict.fromkeys(("n", "np"), "_world"),
+        **dict.fromkeys(("npernode", "ppn", "N"), "_per_host"),
+    },
+    "deepspeed": {"num-gpus": "_per_host", "num-nodes": "_hosts"},
+    "accelerate": {"num-processes": "_world", "num-machines": "_hosts"},
 }
+_NAMES = {
+    **{name: name for name in _LAUNCHERS},
+    **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
+    "mpiexec": "mpirun",
+}
+_RANKS = {
+    "srun": "--ntasks, or --nodes and --ntasks-per-node",
+    "mpirun": "-n",
+    "deepspeed": "--num_gpus and --num_nodes instead of a hostfile",
+    "accelerate": "--num_processes instead of a configuration file",
+}
+# Variables of a script that take the place of a flag; SLURM's are srun's alone.
 _VARIABLES = {"WORLD_SIZE": "_world", "HYPERGRID_ORDER": "order"}
+_OF_SRUN = {
+    "SLURM_NNODES": "_hosts",
+    "SLURM_NTASKS": "_world",
+    "SLURM_NTASKS_PER_NODE": "_per_host",
+}
+_GPUS = "SLURM_GPUS_ON_NODE"
+VARIABLES = (*_VARIABLES, *_OF_SRUN, _GPUS)
+# Flags of Megatron and of launchers that change neither the groups nor the volumes, by their first
+# words; and variables whose name says that they hold flags.
+_WITHOUT_EFFECT = re.compile(
+    r"(accumulate|adam|adlr|apply|async|attention|auto|bf16|bias|bert|check|ckpt|clear|clip|config|"
+    r"container|cpu|cpus|cross-entropy|cuda|data|dataloader|ddp|decay|decoupled|delay|deterministic|"
+    r"disable-(?!gloo)|dist-ckpt|dataset|defer|distribute|embedding|empty|enable|end|eod|eval|exit|"
+    r"exp|export|external|fim|finetune|first-last|fp16|fp32|fp4|fp8|full|fused|grad|gradient|hidden-"
+    r"dropout|high-priority|hysteresis|inference|init|initial|iterations|job|keep|kill|kv|label|l$|"
+    r"load|local|log|logging|loss|lr|main|make|manual|mask|master|max|mem|merge|min|mla|mmap|mock|"
+    r"moe-(?!ffn|layer|router-topk$)|mpi|mscale|mtp|muon|nccl|no-(?!gloo)|node-rank|non|norm|"
+    r"normalization|num-dataset|num-workers|openai|optimizer|output|overlap|override|partition|"
+    r"position|pretrained|profile|q-lora|qk|rampup|rdzv|recompute|record|redirects|rerun|reset|"
+    r"rotary|rope|safe|save|seed|sequence-parallel|sft|short|skip|split|squared|start|step|te-|"
+    r"tensorboard|test|tee|time|timing|tokenizer|tp-comm|train|transformer|u$|untie|use-(?!sharp|tp-)|"
+    r"v-head|valid|verbose|vocab|wait|wandb|warmup|weight|window|yaml|wgrad)"
+)
+_HOLDS_FLAGS = re.compile(r"(?i)args|opt|flags|param|extra|conf|cmd|launch")
 
 
 class JobError(ValueError):
@@ -97,6 +150,8 @@ class Job:
     shape: Shape | None = None  # of the model, where all of it is known
     user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
+    # Of a launch line: the flags that were used, those without effect, and those not known.
+    flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     def request(self) -> Request:
         """The request of ``initialize_model_parallel``; where that would raise, a JobError."""
@@ -120,54 +175,103 @@ class Job:
             return None
 
 
-def from_line(text: str, **given: Any) -> Job:
-    """The job that a launch line starts: torchrun's or srun's flags, and Megatron's.
+@dataclass(frozen=True)
+class Word:
+    """A word of a command that starts a job, and what its text does not decide."""
 
-    ``text`` is as in a script: continued lines, comments, ``NAME=value``, ``$NAME``,
-    ``${NAME:-8}``, ``$((A * B))``, ``ARGS=(...)`` and ``#SBATCH`` are understood. Flags without
-    effect on the layout are ignored. ``given`` are settings that override the line's, named as
-    flags with ``_`` for ``-``: ``tp=4``.
+    text: str
+    line: int = 0
+    unknown: str = ""  # "$NNODES", "$(wc -l < hosts)"
+    name: str = ""  # of the variable that is not known
+    assumed: tuple[str, ...] = ()  # "TP=8": defaults that were taken
+    condition: str = ""  # the word is there only where this holds
 
-    Raises JobError on a value that is missing, not a number, or in a variable that is not set.
+
+def weight(words: Sequence[Word]) -> int:
+    """How much of a job a command is: 0 without a Python program, 4 with a launcher and sizes."""
+    owned = list(_owned(words))
+    if all(owner for _, owner in owned):
+        return 0
+    flags = (word.text.partition("=")[0] for word, owner in owned if not owner)
+    sizes = any(flag[:2] == "--" and flag[2:].replace("_", "-") in _KEYS for flag in flags)
+    return 1 + 2 * sizes + any(owner in _LAUNCHERS for _, owner in owned)
+
+
+def taken(default: str) -> str:
+    """That a variable's default was taken, ``NAME=VALUE``, as an assumption in words."""
+    return f"{default}, its default; --set {default.partition('=')[0]}=VALUE changes it"
+
+
+def _owned(words: Sequence[Word]) -> Iterator[tuple[Word, str]]:
+    """Each word with the launcher whose flags are read there; "" for those of the script."""
+    owner = "" if words[0].text.startswith("-") else "shell"
+    for before, word in zip(("", *(word.text for word in words)), words, strict=False):
+        name = word.text.rpartition("/")[2]
+        if owner and (name.endswith(".py") or (before == "-m" and name not in _NAMES)):
+            owner = ""  # from here on: the script's own flags
+        elif owner:
+            owner = _NAMES.get(name, owner)
+        yield word, owner
+
+
+def from_words(
+    words: Sequence[Word], variables: Mapping[str, Word] | None = None, **given: Any
+) -> Job:
+    """The job that a command starts: with a launcher's flags, and Megatron's.
+
+    The innermost launcher decides the number of ranks; ``variables`` are those of the script, such
+    as SLURM's. ``given`` are settings that override the command's, named as flags with ``_`` for
+    ``-``: ``tp=4``.
+
+    Raises JobError on a value that is missing, not a number, or not decided by the text.
     """
-    tokens, variables = _expanded(text)
-    set_here = ((key, name, variables.get(name)) for name, key in _VARIABLES.items())
-    written = {key: (name, value) for key, name, value in set_here if value}
-    said: dict[str, Any] = {}
-    launcher, i = "", 0
-    while i < len(tokens):
-        token, i = tokens[i], i + 1
-        if token in ("srun", "mpirun"):
-            launcher = token
-        elif token.endswith(".py") or token.startswith("python"):
-            launcher = ""  # what follows are the script's own flags
-        flag, has_value, value = token.partition("=")
-        if (launcher, token[:2]) in _SHORT and token[2:3].isdecimal():  # -N16
-            flag, has_value, value = token[:2], "=", token[2:]
-        long = flag[2:].replace("_", "-") if flag.startswith("--") else ""
-        key = _KEYS.get(_SHORT.get((launcher, flag), long))
+    variables, asked, owned = variables or {}, _by_key(given), list(_owned(words))
+    launcher = next((owner for _, owner in owned[::-1] if owner in _LAUNCHERS), "")
+    written: dict[str, tuple[str, list[Word]]] = {}
+    flags: dict[str, list[str]] = {"used": [], "without effect": [], "not known": []}
+    i = 0
+    while i < len(owned):
+        (word, owner), i = owned[i], i + 1
+        flag, has_value, value = word.text.partition("=")
+        if owner and re.fullmatch(r"-[A-Za-z]\d+", flag):  # -N16
+            flag, has_value, value = flag[:2], "=", flag[2:]
+        long = flag.lstrip("-").replace("_", "-")
+        known = _KEYS if not owner else _LAUNCHERS.get(owner, {}) if owner == launcher else {}
+        key = known.get(long) if flag.startswith("-") else None
         if key is None:
+            if word.unknown and not word.text and _HOLDS_FLAGS.search(word.name):
+                raise _undecided("The launch line", word)
+            if not owner and flag.startswith("--"):
+                flags["without effect" if _WITHOUT_EFFECT.match(long) else "not known"].append(flag)
             continue
-        takes, values = _SETTINGS[key][0], [value] * bool(has_value)
-        if takes in (_YES, _NO):
-            said[key] = takes == _YES
-            continue
-        if not has_value:
-            stop = i + (len(tokens) if takes == _NUMBERS else 1)
-            while i < min(stop, len(tokens)) and not tokens[i].startswith("--"):
-                values.append(tokens[i])
+        takes, values = _SETTINGS[key][0], [replace(word, text=value)]
+        if takes not in (_YES, _NO) and not has_value:
+            stop = i + (len(owned) if takes == _NUMBERS else 1)
+            while i < min(stop, len(owned)) and not owned[i][0].text.startswith("--"):
+                values.append(owned[i][0])
                 i += 1
-        if not values:
-            raise JobError(f"{flag} has no value in the launch line. Write a number after it.")
-        written[key] = (flag, " ".join(values))
-    asked = _by_key(given)
-    said |= asked
-    for key, (flag, value) in written.items():
-        # A line may leave to variables what only the traffic needs, or what the ranks tell.
-        spared = key in _OF_MODEL or (key == "_hosts" and "_world" in asked)
-        if key not in said and not (spared and not re.fullmatch(r"\d{1,18}", value)):
-            said[key] = _read(key, flag, value)
-    return _job(said, asked)
+            if len(values) == 1:
+                raise JobError(f"{flag} has no value in the launch line. Write a number after it.")
+        written[key] = (flag, values)
+    for name, key in (_VARIABLES | _OF_SRUN if launcher == "srun" else _VARIABLES).items():
+        if name in variables and not (launcher and name == "WORLD_SIZE"):
+            written.setdefault(key, (name, [variables[name]]))
+    said, assumed = dict(asked), list[str]()
+    if "_world" not in asked:
+        _refuse_likeness(flags["not known"], asked)
+    for key, (flag, values) in written.items():
+        spared = key in asked or ("_world" in asked and key == "_hosts")
+        # A line may leave to variables what only the traffic needs.
+        if not spared and not (key in _OF_MODEL and any(word.unknown for word in values)):
+            said[key] = _read(key, flag, values, variables)
+            flags["used"].append(" ".join(filter(None, (flag, *(word.text for word in values)))))
+            assumed += [taken(text) for word in values for text in word.assumed]
+    if launcher == "torchrun" and "_world" not in said:
+        said = {"_hosts": 1, "_per_host": 1, **said}
+    elif launcher and not said.keys() & {"_world", "_per_host"}:
+        raise JobError(f"{launcher} is not told the number of ranks. Give {_RANKS[launcher]}.")
+    job = _job(said, asked)
+    return replace(job, assumed=(*job.assumed, *dict.fromkeys(assumed)), flags=flags)
 
 
 def from_sizes(**given: Any) -> Job:
@@ -183,30 +287,67 @@ def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in said.items() if key not in switches} | on
 
 
-def _read(key: str, flag: str, text: str) -> Any:
-    """A setting's value from the text after ``flag``."""
-    takes = _SETTINGS[key][0]
-    if takes == _TEXT:
-        return text
-    numbers = []
-    for word in text.split():
-        if "$" in word:
+def _read(key: str, flag: str, words: Sequence[Word], variables: Mapping[str, Word]) -> Any:
+    """A setting's value from the words after ``flag``."""
+    takes, texts = _SETTINGS[key][0], [text for word in words for text in word.text.split()]
+    for word in words:
+        if word.condition:
             raise JobError(
-                f"{flag} is {word}, which the launch line does not set. Paste the line that sets "
-                f"it too, or write the number."
+                f"{flag} is given only if {word.condition} (line {word.line}), which the launch "
+                f"line does not decide. Paste it without the condition, or with --set NAME=VALUE."
             )
-        if not re.fullmatch(r"-?\d{1,18}", word):
-            raise JobError(f"{flag} must be a whole number, got {shown(word)}.")
-        numbers.append(int(word))
+        if word.unknown:
+            raise _undecided(flag, word)
+    if takes in (_YES, _NO):
+        return takes == _YES
+    if takes == _TEXT:
+        return " ".join(texts)
+    if key == "_per_host" and texts in (["gpu"], ["auto"]):
+        if _GPUS not in variables:
+            raise JobError(
+                f"{flag} {texts[0]} is the number of GPUs of the host, which the launch line does "
+                f"not say. Give it by --gpus-per-node."
+            )
+        return _read(key, _GPUS, [variables[_GPUS]], {})
+    if key == "_hosts" and re.fullmatch(r"\d+[:-]\d+", " ".join(texts)):
+        raise JobError(
+            f"{flag} {texts[0]} leaves the number of hosts open until the job runs. Give one of "
+            f"them by --world-size."
+        )
+    numbers = [int(text) for text in texts if re.fullmatch(r"-?\d{1,18}", text)]
+    if len(numbers) < len(texts) or not numbers or (takes == _NUMBER and len(numbers) > 1):
+        raise JobError(f"{flag} must be a whole number, got {shown(' '.join(texts))}.")
     return numbers if takes == _NUMBERS else numbers[0]
+
+
+def _undecided(what: str, word: Word) -> JobError:
+    said = f"{what} is {word.unknown}" if what.startswith("-") else f"{what} uses {word.unknown}"
+    where = f" (line {word.line})" if word.line else ""
+    if word.name:
+        return JobError(
+            f"{said}{where}, which the text does not decide. Add --set {word.name}=VALUE."
+        )
+    return JobError(f"{said}{where}, which only the job can tell. Write its value in its place.")
+
+
+def _refuse_likeness(unknown: Sequence[str], asked: Mapping[str, Any]) -> None:
+    """A flag that is almost one that decides something is misspelt: Megatron refuses it too."""
+    long = [flag for flag, key in _KEYS.items() if len(flag) > 8 and key not in asked]
+    for flag in unknown:
+        like = get_close_matches(flag[2:].replace("_", "-"), long, 1, 0.88)
+        if like:
+            raise JobError(f"{flag} is no flag of Megatron. Did you mean --{like[0]}?")
 
 
 def _job(said: dict[str, Any], asked: Mapping[str, Any]) -> Job:
     """The job of all settings, of which ``asked`` were given beside a launch line or without it."""
     arguments = {key: value for key, value in said.items() if not key.startswith("_")}
     assumed = []
-    if said.get("_tp_pp_dp"):
-        arguments.setdefault("order", TP_PP_DP)
+    if "order" not in arguments:
+        found, source = order.asked(TP_PP_DP if said.get("_tp_pp_dp") else None)
+        if found is not None:
+            arguments["order"] = found
+            assumed += [f"the order {found}, from {source}"] * ("argument" not in source)
     per_host, hosts, world = said.get("_per_host"), said.get("_hosts"), said.get("_world")
     if world is None and per_host is not None:
         world = per_host * (1 if hosts is None else hosts)
@@ -252,7 +393,8 @@ def _shape(
     needed = {"_hidden": "hidden", "_layers": "layers", "_sequence": "seq"}
     missing = [flag for key, flag in needed.items() if key not in said]
     begun = [key for key in (*_OF_MODEL, "_layers") if key in asked]
-    wrong = [key for key in (*_OF_MODEL, "_layers") if said.get(key, 1) < 1]
+    numbers = [key for key in (*_OF_MODEL, "_layers") if _SETTINGS[key][0] == _NUMBER]
+    wrong = [key for key in numbers if said.get(key, 1) < 1]
     if missing and begun:
         raise JobError(
             f"the shape of a model needs --hidden, --layers and --seq: --{missing[0]} is missing."
@@ -276,12 +418,28 @@ def _shape(
         for name in ("ffn", "experts", "topk", "expert_ffn")
         if f"_{name}" in said
     }
+    if "experts" in optional and "_expert_layers" in said:
+        optional["expert_layers"] = _expert_layers(said["_expert_layers"], said["_layers"])
+    if said.get("_grouped") and "_heads" in said and "_kv_heads" in said:
+        optional["kv_share"] = min(1.0, said["_kv_heads"] / said["_heads"])
+    optional["gated"] = bool(said.get("_gated"))
     ep = arguments.get("expert_model_parallel_size", 1)
     if ep > 1 and "experts" not in optional:
         optional["experts"] = ep
         assumed.append(f"{ep} experts; --experts changes it")
     sizes = (said["_hidden"], said["_layers"], said["_sequence"], many, micro_batch)
     return Shape(*sizes, **optional)
+
+
+def _expert_layers(text: str, layers: int) -> int:
+    """How many layers have experts: each n-th, or as a pattern such as ``([0]*3+[1]*58)`` says."""
+    plain = text.replace(" ", "")
+    if re.fullmatch(r"\d{1,6}", plain):
+        return -(-layers // max(1, int(plain)))
+    if not re.fullmatch(r"\(?\[[01,]*\](\*\d+)?(\+\[[01,]*\](\*\d+)?)*\)?", plain):
+        raise JobError(f"--moe-layer-freq {shown(text)} is neither 2 nor like [0]*3+[1]*58.")
+    runs = re.findall(r"\[([01,]*)\](?:\*(\d{1,6}))?", plain)
+    return min(layers, sum(run.count("1") * int(times or 1) for run, times in runs))
 
 
 def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> None:
@@ -291,62 +449,40 @@ def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> N
     if stages == 1:
         arguments.pop(name, None)
         return
+    if "_stages" in said:
+        many = _stages_of(said["_stages"])
+        if many % stages:
+            raise JobError(
+                f"--pipeline-model-parallel-layout {said['_stages']} has {many} stages, which is "
+                f"no multiple of pp={stages}."
+            )
+        arguments[name] = many // stages
     layers, each = said.get("_layers"), said.get("_layers_per_stage")
     if each is not None and name not in arguments:
-        if layers is None or each < 1 or layers % (stages * each):
+        more = sum(bool(said.get(key)) for key in ("_with_embedding", "_with_loss"))
+        if layers is None or each < 1 or (layers + more) % (stages * each):
+            counted = f"{layers} + {more} for the embedding and the loss" if more else layers
             raise JobError(
                 f"--num-layers-per-virtual-pipeline-stage {each} needs a --num-layers that is a "
-                f"multiple of {stages} stages x {each}, got {layers}."
+                f"multiple of {stages} stages x {each}, got {counted}."
             )
-        arguments[name] = layers // stages // each
+        arguments[name] = (layers + more) // stages // each
+    if arguments.get(name) == 1:
+        del arguments[name]
 
 
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
-_USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-_SBATCH = re.compile(r"(?m)^#SBATCH\s+(-[a-zA-Z]|--[a-z-]+(?=[= ]))[= ]?\s*(\d+)")
-_SLURM = {  # the variables that SLURM sets for an option of the script's head
-    **dict.fromkeys(("-N", "--nodes"), ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
-    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    **dict.fromkeys(("-n", "--ntasks"), ("SLURM_NTASKS", "SLURM_NPROCS")),
-}
-_SUM = re.compile(r"\$\(\((.*?)\)\)")
-
-
-def _expanded(text: str) -> tuple[list[str], dict[str, str]]:
-    """The words of a shell text, with the values of variables that it sets; and these."""
-    variables: dict[str, str] = {}
-    text = text.replace("\r\n", "\n").replace("\\\n", " ")
-    for found in _SBATCH.finditer(text):
-        for name in _SLURM.get(found[1], ()):
-            variables[name] = found[2]
-    text = re.sub(r"(?m)^#SBATCH\b", "srun", text)
-    text = re.sub(r"[A-Za-z_]\w*\+?=\(", " ", text)  # of ARGS=( ... ) the words are read
-    try:
-        sums_in_a_word = _SUM.sub(lambda found: "".join(found[0].split()), text)
-        tokens = shlex.split(sums_in_a_word, comments=True)
-    except ValueError as error:
-        raise JobError(f"the launch line cannot be read: {error}. Close its quotes.") from None
-    words: list[str] = []
-    for token in tokens:
-        word = _SUM.sub(lambda found: _value(found[1], variables), token)
-        word = _USED.sub(
-            lambda found: variables.get(found[1] or found[2]) or found[3] or found[0], word
+def _stages_of(layout: str) -> int:
+    """How many stages ``Et*3|(tt|)*29,m|L`` has: one more than it has ``|``."""
+    if not re.fullmatch(r"[EtmL|,()*\d]{1,9999}", layout):
+        raise JobError(
+            f"--pipeline-model-parallel-layout {shown(layout)} is not like Et|(tt|)*29,L."
         )
-        assigned = _ASSIGNED.fullmatch(word.rstrip(";"))
-        if assigned is not None and not word.startswith("-"):
-            variables[assigned[1]] = assigned[2]
-        # The shell splits a variable's value into words too.
-        words += word.rstrip(");").split()
-    return words, variables
+    return 1 + _bars(layout)
 
 
-def _value(formula: str, variables: Mapping[str, str]) -> str:
-    """The value of ``A * $B``; the formula itself if it has no value."""
-    numbers = re.sub(
-        r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), formula
+def _bars(layout: str) -> int:
+    found = re.finditer(r"\(([^()]+)\)\*(\d{1,4})|(.)(?:\*(\d{1,4}))?", layout)
+    return sum(
+        _bars(m[1]) * int(m[2]) if m[1] is not None else (m[3] == "|") * int(m[4] or 1)
+        for m in found
     )
-    if re.fullmatch(r"[\d\s()+*/-]{1,99}", numbers) and "**" not in numbers:
-        with suppress(SyntaxError, TypeError, ZeroDivisionError):
-            return str(eval(numbers.replace("/", "//").strip()))
-    return f"$(({formula}))"

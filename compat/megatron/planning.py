@@ -39,6 +39,7 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
         raise AssertionError(
             f"{row.backend}={shown(backend)} is not supported: use 'nccl', 'ucc' or None."
         )
+    torchs = HAS.get(str(row.torch_timeout), row.torch_timeout is True)
     base = GroupRow(
         label=row.label,
         layout=row.grid,
@@ -47,7 +48,7 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
         pick="all" if chosen is not None else row.pick,
         explicit=None if chosen is None else tuple(tuple(ranks) for ranks in chosen),
         backend=backend,
-        timeout=None if row.torch_timeout else request.timeout.total_seconds(),
+        timeout=None if torchs else request.timeout.total_seconds(),
         options=None if section is None else tuple(section.items()),
         traffic=row.traffic,
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),

@@ -118,18 +118,22 @@ def _checkout() -> str | None:
     return None
 
 
-def _read_release() -> Version:
-    text = os.environ.get("HYPERGRID_MEGATRON_RELEASE") or _checkout()
+_VARIABLE = "HYPERGRID_MEGATRON_RELEASE"
+
+
+def _read_release(text: str | None = None, source: str = "--megatron") -> tuple[Version, str]:
+    """The release that is followed, and where it comes from: ``text`` first."""
+    if text is None:
+        text, source = os.environ.get(_VARIABLE) or _checkout(), "installed"
+        source = _VARIABLE if os.environ.get(_VARIABLE) else source
     if text is None:
         try:
             text = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
-            return NEWEST
-    found = re.match(r"(\d{1,9})\.(\d{1,9})", text)
+            return NEWEST, "none installed"
+    found = re.match(r"v?(\d{1,9})\.(\d{1,9})", text)
     if found is None:
-        raise ValueError(
-            f"HYPERGRID_MEGATRON_RELEASE={shown(text)} is not a release: write it as in '0.16.1'."
-        )
+        raise ValueError(f"{source}={shown(text)} is not a release: write it as in '0.16.1'.")
     release = (int(found[1]), int(found[2]))
     known = min(max(release, OLDEST), NEWEST)
     if release != known:
@@ -140,10 +144,11 @@ def _read_release() -> Version:
             "knows yours; HYPERGRID_MEGATRON_RELEASE={}.{} silences this.".format(*known, *known),
             stacklevel=2,
         )
-    return known
+    return known, source
 
 
-RELEASE: Version = _read_release()
+RELEASE, SOURCE = _read_release()
+_FOUND = RELEASE, SOURCE
 
 
 def _now(span: Span) -> bool:
@@ -151,6 +156,13 @@ def _now(span: Span) -> bool:
 
 
 HAS: dict[str, bool] = {fact: _now(span) for fact, span in FACTS.items()}
+
+
+def follow(text: str | None = None) -> None:
+    """Plan as that release, or again as the one found at import. Signatures stay as they are."""
+    global RELEASE, SOURCE
+    RELEASE, SOURCE = _FOUND if text is None else _read_release(text)
+    HAS.update({fact: _now(span) for fact, span in FACTS.items()})
 
 
 def as_released(function: F) -> F:

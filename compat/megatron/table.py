@@ -63,7 +63,8 @@ class Row:
     chooser: tuple[str, Callable[..., list[int]]] | None = None
     gloo: bool = False  # has a gloo twin, in slot + "_GLOO"
     twin_options: bool = False  # upstream hands the options to the twin too
-    torch_timeout: bool = False  # where upstream leaves the timeout to torch
+    # Upstream leaves the timeout to torch: always, or in releases of that fact.
+    torch_timeout: bool | str = False
     twin_torch_timeout: bool = False  # ... of the twin alone
     # What the global holds: a group (a list, on ranks that are in "several"), a list of all
     # "levels", or a dict by "sizes".
@@ -169,7 +170,7 @@ ROWS: tuple[Row, ...] = (
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "cp",
         "context",                     "hcp",             when=HIERARCHICAL, check="levels",
         grid="decoder_cp_levels", loop="cp", levels="CONTEXT_PARALLEL_GROUP", holds="levels",
-        field="hcp", torch_timeout=HAS["plain_levels"]),
+        field="hcp", torch_timeout="plain_levels"),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp",
         "optimizer",                   "mp",              field="mp", encoder="joined",
         ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
@@ -199,7 +200,7 @@ ROWS: tuple[Row, ...] = (
         when=GTP, ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
     Row("_EXPERT_MODEL_PARALLEL_GROUP", "ep",
         "expert tokens",               "ep",              grid="expert", field="ep",
-        ranks="_EXPERT_MODEL_PARALLEL_RANKS", torch_timeout=HAS["plain_ep"]),
+        ranks="_EXPERT_MODEL_PARALLEL_RANKS", torch_timeout="plain_ep"),
     Row("_EXPERT_TENSOR_PARALLEL_GROUP", "tp",
         "expert tokens",               "ep_tp",           grid="expert", field="expt_tp"),
     Row("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "tp-ep",

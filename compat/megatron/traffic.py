@@ -67,29 +67,35 @@ class Shape:
     experts: int | None = None  # in each layer; None: the layers are dense
     topk: int = 2
     expert_ffn: int | None = None  # as ffn
+    expert_layers: int | None = None  # that have experts; None: all, if there are experts
+    kv_share: float = 1.0  # heads of keys and values for each of the queries'
+    gated: bool = False  # an MLP has three matrices (SwiGLU), not two
 
     def flows(self, layouts: Layouts, virtual_stages: int = 1) -> list[Flow]:
         """What is sent in a step, in GB of a rank; docs/placement.md has the formulas.
 
         Sequences are cut by tp, as Megatron does with experts and with --sequence-parallel.
-        Attention has no grouped queries; every layer has experts if any.
         """
         dense, expert = layouts["decoder"], layouts.get("expert", layouts["decoder"])
         tp, cp, pp = (dense.size_of(dim) for dim in ("tp", "cp", "pp"))
         etp, ep = expert.size_of("tp"), expert.size_of("ep") if self.experts else 1
+        many = self.layers if self.expert_layers is None else self.expert_layers
+        with_experts = many / pp if self.experts else 0.0
         layers = self.layers / pp
         tensor = self.micro_batch * self.sequence / cp * self.hidden * _HALF
-        often = layers * self.micro_batches
-        ffn = 2 * self.hidden * (self.ffn or 4 * self.hidden)
+        wide = self.ffn or (self.hidden * 8 // 3 // 64 * 64 if self.gated else 4 * self.hidden)
         # Gradients are reduced in 32 bits, weights gathered in 16.
-        weights = layers * (4 * self.hidden**2 + (0 if self.experts else ffn)) / tp
-        each = 2 * self.hidden * (self.expert_ffn or self.ffn or 4 * self.hidden)
-        of_experts = layers * each * (self.experts or 0) / (etp * ep)
+        mlp = (3 if self.gated else 2) * self.hidden
+        attention = (2 + 2 * self.kv_share) * self.hidden**2
+        weights = (layers * attention + (layers - with_experts) * mlp * wide) / tp
+        each = mlp * (self.expert_ffn or wide)
+        of_experts = with_experts * each * (self.experts or 0) / (etp * ep)
+        often, routed = self.micro_batches * tensor, 4 * self.topk * self.micro_batches * tensor
         volumes = {
-            "tp": (4 if self.experts else 8) * tensor * often,
-            "expert tp": 4 * self.topk * tensor / tp * etp * often if self.experts else 0.0,
-            "ep": 4 * self.topk * tensor / tp * often if self.experts else 0.0,
-            "cp": 6 * tensor / tp * cp * often,
+            "tp": (8 * layers - 4 * with_experts) * often,
+            "expert tp": routed / tp * etp * with_experts,
+            "ep": routed / tp * with_experts,
+            "cp": 6 * self.kv_share * often / tp * cp * layers,
             "dp": weights * (_HALF + _FULL),
             "expert dp": of_experts * (_HALF + _FULL),
             "pp": 2 * tensor / tp * self.micro_batches * virtual_stages,

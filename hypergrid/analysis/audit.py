@@ -7,15 +7,56 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from hypergrid.files import FileError, bytes_of, decoded
 
 SCHEMA = 1  # of a rank's file
 PHASES = ("before initialisation", "construction", "forward", "backward", "elsewhere")
 _KEYS = ("module", "file", "line", "function", "outermost", "name", "writes")
 
 
-class AuditError(ValueError):
-    """A directory or baseline that cannot be read."""
+class _Known(TypedDict):
+    """What a baseline knows of a line."""
+
+    module: str
+    function: str
+    name: str
+    line: int
+
+
+class _Baseline(TypedDict):
+    sites: list[_Known]
+
+
+class _Use(_Known):
+    """A line of a rank's file."""
+
+    file: str
+    outermost: str
+    writes: bool
+    phase: str
+    state: str
+    group: str
+    count: int
+
+
+class _Wrong(TypedDict):
+    kind: str
+    text: str
+    count: int
+    example: str
+
+
+class _Process(TypedDict):
+    """A rank's file."""
+
+    schema: int
+    rank: int
+    process: int
+    release: str
+    sites: list[_Use]
+    problems: list[_Wrong]
 
 
 @dataclass(frozen=True)
@@ -122,30 +163,23 @@ class FileReads:
 def read(directory: Path) -> Audit:
     """Merge the files of all ranks in ``directory``. *Local*; loads no torch.
 
-    Raises AuditError if there is none, OSError if the directory cannot be read. A file that is
+    Raises FileError if there is none, OSError if the directory cannot be read. A file that is
     broken is named in ``unread``.
     """
-    unread, found = [], []
+    unread, found = [], list[_Process]()
     for path in sorted(directory.iterdir()):
-        if not (path.name.startswith("reads.") and path.suffix == ".json"):
-            continue
-        try:
-            data = json.loads(path.read_text("utf-8"))
-            if data["schema"] != SCHEMA:
-                raise ValueError(f"it has schema {data['schema']}, this reads {SCHEMA}")
-            for site in data["sites"]:
-                for each in (*_KEYS, "phase", "state", "group", "count"):
-                    site[each]
-            for problem in data["problems"]:
-                for each in ("kind", "text", "count", "example"):
-                    problem[each]
-            for each in ("rank", "process", "release"):
-                data[each]
-            found.append(data)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            unread.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")
+        if path.name.startswith("reads.") and path.suffix == ".json":
+            try:
+                data = decoded(bytes_of(path), _Process, path.name)
+                if data["schema"] != SCHEMA:
+                    raise FileError(
+                        f"{path.name} has schema {data['schema']}, this reads {SCHEMA}."
+                    )
+                found.append(data)
+            except (FileError, OSError) as error:
+                unread.append(str(error))
     if not found:
-        raise AuditError(
+        raise FileError(
             " ".join(
                 (
                     f"{directory} has no recording of a rank (reads.RANK.*.json): run the job "
@@ -157,10 +191,11 @@ def read(directory: Path) -> Audit:
     return _merged(found, unread)
 
 
-def _merged(found: list[dict[str, Any]], unread: list[str]) -> Audit:
-    lines: dict[tuple[Any, ...], list[tuple[int, dict[str, Any]]]] = {}
+def _merged(found: list[_Process], unread: list[str]) -> Audit:
+    lines: dict[tuple[Any, ...], list[tuple[int, Any]]] = {}
     told: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for data in found:
+        site: Any
         for site in data["sites"]:
             lines.setdefault(tuple(site[each] for each in _KEYS), []).append((data["rank"], site))
         for problem in data["problems"]:
@@ -214,20 +249,22 @@ class Change:
     lines: tuple[int, ...]  # now
 
 
-def against(audit: Audit, baseline: Any) -> list[Change]:
-    """What is new in ``audit``, and what is gone, beside a baseline: what ``to_json`` gave.
+def baseline(path: Path) -> list[_Known]:
+    """The sites of a baseline: what ``to_json`` gave, or a directory. FileError as ``read``."""
+    if path.is_dir():
+        text: str | bytes = json.dumps(read(path).to_json())
+    else:
+        text = bytes_of(path)
+    return decoded(text, _Baseline, f"the baseline {path}")["sites"]
+
+
+def against(audit: Audit, known: Iterable[_Known]) -> list[Change]:
+    """What is new in ``audit``, and what is gone, beside the sites of a baseline.
 
     A site of the baseline is a function that uses a name, with the number of lines that do:
-    lines move, and a run may be longer. Raises AuditError if the baseline is something else.
+    lines move, and a run may be longer.
     """
-    try:
-        before = _lines(
-            (s["module"], s["function"], s["name"], s["line"]) for s in baseline["sites"]
-        )
-    except (TypeError, KeyError):
-        raise AuditError(
-            "the baseline is not what `hypergrid audit DIR --json` prints: it has no sites."
-        ) from None
+    before = _lines((s["module"], s["function"], s["name"], s["line"]) for s in known)
     after = _lines((*site.key, site.line) for site in audit.sites)
     changes = []
     for key in sorted({*before, *after}):

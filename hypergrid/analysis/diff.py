@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -14,6 +14,21 @@ from hypergrid.messages import few
 from hypergrid.plan import SUBGROUP, GroupPlan
 
 _COMPARED = 64  # groups of a recording with those of a plan
+
+
+class LiveGroup(TypedDict):
+    """A group of a dump: without a label it is outside code's, or the default one."""
+
+    label: str | None
+    ranks: list[int]
+
+
+class Dump(TypedDict):
+    """What of ``hypergrid.dump`` is compared; without torch's process groups there is no rank."""
+
+    pid: int
+    rank: int | None
+    groups: list[LiveGroup]
 
 
 @dataclass(frozen=True)
@@ -127,13 +142,15 @@ def unfit(plan: GroupPlan, recording: Recording) -> str:
     return ""
 
 
-def against_dump(plan: GroupPlan, dump: Mapping[str, Any]) -> list[str]:
+def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
     """Differences between the live groups of a rank and the plan, in sentences.
 
     ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and groups created by
     outside code have no label and are left out, as are subgroups, which no plan has.
     """
     rank = dump["rank"]
+    if rank is None:
+        return ["the dump is of a process without process groups."]
     if rank not in plan.window and not plan.grids:
         return [f"rank {rank} is outside the plan's ranks {plan.window[0]}..{plan.window[-1]}."]
     planned: dict[str, list[list[int]]] = {}

@@ -19,13 +19,14 @@ from compat.megatron.job import JobError
 from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import Finding, by_severity, findings, link_findings
-from hypergrid.analysis.diff import against_dump, difference, unfit
+from hypergrid.analysis.diff import Dump, against_dump, difference, unfit
 from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
 from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import Subject, Traffic, read, read_json, saved
+from hypergrid.cli.source import Subject, Traffic, read, saved
+from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few
 from hypergrid.network import Network
@@ -264,9 +265,9 @@ def diff(
     Exit status 0 if nothing differs, 1 if something does.
     """
     one = read(before)
-    dumps = [_dump(text) for text in after]
-    if all(dump is not None for dump in dumps):
-        said = [line for dump in dumps for line in against_dump(one.plan, dump or {})]
+    dumps = [dump for dump in map(_dump, after) if dump is not None]
+    if len(dumps) == len(after):
+        said = [line for dump in dumps for line in against_dump(one.plan, dump)]
         if as_json:
             prints.as_json({"differences": said})
         else:
@@ -375,15 +376,8 @@ def audit(
     """
     from hypergrid.analysis import audit as reads
 
-    try:
-        found = reads.read(directory)
-        changes = None
-        if against is not None:
-            is_folder = against.is_dir()
-            known = reads.read(against).to_json() if is_folder else read_json(against)
-            changes = reads.against(found, known)
-    except reads.AuditError as error:
-        raise JobError(str(error)) from None
+    found = reads.read(directory)
+    changes = None if against is None else reads.against(found, reads.baseline(against))
     new = [each for each in changes or () if each.after > each.before]
     if html is not None:
         from hypergrid.show.reads import page
@@ -447,12 +441,13 @@ def _without_dumps(directory: Path) -> str:
     return f"{said} Some seem to be in {few(sorted(below))}." if below else said
 
 
-def _dump(text: str) -> Mapping[str, Any] | None:
+def _dump(text: str) -> Dump | None:
     """What ``hypergrid.dump`` wrote to this file; None if it is something else."""
     if "--" in text or not Path(text).is_file():
         return None
-    data = read_json(Path(text))
-    return data if "pid" in data and "groups" in data else None
+    raw = bytes_of(text)
+    is_dump = {"pid", "groups"} <= decoded(raw, dict[str, Any], text).keys()
+    return decoded(raw, Dump, text) if is_dump else None
 
 
 def _volumes(text: str | None) -> Mapping[str, float]:

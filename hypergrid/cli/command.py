@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from compat.megatron.job import JobError, from_line, from_sizes
-from hypergrid.cli.source import Subject, Where, of_job, saved
+from compat.megatron import releases
+from compat.megatron.job import JobError, from_sizes
+from hypergrid.cli.source import Subject, Where, from_line, line_of, of_job, saved
+from hypergrid.files import FileError
 from hypergrid.layout import LayoutError
 
 app = typer.Typer(
@@ -25,8 +27,10 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-line.md has it.")]
 
 # Flags of a layout: the type of the value, how it is shown, and help.
-_FLAGS: tuple[tuple[str, type, str | None, str], ...] = (
-    ("from-args", str, "LINE", "A launch line of torchrun or srun with Megatron's flags, pasted."),
+_FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
+    ("from-args", str, "LINE", "A launch line or script, pasted, in a file, or - for its input."),
+    ("set", list[str], "NAME=VALUE", "A variable of the launch line that it does not set."),
+    ("megatron", str, "0.16.1", "Plan as this release; the installed one if not given."),
     ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
     ("world-size", int, None, "Ranks of the job."),
     ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
@@ -81,7 +85,7 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
                 status = function(**given) or 0
             except BrokenPipeError:
                 raise  # the reader has all that it wants: click ends without a message
-            except (LayoutError, JobError, OSError, ImportError) as error:
+            except (LayoutError, JobError, FileError, OSError, ImportError) as error:
                 said = str(error)
                 if isinstance(error, OSError) and error.filename is not None:
                     said = f"{error.filename} cannot be opened: {error.strerror}."
@@ -96,7 +100,7 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
     return add
 
 
-def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect.Parameter:
+def _parameter(flag: str, kind: Any, metavar: str | None, what: str) -> inspect.Parameter:
     option = typer.Option(
         f"--{flag}", help=what, metavar=metavar, rich_help_panel="Layout", show_default=False
     )
@@ -108,13 +112,28 @@ def _parameter(flag: str, kind: type, metavar: str | None, what: str) -> inspect
     )
 
 
-def _subject(from_args: str | None, plan: str | None, **given: Any) -> Subject:
+def _subject(
+    from_args: str | None,
+    plan: str | None,
+    set: list[str] | None,
+    megatron: str | None,
+    **given: Any,
+) -> Subject:
+    try:
+        releases.follow(megatron)
+    except ValueError as error:
+        raise JobError(str(error)) from None
+    pairs = dict(pair.partition("=")[::2] for pair in set or ())
+    if not all("=" in pair for pair in set or ()) or (pairs and from_args is None):
+        raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
     network = Where(*(given.pop(name) for name in ("topology", "hostlist", "bandwidth")))
     if plan is not None:
         units = {name: given.pop(name) for name in ("nvlink_domain", "racks_per_pod")}
         per_host, units["hosts_per_rack"] = given.pop("gpus_per_node"), given.pop("hosts_per_rack")
-        if from_args is not None or any(given.values()):
+        if from_args is not None or megatron is not None or any(given.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
         return saved(Path(plan), per_host, network, **units)
-    job = from_sizes(**given) if from_args is None else from_line(from_args, **given)
+    job = (
+        from_sizes(**given) if from_args is None else from_line(line_of(from_args), pairs, **given)
+    )
     return of_job(job, network)

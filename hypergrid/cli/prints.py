@@ -45,6 +45,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
     return {
         **json.loads(subject.plan.to_json()),
         "ranks_per_host": subject.network.ranks[0],
+        **({"megatron": subject.release.partition(" ")[0]} if subject.release else {}),
         **({"network": subject.network.to_json()} if subject.network.is_irregular else {}),
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
@@ -96,10 +97,19 @@ def head(subject: Subject) -> Console:
         out.print(f"{len(used)} {kind}{'s' * (len(used) > 1)} of {many} hosts")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
+    _rests_on(out, subject)
+    return out
+
+
+def _rests_on(out: Console, subject: Subject) -> None:
+    if subject.release:
+        out.print(f"for megatron-core {subject.release}", style="dim")
+    for what, flags in subject.job.flags.items() if subject.job else ():
+        if flags:
+            out.print(f"{what}: {', '.join(flags)}", style="dim")
     for line in subject.assumed:
         out.print(f"assumed: {line}", style="dim")
     out.print()
-    return out
 
 
 def _grids(out: Console, subject: Subject) -> None:
@@ -116,9 +126,7 @@ def _grids(out: Console, subject: Subject) -> None:
         ends = link.ends(plan.layouts)
         pairs = ", ".join(f"{source} -> {target}" for source, target in ends.pairs[:8])
         out.print(f"{link.name}: {ends.kind}; {pairs}{', ...' * (len(ends.pairs) > 8)}")
-    for line in subject.assumed:
-        out.print(f"assumed: {line}", style="dim")
-    out.print()
+    _rests_on(out, subject)
 
 
 def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_line
+from compat.megatron import releases
+from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_words, taken, weight
 from compat.megatron.planning import Request
 from compat.megatron.traffic import SHARDS, VOLUMES, flows_of
 from hypergrid.analysis.placement import Placement, place
 from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
+from hypergrid.cli.shell import commands
+from hypergrid.files import bytes_of, decoded, text_of
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.network import Network
 from hypergrid.network_text import expanded, from_data
 from hypergrid.network_text import read as read_network
-from hypergrid.plan import GroupPlan
+from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.topology import Topology
 
-_LONGEST = 64 << 20  # bytes of a saved plan or dump
+_NOT_SAID = 1 << 30  # ranks of a host of which its file says nothing
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,13 @@ class Where:
     bandwidth: str | None = None  # "host=450,world=50"
     data: Any = None  # of a saved plan, as a file's
 
-    def network(self, ranks: int, per_host: int, **units: int | None) -> Network:
-        """The network of that many ranks; ``units`` are those of ``Network.regular``."""
+    def network(self, ranks: int, per_host: int, **units: int | None) -> tuple[Network, bool]:
+        """The network of that many ranks, and whether ``per_host`` counts there.
+
+        ``units`` are those of ``Network.regular``.
+        """
         if self.data is not None:
-            network = from_data(self.data, per_host)
+            network = from_data(self.data, _NOT_SAID)
         elif self.topology is None:
             network = Network.regular(ranks, per_host, **units)  # type: ignore[arg-type]
         elif any(size is not None for size in units.values()):
@@ -46,13 +51,16 @@ class Where:
                 f"--topology has the levels of the network: leave out --{flag.replace('_', '-')}."
             )
         else:
-            network = read_network(Path(self.topology), per_host)
+            network = read_network(Path(self.topology), _NOT_SAID)
+        counts = (self.topology or self.data) is None or _NOT_SAID in network.ranks
+        own = tuple(per_host if n == _NOT_SAID else n for n in network.ranks)
+        network = replace(network, ranks=own)
         if self.hostlist is not None:
             network = self._listed(network, ranks)
         if self.bandwidth is not None:
             network = replace(network, bandwidth={**network.bandwidth, **self._speeds()})
         network.numbers(ranks)  # refuses too few
-        return network
+        return network, counts
 
     def _listed(self, network: Network, ranks: int) -> Network:
         names = expanded(self.hostlist or "")
@@ -87,6 +95,7 @@ class Subject:
     network: Network
     job: Job | None = None  # None: it was saved
     assumed: tuple[str, ...] = ()
+    release: str = ""  # of megatron-core, and where it comes from if none is installed
 
     @property
     def layouts(self) -> dict[str, RankLayout]:
@@ -203,6 +212,15 @@ def _turned(layout: RankLayout, order: str) -> RankLayout:
     return RankLayout.from_order("-".join(tokens), sizes).on(layout.ranks)
 
 
+@dataclass
+class _Beside:
+    """What ``plan --json`` writes beside the plan itself."""
+
+    ranks_per_host: int | None = None
+    network: dict[str, Any] | None = None
+    megatron: str = ""
+
+
 def saved(
     path: Path,
     ranks_per_host: int | None = None,
@@ -210,16 +228,12 @@ def saved(
     **units: int | None,
 ) -> Subject:
     """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
-    data = read_json(path)
-    if "layouts" not in data:
-        raise JobError(
-            f"{path} is not a plan: it has no layouts. `hypergrid plan --json` writes one."
-        )
+    text = bytes_of(path)
     try:
-        plan = GroupPlan.from_json(json.dumps(data))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = str(error).removesuffix(".")
-        raise JobError(f"{path} is not a valid plan: {why}.") from None
+        plan, beside = GroupPlan.from_json(text), decoded(text, _Beside, "the plan")
+    except ValueError as error:
+        raise JobError(f"{path}: {error}") from None
+    _refuse_large(plan.window.stop, plan.rows)
     known = range(plan.window.stop)  # an encoder's ranks are in front of the window
     for what, ranks in _ranks_named(plan):
         outside = next((rank for rank in ranks if rank not in known), None)
@@ -229,13 +243,34 @@ def saved(
                 f"{path} is not a valid plan: {what} has rank {outside}, and the {ends} at rank "
                 f"{known[-1]}."
             )
-    given = ranks_per_host or data.get("ranks_per_host")
+    given = ranks_per_host or beside.ranks_per_host
     per_host = given or min(RANKS_PER_HOST, len(plan.window))
     assumed = () if given else (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
-    if "network" in data and where.topology is None and not any(units.values()):
-        where, assumed = replace(where, data=data["network"]), ()
-    network = where.network(plan.window.stop, per_host, **units)
-    return Subject(plan, network, None, assumed)
+    if beside.network is not None and where.topology is None and not any(units.values()):
+        where = replace(where, data=beside.network)
+    network, counts = where.network(plan.window.stop, per_host, **units)
+    return Subject(plan, network, None, assumed if counts else (), beside.megatron)
+
+
+def _release() -> str:
+    text = ".".join(map(str, releases.RELEASE))
+    return text if releases.SOURCE == "installed" else f"{text} ({releases.SOURCE})"
+
+
+_MOST_RANKS, _MOST_ROWS, _MOST_GROUPS = 1 << 20, 1 << 12, 1 << 18
+
+
+def _refuse_large(ranks: int, rows: Sequence[GroupRow] = ()) -> None:
+    """More than this takes more than seconds, or more memory than a laptop has."""
+    counts = (
+        ("ranks", ranks, _MOST_RANKS),
+        ("rows", len(rows), _MOST_ROWS),
+        ("groups that are listed", sum(len(row.explicit or ()) for row in rows), _MOST_GROUPS),
+        ("rows times ranks", len(rows) * ranks, _MOST_RANKS << 6),
+    )
+    for what, count, most in counts:
+        if count > most:
+            raise JobError(f"{count:,} {what} are too many: at most {most:,} can be planned.")
 
 
 def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
@@ -246,35 +281,51 @@ def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
             yield f"a group of {shown(row.label)}", group
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON, of bounded size."""
-    if path.stat().st_size > _LONGEST:
-        raise JobError(
-            f"{path} is larger than {_LONGEST >> 20} MiB: too large for a plan or a dump."
-        )
-    try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise JobError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise JobError(f"{path} does not hold a JSON object.")
-    return data
-
-
 def of_job(job: Job, where: Where = Where()) -> Subject:
     """The plan of a job. A refusal of its order names the best one that is not refused."""
     units = {n: getattr(job, n) for n in ("nvlink_domain", "hosts_per_rack", "racks_per_pod")}
-    network = where.network(job.world_size, job.ranks_per_host, **units)
-    as_assumed = set(network.ranks) == {job.ranks_per_host}
-    assumed = tuple(s for s in job.assumed if as_assumed or "ranks on each host" not in s)
+    _refuse_large(job.world_size)
+    network, counts = where.network(job.world_size, job.ranks_per_host, **units)
+    assumed = tuple(s for s in job.assumed if counts or "ranks on each host" not in s)
     try:
-        return Subject(job.plan(), network, job, assumed)
+        return Subject(job.plan(), network, job, assumed, _release())
     except JobError as error:
         hosts = network.topology(job.world_size)
         allowed = ranked(Request.order, job.layouts, hosts, flows_of)
         if not allowed or "order" not in job.arguments:
             raise
         raise JobError(f"{error} order={allowed[0].order} can be laid out.") from None
+
+
+def line_of(given: str) -> str:
+    """What ``--from-args`` gives: the text itself, a file's, or that of standard input."""
+    is_path = len(given) < 4096 and "\n" not in given and "\0" not in given
+    if given == "-" or (is_path and Path(given).is_file()):
+        return text_of(given)
+    return given
+
+
+def from_line(text: str, settings: Mapping[str, str] | None = None, **given: Any) -> Job:
+    """The job that a launch line or a whole script starts, with these variables and flags."""
+    found = commands(text, settings)
+    most = max((weight(each.words) for each in found), default=0)
+    if not most:
+        raise JobError(
+            "the launch line starts no Python program: paste the line with torchrun or srun, or "
+            "the script that has it."
+        )
+    starts = [each for each in found if weight(each.words) == most]
+    jobs = [from_words(each.words, each.variables, **given) for each in starts]
+    other = next((i for i, job in enumerate(jobs) if job != jobs[0]), None)
+    if other is not None:
+        one, another = starts[0], starts[other]
+        condition = one.condition or another.condition
+        raise JobError(
+            f"lines {one.line} and {another.line} of the launch line start different jobs. Paste "
+            f"one of them" + (f", or decide {condition} by --set NAME=VALUE." if condition else ".")
+        )
+    assumed = (*jobs[0].assumed, *map(taken, starts[0].assumed))
+    return replace(jobs[0], assumed=tuple(dict.fromkeys(assumed)))
 
 
 def read(text: str) -> Subject:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hypergrid
+from compat.megatron import releases
 from hypergrid import GroupPlan, GroupRow, RankLayout
 from hypergrid.cli import machine
 from hypergrid.cli.app import app
@@ -43,6 +44,12 @@ def rows(said):
     return {cells[-1]: cells[:-1] for cells in lines if cells[0] != "="}
 
 
+def without_flags(said):
+    """The output without the lines about the flags of a launch line."""
+    head, _, rest = said.partition("\n\n")
+    return re.sub(r"(?s)\n(used|without effect|not known): .*", "", head) + "\n\n" + rest
+
+
 def test_the_plan_is_a_table_of_names():
     said = run("plan " + SIZES)
     assert said.startswith("64 ranks on 8 hosts of 8: tp=4 cp=2 dp=4 pp=2, order tp-cp-dp-pp\n")
@@ -59,7 +66,7 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
     saved = tmp_path / "plan.json"
     saved.write_text(run(f"plan {SIZES} --json"))
     said = run("plan " + SIZES)
-    assert run(f"plan --from-args '{LINE}'") == said
+    assert without_flags(run(f"plan --from-args '{LINE}'")) == said
     assert run(f"plan --plan {saved}") == said
     assert run(f"check --plan {saved}", 1) == run("check " + SIZES, 1)
     assert run(f"check --suggest --plan {saved}", 1).count("best") == 1
@@ -70,17 +77,17 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
     [
         ({"schema": 99}, "a plan of schema 99 cannot be read"),
         ({"layouts": {}}, "a plan needs a layout"),
-        ({"rows": 5}, "is not a valid plan"),
+        ({"rows": 5}, "expected `array`, got `int`, at `rows`"),
         ({"layouts": WIDER, "rows": []}, "layout 'expert' has rank 5, and the first layout"),
         ({"layout": "attic"}, "is over the layout 'attic', and the plan has decoder, expert"),
         ({"dims": ["xp"]}, "invalid dim 'xp'"),
         ({"chunk": 0}, "a row cannot have chunk=0"),
-        ({"pick": "some"}, "a row cannot have pick='some'"),
-        ({"explicit": "ab"}, "a row cannot have explicit='ab'"),
+        ({"pick": "some"}, "invalid enum value 'some', at `rows[0].pick`"),
+        ({"explicit": "ab"}, "expected `array | null`, got `str`, at `rows[0].explicit`"),
         ({"explicit": [[0, 7], [7, 8]]}, "a group of 'DATA_PARALLEL_GROUP_WITH_CP' has rank 8,"),
         ({"explicit": [[-1, 2]]}, "which the plan is for, ends at rank 7"),
-        ({"label": 5}, "a row cannot have label=5"),
-        ({"options": {"a": 1}}, "a row cannot have options={'a': 1}"),
+        ({"label": 5}, "expected `str`, got `int`, at `rows[0].label`"),
+        ({"options": {"a": 1}}, "expected `array | null`, got `object`, at `rows[0].options`"),
     ],
     ids=str,
 )
@@ -122,6 +129,41 @@ def test_a_saved_plan_without_a_decoder_has_a_picture_of_its_first_layout(tmp_pa
 
 def test_a_flag_beside_a_launch_line_wins():
     assert "tp=8" in run(f"plan --from-args '{LINE}' --tp 8")
+
+
+def test_the_release_that_is_planned_is_told_chosen_and_saved(tmp_path, monkeypatch):
+    small = "plan --world-size 16 --tp 2"
+    assert "\nfor megatron-core 0.16\n" in run(small)
+    old = run(f"{small} --megatron v0.12.3")
+    assert "\nfor megatron-core 0.12 (--megatron)\n" in old and run(small) != old
+    (tmp_path / "old.json").write_text(run(f"{small} --megatron 0.12 --json"))
+    again = run(f"plan --plan {tmp_path / 'old.json'}")
+    assert "\nfor megatron-core 0.12\n" in again
+    assert again.partition("\n\n")[2] == old.partition("\n\n")[2]
+    assert json.loads(run(f"{small} --json"))["megatron"] == "0.16"
+    assert "is not a release: write it as in '0.16.1'" in run(f"{small} --megatron main", 2)
+    monkeypatch.setattr(releases, "_FOUND", (releases.NEWEST, "none installed"))
+    assert "\nfor megatron-core 0.19 (none installed)\n" in run(small)
+
+
+def test_the_order_of_the_environment_is_obeyed_and_told():
+    order = {"HYPERGRID_ORDER": "dp-tp-cp-ep-pp"}
+    said = run("plan --world-size 16 --tp 2", **order)
+    assert "order dp-tp\n" in said
+    assert "assumed: the order dp-tp-cp-ep-pp, from HYPERGRID_ORDER in the environment" in said
+    assert "order tp-dp\n" in run("plan --world-size 16 --tp 2 --order tp-cp-ep-dp-pp", **order)
+    script = "export HYPERGRID_ORDER=dp-tp-cp-ep-pp; torchrun --nproc-per-node 8 x.py --tp 2"
+    assert "order dp-tp\n" in run(f"plan --from-args '{script}'")
+
+
+def test_a_launch_line_is_text_a_file_or_standard_input(tmp_path, monkeypatch):
+    (tmp_path / "job.sh").write_text("#SBATCH -N 2\nsrun --ntasks-per-node 8 python x.py --tp $TP")
+    said = run(f"plan --from-args {tmp_path / 'job.sh'} --set TP=4")
+    assert said.startswith("16 ranks on 2 hosts of 8: tp=4 dp=4, order tp-dp\n")
+    assert "used: --ntasks-per-node 8, --tp 4, SLURM_NNODES 2" in said
+    done = CliRunner().invoke(app, ["plan", "--from-args", "-"], input=LINE)
+    assert "64 ranks on 8 hosts of 8" in done.output
+    assert "--set is NAME=VALUE" in run("plan --world-size 8 --set TP=4", 2)
 
 
 def test_the_json_of_a_plan_is_a_plan_and_its_counts():
@@ -281,7 +323,7 @@ def test_the_doctor_names_a_resiliency_package_that_megatron_cannot_be_imported_
         ),
         ("plan --plan nowhere.json", ": nowhere.json cannot be opened: No such file or directory."),
         ("plan", "is missing. Give --world-size, or torchrun's"),
-        ("plan --plan pyproject.toml", "is not JSON"),
+        ("plan --plan pyproject.toml", "pyproject.toml: the plan is not valid: expected `object`"),
         ("plan --plan x --tp 2", "--plan holds the whole layout"),
         ("show --world-size 8 --by xp", "invalid dim 'xp'"),
         ("show --world-size 8 --view xp", "there is no view 'xp'"),

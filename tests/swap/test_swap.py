@@ -1,6 +1,7 @@
 """The swap: one module object by every form of import, refusals, and the launcher."""
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,9 @@ import textwrap
 
 import pytest
 
+from compat.megatron.job import from_sizes
+from compat.megatron.releases import RELEASE
+from hypergrid import GroupPlan
 from tests.support import ROOT, warm
 
 
@@ -373,6 +377,37 @@ def test_a_compat_of_the_users_own_is_named(tmp_path):
     elsewhere.mkdir()
     out = launch(path, cwd=elsewhere)
     assert f"{theirs} has the same name as hypergrid's package `compat`" in out
+
+
+def test_the_plan_is_that_of_the_arguments_which_the_script_parsed(tmp_path):
+    parses = script(
+        tmp_path,
+        """
+        import argparse
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--tp", type=int)
+        parser.add_argument("--stages", type=lambda text: int(text) // 2)
+        args = parser.parse_args()
+        dist.init_process_group("gloo")
+        parallel_state.initialize_model_parallel(args.tp, args.stages, order="tp-pp-cp-ep-dp")
+        raise AssertionError("it went on")
+        """,
+        "parses.py",
+    )
+    out = python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+        *("-m", "compat.launch", "--plan", parses, "--tp", "2", "--stages", "4"),
+        cwd=tmp_path,
+    )
+    (line,) = [line for line in out.splitlines() if line.startswith("{")]
+    asked = {"tp": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"}
+    assert GroupPlan.from_json(line) == from_sizes(world_size=4, **asked).plan()
+    assert json.loads(line)["ranks_per_host"] == 4
+    assert json.loads(line)["megatron"] == ".".join(map(str, RELEASE))
+    refused = launch("--no-swap", "--plan", parses, cwd=tmp_path, fails=True)
+    assert "--plan needs the swap, which --no-swap switches off" in refused
 
 
 def test_ranks_that_torchrun_starts(tmp_path, shows_the_order):

@@ -1,0 +1,77 @@
+"""Files that people hand in: of bounded size and depth, and of the types that a schema says."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hypergrid.messages import install_command
+
+LONGEST = 32 << 20  # bytes of a file
+T = TypeVar("T")
+
+
+class FileError(ValueError):
+    """A file that cannot be read; the message says what was expected of it."""
+
+
+def text_of(path: str | Path, most: int = LONGEST) -> str:
+    """The text of a regular file, or of standard input for ``-``. FileError if there is none."""
+    try:
+        return bytes_of(path, most).decode()
+    except UnicodeDecodeError:
+        raise FileError(f"{path} is not text.") from None
+
+
+def bytes_of(path: str | Path, most: int = LONGEST) -> bytes:
+    """What is in it; at most so many bytes are read. OSError as from ``open``."""
+    if str(path) == "-":
+        found = sys.stdin.buffer.read(most + 1)
+    else:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except ValueError as error:  # a null byte in the name
+            raise FileError(f"there is no such file: {error}.") from None
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise FileError(f"{path} is not a regular file. Give one, or - for the input.")
+            found = file.read(most + 1)
+    if len(found) > most:
+        raise FileError(f"{path} is larger than {most >> 20} MiB, which is too large.")
+    return found
+
+
+def decoded(text: str | bytes, kind: type[T], what: str) -> T:
+    """JSON as an object of that type: of dataclasses, of TypedDicts, or of plain types.
+
+    FileError, which calls the text ``what``, on anything else. Needs msgspec.
+    """
+    found: T = _checked("json", text, kind, what)
+    return found
+
+
+def converted(data: Any, kind: type[T], what: str) -> T:
+    """As ``decoded``, of data; numbers may be in texts."""
+    found: T = _checked("data", data, kind, what)
+    return found
+
+
+def _checked(form: str, given: Any, kind: Any, what: str) -> Any:
+    try:
+        import msgspec
+    except ImportError:
+        raise ImportError(f"reading a file needs msgspec: {install_command('cli')}.") from None
+    try:
+        if form == "json":
+            return msgspec.json.decode(given, type=kind)
+        return msgspec.convert(given, kind, strict=False)
+    except RecursionError:
+        raise FileError(f"{what} is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        why = str(error).replace(" - at `$", ", at `").replace("`.", "`")
+        raise FileError(f"{what} is not valid: {why[:1].lower()}{why[1:300]}.") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FileError(f"{what} is not JSON: {str(error)[:300]}.") from None
