@@ -1,0 +1,101 @@
+"""What the scripts that fetch others' sources share: pip, sha256, and folders under .cache.
+
+pip checks the digest of each archive and refuses another; nothing of an archive is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+LARGEST = 1 << 20  # bytes of one file
+
+
+def fail(what: str) -> SystemExit:
+    """What to raise, with the script's name."""
+    return SystemExit(f"{Path(sys.argv[0]).name}: {what}")
+
+
+def pip(
+    arguments: list[str], wanted: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> None:
+    """Run pip for these requirements alone: ``name==version`` -> sha256, several with spaces."""
+    python = sys.executable
+    if subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode:
+        python = str(ROOT / ".venv" / "bin" / "python")  # this one has no pip
+    with tempfile.TemporaryDirectory() as scratch:
+        listed = Path(scratch, "wanted.txt")
+        rows = [" --hash=sha256:".join([name, *wanted[name].split()]) for name in wanted]
+        listed.write_text("\n".join(rows))
+        command = [python, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
+        command += ["--no-deps", "--require-hashes", "--requirement", str(listed)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **(environment or {})}
+        )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+        raise fail(f"cannot fetch {', '.join(wanted)}: {reason}")
+
+
+@contextmanager
+def whole(folder: str) -> Iterator[Path]:
+    """A new folder that becomes ``.cache/FOLDER`` when the block ends, whole or not at all."""
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix=".fetch-") as scratch:
+        new = Path(scratch, "new")
+        new.mkdir()
+        yield new
+        try:
+            os.rename(new, CACHE / folder)
+        except OSError as error:
+            if not (CACHE / folder).is_dir():  # another process was faster
+                raise fail(f"cannot write {CACHE / folder}: {error}") from error
+
+
+def keep(
+    folder: str,
+    wanted: str,
+    digest: str,
+    pattern: str,
+    options: list[str],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Put the files of an archive whose path matches under ``.cache/FOLDER``, by their group 1."""
+    if (CACHE / folder).is_dir():
+        return
+    with tempfile.TemporaryDirectory() as scratch, whole(folder) as new:
+        pip(["download", "--dest", scratch, *options], {wanted: digest}, environment)
+        (archive,) = Path(scratch).iterdir()
+        for path, content in _files(archive, re.compile(pattern)):
+            (new / path).parent.mkdir(parents=True, exist_ok=True)
+            (new / path).write_bytes(content)
+        if not any(new.iterdir()):
+            raise fail(f"{wanted} has not the files it should have")
+
+
+def _files(archive: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, bytes]]:
+    """Path and content of each regular file that matches and is not too large."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for info in wheel.infolist():
+                match = pattern.fullmatch(info.filename)  # allows no path that leaves the folder
+                if match and info.file_size <= LARGEST:
+                    yield match[1], wheel.read(info)
+        return
+    with tarfile.open(archive) as source:
+        for member in source:
+            match = pattern.fullmatch(member.name)
+            file = source.extractfile(member) if match and member.isreg() else None
+            if match and file is not None and member.size <= LARGEST:
+                yield match[1], file.read()
