@@ -13,6 +13,7 @@ from compat.megatron.replaced import in_words
 from compat.state import ParallelState
 from hypergrid import policy
 from hypergrid.analysis.summary import dims_in_words, long_dims
+from hypergrid.groups import of_torch
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 
@@ -38,7 +39,7 @@ def report(state: ParallelState) -> str:
     )
     if request.helpers:
         lines.append(f"hypergrid: outside code has replaced {in_words(request.helpers)}")
-    lines += map("hypergrid: {}".format, _on_hosts(request))
+    lines += map("hypergrid: {}".format, [*of_torch.lacking(), *_on_hosts(request)])
     rows = {p.group.label: p for p in request.planned}
     for pooled in pool.groups:
         planned = rows.get(pooled.label)

@@ -16,7 +16,8 @@ LEFT_OUT = {"hypergrid", "hypergrid.__main__"}
 # From the lowest to the highest. Modules and packages on one line do not import each other.
 ORDERS = {
     "hypergrid": (
-        ("errors", "messages", "files"),
+        ("errors", "messages"),
+        ("files",),
         ("layout",),
         ("topology", "policy", "views", "links"),
         ("tree", "plan", "replicas", "network"),

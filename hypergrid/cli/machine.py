@@ -96,6 +96,17 @@ def _torch() -> Iterator[tuple[str, str, str]]:
     there = [b for b in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(b)]
     yield "backends", ", ".join(there) or "none", "" if there else "Install a torch with gloo."
     yield "creation", _creation(), ""
+    yield _private_parts()
+
+
+def _private_parts() -> tuple[str, str, str]:
+    from hypergrid.groups import of_torch
+
+    lines = f"{of_torch.OLDEST} to {of_torch.NEWEST}"
+    known = f"tested with torch {lines}"
+    if lacking := of_torch.lacking():
+        return "torch's private parts", "; ".join(lacking), f"Use a torch that is {known}."
+    return "torch's private parts", f"all that are used are there; {known}", ""
 
 
 def _creation() -> str:

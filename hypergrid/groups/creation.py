@@ -165,6 +165,11 @@ def abilities(policy: Policy | None = None) -> Abilities:
     """
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
+    if not of_torch.has("groups"):
+        raise RuntimeError(
+            f"{'; '.join(of_torch.lacking())}. Use torch {of_torch.OLDEST} to "
+            f"{of_torch.NEWEST}, or a newer hypergrid."
+        )
     policy, device, reason, can_split = policy or Policy(), backends.bound_to(), None, False
     later = policy.connect == "lazy" or (policy.connect, policy.creation) == ("eager", "members")
     if device is not None:

@@ -27,16 +27,17 @@ _private = threading.RLock()  # outside code may create groups while it is calle
 class Part(NamedTuple):
     """A private part of torch: its names, what they do for us, and what happens without them.
 
-    Names are those of ``torch.distributed.distributed_c10d``, or begin with ``torch.``; a class of
-    a backend that this torch was built without is not missing. ``first`` and ``last`` are the lines
-    of torch that have them, and ``works`` looks at more than the names.
+    Names are those of ``torch.distributed.distributed_c10d``, or begin with ``torch.``. ``first``
+    and ``last`` are the lines of torch where it is looked for, ``built_with`` the backend without
+    which there is no such part, and ``works`` looks at more than the names.
     """
 
     names: tuple[str, ...]
     does: str
     without: str
     first: str = OLDEST
-    last: str = NEWEST
+    last: str = ""
+    built_with: str = ""
     works: Callable[[], bool] = lambda: True
 
 
@@ -46,7 +47,7 @@ PARTS = {
             *("_world.pg_map", "_world.pg_names", "_world.pg_to_tag", "_world.tags_to_pg"),
             *("_get_default_group", "_get_default_store", "_get_default_timeout"),
             *("ProcessGroup._get_backend", "ProcessGroup._device_types"),
-            *("ProcessGroup.bound_device_id", "_ProcessGroupWrapper.wrapped_pg"),
+            "ProcessGroup.bound_device_id",
         ),
         "tell the groups that torch knows, with their names, stores and backends",
         "no group can be created",
@@ -61,9 +62,11 @@ PARTS = {
         (
             *("ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
             *("ProcessGroupGloo._Options._timeout", "ProcessGroupGloo.create_default_device"),
+            "_ProcessGroupWrapper.wrapped_pg",
         ),
         "gloo takes the devices that it connects through, and connects at once or on first use",
         "gloo groups connect at once, whatever connect= says",
+        built_with="gloo",
         works=lambda: "lazy_init" in _doc(c10d, "ProcessGroupGloo", "create_device"),
     ),
     "splits": Part(
@@ -76,6 +79,13 @@ PARTS = {
         first="2.13",
         works=lambda: "device_types" in _doc(ProcessGroup, "split_group"),
     ),
+    "sequence numbers": Part(
+        ("torch._C._distributed_c10d.Backend._set_sequence_number_for_group",),
+        "begins the count of a split group's collectives; later lines begin it themselves",
+        "no group can be split",
+        first="2.13",
+        last="2.13",
+    ),
     "hooks of a split": Part(
         ("HealthCheckHook.attach", "_maybe_attach_flight_recorder"),
         "torch attaches its health check and its flight recorder to a group that it has split",
@@ -86,6 +96,7 @@ PARTS = {
         ("ProcessGroupNCCL.perform_nocolor_split",),
         "a backend from which torch splits new groups has it, for ranks outside of the new group",
         "a default group that is bound to a device creates as an unbound one does",
+        built_with="nccl",
     ),
     "lazy NCCL": Part(
         (
@@ -95,6 +106,7 @@ PARTS = {
         "the NCCL backend that binds the default group by itself creates a group without a split",
         "every rank takes part in creating a group that torch splits from a bound default group",
         first="2.15",
+        built_with="nccl",
     ),
     "abort": Part(
         ("_abort_process_group", "ProcessGroup.abort"),
@@ -105,6 +117,7 @@ PARTS = {
         ("ProcessGroupNCCL._group_start", "ProcessGroupNCCL._group_end"),
         "aborts of several communicators of the old NCCL backend begin together",
         "each is aborted by itself",
+        built_with="nccl",
     ),
     "timeouts": Part(
         ("_set_pg_timeout",),
@@ -151,11 +164,6 @@ PARTS = {
 }
 
 
-def line() -> tuple[int, int]:
-    """The line of the installed torch, such as (2, 15)."""
-    return _line(torch.__version__)
-
-
 def _line(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
@@ -164,19 +172,33 @@ def _line(version: str) -> tuple[int, int]:
 @functools.cache
 def has(part: str) -> bool:
     """Whether the installed torch has this part and it works as here described."""
-    names, *_, works = PARTS[part]
     try:
-        return all(map(_is_there, names)) and works()
+        return all(map(_is_there, PARTS[part].names)) and PARTS[part].works()
     except (AttributeError, TypeError, ValueError):
         return False
 
 
-def lacking() -> dict[str, str]:
-    """Parts that the installed torch does not have, and what happens without each. *Local*."""
-    own = line()
+def needed(version: str) -> dict[str, Part]:
+    """The parts that are looked for in this version of torch."""
+    own = _line(version)
     return {
-        key: part.without for key, part in PARTS.items() if own <= _line(part.last) and not has(key)
+        key: part
+        for key, part in PARTS.items()
+        if _line(part.first) <= own and not (part.last and own > _line(part.last))
     }
+
+
+def lacking() -> list[str]:
+    """What the installed torch does not give, in words. *Local*."""
+    return [
+        f"{part.without} (torch {torch.__version__} has no {', '.join(_missing(part))})"
+        for key, part in needed(torch.__version__).items()
+        if not has(key) and (not part.built_with or dist.is_backend_available(part.built_with))
+    ]
+
+
+def _missing(part: Part) -> list[str]:
+    return [name for name in part.names if not _is_there(name)] or [f"part that {part.does}"]
 
 
 def _is_there(name: str) -> bool:
@@ -184,10 +206,8 @@ def _is_there(name: str) -> bool:
     where: Any = c10d
     if first == "torch":
         where, rest = pkgutil.resolve_name(name.rpartition(".")[0]), rest[-1:]
-    elif hasattr(c10d, first):
-        where = getattr(c10d, first)
-    else:  # a class of a backend that this torch was built without is not missing
-        return first.startswith("ProcessGroup") and first not in ("ProcessGroupNCCL2",)
+    else:
+        rest = [first, *rest]
     for each in rest:
         if not hasattr(where, each):
             return False
@@ -343,7 +363,7 @@ def split(
     if default.bound_device_id is not None:
         group.bound_device_id = default.bound_device_id
     config = c10d.BackendConfig(kind)
-    if line() <= (2, 13):  # a warning from then on
+    if "sequence numbers" in needed(torch.__version__):
         for backend_part in parts_of(group):
             backend_part._set_sequence_number_for_group()
     if has("hooks of a split"):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -220,16 +219,15 @@ def test_a_record_can_be_written_to_a_file_and_asked_for_before_there_is_anythin
 def _timeouts_that_groups_have(rank):
     ps.initialize_model_parallel(2, distributed_timeout_minutes=7)
     groups = [group.group for group in ps.current_state().pool.groups]
+    assert backends.patience("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
+    assert backends.patience(None, timedelta(seconds=9)) == timedelta(seconds=5)
+    assert backends.patience("nccl", timedelta(seconds=60)) is None
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
 def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(fake_world):
     timeouts = set(run_ranks(2, _timeouts_that_groups_have)[0])
     assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout}
-    with mock.patch("torch.distributed.get_backend", return_value="gloo"):
-        assert backends.patience("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
-        assert backends.patience(None, timedelta(seconds=9)) == timedelta(seconds=5)
-        assert backends.patience("nccl", timedelta(seconds=60)) is None
     fake_world(2)
     assert backends.patience("gloo", timedelta(seconds=60)) is None
 

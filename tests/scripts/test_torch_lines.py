@@ -1,38 +1,56 @@
-"""The private thing of torch's that creation needs, read in the source of each release line."""
+"""What is private in torch and used here, looked for in the sources of each line of torch."""
 
 import ast
 import hashlib
 import inspect
+import re
 
 import pytest
+import torch
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import creation
+from hypergrid.groups import creation, of_torch
 from tests.support import ROOT
 
-CACHE = ROOT / ".cache"
-LINES = [
-    "2.6.0",
-    "2.7.1",
-    "2.8.0",
-    "2.9.1",
-    "2.10.0",
-    "2.11.0",
-    "2.12.1",
-    "2.13.0",
-    "2.14.1",
-    "2.15.0",
-]
+LINES = ["2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 
 
 @pytest.fixture(params=["installed", *LINES])
 def source(request):
     if request.param == "installed":
         return inspect.getsource(c10d)
-    file = CACHE / f"torch-{request.param}" / "distributed_c10d.py"
+    return _text(request.param, "distributed_c10d.py")
+
+
+def _text(version, name):
+    file = ROOT / ".cache" / f"torch-{version}" / name
     if not file.exists():
-        pytest.skip(f"torch {request.param} is not fetched: scripts/torch_lines fetches and checks")
+        pytest.skip(f"torch {version} is not fetched: scripts/torch_lines fetches and checks")
     return file.read_text()
+
+
+@pytest.mark.parametrize("version", LINES)
+def test_every_part_that_is_looked_for_in_a_line_has_its_names_there(version):
+    files = ("distributed_c10d.py", "_distributed_c10d.pyi", "__init__.pyi", "fake_pg.py")
+    there = {*re.findall(r"\w+", "\n".join(_text(version, name) for name in files))}
+    library = _text(version, "names")  # a name may be the end of a longer one
+    missing = {
+        f"{key}: {name}"
+        for key, part in of_torch.needed(version).items()
+        for name in part.names
+        for word in name.split(".")
+        if word not in there and f"{word}\n" not in library
+    }
+    assert missing == set()
+
+
+def test_the_lines_that_are_checked_are_those_that_are_supported():
+    lines = [version.rpartition(".")[0] for version in LINES]
+    assert (lines[0], lines[-1]) == (of_torch.OLDEST, of_torch.NEWEST)
+    minors = [int(each.partition(".")[2]) for each in lines]
+    assert minors == [*range(minors[0], minors[-1] + 1)]
+    assert f'"torch>={of_torch.OLDEST}"' in (ROOT / "pyproject.toml").read_text()
+    assert torch.__version__.startswith(tuple(lines))
 
 
 def _definitions(source, *names):
@@ -63,5 +81,12 @@ def test_a_new_group_takes_its_name_from_there_unless_it_is_synchronised_locally
     assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in calls, calls
 
 
-def test_this_torch_is_told_apart():
-    assert creation.names_can_be_set()
+def test_gloo_is_created_with_arguments_that_its_options_have_too(source):
+    """What they do not have turns connect= and abort() off, with a warning: see gloo.py."""
+    given = {
+        keyword.arg
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "ProcessGroupGloo"
+        for keyword in call.keywords
+    }
+    assert given <= {"timeout", "enable_reconfigure"}, given
