@@ -102,8 +102,8 @@ class Rules:
             named = {rank for rank in named if self.ranks[rank].written - begun < _TOGETHER}
         else:
             suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
-            found = self._departures(suspects)
-            fatal = [each for each in found if each.is_proven or self._is_fatal(each, gone)]
+            found = self._departures(suspects, alone=bool(gone))
+            fatal = [each for each in found if self._is_proven(each) or self._is_fatal(each, gone)]
             if fatal:
                 return self._departed(
                     [each for each in fatal if self._equals(each, fatal[0])], waits
@@ -176,41 +176,57 @@ class Rules:
             return "old"
         if kind == "no dump" and (waiting.unequal or waiting.blind):
             return "either"  # what others called may have ended it
+        if kind == "no dump" and not self._is_innocent(named):
+            return "either"
         for rank in named:
             # One rank may wait in a call that should not be, for ranks that have done all.
-            missing = {w: self.history.is_usual(w.rank, w.at) for w in waits if rank in w.missed}
-            makers = [
-                max(len(wait.inside) * bool(usual), self.history.makers(wait.rank, wait.at))
-                for wait, usual in missing.items()
-                if usual is not False
-            ]
-            inside = {other for wait, usual in missing.items() if usual for other in wait.inside}
-            # On gloo a call that is not due may have ended others.
-            fatal = kind == "no dump" and (min(makers, default=0) < 2 or False in missing.values())
-            if fatal or max([len(inside), *makers]) <= max(1, len(named)):
+            sure: set[int] = set()
+            most = 0
+            for wait in waits:
+                if rank in wait.absent + wait.unlike:
+                    usual, makers = self._witnesses(wait.rank, wait.at)
+                    most = max(most, makers * (usual is not False or makers >= _MANY * len(named)))
+                    sure.update(wait.inside if usual else ())
+            if max(most, len(sure)) <= max(1, len(named)):
                 return "either"
         return ""
+
+    def _witnesses(self, rank: int, at: int) -> tuple[bool | None, int]:
+        """Whether a call was usual for the rank, and how many ranks made it."""
+        return self.history.is_usual(rank, at), self.history.makers(rank, at)
+
+    def _is_innocent(self, gone: set[int]) -> bool:
+        """Whether none of the last calls can have ended ranks, as one of another size can on gloo."""
+        for rank, mine in self.ranks.items():
+            for group, at in self.waiting.last_of(rank).items():
+                known = self.waiting.recording.groups[group].ranks
+                if not mine.calls[at].title.text.startswith("gloo:"):
+                    continue
+                usual, makers = self._witnesses(rank, at)
+                if (not known or not gone.isdisjoint(known)) and not usual and makers < _MANY:
+                    return False
+        return True
 
     def _is_hidden(self, ranks: set[int]) -> bool:
         """Whether one of them may wait in a call that is not recorded."""
         waiting = self.waiting
-        return bool(ranks & (waiting.unseen | waiting.blind)) or any(
+        return bool(ranks & (waiting.unseen | waiting.blind | waiting.of.keys())) or any(
             not self.ranks[rank].stack and not waiting.sees_p2p(rank)
             for rank in ranks & self.ranks.keys()
         )
 
     def _nearest(self, waits: Sequence[Wait], first: set[int]) -> Wait:
-        """Where most of them are missed; of several, the call that is due, and with most ranks."""
+        """Where most of them are missed; of several, the call that is due, or the first."""
 
         def key(wait: Wait) -> tuple[int, ...]:
             missed = first.intersection(wait.missed)
             due = self.history.is_due(min(missed), wait.call)
-            return (len(missed), due, len(wait.inside), wait.ns)
+            return (len(missed), due, wait.ns)
 
         return max(waits, key=key)
 
-    def _departures(self, ranks: set[int]) -> list[Departure]:
-        found = self.history.departures(sorted(ranks))
+    def _departures(self, ranks: set[int], *, alone: bool = True) -> list[Departure]:
+        found = self.history.departures(sorted(ranks), alone=alone)
         return sorted(found, key=lambda each: each.weight, reverse=True)
 
     def _circle(self, within: set[int]) -> Cause:
@@ -238,6 +254,18 @@ class Rules:
         others = [each for each in waiting.waits if each not in [wait for *_, wait in circle]]
         return Cause(kind, _sorted(named), first, others, circle, doubt="either")
 
+    def _is_proven(self, found: Departure) -> bool:
+        """Without its sends and receives, a stage looks as another until others wait for it."""
+        if not found.is_proven or found.due is None or self.waiting.sees_p2p(found.rank):
+            return found.is_proven
+        groups, due = self.waiting.recording.groups, found.due
+        call = self.ranks[found.rank].calls[found.at]
+        return (call.group, call.seq) in self.waiting.unequal or any(
+            (wait.seq, groups[wait.group].label) == (due.seq, groups[due.group].label)
+            for wait in self.waiting.waits
+            if found.rank in wait.absent + wait.unlike
+        )
+
     def _equals(self, one: Departure, other: Departure) -> bool:
         return one.weight[0] == other.weight[0] if other.is_proven else one.weight == other.weight
 
@@ -263,7 +291,7 @@ class Rules:
         if not unlike and len(waiting.last_ones()) == 1:
             circle = waiting.circle(waiting.last_ones()[0])
         behind = waiting.behind(wait, named) if wait else ()
-        doubt: Doubt = "" if all(each.is_proven for each in found) else "either"
+        doubt: Doubt = "" if all(map(self._is_proven, found)) else "either"
         kind: Kind = "mismatch" if unlike else "order"
         return Cause(kind, _sorted(named), wait, behind, circle, found[0], doubt)
 

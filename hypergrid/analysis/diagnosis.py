@@ -89,9 +89,10 @@ def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
     running = {rank for wait in waiting.running for rank in wait.inside}
     blocked = waiting.blocked | waiting.unseen
     states: dict[int, State] = {}
+    causes = {*cause.ranks}
     for rank in range(waiting.recording.world_size):
         states[rank] = (
-            "cause" if rank in cause.ranks
+            "cause" if rank in causes
             else "no dump" if rank in waiting.gone
             else "raised" if rank in waiting.raised
             else "waiting" if rank in blocked

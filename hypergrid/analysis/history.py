@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,13 +83,16 @@ class History:
                     there = self._next[key].setdefault(tokens[at], [])
                     there.append((ranks[0], len(ranks)))
 
-    def departures(self, ranks: Iterable[int]) -> list[Departure]:
-        """Of each rank the call that was least expected; none of those that did as always."""
+    def departures(self, ranks: Iterable[int], *, alone: bool) -> list[Departure]:
+        """Of each rank the call that was least expected; none of those that did as always.
+
+        ``alone``: also by its own past only, where nobody did the same until then.
+        """
         found = []
         for rank in ranks:
             if rank in self._tokens:
                 mine = [*self._partings(rank)]
-                if not any(each.before for each in mine):
+                if alone and not any(each.before for each in mine):
                     parted = {each.at for each in mine}
                     mine += [each for each in self._surprises(rank) if each.at not in parted]
                 found += [max(mine, key=lambda each: each.weight)] if mine else []
@@ -96,8 +100,15 @@ class History:
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
-        token = self._tokens[rank][at]
-        return sum(len(ranks) for ranks in self._alike if token in self._tokens[ranks[0]])
+        return self._made[int(self._tokens[rank][at])]
+
+    @cached_property
+    def _made(self) -> Counter[int]:
+        made: Counter[int] = Counter()
+        for ranks in self._alike:
+            for token in {*self._tokens[ranks[0]].tolist()}:
+                made[token] += len(ranks)
+        return made
 
     def is_usual(self, rank: int, at: int) -> bool | None:
         """Whether a rank did before what it did there; None if it was never in such a place."""
@@ -182,14 +193,12 @@ class History:
     def _surprises(self, rank: int) -> Iterable[Departure]:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
-        kinds = self._kind[calls.title]
-        start = max(1, len(kinds) - _RECENT)
+        first = max(0, len(calls) - 2 * _RECENT)
+        kinds = self._kind[calls.title[first:]]
         run = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
         for at in range(1, len(kinds)):
-            same = kinds[:at] == kinds[at - 1]
-            run[1:at] = np.where(same[: at - 1], run[: at - 1] + 1, 0)
-            run[0] = 0
-            if at < start or not at:
+            run[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], run[: at - 1] + 1, 0)
+            if first + at < len(calls) - _RECENT:
                 continue
             longest = int(run[:at].max())
             if longest < _LONG:
@@ -197,9 +206,10 @@ class History:
             due = int(np.flatnonzero(run[:at] == longest)[-1])
             seen = run[:at][kinds[:at] == kinds[at]]
             known = len(seen) and int(seen.max()) >= longest
-            if kinds[due] != kinds[at] and not known and not self._is_shared(rank, at):
+            if kinds[due] != kinds[at] and not known and not self._is_shared(rank, first + at):
                 how = _how(kinds[at : at + 2].tolist(), kinds[due : due + 2].tolist())
-                yield Departure(rank, at, calls[due], calls[at - 1], how, 0, 1, True, False)
+                usual, after = calls[first + due], calls[first + at - 1]
+                yield Departure(rank, first + at, usual, after, how, 0, 1, True, False)
 
 
 def _expected(kinds: Any, at: int) -> tuple[int, int]:

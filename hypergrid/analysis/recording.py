@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -24,11 +25,14 @@ _MOST_RANKS = 1 << 20
 _MOST_BYTES, _MOST_CALLS = 256 << 20, 64 << 20  # of a file, of all files
 _SMALL, _MOST_FRAMES = 1 << 20, 100
 _FAR = 60 * 10**9  # ns; more than clocks of hosts differ
-_SHARED = itemgetter(
+_NAMES = (
     *("process_group", "is_p2p", "profiling_name"),
     *("input_sizes", "output_sizes", "input_dtypes", "output_dtypes"),
+    *("collective_seq_id", "p2p_seq_id", "retired", "state"),
+    *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
 )
-_TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
+_FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
+_REPEATS = "it says the same again and again, which no recorder does"
 DEFAULT = "default_pg"  # torch's description of the default group
 
 
@@ -247,8 +251,8 @@ class _Plain(pickle.Unpickler):
 
 
 def _unpickled(data: bytes) -> Any:
-    # From a file that cannot peek, the unpickler reads byte by byte.
-    return _Plain(io.BufferedReader(io.BytesIO(data), len(data))).load()
+    # From a file that cannot peek, the unpickler reads byte by byte; it peeks at so many.
+    return _Plain(io.BufferedReader(io.BytesIO(data), 1 << 17)).load()
 
 
 @contextmanager
@@ -354,24 +358,26 @@ class _Reader:
         mine.whole = mine.whole and (not entries or int(entries[0].get("record_id") or 0) == 0)
 
     def _calls(self, entries: list[dict[str, Any]]) -> Calls:
-        # Millions of turns: the bytes of what an entry shares with others stand for its title.
-        places: list[int] = []
-        for row in map(_SHARED, entries):
-            key = marshal.dumps(row, 4)  # what is in it twice is written once
-            self._spend(len(key))
-            place = self.title_at.get(key)
-            places.append(self._title(key, row) if place is None else place)
-        self.left -= len(places)
+        self.left -= len(entries)
         if self.left < 0:
             raise ValueError(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
-        p2p = [title.p2p for title in self.titles]
-        seqs = [
-            entry["p2p_seq_id" if p2p[place] else "collective_seq_id"]
-            for entry, place in zip(entries, places, strict=True)
-        ]
-        times = [[entry[key] or 0 for entry in entries] for key in _TIMES]
-        done = [entry["retired"] is True or entry["state"] == "completed" for entry in entries]
-        calls = Calls(self.titles, (places, seqs, *times, done))
+        # Millions of turns: the bytes of what a call shares with others stand for its title.
+        fields = [*zip(*map(_FIELDS, entries), strict=True)] or [()] * len(_NAMES)
+        shared, (collective, p2p, retired, state, *times) = fields[:_SHARED], fields[_SHARED:]
+        places: list[int] = []
+        left, known = self._budget, self.title_at.get
+        for key in map(marshal.dumps, zip(*shared, strict=True), repeat(4)):
+            left -= len(key)
+            if left < 0:
+                raise ValueError(_REPEATS)
+            place = known(key)
+            if place is None:
+                place = self._title(key, [each[len(places)] for each in shared])
+            places.append(place)
+        is_p2p = np.array([title.p2p for title in self.titles], bool)[places]
+        seq = np.where(is_p2p, _whole(p2p), _whole(collective))
+        done = [r is True or s == "completed" for r, s in zip(retired, state, strict=True)]
+        calls = Calls(self.titles, (places, seq, *map(_whole, times), done))
         shown = {*np.flatnonzero(~calls.done).tolist(), len(entries) - 1} - {-1}
         calls.frames = {at: _frames(entries[at].get("frames")) for at in shown}
         return self._without_batches(calls)
@@ -394,9 +400,9 @@ class _Reader:
         """A list may be in a pickle once and in its entries a million times: stop in time."""
         self._budget -= what
         if self._budget < 0:
-            raise ValueError("it says the same again and again, which no recorder does")
+            raise ValueError(_REPEATS)
 
-    def _title(self, key: bytes, row: tuple[Any, ...]) -> int:
+    def _title(self, key: bytes, row: list[Any]) -> int:
         (group, label), p2p, name, *shapes = row
         text = "|".join([_text(name), *map(self._shape, shapes)])
         title = Title(_text(group), _text(label), p2p is True, text)
@@ -547,6 +553,14 @@ def _frames(given: Any) -> tuple[Frame, ...]:
         file, line, function = each
         frames.append(Frame(_text(file), int(line), _text(function)))
     return tuple(frames)
+
+
+def _whole(given: Sequence[Any]) -> Any:
+    """Whole numbers; 0 for those that are not known."""
+    try:
+        return np.array(given, np.int64)
+    except TypeError:
+        return np.array([int(each or 0) for each in given], np.int64)
 
 
 def _text(given: Any) -> str:

@@ -205,6 +205,16 @@ class Waiting:
             stopped.update(rank for each in split[0] for rank in each.inside)
         return found
 
+    def last_of(self, rank: int) -> dict[str, int]:
+        """The place of a rank's last collective of each group."""
+        calls = self.ranks[rank].calls
+        titles = calls.titles
+        return {
+            titles[title].group: at
+            for at, title in enumerate(calls.title.tolist())
+            if not titles[title].p2p
+        }
+
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
@@ -342,7 +352,7 @@ class Waiting:
                     both[name].append(each)
         known: dict[int, dict[Any, int]] = {}
         for (group, pair), both in open_.items():
-            late = len(both["send"]) - len(both["recv"])  # of those that have not ended
+            late, first = len(both["send"]) - len(both["recv"]), 0  # of those that have not ended
             if all(rank in self.ranks and self.ranks[rank].whole for rank in pair):
                 many = []
                 for rank, name in zip(pair, ("send", "recv"), strict=True):
@@ -356,17 +366,18 @@ class Waiting:
                                 key = (titles[at].group, pairs[at], titles[at].what.name)
                                 known[rank][key] += int(count)
                     many.append(known[rank][group, pair, name])
-                late = many[0] - many[1]
+                first, late = late - (many[0] - many[1]), many[0] - many[1]
             for name, rank, other in (("send", *pair), ("recv", *pair[::-1])):
                 more = max(0, late if name == "send" else -late)
                 mine, theirs = both[name], both["recv" if name == "send" else "send"]
                 if not mine or rank not in self.ranks:
                     continue
-                if more:
-                    each = mine[-min(more, len(mine))]
+                each = mine[-min(more, len(mine))]
+                match = -first if name == "send" else first  # of theirs, with the first of mine
+                met = theirs[match] if 0 <= match < len(theirs) else None
+                if more and each.entered:
                     yield from self._wait(group, each.seq, {rank: each.at}, (other,))
-                elif theirs and not theirs[0].entered:
-                    each = mine[0]
+                elif more or (met and not met.entered):
                     yield from self._wait(group, each.seq, {rank: each.at}, (), (), (other,))
 
     def _guesses(self) -> dict[int, tuple[int, ...]]:
@@ -383,12 +394,9 @@ class Waiting:
                     if key not in self.top[rank]:
                         place = group.ranks.index(rank)
                         near[rank].update(group.ranks[max(0, place - 1) : place + 2])
-        idle = {
-            rank
-            for rank in range(self.recording.world_size)
-            if rank in self.gone | self.raised
-            or (rank not in self.of.keys() | waiting and self.ranks[rank].stack)
-        }
+        busy = self.of.keys() | waiting | self.gone
+        idle = {rank for rank in self.ranks.keys() - busy if self.ranks[rank].stack}
+        idle |= self.gone | self.raised
         # Of a group whose members are not known, a rank without a dump may be one.
         known = {group.name for group in self.recording.groups.values() if group.ranks}
         unknown = [w for w in self.running if w.group not in known and self.gone]
