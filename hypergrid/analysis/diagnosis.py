@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from hypergrid.analysis.causes import DTYPES, SIZES, Cause, Kind, Mismatch, Rules, Why, named
+from hypergrid.analysis.causes import Cause, Kind, Rules
+from hypergrid.analysis.history import Departure
 from hypergrid.analysis.recording import Call, Frame, Recording
 from hypergrid.analysis.waiting import P2P, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
@@ -14,7 +15,7 @@ from hypergrid.plan import GroupPlan
 
 SCHEMA = 1
 PATIENCE = 1.0  # seconds; who waits for less is not stuck
-_LONGEST = 12  # lines of a chain
+_LONGEST, _SHOWN = 12, 16  # lines of a chain, ranks that one rank waits for
 
 State: TypeAlias = Literal["cause", "raised", "no dump", "waiting", "running", "elsewhere"]
 
@@ -26,8 +27,8 @@ class Diagnosis:
     ``ranks`` are the first cause, and everyone else waits because of them; if not ``certain``,
     it may also be a rank for which they wait where nothing is recorded. ``group`` is the label
     and ``members`` the ranks of the group in which they are missed, ``seq`` the number of the
-    call there. ``chain`` is why, in sentences, from the cause outwards. ``waiting`` has the ranks
-    that each waiting rank waits for.
+    call there. ``chain`` is why, in sentences, from the cause outwards. ``waiting`` has the
+    ranks that each waiting rank waits for, at most 16.
     """
 
     kind: Kind
@@ -65,23 +66,20 @@ def diagnose(
     waiting = Waiting(recording, patience)
     cause = Rules(waiting).cause()
     words = _Words(waiting, plan)
-    wait, mismatch = cause.wait, cause.mismatch
-    group, call = (wait.group, wait.call) if wait else (None, None)
-    if mismatch:
-        group, call = mismatch.group, mismatch.calls[mismatch.odd[0]]
+    wait = cause.wait
     sentence = words.sentence(cause)
     return Diagnosis(
         cause.kind,
         sentence[:1].upper() + sentence[1:] if cause.kind != "slow" else sentence,
         cause.ranks,
         not cause.doubt,
-        recording.groups[group].shown if group is not None else None,
-        waiting.members(group) if group is not None else (),
-        call.what.name if call else None,
-        call.seq if call else None,
+        recording.groups[wait.group].shown if wait else None,
+        waiting.members(wait.group) if wait else (),
+        wait.call.what.name if wait else None,
+        wait.seq if wait else None,
         wait.ns / 1e9 if wait else None,
         tuple(words.chain(cause)),
-        {rank: tuple(sorted(others)) for rank, others in sorted(waiting.graph().items())},
+        {rank: (*waiting.needs(rank),)[:_SHOWN] for rank in sorted(waiting.blocked)},
         _states(waiting, cause),
         tuple(recording.problems),
     )
@@ -89,11 +87,12 @@ def diagnose(
 
 def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
     running = {rank for wait in waiting.running for rank in wait.inside}
-    blocked = waiting.graph().keys() | waiting.unseen
+    blocked = waiting.blocked | waiting.unseen
     states: dict[int, State] = {}
+    causes = {*cause.ranks}
     for rank in range(waiting.recording.world_size):
         states[rank] = (
-            "cause" if rank in cause.ranks and cause.kind != "slow"
+            "cause" if rank in causes
             else "no dump" if rank in waiting.gone
             else "raised" if rank in waiting.raised
             else "waiting" if rank in blocked
@@ -123,20 +122,17 @@ class _Words:
     def chain(self, cause: Cause) -> list[str]:
         """Why it is so, from the cause outwards."""
         lines = []
-        if cause.mismatch:
-            found = cause.mismatch
-            for rank in (found.odd[0], found.others[0]):
-                frames = found.calls[rank].frames
-                lines += [f"rank {rank} made the call in {_at(frames)}."] if frames else []
+        if cause.kind == "mismatch":
+            for rank, call in self._unequal(cause):
+                if call.frames:
+                    lines.append(f"rank {rank} made the call in {_at(call.frames)}.")
         for rank, other, wait in cause.circle:
             where = f"{self._call(wait)} and waits" if wait else "a send or recv and may wait"
             lines.append(f"rank {rank} is in {where} for rank {other}.")
         if cause.kind == "empty":
             lines += self._stacks(sorted(self.ranks))
-        elif cause.doubt == "guess":
-            lines += self._stacks(self._guessing(cause))
-        elif cause.doubt == "unseen":
-            lines += self._stacks(sorted(self.waiting.unseen))
+        elif cause.doubt == "hidden":
+            lines += self._stacks(sorted(self.waiting.unseen | {*self._guessing(cause)}))
         # What all ranks are in, or wait for in a circle, is among the others already.
         own = [cause.wait] if cause.wait and not cause.circle and cause.kind != "slow" else []
         waits = [*own, *(wait for wait in cause.waits if wait not in own)]
@@ -149,6 +145,8 @@ class _Words:
         line = f"{self._call(wait)}: {_ranks(wait.inside)} in it{self._lasting(wait)}"
         for text, ranks in (
             ("not", [rank for rank in wait.absent if rank not in gone]),
+            ("in another call", wait.unlike),
+            ("on the way to it", wait.behind),
             ("without a dump", [rank for rank in wait.absent if rank in gone]),
         ):
             line += f", {_ranks(ranks)} {text}" if ranks else ""
@@ -194,23 +192,56 @@ class _Words:
             f"so nobody is missing. It is slow, or the network under it does not answer."
         )
 
+    def _unequal(self, cause: Cause) -> list[tuple[int, Call]]:
+        """A rank and its call, and another that called something else there."""
+        wait = cause.wait
+        assert wait is not None
+        alike = self.waiting.unequal[wait[:2]]
+        mine = next((ranks for ranks in alike if not ranks.isdisjoint(cause.ranks)), alike[0])
+        theirs = next(ranks for ranks in alike[::-1] if ranks is not mine)
+        ranks = min(mine.intersection(cause.ranks), default=min(mine)), min(theirs)
+        found = ((rank, self.waiting.made(rank, *wait[:2])) for rank in ranks)
+        return [(rank, call) for rank, call in found if call]
+
     def _differ(self, cause: Cause) -> str:
-        found = cause.mismatch
-        assert found is not None
-        one, other = (
-            _shown(found.calls[rank], found.why) for rank in (found.odd[0], found.others[0])
+        wait = cause.wait
+        assert wait is not None
+        (_, mine), (rank, theirs) = self._unequal(cause)
+        alike = next(ranks for ranks in self.waiting.unequal[wait[:2]] if rank in ranks)
+        tied = rank in cause.ranks
+        odd = [each for each in cause.ranks if each not in alike] if tied else cause.ranks
+        how = cause.departure.how if cause.departure else ""
+        how = {"skipped": " One call was skipped.", "added": " It is a call too many."}.get(how, "")
+        return (
+            f"{self._named(odd)} called {_shown(mine, theirs)} as #{wait.seq} of "
+            f"{self._group(wait.group)}, where {_ranks(sorted(alike))} called "
+            f"{_shown(theirs, mine)}.{how}{self._evidence(cause.departure)}"
         )
-        sentence = (
-            f"{self._named(found.odd)} called {one} as #{found.seq} of "
-            f"{self._group(found.group)}, where {_ranks(found.others)} called {other}"
+
+    def _departed(self, found: Departure) -> str:
+        """What a rank did, and what was due; without the rank."""
+        due = self._title(found.due)
+        mine = self._title(self.ranks[found.rank].calls[found.at])
+        after = f" after {self._title(found.after)}" if found.after else ""
+        return {
+            "skipped": f"skipped {due}: {mine} followed{after}.",
+            "added": f"called {mine}{after}, where {due} is next: a call too many.",
+            "swapped": f"called {mine} before {due}{after}.",
+            "": f"called {mine}{after}, where {due} is next.",
+        }[found.how]
+
+    def _evidence(self, found: Departure | None) -> str:
+        """Who did otherwise."""
+        if found is None:
+            return ""
+        due, rank = self._title(found.due), f"rank {found.rank}"
+        if found.others and found.others >= found.alike:
+            same = f"{_many(found.others, 'other rank')} that had done the same until then"
+            also = f", as {rank} did in earlier steps" * bool(found.before)
+            return f" There {same} called {due}{also}."
+        return f" There {rank} called {due.partition(' #')[0]} in earlier steps." * bool(
+            found.before
         )
-        if found.is_tied:
-            sentence += (
-                f"; {found.usual} is what other ranks and earlier turns call there"
-                if found.usual
-                else "; which of them is right cannot be seen"
-            )
-        return f"{sentence}.{_shift(found)}"
 
     def _absent(self, cause: Cause) -> str:
         wait, named_ranks = cause.wait, self._named(cause.ranks)
@@ -234,12 +265,6 @@ class _Words:
             )
         what = f"{self._call(wait)}{{}}{self._lasting(wait)}"
         inside = _ranks(wait.inside, "has", "have")
-        if cause.step:
-            before, after, usual = cause.step
-            return (
-                f"{named_ranks} skipped {usual}: after {before} came {after}. So it never entered "
-                f"{self._call(wait)}, in which {_ranks(wait.inside, 'waits', 'wait')}; {where}"
-            )
         if wait.call.p2p:
             verb = "received" if wait.call.what.name == "send" else "sent"
             text = f"never {verb} what {inside} been waiting for in {what.format('')}"
@@ -251,11 +276,9 @@ class _Words:
 
     def _circle(self, cause: Cause) -> str:
         went = ""
-        if cause.step:
-            before, after, usual = cause.step
-            went = f"went from {before} to {after}" if before else f"began with {after}"
-            went += f", where {usual} is next on other ranks or in earlier turns" * bool(usual)
-            went = f"{self._named(cause.ranks)} {went}."
+        if cause.departure:
+            went = self._departed(cause.departure)
+            went = f"{self._named(cause.ranks)} {went}{self._evidence(cause.departure)}"
         if not cause.circle:
             if went:
                 return f"{went} It is in {self._call(cause.wait)}." if cause.wait else went
@@ -275,23 +298,23 @@ class _Words:
         if not cause.doubt:
             return ""
         it, its = ("they", "their") if len(cause.ranks) > 1 else ("it", "its")
+        waiting = self.waiting
         match cause.doubt:
-            case "unseen":
-                who = _ranks(sorted(self.waiting.unseen), "waits", "wait")
+            case "hidden" if waiting.blind:
+                said = f"the flight recorder of {_ranks(sorted(waiting.blind))} is missing or cut, "
+                said += "and what was called there is not known"
+            case "hidden" if waiting.unseen.intersection(cause.ranks or waiting.unseen):
+                who = _ranks(sorted(waiting.unseen), "waits", "wait")
                 said = f"sends and receives are not recorded, so for whom {who} in one is not "
                 said += "known. HYPERGRID_RECORD_P2P=1 records them"
-            case "dark":
+            case "hidden" if cause.wait or cause.kind == "ok":
                 said = f"sends and receives are not recorded, nor {its} stack: {it} may wait for "
                 said += "others in one. hypergrid.record writes both"
-            case "guess":
+            case "hidden":
                 said = "sends and receives are not recorded: who waits for whom in them is guessed "
                 said += "from stacks. HYPERGRID_RECORD_P2P=1 records them"
             case "alone":
                 said = f"nobody is seen to wait for {'them' if len(cause.ranks) > 1 else 'it'}"
-            case "blind":
-                who = _ranks(sorted(self.waiting.blind))
-                said = f"the flight recorder of {who} is missing or cut, and what was called there "
-                said += "is not known"
             case "unread":
                 said = f"what {it} did is not known"
             case "mixed":
@@ -300,7 +323,14 @@ class _Words:
             case "old":
                 said = f"{its} dump was written before that call, and {it} may have come since. "
                 said += "Have all ranks write at the same time"
-            case "few":
+            case "either" if cause.kind in ("no dump", "never entered"):
+                said = f"{it} may have done all, and who waits for {it} may have made one call "
+                said += "too many; nobody else made that call"
+            case "either" if cause.departure:
+                said = "too few ranks did the same until then to say that not the others are wrong"
+            case "either":
+                said = "which of them did not do what was due cannot be seen"
+            case _:
                 return " Is this the directory of all ranks?"
         return f" Not certain: {said}."
 
@@ -331,9 +361,19 @@ class _Words:
             return f"{stack}{it} has called nothing so far."
         its = "its" if stack or not many else f"rank {rank}'s"
         state = "" if last.done else ", not finished"
-        return f"{stack}{its} last call was {named(self.waiting, last)}{state}."
+        return f"{stack}{its} last call was {self._title(last)}{state}."
 
     # Names.
+
+    def _title(self, call: Call | None) -> str:
+        """Such as "all_reduce #3 of DATA_PARALLEL_GROUP"."""
+        if call is None:
+            return "nothing"
+        what = call.what
+        detail = f" {what.detail}" * call.p2p
+        return (
+            f"{what.name}{detail} #{call.seq} of {self.waiting.recording.groups[call.group].shown}"
+        )
 
     def _group(self, key: str) -> str:
         label = self.waiting.recording.groups[key].shown
@@ -342,7 +382,7 @@ class _Words:
     def _call(self, wait: Wait) -> str:
         call = wait.call
         if call.p2p:
-            pair = pair_of(call, self.waiting.members(wait.group)) or ("?", "?")
+            pair = pair_of(call.what, self.waiting.members(wait.group)) or ("?", "?")
             label = self.waiting.recording.groups[wait.group].shown
             return f"{call.what.name} from rank {pair[0]} to rank {pair[1]} of {label}"
         return f"{call.what.name} #{wait.seq} of {self._group(wait.group)}"
@@ -391,24 +431,18 @@ def lasting(ns: int) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _shown(call: Call, why: Why) -> str:
-    what = call.what
-    if why == "operation":
+def _shown(call: Call, other: Call) -> str:
+    """A call by that in which it differs from another."""
+    what, than = call.what, other.what
+    if what.name != than.name:
         return what.name
-    if why == "root":
+    if what.detail != than.detail:
         return f"{what.name} with {what.detail or 'no root'}"
-    values = [getattr(what, each) for each in (SIZES if why == "sizes" else DTYPES)]
+    sizes = (what.inputs, what.outputs) != (than.inputs, than.outputs)
+    values = [what.inputs, what.outputs] if sizes else [what.input_dtypes, what.output_dtypes]
     values = [each[1:-1].replace("'", "") or "none" for each in values]
     text = values[0] if values[0] == values[1] else " -> ".join(values)
-    return f"{what.name} of {why.removesuffix('s')} {text[:80]}"
-
-
-def _shift(found: Mismatch) -> str:
-    if not found.shift:
-        return ""
-    they = "they" if len(found.odd) > 1 else "it"
-    later, done = ("later", "skipped") if found.shift < 0 else ("before", "added")
-    return f" From there on {they} did what the others did one call {later}: one was {done}."
+    return f"{what.name} of {'size' if sizes else 'dtype'} {text[:80]}"
 
 
 def _at(stack: Sequence[Frame]) -> str:

@@ -9,16 +9,30 @@ import marshal
 import pickle
 import re
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import repeat
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
+
+import numpy as np
 
 _NUMBERED = re.compile(r"^(.*?)(\d+)(\.json)?$")
 _MOST_RANKS = 1 << 20
+_MOST_BYTES, _MOST_CALLS = 256 << 20, 64 << 20  # of a file, of all files
+_SMALL, _MOST_FRAMES = 1 << 20, 100
 _FAR = 60 * 10**9  # ns; more than clocks of hosts differ
+_NAMES = (
+    *("process_group", "is_p2p", "profiling_name"),
+    *("input_sizes", "output_sizes", "input_dtypes", "output_dtypes"),
+    *("collective_seq_id", "p2p_seq_id", "retired", "state"),
+    *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
+)
+_FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
+_REPEATS = "it says the same again and again, which no recorder does"
 DEFAULT = "default_pg"  # torch's description of the default group
 
 
@@ -41,13 +55,25 @@ class What(NamedTuple):
     output_dtypes: str
 
 
+class Title(NamedTuple):
+    """What is the same for many calls: group, name, sizes and dtypes."""
+
+    group: str  # key of ``Recording.groups``
+    label: str  # of the group, as torch's recorder has it
+    p2p: bool
+    text: str  # equal for calls of the same name, sizes and dtypes; ``what`` takes it apart
+
+    @property
+    def what(self) -> What:
+        """Name, sizes and dtypes."""
+        return _what(self.text)
+
+
 class Call(NamedTuple):
     """One entry of a flight recorder. Times are nanoseconds since 1970, 0 where not recorded."""
 
-    group: str  # key of ``Recording.groups``
+    title: Title
     seq: int  # the how many-th collective of its group, or point-to-point operation
-    p2p: bool
-    text: str  # equal for calls of the same name, sizes and dtypes; ``what`` takes it apart
     created: int
     started: int
     completed: int
@@ -55,9 +81,68 @@ class Call(NamedTuple):
     frames: tuple[Frame, ...]  # innermost first; only of a call that is not done, or the last
 
     @property
+    def group(self) -> str:
+        """Key of ``Recording.groups``."""
+        return self.title.group
+
+    @property
+    def p2p(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.title.p2p
+
+    @property
     def what(self) -> What:
         """Name, sizes and dtypes."""
-        return _what(self.text)
+        return _what(self.title.text)
+
+
+class Calls(Sequence[Call]):
+    """The calls of a rank, oldest first, in columns: a job has millions.
+
+    ``title`` are places in the list of titles, which all ranks of a recording share; the other
+    columns are those of ``Call``.
+    """
+
+    def __init__(
+        self,
+        titles: list[Title] | None = None,
+        columns: Any = ((),) * 6,
+        frames: Mapping[int, tuple[Frame, ...]] | None = None,
+    ) -> None:
+        self.titles, self.frames = titles if titles is not None else [], dict(frames or {})
+        self.columns = np.array(columns, np.int64)
+        self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
+
+    @property
+    def done(self) -> Any:
+        """Which of them have ended."""
+        return self.columns[5] != 0
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+    @overload
+    def __getitem__(self, at: int) -> Call: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Call]: ...
+    def __getitem__(self, at: int | slice) -> Call | Sequence[Call]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        title, seq, created, started, completed, done = self.columns[:, at].tolist()
+        frames = self.frames.get(range(len(self))[at], ())
+        return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
+
+    def taken(self, places: Any) -> Calls:
+        """Those at some places, or where a mask is true, in that order."""
+        places = np.arange(len(self))[places]
+        moved = {new: self.frames[old] for new, old in enumerate(places) if old in self.frames}
+        return Calls(self.titles, self.columns[:, places], moved)
+
+    def joined(self, others: Calls) -> Calls:
+        """Both, by the time at which they were made."""
+        frames = {**self.frames, **{len(self) + at: f for at, f in others.frames.items()}}
+        both = Calls(self.titles, np.hstack((self.columns, others.columns)), frames)
+        return both.taken(np.argsort(both.created, kind="stable"))
 
 
 @lru_cache(maxsize=4096)
@@ -94,7 +179,7 @@ class RankRecording:
     reason: str = ""
     error: str = ""
     stack: tuple[Frame, ...] = ()  # of the main thread, innermost first
-    calls: list[Call] = field(default_factory=list)
+    calls: Calls = field(default_factory=Calls)
     whole: bool = True  # the recorder reaches back to the first call
     has_calls: bool = False  # a flight recorder was read
     files: list[str] = field(default_factory=list)
@@ -113,6 +198,7 @@ class Recording:
     groups: dict[str, Group]
     world_size: int
     problems: list[str]
+    titles: list[Title] = field(default_factory=list)  # of all calls
     unread: set[int] = field(default_factory=set)  # ranks with a file that could not be read
     mixed: str = ""  # why the files seem to be of two jobs or runs
 
@@ -122,8 +208,12 @@ def read(directory: str | Path) -> Recording:
 
     Flight recorders of torch, pickled or JSON, whose names end in the rank, such as those of
     ``TORCH_FR_DUMP_TEMP_FILE``; what ``hypergrid.dump`` and ``hypergrid.record`` wrote. A file that
-    is cut or damaged is named in ``problems`` and left out; a pickle that holds more than lists,
-    tuples, dicts, numbers and text is refused. Raises OSError if there is no such directory.
+    is cut, damaged or too large is named in ``problems`` and left out; a pickle that holds more
+    than lists, tuples, dicts, numbers and text is refused. Raises OSError if there is no such
+    directory.
+
+    A file has at most 256 MiB, and all together 64 million calls (of 48 bytes each): what comes
+    after them is left out. Reading takes at most 64 times the largest file beside that.
     """
     reader = _Reader()
     was_on = gc.isenabled()
@@ -144,10 +234,6 @@ def _by_rank(path: Path) -> tuple[str, int, str]:
     return (parts[1] if parts else path.name, number, path.name)
 
 
-def _from_the_first(entries: list[dict[str, Any]]) -> bool:
-    return not entries or int(entries[0].get("record_id") or 0) == 0
-
-
 def _prefix(name: str) -> str:
     return name.rstrip("0123456789") if not name.endswith(".json") else _prefix(name[:-5])
 
@@ -165,8 +251,8 @@ class _Plain(pickle.Unpickler):
 
 
 def _unpickled(data: bytes) -> Any:
-    # From a file that cannot peek, the unpickler reads byte by byte.
-    return _Plain(io.BufferedReader(io.BytesIO(data), len(data))).load()
+    # From a file that cannot peek, the unpickler reads byte by byte; it peeks at so many.
+    return _Plain(io.BufferedReader(io.BytesIO(data), 1 << 17)).load()
 
 
 @contextmanager
@@ -190,9 +276,10 @@ class _Reader:
         self.problems: list[str] = []
         self.named: dict[str, dict[tuple[int, ...] | None, Group]] = {}
         self.keys: dict[tuple[int, str], tuple[int, ...] | None] = {}  # of which members
-        self.texts: dict[bytes, str] = {}
-        self.names: dict[str, str] = {}
-        self.members: dict[str, tuple[int, ...]] = {}
+        self.titles: list[Title] = []
+        self.title_at: dict[Title | bytes, int] = {}  # also by the bytes of an entry
+        self.left = _MOST_CALLS
+        self.members: dict[Any, tuple[int, ...]] = {}
         self.worlds: dict[int, str] = {}  # sizes, and files that say so
         self.unread: set[int] = set()
         self.mixed = ""
@@ -203,6 +290,9 @@ class _Reader:
     def file(self, path: Path) -> None:
         numbered = _NUMBERED.match(path.name)
         try:
+            if path.stat().st_size > _MOST_BYTES:
+                self._failed(path, f"is larger than {_MOST_BYTES >> 20} MiB, and is not read")
+                return
             data = path.read_bytes()
             if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
                 why = "it is neither a pickle nor JSON" if data else "it is empty"
@@ -210,7 +300,9 @@ class _Reader:
                 return
             with _bounded(len(data)):
                 loaded = _unpickled(data) if data[0] == 0x80 else json.loads(data)
-                self._take(path.name, loaded, int(numbered[2]) if numbered else None)
+                self._budget = 16 * len(data) + _SMALL
+                number = int(numbered[2]) if numbered else None
+                self._take(path.name, loaded, number, pickled=data[0] == 0x80)
         except _Refused as error:
             self._failed(path, f"was refused: {error}")
         except Exception as error:  # a damaged file can raise nearly anything
@@ -223,7 +315,7 @@ class _Reader:
         if numbered and len(numbered[2]) < 10:
             self.unread.add(int(numbered[2]))
 
-    def _take(self, name: str, data: Any, number: int | None) -> None:
+    def _take(self, name: str, data: Any, number: int | None, *, pickled: bool) -> None:
         if not isinstance(data, dict):
             raise ValueError("it holds no table")
         if "entries" in data:
@@ -233,6 +325,8 @@ class _Reader:
                 raise ValueError(f"{self.traces[number]} is already the dump of rank {number}")
             self._trace(number, data)
             self.traces[number] = name
+        elif pickled:
+            return
         elif "threads" in data:
             number = self._stack(data)
         elif "groups" in data and "pid" in data:
@@ -247,62 +341,95 @@ class _Reader:
         return self.ranks.setdefault(rank, RankRecording(rank))
 
     def _trace(self, rank: int, data: dict[str, Any]) -> None:
-        entries = data["entries"]
-        calls = self._calls(entries)
+        calls = self._calls(data["entries"])
         for name, group in (data.get("pg_config") or {}).items():
             if group["ranks"] not in ("", "[]", []):
-                self._group(rank, str(name), str(group["desc"]), self._members(group["ranks"]))
-        for name, label in {tuple(entry["process_group"]) for entry in entries}:
-            self._group(rank, str(name), str(label), None)
-        mine = self._rank(rank)
-        if mine.calls:  # point-to-point operations, of its file of stacks
-            calls = sorted([*calls, *mine.calls], key=lambda call: call.created)
-        mine.calls, mine.has_calls = calls, True
-        mine.whole = mine.whole and _from_the_first(entries)
+                self._group(rank, _text(name), _text(group["desc"]), self._members(group["ranks"]))
+        self._take_calls(rank, calls, data["entries"])
+        self._rank(rank).has_calls = True
 
-    def _calls(self, entries: list[dict[str, Any]]) -> list[Call]:
-        texts, names, new = self.texts, self.names, tuple.__new__  # millions of turns
-        calls: list[Call] = []
-        last = len(entries) - 1
-        for i, entry in enumerate(entries):
-            p2p = entry["is_p2p"] is True
-            shape = (
-                entry["profiling_name"],
-                entry["input_sizes"],
-                entry["output_sizes"],
-                entry["input_dtypes"],
-                entry["output_dtypes"],
-            )
-            shown = marshal.dumps(shape, 2)  # the same bytes for the same values
-            text = texts.get(shown)
-            if text is None:
-                text = texts[shown] = "|".join(map(str, shape))
-                if text.count("|") != 4:
-                    raise ValueError(f"entry {i} has no valid name")
-            group = entry["process_group"][0]
-            done = entry["retired"] is True or entry["state"] == "completed"
-            call = (
-                names.setdefault(group, group) if type(group) is str else str(group),
-                int(entry["p2p_seq_id" if p2p else "collective_seq_id"]),
-                p2p,
-                text,
-                int(entry["time_created_ns"] or 0),
-                int(entry["time_discovered_started_ns"] or 0),
-                int(entry["time_discovered_completed_ns"] or 0),
-                done,
-                () if done and i != last else _frames(entry.get("frames")),
-            )
-            calls.append(new(Call, call))
-        return calls
+    def _take_calls(self, rank: int, calls: Calls, entries: list[dict[str, Any]]) -> None:
+        for place in np.unique(calls.title):
+            title = self.titles[place]
+            self._group(rank, title.group, title.label, None)
+        mine = self._rank(rank)
+        # NCCL's sends are in its recorder, those of gloo in the file of stacks.
+        mine.calls = mine.calls.joined(calls) if mine.calls else calls
+        mine.whole = mine.whole and (not entries or int(entries[0].get("record_id") or 0) == 0)
+
+    def _calls(self, entries: list[dict[str, Any]]) -> Calls:
+        self.left -= len(entries)
+        if self.left < 0:
+            raise ValueError(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
+        # Millions of turns: the bytes of what a call shares with others stand for its title.
+        fields = [*zip(*map(_FIELDS, entries), strict=True)] or [()] * len(_NAMES)
+        shared, (collective, p2p, retired, state, *times) = fields[:_SHARED], fields[_SHARED:]
+        places: list[int] = []
+        left, known = self._budget, self.title_at.get
+        for key in map(marshal.dumps, zip(*shared, strict=True), repeat(4)):
+            left -= len(key)
+            if left < 0:
+                raise ValueError(_REPEATS)
+            place = known(key)
+            if place is None:
+                place = self._title(key, [each[len(places)] for each in shared])
+            places.append(place)
+        is_p2p = np.array([title.p2p for title in self.titles], bool)[places]
+        seq = np.where(is_p2p, _whole(p2p), _whole(collective))
+        done = [r is True or s == "completed" for r, s in zip(retired, state, strict=True)]
+        calls = Calls(self.titles, (places, seq, *map(_whole, times), done))
+        shown = {*np.flatnonzero(~calls.done).tolist(), len(entries) - 1} - {-1}
+        calls.frames = {at: _frames(entries[at].get("frames")) for at in shown}
+        return self._without_batches(calls)
+
+    def _without_batches(self, calls: Calls) -> Calls:
+        """The operations of each batch with its state, as NCCL's recorder has that apart."""
+        batches = [at for at, title in enumerate(self.titles) if title.what.name == "coalesced"]
+        ends = np.flatnonzero(np.isin(calls.title, batches)) if batches else ()
+        of = [(title.group, title.p2p) for title in self.titles]
+        kept = np.ones(len(calls), bool)
+        for end in ends:
+            at, title, seq = end - 1, of[calls.title[end]], calls.seq[end]
+            while at >= 0 and calls.seq[at] == seq and of[calls.title[at]] == title:
+                calls.columns[3:, at] = calls.columns[3:, end]
+                kept[end] = False
+                at -= 1
+        return calls if kept.all() else calls.taken(kept)
+
+    def _spend(self, what: int) -> None:
+        """A list may be in a pickle once and in its entries a million times: stop in time."""
+        self._budget -= what
+        if self._budget < 0:
+            raise ValueError(_REPEATS)
+
+    def _title(self, key: bytes, row: list[Any]) -> int:
+        (group, label), p2p, name, *shapes = row
+        text = "|".join([_text(name), *map(self._shape, shapes)])
+        title = Title(_text(group), _text(label), p2p is True, text)
+        if title.text.count("|") != 4:
+            raise ValueError("a call has no valid name")
+        place = self.title_at.setdefault(title, len(self.titles))
+        self.titles += [title] * (place == len(self.titles))
+        self.title_at[key] = place
+        return place
+
+    def _shape(self, given: list[Any]) -> str:
+        """Sizes or dtypes as text."""
+        self._spend(sum(len(each) if isinstance(each, list | str) else 1 for each in given))
+        flat = [one for each in given for one in (each if isinstance(each, list) else (each,))]
+        if not all(type(each) in (int, str) for each in flat):
+            raise ValueError("a call has no valid sizes")
+        return str(given)
 
     def _members(self, ranks: Any) -> tuple[int, ...]:
-        text = ranks if isinstance(ranks, str) else repr(ranks)
-        if text not in self.members:
-            given = json.loads(ranks) if isinstance(ranks, str) else ranks
-            if not all(type(rank) is int and 0 <= rank <= _MOST_RANKS for rank in given):
-                raise ValueError("the members of a group are not ranks")
-            self.members[text] = tuple(given)
-        return self.members[text]
+        self._spend(len(ranks))
+        if isinstance(ranks, str) and ranks in self.members:
+            return self.members[ranks]
+        given = json.loads(ranks) if isinstance(ranks, str) else ranks
+        if not all(type(rank) is int and 0 <= rank <= _MOST_RANKS for rank in given):
+            raise ValueError("the members of a group are not ranks")
+        members = self.members.setdefault(tuple(given), tuple(given))
+        return self.members.setdefault(ranks, members) if isinstance(ranks, str) else members
 
     def _group(
         self,
@@ -348,15 +475,11 @@ class _Reader:
         threads = data["threads"]
         main = next((each for each in threads if each.get("main")), None)
         mine.stack = _frames(main["frames"]) if main else ()
-        p2p = data.get("p2p") or []
-        calls = self._calls(p2p)
-        for name, label in {tuple(entry["process_group"]) for entry in p2p}:
-            self._group(rank, str(name), str(label), None)
-        known = {(call.group, call.seq) for call in mine.calls if call.p2p}
-        mine.calls += [call for call in calls if (call.group, call.seq) not in known]
-        mine.whole = mine.whole and _from_the_first(p2p)
-        if p2p:
-            mine.calls.sort(key=lambda call: call.created)
+        calls = self._calls(data.get("p2p") or [])
+        if not any(
+            title.p2p for title in map(self.titles.__getitem__, np.unique(mine.calls.title))
+        ):
+            self._take_calls(rank, calls, data.get("p2p") or [])
         return rank
 
     def finish(self) -> Recording:
@@ -378,19 +501,20 @@ class _Reader:
                 groups[key], keys[name, ranks] = group, key
         several = {name for name, by_members in self.named.items() if len(by_members) > 1}
         for mine in self.ranks.values() if several else ():
-            mine.calls = [
-                call._replace(group=self._key(mine.rank, call.group, keys))
-                if call.group in several
-                else call
-                for call in mine.calls
-            ]
+            for place in np.unique(mine.calls.title):
+                title = self.titles[place]
+                if title.group in several:
+                    title = title._replace(group=self._key(mine.rank, title.group, keys))
+                    other = self.title_at.setdefault(title, len(self.titles))
+                    self.titles += [title] * (other == len(self.titles))
+                    mine.calls.title[mine.calls.title == place] = other
         for (rank, name), ranks in self.keys.items():
             if ranks and self.named[name][ranks].label == DEFAULT:
                 self.worlds.setdefault(len(ranks), f"the flight recorder of rank {rank}")
         world = max([*self.worlds, *(rank + 1 for rank in self.ranks)], default=0)
         found = dict(sorted(self.ranks.items()))
         mixed = self._sizes() or self.mixed or _gap(found)
-        return Recording(found, groups, world, self.problems, self.unread, mixed)
+        return Recording(found, groups, world, self.problems, self.titles, self.unread, mixed)
 
     def _sizes(self) -> str:
         """Which files name which size of the job, if they differ."""
@@ -423,9 +547,24 @@ def _gap(ranks: dict[int, RankRecording]) -> str:
 
 def _frames(given: Any) -> tuple[Frame, ...]:
     frames = []
-    for each in given or ():
+    for each in list(given or ())[:_MOST_FRAMES]:
         if isinstance(each, dict):
             each = (each["filename"], each["line"], each["name"])
         file, line, function = each
-        frames.append(Frame(str(file), int(line), str(function)))
+        frames.append(Frame(_text(file), int(line), _text(function)))
     return tuple(frames)
+
+
+def _whole(given: Sequence[Any]) -> Any:
+    """Whole numbers; 0 for those that are not known."""
+    try:
+        return np.array(given, np.int64)
+    except TypeError:
+        return np.array([int(each or 0) for each in given], np.int64)
+
+
+def _text(given: Any) -> str:
+    """A name that is text, or a number; nothing else, as its text could be endless."""
+    if type(given) not in (str, int):
+        raise ValueError("a name is not text")
+    return str(given)

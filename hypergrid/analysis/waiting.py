@@ -4,42 +4,73 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from hypergrid.analysis.recording import DEFAULT, Call, Frame, Recording
+import numpy as np
 
-Graph: TypeAlias = Mapping[int, set[int]]  # the ranks that each waiting rank waits for
-_NOWHERE = -1  # the last number of a rank that left no dump
-_LAST = 8  # calls of a rank among which the latest time is looked for
+from hypergrid.analysis.recording import DEFAULT, Call, Frame, Recording, Title, What
+
+Graph: TypeAlias = Mapping[int, Sequence[int]]
+_NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
 P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _OF_OTHERS = re.compile(
     r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|remote process|"
-    r"peer closed|socket|other rank|watchdog|aborted",
+    r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
     re.IGNORECASE,
 )
+_FREE: dict[str, tuple[str, ...]] = {  # what members of a group may do differently
+    "gather": ("outputs", "output_dtypes"),
+    "scatter": ("inputs", "input_dtypes"),
+    "reduce": ("outputs", "output_dtypes"),
+    "broadcast": ("inputs", "input_dtypes"),
+}
+_SHAPES = ("inputs", "outputs", "input_dtypes", "output_dtypes")
 
 
 class Wait(NamedTuple):
-    """Calls with one number in one group that cannot end before the ranks ``absent`` come."""
+    """Equal calls with one number in one group, which cannot end before others make them.
+
+    ``absent`` have not called it, ``unlike`` have called something else in its place, ``behind``
+    have it in their queue after calls that have not ended either.
+    """
 
     group: str
     seq: int
-    call: Call  # of the rank that has been in it for longest
+    call: Call  # of ``rank``, which has been in it for longest
+    rank: int
+    at: int  # the place of the call among those of the rank
     inside: tuple[int, ...]
     absent: tuple[int, ...]
+    unlike: tuple[int, ...]
+    behind: tuple[int, ...]
     ns: int  # how long
+
+    @property
+    def missed(self) -> tuple[int, ...]:
+        """All for whom it waits."""
+        return self.absent + self.unlike + self.behind
+
+
+class _Pending(NamedTuple):
+    """A call that has not ended."""
+
+    at: int  # its place among the calls of its rank
+    group: str
+    seq: int
+    entered: bool  # else calls before it may hold it up
 
 
 class Waiting:
     """What the ranks of a recording wait for.
 
-    ``waits`` are the calls that miss somebody, ``running`` those that all have entered. ``edges``
-    has for each waiting rank the ranks that it waits for. ``gone`` are ranks without a dump,
-    ``blind`` those with a stack and without a flight recorder, ``raised`` those with an error of
-    their own and ``victims`` those whose error comes from another rank. ``unseen`` are in a send
-    or receive that is not recorded; ``guessed`` has the ranks that one of them, or a victim, may
-    wait for.
+    ``waits`` are the calls that miss somebody, ``running`` those that all have entered; ``of`` are
+    the waits that each blocked rank is in. ``gone`` are ranks without a dump, ``blind`` those with
+    a stack and without a flight recorder, ``raised`` those with an error of their own and
+    ``victims`` those whose error comes from another rank. ``unseen`` are in a send or receive that
+    is not recorded; ``guessed`` has the ranks that one of them, or a victim, may wait for.
+    ``unequal`` are the ranks that made different calls at one place of a group, the most ranks
+    last; ``last`` is the last call of each rank.
     """
 
     def __init__(self, recording: Recording, patience: float) -> None:
@@ -48,29 +79,40 @@ class Waiting:
         world = range(recording.world_size)
         self.gone = {r for r in world if r not in self.ranks or not self.ranks[r].answered}
         self.blind = {r for r in self.ranks.keys() - self.gone if not self.ranks[r].has_calls}
-        self.calls: dict[str, dict[int, dict[int, Call]]] = defaultdict(dict)
-        self.last: dict[int, Call] = {}
-        self._p2p: dict[int, list[Call]] = {}  # those that are not done
-        self._end = 0  # the latest time anywhere
-        self._sort()
         failed = {rank: mine.error for rank, mine in self.ranks.items() if mine.error}
         # Its error is that another rank did not come, or closed its connections.
         self.victims = {rank for rank, error in failed.items() if _OF_OTHERS.search(error)}
         self.raised = failed.keys() - self.victims
-        self.running: list[Wait] = []
-        self.waits = [*self._collectives(), *self._pairs()]
-        self.edges: dict[int, dict[int, Wait]] = {}
+        self.last = {rank: mine.calls[-1] for rank, mine in self.ranks.items() if mine.calls}
+        latest = (int(mine.calls.columns[2:5].max()) for mine in self.ranks.values() if mine.calls)
+        self._end = max([0, *latest, *(mine.written for mine in self.ranks.values())])
+        self._device = [not title.text.startswith("gloo:") for title in recording.titles]
+        self.top: dict[int, dict[str, int]] = {}  # the last number of each group
+        self.unequal: dict[tuple[str, int], list[set[int]]] = {}
+        self._pending: dict[int, list[_Pending]] = {}
+        self._first: dict[tuple[int, str], _Pending] = {}  # collective of a group
+        self._sort()
+        found = [*self._collectives(), *self._pairs()]
+        self.waits = [wait for wait in found if wait.missed]
+        self.running = [wait for wait in found if not wait.missed]
+        self.in_motion = {
+            rank
+            for wait in self.running
+            for rank in wait.inside
+            if (self._pending[rank][0].group, self._pending[rank][0].seq) == wait[:2]
+        }
+        self.of: dict[int, list[Wait]] = defaultdict(list)
         for wait in self.waits:
-            for rank in set(wait.inside) - self.raised if wait.absent else ():
-                mine = self.edges.setdefault(rank, {})
-                for other in wait.absent:
-                    mine.setdefault(other, wait)
+            for rank in wait.inside:
+                if rank not in self.raised | self.in_motion:
+                    self.of[rank].append(wait)
         self.unseen = {
             rank
-            for rank in self.ranks.keys() - self.edges.keys() - self.raised
+            for rank in self.ranks.keys() - self.of.keys() - self.raised - self.in_motion
             if self.p2p_frame(rank) and not self.sees_p2p(rank) and self._is_idle(rank)
         }
         self.guessed = self._guesses()
+        self.blocked = self.of.keys() | self.guessed.keys()
 
     def members(self, key: str) -> tuple[int, ...]:
         """The ranks of a group; of one whose members are not known, those that called it."""
@@ -79,14 +121,46 @@ class Waiting:
             return group.ranks
         if group.label == DEFAULT:
             return tuple(range(self.recording.world_size))
-        return tuple(sorted(self.calls.get(key, ())))
+        return tuple(rank for rank, top in sorted(self.top.items()) if key in top)
 
-    def graph(self) -> dict[int, set[int]]:
-        """Edges and guesses together."""
-        graph = {rank: set(others) for rank, others in self.edges.items()}
-        for rank, found in self.guessed.items():
-            graph.setdefault(rank, set()).update(found)
-        return graph
+    def needs(self, rank: int) -> dict[int, Wait | None]:
+        """The ranks that it waits for, and where; None if that is guessed."""
+        found: dict[int, Wait | None] = dict.fromkeys(self.guessed.get(rank, ()))
+        for wait in self.of.get(rank, ()):
+            found |= dict.fromkeys(wait.missed, wait)
+        found.pop(rank, None)
+        return found
+
+    def last_ones(self) -> list[set[int]]:
+        """Sets of ranks that wait for nobody but each other: one of each has to move first."""
+        places = {id(wait): ~i for i, wait in enumerate(self.waits)}  # a wait is a node, too
+        graph: dict[int, list[int]] = {~i: [*wait.missed] for i, wait in enumerate(self.waits)}
+        for rank in self.of.keys() | self.guessed.keys():
+            graph[rank] = [places[id(wait)] for wait in self.of.get(rank, ())]
+            graph[rank] += self.guessed.get(rank, ())
+        sets = (set(some) for some in _last_components(graph))
+        return [{node for node in some if node >= 0} for some in sets]
+
+    def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
+        """A short circle among ranks that wait for each other: who waits for whom, and where."""
+        rank = min(within)
+        came: dict[int, tuple[int, Wait | None]] = {}
+        turn = [rank]
+        while turn and rank not in came:
+            turn_next = []
+            for each in turn:
+                for other, wait in sorted(self.needs(each).items(), key=lambda item: item[0]):
+                    if other in within and other not in came:
+                        came[other] = (each, wait)
+                        turn_next.append(other)
+            turn = turn_next
+        circle: list[tuple[int, int, Wait | None]] = []
+        to = rank
+        while to in came and (not circle or to != rank):
+            each, wait = came[to]
+            circle.append((each, to, wait))
+            to = each
+        return circle[::-1]
 
     def is_away(self, rank: int) -> bool:
         """Whether its stack is outside of all communication."""
@@ -113,83 +187,137 @@ class Waiting:
 
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
-        return any(call.p2p or call.text.startswith("nccl:") for call in self.ranks[rank].calls)
+        calls = self.ranks[rank].calls
+        places = np.unique(calls.title).tolist()
+        return any(calls.titles[at].p2p or calls.titles[at].text[:5] == "nccl:" for at in places)
 
     def behind(self, wait: Wait, first: Iterable[int]) -> list[Wait]:
         """What else waits because of it, the nearest first."""
         found: list[Wait] = []
-        stopped = {*first, *wait.inside}
         left = [each for each in self.waits if each is not wait]
-        while near := [each for each in left if stopped.intersection(each.absent)]:
-            found += near
-            left = [each for each in left if each not in near]
-            stopped.update(rank for each in near for rank in each.inside)
+        stopped, near = {*first, *wait.inside}, True
+        while near:
+            split: tuple[list[Wait], list[Wait]] = [], []
+            for each in left:
+                split[stopped.isdisjoint(each.missed)].append(each)
+            near, left = bool(split[0]), split[1]
+            found += split[0]
+            stopped.update(rank for each in split[0] for rank in each.inside)
         return found
 
-    def _sort(self) -> None:
-        for rank, mine in self.ranks.items():
-            by_group: dict[str, dict[int, Call]] = {}
-            for call in mine.calls:
-                if call[2]:  # is point-to-point
-                    if not call[7]:  # is not done
-                        self._p2p.setdefault(rank, []).append(call)
-                    continue
-                numbered = by_group.get(call[0])
-                if numbered is None:
-                    numbered = by_group[call[0]] = {}
-                if numbered.setdefault(call[1], call) is not call and not call[7]:
-                    # Operations that were coalesced have one number.
-                    numbered[call[1]] = numbered[call[1]]._replace(done=False)
-            for group, numbered in by_group.items():
-                self.calls[group][rank] = numbered
-            if mine.calls:
-                self.last[rank] = mine.calls[-1]
-            times = (max(call.created, call.completed) for call in mine.calls[-_LAST:])
-            self._end = max(self._end, mine.written, *times)
+    def last_of(self, rank: int) -> dict[str, int]:
+        """The place of a rank's last collective of each group."""
+        calls = self.ranks[rank].calls
+        titles = calls.titles
+        return {
+            titles[title].group: at
+            for at, title in enumerate(calls.title.tolist())
+            if not titles[title].p2p
+        }
 
-    def _pending(self, rank: int, numbered: Mapping[int, Call]) -> list[int]:
-        # Calls of a group end in order; one whose handle was dropped may never be marked as done.
-        done = max((seq for seq, call in numbered.items() if call.done), default=_NOWHERE)
-        found = [seq for seq, call in numbered.items() if not call.done and seq > done]
-        last = self.last.get(rank)
-        if not found and rank in self.victims and last in numbered.values():
-            found = [max(numbered)]  # it is done, but with an error
-        return sorted(found)
+    def made(self, rank: int, group: str, seq: int) -> Call | None:
+        """The collective with this number that a rank made."""
+        calls = self.ranks[rank].calls
+        for at in np.flatnonzero(calls.seq == seq).tolist():
+            title: Title = calls.titles[calls.title[at]]
+            if title.group == group and not title.p2p:
+                found: Call = calls[at]
+                return found
+        return None
+
+    def _sort(self) -> None:
+        titles = self.recording.titles
+        groups = [title.group for title in titles]
+        p2p = np.array([title.p2p for title in titles], bool)
+        for rank, mine in self.ranks.items():
+            calls = mine.calls
+            done, collective = calls.done, ~p2p[calls.title]
+            ended: dict[str, int] = {}
+            for into, some in (
+                (self.top.setdefault(rank, {}), collective),
+                (ended, collective & done),
+            ):
+                of = map(groups.__getitem__, calls.title[some].tolist())
+                into |= zip(of, calls.seq[some].tolist(), strict=True)
+            found: list[_Pending] = []
+            timed = bool((calls.started > 0).any())
+            for at in np.flatnonzero(~done).tolist():
+                place, seq = int(calls.title[at]), int(calls.seq[at])
+                group = groups[place]
+                # Calls of a group end in order, so the first is what it waits in; one whose handle
+                # was dropped may never be marked.
+                if collective[at] and seq <= ended.get(group, _NOWHERE):
+                    continue
+                if collective[at]:
+                    ended[group] = _ALL
+                entered = not self._device[place] or not found or found[0][1:3] == (group, seq)
+                entered = calls.started[at] > 0 if timed and self._device[place] else entered
+                found.append(_Pending(at, group, seq, bool(entered)))
+                if collective[at]:
+                    self._first[rank, group] = found[-1]
+            if not found and rank in self.victims and len(calls):
+                at = len(calls) - 1  # it is done, but with an error
+                found = [_Pending(at, groups[calls.title[at]], int(calls.seq[at]), True)]
+            if found:
+                self._pending[rank] = found
 
     def _collectives(self) -> Iterator[Wait]:
-        for group, by_rank in self.calls.items():
-            pending = {rank: self._pending(rank, each) for rank, each in by_rank.items()}
-            if not any(pending.values()):
-                continue
-            members = self.members(group)
-            top = {
-                rank: _NOWHERE if rank in self.gone else max(by_rank.get(rank, {0: None}))
-                for rank in members
-            }
-            least = min(top.values(), default=0)
-            inside: dict[int, list[int]] = defaultdict(list)
-            running: dict[int, list[int]] = defaultdict(list)
-            for rank, seqs in pending.items():
-                missed = next((seq for seq in seqs if seq > least), None)
-                if missed is not None:
-                    inside[missed].append(rank)
-                elif seqs:
-                    running[seqs[0]].append(rank)
-            for seq, ranks in inside.items():
-                absent = tuple(rank for rank in members if top[rank] < seq)
-                yield from self._wait(group, seq, ranks, absent)
-            for seq, ranks in running.items():
-                if not all(map(self.is_away, ranks)):
-                    self.running += self._wait(group, seq, ranks, ())
+        meets: dict[tuple[str, int], dict[int, _Pending]] = defaultdict(dict)
+        for rank, pending in self._pending.items():
+            titles = self.recording.titles
+            for each in pending:
+                if not titles[self.ranks[rank].calls.title[each.at]].p2p:
+                    meets[each.group, each.seq].setdefault(rank, each)
+        for (group, seq), inside in meets.items():
+            absent: list[int] = []
+            there: list[int] = []
+            for rank in self.members(group):
+                come = rank not in self.gone and self.top[rank].get(group, _NOWHERE) >= seq
+                (there if come else absent).append(rank)
+            behind = {rank for rank in there if not self._entered(rank, group, seq)}
+            for ranks in self.alike(group, seq, there):
+                unlike = tuple(rank for rank in there if rank not in ranks)
+                mine = [rank for rank in ranks if rank in inside]
+                later = tuple(behind.intersection(ranks))
+                at = {rank: inside[rank].at for rank in mine}
+                yield from self._wait(group, seq, at, tuple(absent), unlike, later)
+
+    def _entered(self, rank: int, group: str, seq: int) -> bool:
+        """Whether a rank is in a call that it has made, or behind it."""
+        first = self._first.get((rank, group))
+        return first is None or seq < first.seq or (seq == first.seq and first.entered)
+
+    def alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[set[int]]:
+        """The ranks that made a call, by what must be the same for all of them, the most last."""
+        found: dict[Any, set[int]] = defaultdict(set)
+        known: dict[int, Any] = {}
+        for rank in ranks:
+            call = self.made(rank, group, seq)
+            if call is not None:
+                key = known.setdefault(id(call.title), must_agree(call.what))
+                found[key].add(rank)
+        alike = sorted(found.values(), key=len)
+        if len(alike) > 1:
+            self.unequal[group, seq] = alike
+        return alike
 
     def _wait(
-        self, group: str, seq: int, ranks: Sequence[int], absent: tuple[int, ...]
+        self,
+        group: str,
+        seq: int,
+        inside: Mapping[int, int],
+        absent: tuple[int, ...],
+        unlike: tuple[int, ...] = (),
+        behind: tuple[int, ...] = (),
     ) -> Iterator[Wait]:
-        calls = {rank: self.calls[group][rank][seq] for rank in ranks}
+        if not inside:
+            return
+        calls = {rank: self.ranks[rank].calls[at] for rank, at in inside.items()}
         ns = max(self._ns(rank, call) for rank, call in calls.items())
-        if self._is_stuck(ranks, ns):
-            first = min(calls.values(), key=lambda call: call.created)
-            yield Wait(group, seq, first, (*ranks,), absent, ns)
+        if self._is_stuck(inside, ns):
+            first = min(calls, key=lambda rank: calls[rank].created)
+            called = (calls[first], first, inside[first])
+            yield Wait(group, seq, *called, (*inside,), absent, unlike, behind, ns)
 
     def _ns(self, rank: int, call: Call) -> int:
         end = self.ranks[rank].written or self._end
@@ -207,36 +335,50 @@ class Waiting:
 
     def _pairs(self) -> Iterator[Wait]:
         """Sends that nobody receives, and the reverse."""
-        pairs: dict[tuple[str, str], tuple[int, int] | None] = {}
-
-        def end(call: Call) -> tuple[str, int, int] | None:
-            key = call.group, call.text
-            if key not in pairs:
-                pairs[key] = pair_of(call, self.members(call.group))
-            pair = pairs[key]
-            return pair and (call.group, *pair)
-
-        pending = [call for calls in self._p2p.values() for call in calls]
-        ends: dict[tuple[str, int, int], dict[str, list[Call]]] = {
-            key: {"send": [], "recv": []} for key in map(end, pending) if key
+        titles = self.recording.titles
+        used = {at for mine in self.ranks.values() for at in {*mine.calls.title.tolist()}}
+        pairs = {
+            at: pair_of(titles[at].what, self.members(titles[at].group))
+            for at in used
+            if titles[at].p2p
         }
-        # Where all are known, the how many-th send belongs to the same receive.
-        involved = {rank for _, *both in ends for rank in both}
-        whole = {rank for rank in involved if rank in self.ranks and self.ranks[rank].whole}
-        for rank in whole:
-            pending += [call for call in self.ranks[rank].calls if call.p2p and call.done]
-        for call in sorted(pending, key=lambda call: call.created):
-            key = end(call)
-            if key in ends and (not call.done or whole.issuperset(key[1:])):
-                ends[key][call.what.name].append(call)
-        for (group, source, target), both in ends.items():
-            for name, rank, other in (("send", source, target), ("recv", target, source)):
+        open_: dict[tuple[str, tuple[int, int]], dict[str, list[_Pending]]] = {}
+        for rank, pending in self._pending.items():
+            for each in pending:
+                title = int(self.ranks[rank].calls.title[each.at])
+                pair, name = pairs.get(title), titles[title].what.name
+                if pair is not None:
+                    both = open_.setdefault((each.group, pair), {"send": [], "recv": []})
+                    both[name].append(each)
+        known: dict[int, dict[Any, int]] = {}
+        for (group, pair), both in open_.items():
+            late, first = len(both["send"]) - len(both["recv"]), 0  # of those that have not ended
+            if all(rank in self.ranks and self.ranks[rank].whole for rank in pair):
+                many = []
+                for rank, name in zip(pair, ("send", "recv"), strict=True):
+                    if rank not in known:
+                        known[rank] = defaultdict(int)
+                        calls = self.ranks[rank].calls
+                        for at, count in zip(
+                            *np.unique(calls.title, return_counts=True), strict=True
+                        ):
+                            if pairs.get(at) is not None:
+                                key = (titles[at].group, pairs[at], titles[at].what.name)
+                                known[rank][key] += int(count)
+                    many.append(known[rank][group, pair, name])
+                first, late = late - (many[0] - many[1]), many[0] - many[1]
+            for name, rank, other in (("send", *pair), ("recv", *pair[::-1])):
+                more = max(0, late if name == "send" else -late)
                 mine, theirs = both[name], both["recv" if name == "send" else "send"]
-                late = next((call for call in mine[len(theirs) :] if not call.done), None)
-                if late is not None:
-                    ns = self._ns(rank, late) if rank in self.ranks else 0
-                    if self._is_stuck({rank} & self.ranks.keys(), ns):
-                        yield Wait(group, late.seq, late, (rank,), (other,), ns)
+                if not mine or rank not in self.ranks:
+                    continue
+                each = mine[-min(more, len(mine))]
+                match = -first if name == "send" else first  # of theirs, with the first of mine
+                met = theirs[match] if 0 <= match < len(theirs) else None
+                if more and each.entered:
+                    yield from self._wait(group, each.seq, {rank: each.at}, (other,))
+                elif more or (met and not met.entered):
+                    yield from self._wait(group, each.seq, {rank: each.at}, (), (), (other,))
 
     def _guesses(self) -> dict[int, tuple[int, ...]]:
         """The ranks that unseen ranks and victims may need: idle neighbours, else all neighbours.
@@ -244,20 +386,21 @@ class Waiting:
         Without neighbours, all idle ranks, else all. Neighbours are next to each other in a group
         that has no collectives.
         """
-        waiting = self.unseen | self.victims - self.edges.keys()
+        waiting = self.unseen | self.victims - self.of.keys()
         near: dict[int, set[int]] = defaultdict(set)
-        for key, group in self.recording.groups.items():
+        for key, group in self.recording.groups.items() if waiting else ():
             if group.ranks and len(group.ranks) < self.recording.world_size:
-                for rank in waiting.intersection(group.ranks) - self.calls.get(key, {}).keys():
-                    place = group.ranks.index(rank)
-                    near[rank].update(group.ranks[max(0, place - 1) : place + 2])
-        idle = {
-            rank
-            for rank in range(self.recording.world_size)
-            if rank in self.gone | self.raised
-            or (rank not in self.edges.keys() | waiting and self.ranks[rank].stack)
-        }
-        guessed = {}
+                for rank in waiting.intersection(group.ranks):
+                    if key not in self.top[rank]:
+                        place = group.ranks.index(rank)
+                        near[rank].update(group.ranks[max(0, place - 1) : place + 2])
+        busy = self.of.keys() | waiting | self.gone
+        idle = {rank for rank in self.ranks.keys() - busy if self.ranks[rank].stack}
+        idle |= self.gone | self.raised
+        # Of a group whose members are not known, a rank without a dump may be one.
+        known = {group.name for group in self.recording.groups.values() if group.ranks}
+        unknown = [w for w in self.running if w.group not in known and self.gone]
+        guessed = {r: tuple(sorted(self.gone)) for wait in unknown for r in wait.inside}
         for rank in waiting:
             found = near[rank] & idle
             found = found or (near[rank] or idle or {*self.ranks} if rank in self.unseen else idle)
@@ -266,54 +409,55 @@ class Waiting:
         return guessed
 
 
-def pair_of(call: Call, members: Sequence[int]) -> tuple[int, int] | None:
+def must_agree(what: What) -> tuple[str, ...]:
+    """What of a call must be the same for all members of its group."""
+    name = what.name
+    if name.startswith(("all_to_all", "alltoall")) or "_v" in name or name == "coalesced":
+        return (name, what.detail)
+    free = _FREE.get(name, ())
+    return (name, what.detail, *(getattr(what, each) * (each not in free) for each in _SHAPES))
+
+
+def pair_of(what: What, members: Sequence[int]) -> tuple[int, int] | None:
     """The global ranks (from, to) of a point-to-point operation."""
-    ends = re.findall(r"\d{1,9}", call.what.detail)
-    if len(ends) != 2 or call.what.name not in ("send", "recv"):
+    ends = re.findall(r"\d{1,9}", what.detail)
+    if len(ends) != 2 or what.name not in ("send", "recv"):
         return None
     pair = (int(ends[0]), int(ends[1]))
-    source, target = pair if "->" in call.what.detail else pair[::-1]
+    source, target = pair if "->" in what.detail else pair[::-1]
     if max(pair) >= len(members):
         return None
     return members[source], members[target]
 
 
-def around(start: int, graph: Graph) -> set[int]:
-    """The ranks that wait for ``start`` and for which it waits."""
-    behind: dict[int, set[int]] = defaultdict(set)
-    for rank, others in graph.items():
-        for other in others:
-            behind[other].add(rank)
-
-    def reached(step: Callable[[int], Iterable[int]]) -> set[int]:
-        seen, stack = {start}, [start]
-        while stack:
-            for other in step(stack.pop()):
-                if other not in seen:
-                    seen.add(other)
-                    stack.append(other)
-        return seen
-
-    return reached(lambda rank: graph.get(rank, ())) & reached(lambda rank: behind[rank])
-
-
-def circle_in(graph: Graph) -> list[int]:
-    """A short circle; every rank in the graph's values waits for another."""
-    rank, seen = min(graph), set()
-    while rank not in seen:
-        seen.add(rank)
-        rank = min(graph[rank])
-    came: dict[int, int] = {}
-    turn = [rank]
-    while rank not in came:
-        turn_next = []
-        for each in turn:
-            for other in sorted(graph.get(each, ())):
-                if other not in came:
-                    came[other] = each
-                    turn_next.append(other)
-        turn = turn_next
-    circle = [came[rank]]
-    while circle[-1] != rank:
-        circle.append(came[circle[-1]])
-    return circle[::-1]
+def _last_components(graph: Graph) -> Iterator[list[int]]:
+    """The strongly connected components from which no edge leads out, by Tarjan's algorithm."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    closed: set[int] = set()
+    for root in graph:
+        todo = [(root, iter(graph.get(root, ())))] if root not in index else []
+        while todo:
+            node, others = todo[-1]
+            if node not in index:
+                index[node] = low[node] = len(index)
+                stack.append(node)
+            for other in others:
+                if other not in index:
+                    todo.append((other, iter(graph.get(other, ()))))
+                    break
+                if other not in closed:
+                    low[node] = min(low[node], index[other])
+            else:
+                todo.pop()
+                if todo:
+                    low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
+                if low[node] == index[node]:
+                    some = [stack.pop()]
+                    while some[-1] != node:
+                        some.append(stack.pop())
+                    closed.update(some)
+                    inside = set(some)
+                    if all(inside.issuperset(graph.get(each, ())) for each in some):
+                        yield some

@@ -77,7 +77,7 @@ def test_a_rank_is_named_by_its_host_coordinates_stack_and_the_time(job):
     for rank in range(4):
         where = [("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce")] * (rank != 3)
         stack(job.directory, rank, [*where, ("/home/me/data.py", 30 + rank, "load")], written=end)
-    job.call(2, OTHER, done=False)
+    job.call(2, OTHER, done=False).call(0, TP).call(1, TP)
     plan = from_sizes(world_size=4, tp=2).plan()
     assert job.verdict(plan=plan).sentence == (
         "Rank 3 (host0, tp=1 dp=1) never entered all_reduce #4 of TENSOR 2..3, which rank 2 has "
@@ -130,15 +130,23 @@ def test_the_minority_made_another_call(job, one, other, said):
 def test_of_two_ranks_that_differ_both_are_named(job):
     job.call(0, TP, "all_gather", done=False).call(1, TP, "broadcast", done=False)
     found = job.verdict()
-    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
-    assert "which of them is right cannot be seen" in found.sentence
+    assert (found.kind, found.ranks, found.certain) == ("mismatch", (0, 1), False)
+    assert "too few ranks did the same until then" in found.sentence
 
 
-def test_of_two_calls_the_usual_one_is_told(job):
+def test_of_two_that_differ_the_one_is_named_that_did_otherwise_before(job):
     job.call(0, TP, done=False).call(1, TP, "broadcast", done=False)
     found = job.verdict()
-    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
-    assert "; all_reduce is what other ranks and earlier turns call there." in found.sentence
+    assert (found.kind, found.ranks, found.certain) == ("mismatch", (1,), False)
+    assert "There 1 other rank that had done the same until then called" in found.sentence
+    for rank in (2, 3):
+        job.call(rank, OTHER)
+    found = job.verdict()
+    assert (found.kind, found.ranks, found.certain) == ("mismatch", (1,), True)
+    assert (
+        "There 3 other ranks that had done the same until then called all_reduce #4 of TENSOR, as "
+        "rank 1 did in earlier steps." in found.sentence
+    )
 
 
 def test_what_may_differ_between_members_is_no_mismatch(job):
@@ -154,7 +162,7 @@ def test_a_skipped_call_is_seen_where_the_calls_differ(job):
         job.call(rank, WORLD, "all_gather", done=False).call(rank, WORLD, "barrier", done=False)
     found = job.verdict()
     assert (found.kind, found.ranks) == ("mismatch", (1,))
-    assert "one was skipped" in found.sentence
+    assert "One call was skipped." in found.sentence
 
 
 def test_a_circle_names_the_rank_with_another_order(tmp_path):
@@ -168,8 +176,10 @@ def test_a_circle_names_the_rank_with_another_order(tmp_path):
     job.call(2, WORLD, done=False).call(3, WORLD, done=False)
     found = job.verdict()
     assert (found.kind, found.ranks) == ("order", (1,))
-    assert "Rank 1 went from all_reduce of the default group to all_reduce of the" in found.sentence
-    assert "where all_reduce of TENSOR is next" in found.sentence
+    assert found.certain and found.sentence.startswith(
+        "Rank 1 called all_reduce #4 of the default group after all_reduce #3 of the default group, "
+        "where all_reduce #4 of TENSOR is next. There 3 other ranks that had done the same until "
+    )
     assert found.chain[:2] == (
         "rank 0 is in all_reduce #4 of TENSOR 0..1 and waits for rank 1.",
         "rank 1 is in all_reduce #4 of the default group 0..3 and waits for rank 0.",
@@ -185,7 +195,7 @@ def test_a_circle_without_a_pattern_names_all_of_it(tmp_path):
     assert (found.kind, found.ranks) == ("order", (0, 1))
     assert found.sentence == (
         "Deadlock: ranks 0..1 wait for each other in all_reduce #1 of A 0..1 and all_reduce #1 of "
-        "B 0..1."
+        "B 0..1. Not certain: which of them did not do what was due cannot be seen."
     )
 
 
@@ -210,7 +220,7 @@ def test_a_stage_that_sends_twice(tmp_path):
     job.call(2, DP, done=False).call(2, OTHER, done=False).call(3, OTHER, done=False)
     found = job.verdict()
     assert (found.kind, found.ranks, found.group) == ("order", (0,), "PIPELINE")
-    assert "went from send to send" in found.sentence
+    assert "Rank 0 called send 0->1 #5 of PIPELINE after send 0->1 #4 of" in found.sentence
 
 
 def test_a_collective_that_all_are_in_is_slow(job):
@@ -276,9 +286,11 @@ def test_without_stacks_a_rank_may_be_in_a_receive(gloo):
 def test_a_rank_whose_flight_recorder_is_missing_is_not_accused(job):
     job.call(2, OTHER, done=False).call(0, TP, done=False)
     stacks(job, [IN_REDUCE, [("/job/data.py", 3, "load")], IN_REDUCE, IN_REDUCE])
+    found = job.verdict(without=[1, 3])
+    assert (found.kind, found.certain) == ("never entered", False)
+    assert "Not certain: the flight recorder of ranks 1, 3 is missing" in found.sentence
     found = job.verdict(without=[3])
-    assert (found.kind, found.ranks, found.certain) == ("never entered", (1,), False)
-    assert "Not certain: the flight recorder of rank 3 is missing" in found.sentence
+    assert (found.kind, found.ranks, found.certain) == ("never entered", (1,), True)
 
 
 def test_stacks_alone_are_not_taken_for_a_job_that_is_well(job):

@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import resource
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -53,7 +54,7 @@ def test_json_is_read_as_a_pickle_is(tmp_path):
             suffix = ".json" * (name == "b")
             (tmp_path / name / f"trace_{each.rank}{suffix}").write_bytes(dumped(each.dump()))
     one, other = (read(tmp_path / name) for name in "ab")
-    assert one.ranks[0].calls == other.ranks[0].calls and one.groups == other.groups
+    assert [*one.ranks[0].calls] == [*other.ranks[0].calls] and one.groups == other.groups
 
 
 def test_numbers_may_be_text(tmp_path):
@@ -210,3 +211,69 @@ def test_deep_nesting_is_no_traceback(tmp_path, kind):
     data = b"\x80\x02" + deep if kind == "pickle" else b'{"entries": ' + b"[" * 100_000
     (tmp_path / "trace_0").write_bytes(data)
     assert read(tmp_path).problems
+
+
+def repeated(kind):
+    """A small pickle whose values stand for endlessly many."""
+    (one, _) = ranks(200)
+    value = ()
+    for _ in range(60):
+        value = (value, value)
+    many = [4] * 100_000
+    for entry in one.entries:
+        if kind == "doubled":
+            entry["input_sizes"] = value
+        elif kind == "doubled in a list":
+            entry["input_sizes"] = [[value]]
+        elif kind == "shared":
+            entry["input_sizes"] = entry["output_sizes"] = [many] * 1000
+        elif kind == "frames":
+            entry["frames"] = [{"filename": "a" * 10_000, "line": 1, "name": value}] * 100_000
+        elif kind == "group":
+            entry["process_group"] = (value, "x")
+    dump = one.dump()
+    if kind == "members":
+        dump["pg_config"] = {str(i): {"desc": "x", "ranks": many} for i in range(3000)}
+    return pickle.dumps(dump, 2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["doubled", "doubled in a list", "shared", "frames", "group", "members"]
+)
+def test_a_small_file_that_stands_for_endless_values_is_left_out_in_time(tmp_path, kind):
+    (tmp_path / "trace_0").write_bytes(repeated(kind))
+    begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (problem,) = read(tmp_path).problems
+    assert problem.startswith("trace_0 cannot be read")
+    assert time.process_time() < begun + 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (200 << 10)  # KiB
+
+
+def test_a_file_above_the_limit_is_not_read(tmp_path):
+    write(tmp_path, ranks())
+    with open(tmp_path / "trace_1", "r+b") as file:
+        file.truncate((256 << 20) + 1)
+    (problem,) = read(tmp_path).problems
+    assert problem == "trace_1 is larger than 256 MiB, and is not read."
+
+
+def test_calls_above_the_limit_of_a_directory_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("hypergrid.analysis.recording._MOST_CALLS", 6)
+    (problem,) = read(write(tmp_path, ranks())).problems
+    assert problem.startswith("trace_1 cannot be read") and "6 calls, which is the limit" in problem
+
+
+def test_operations_of_a_batch_have_its_state(tmp_path):
+    """NCCL's recorder has the state of a batch apart from its sends and receives."""
+    (one, _) = ranks(0)
+    for done in (True, False):
+        for name in ("send 0->1", "recv 0<-1", "coalesced"):
+            one.call("7", name, done=done and name == "coalesced", seq=1 + (not done))
+            one.entries[-1].update(is_p2p=True, p2p_seq_id=1 + (not done), collective_seq_id=0)
+    found = read(write(tmp_path, [one])).ranks[0].calls
+    assert [(call.what.name, call.done) for call in found if call.p2p] == [
+        ("send", True),
+        ("recv", True),
+        ("send", False),
+        ("recv", False),
+    ]

@@ -117,8 +117,8 @@ def finished(job):
     "fault, silent, kind, ranks, group",
     [
         (slept_through, (), "never entered", (3,), "tp"),
-        (skipped_a_call, (), "never entered", (1,), "tp"),
-        (called_another_operation, (), "mismatch", (2, 3), "tp"),
+        (skipped_a_call, (), "order", (1,), "the default group"),
+        (called_another_operation, (), "mismatch", (2,), "tp"),
         (gave_another_size, (), "mismatch", (1,), "the default group"),
         (gave_another_dtype, (), "mismatch", (2,), "the default group"),
         (took_another_order, (), "order", (1,), "the default group"),

@@ -1,0 +1,146 @@
+"""The two laws of a verdict, measured on random programs (tests/support/programs.py).
+
+Whoever is named with certainty is guilty, always. And of programs with one fault that hang, the
+guilty rank is named first in nine of ten.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypergrid.analysis.diagnosis import Diagnosis, diagnose
+from hypergrid.analysis.recording import read
+from tests.support import programs
+
+
+@dataclass
+class Case:
+    """A program that was run with its faults, and the verdict."""
+
+    seed: int
+    run: programs.Run
+    found: Diagnosis
+
+    @property
+    def guilty(self) -> dict[int, str]:
+        return self.run.program.guilty
+
+    @property
+    def accuses(self) -> bool:
+        return self.found.certain and bool(self.found.ranks)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether an innocent is named with certainty, or waiting ranks are said to be well."""
+        innocent = not set(self.found.ranks) <= self.guilty.keys()
+        waits = any(host.now or host.open for host in self.run.hosts)
+        return self.found.certain and (innocent or (self.found.ok and waits))
+
+    @property
+    def first(self) -> bool:
+        return bool(self.found.ranks) and self.found.ranks[0] in self.guilty
+
+    @property
+    def alone(self) -> bool:
+        return bool(self.found.ranks) and set(self.found.ranks) <= self.guilty.keys()
+
+    def __str__(self) -> str:
+        program = self.run.program
+        how = "nccl" if program.nccl else "gloo"
+        how += " stacks" * program.stacks + " p2p" * program.p2p
+        certain = "certain" if self.found.certain else "not certain"
+        return (
+            f"seed {self.seed}: {program.guilty} of {program.world} on {how}; "
+            f"{self.found.kind} {self.found.ranks} {certain}: {self.found.sentence}"
+        )
+
+
+def faulty(seed: int, several: bool = False) -> programs.Run | None:
+    """A random program with one fault, or with two to three, that has come to rest."""
+    rng = random.Random(seed)
+    program = programs.random_program(rng, steps=rng.randint(2, 5))
+    changed: programs.Program | None = program
+    fault = rng.choice(programs.FAULTS)
+    many = rng.randint(2, 3) if several else 1
+    same = rng.random() < 0.5  # one condition in the script that some ranks meet
+    ranks = rng.sample(range(program.world), min(many, program.world))
+    lines = rng.getrandbits(32)
+    for rank in ranks:
+        fault = fault if same else rng.choice(programs.FAULTS)
+        chance = random.Random(lines) if same else rng
+        changed = changed and programs.injected(changed, fault, rank, chance)
+    return programs.Run(changed, rng) if changed else None
+
+
+def judged(seed: int, several: bool = False) -> Case | None:
+    """The verdict on it; None if the fault does not fit or nobody hangs because of it."""
+    run = faulty(seed, several)
+    return None if run is None or run.finished else Case(seed, run, verdict(run))
+
+
+def verdict(run: programs.Run) -> Diagnosis:
+    """What is said about the dumps of a program."""
+    with tempfile.TemporaryDirectory() as directory:
+        programs.write(run, Path(directory))
+        return diagnose(read(directory))
+
+
+@dataclass
+class Tally:
+    """What the verdicts on many programs were."""
+
+    cases: int = 0
+    first: int = 0
+    alone: int = 0
+    certain: int = 0
+    wrong: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    by_fault: Counter[tuple[str, bool]] = field(default_factory=Counter)
+
+    def add(self, case: Case) -> None:
+        self.cases += 1
+        self.first += bool(case.first)
+        self.alone += case.alone
+        self.certain += case.accuses
+        self.wrong += [str(case)] * case.wrong
+        self.missed += [str(case)] * (not case.first)
+        for fault in set(case.guilty.values()):
+            self.by_fault[fault, bool(case.first)] += 1
+
+    def merge(self, other: Tally) -> None:
+        self.cases, self.first = self.cases + other.cases, self.first + other.first
+        self.alone, self.certain = self.alone + other.alone, self.certain + other.certain
+        self.wrong += other.wrong
+        self.missed += other.missed
+        self.by_fault += other.by_fault
+
+    def holds(self, least: float) -> bool:
+        """Whether nobody was wronged, and enough of the guilty were named first."""
+        return not self.wrong and self.first >= least * self.cases
+
+    def lines(self) -> Iterable[str]:
+        first, alone, certain = (
+            f"{many / max(1, self.cases):.1%}" for many in (self.first, self.alone, self.certain)
+        )
+        yield (
+            f"{self.cases:,} programs hang: a guilty rank is named first in {first}, only guilty "
+            f"ranks in {alone}, with certainty in {certain}; {len(self.wrong)} wrong"
+        )
+        for fault in programs.FAULTS:
+            right, wrong = self.by_fault[fault, True], self.by_fault[fault, False]
+            if right + wrong:
+                yield f"  {fault}: {right} of {right + wrong} named first"
+
+
+def tally(seeds: Iterable[int], several: bool = False) -> Tally:
+    found = Tally()
+    for seed in seeds:
+        case = judged(seed, several)
+        if case is not None:
+            found.add(case)
+    return found
