@@ -36,6 +36,8 @@ class _Finder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(OURS[spec.name])
+        if spec.name.endswith("parallel_state"):
+            import_module("compat.megatron.releases").check_replaced(vars(module))
         spec.loader_state = module.__spec__
         return module
 
@@ -55,7 +57,8 @@ def install() -> None:
     Call it before megatron is imported; it is idempotent. Afterwards
     ``megatron.core.parallel_state``, ``megatron.core.mpu`` and ``compat.parallel_state`` are one
     object, by every form of import. Raises RuntimeError if Megatron's own module is already
-    imported: other modules may hold its functions.
+    imported: other modules may hold its functions. So does the import of megatron itself, if its
+    ``parallel_state`` has functions, arguments or private globals that ours lacks.
     """
     stock = _stock_modules()
     if stock:

@@ -168,6 +168,40 @@ def test_a_path_in_the_environment_swaps_without_the_launcher(tmp_path, shows_th
     assert "megatron.core.parallel_state [0, 4]" in out
 
 
+SPAWNS = """
+    import sys
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    def work(rank, store):
+        from megatron.core import parallel_state
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=4)
+        parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
+        ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        print(f"rank {rank}: {parallel_state.__name__} {ranks}", flush=True)
+        dist.barrier()
+
+    if __name__ == "__main__":
+        mp.spawn(work, (sys.argv[1],), nprocs=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--order=tp-pp-dp", "compat.parallel_state [0, 1]"),
+        ("--no-swap", "megatron.core.parallel_"),
+    ],
+)
+def test_ranks_that_a_script_spawns_run_what_the_launcher_was_told(tmp_path, flag, says):
+    home = ROOT / "compat" / "swap" / "startup" if flag == "--no-swap" else ""
+    path = os.pathsep.join(filter(None, [str(home), str(ROOT)]))
+    run = ("-m", "compat.launch", flag, script(tmp_path, SPAWNS), str(tmp_path / "store"))
+    code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=path)
+    assert code == 0, errors
+    assert f"rank 0: {says}" in out and out.count(says.partition(" ")[0]) == 4
+
+
 def start(*arguments, cwd, **environment):
     """Run an interpreter without this checkout on its path; exit status, output, errors."""
     done = subprocess.run(
