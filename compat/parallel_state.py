@@ -8,8 +8,8 @@ the current state.
 
 from __future__ import annotations
 
-import itertools
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -42,10 +42,8 @@ from compat.megatron.rank_generator import (
 from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.releases import as_released, drop_absent
 from compat.report import report, tell_host
-from compat.state import ParallelState, current, make_current, speak_through
+from compat.state import ParallelState, current, lives, make_current, speak_through
 from compat.swap import warn_of_a_second_state
-
-_lives = itertools.count(1)
 
 
 def current_state() -> ParallelState:
@@ -155,7 +153,7 @@ def initialize_model_parallel(
     arguments = dict(locals())
     arguments["order"], source = asked(order)
     helpers = replaced.found()
-    request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
+    request = Request(**arguments, life=next(lives), helpers=helpers, order_source=source)
     before = current()
     with request.telling_others():
         request.check()
@@ -212,6 +210,8 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 drop_absent(globals())
 speak_through(globals())  # the getters too: their globals are this module's
 replaced.watch(globals())
+if "compat.audit.watch" in sys.modules:
+    sys.modules["compat.audit.watch"].renew()
 if os.environ.get("HYPERGRID_AUDIT"):
     from compat.audit.watch import begin  # here: without an audit none of it is loaded
 

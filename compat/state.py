@@ -67,6 +67,7 @@ _at_home = over(_home)  # the functions over them
 _activated: list[ParallelState] = []  # by activate(), the innermost last
 _ended = ""  # the name of the one whose activation ended last
 _counted = itertools.count(1)
+lives = itertools.count(1)  # of the module: a reload does not begin to count anew
 _switching = threading.RLock()  # held while the values of one state replace those of another
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -557,8 +558,15 @@ def make_current(state: ParallelState) -> None:
 
 
 def speak_through(names: dict[str, Any]) -> None:
-    """Move the values of the current state into ``names``, the globals of a module."""
+    """Move the values of the current state into ``names``, the globals of a module.
+
+    If a module had them before, it was reloaded, or deleted and imported again: the state ends
+    without waiting for anybody, and a fresh one is current, as upstream's module begins anew.
+    """
     global _home, _at_home
+    if _home["__name__"] != __name__:
+        _current.destroy(abort=True)
+        make_current(ParallelState())
     with _switching:
         names.update({name: _home[name] for name in _KEPT})
         _home, _at_home = names, over(names)

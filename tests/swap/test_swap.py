@@ -73,6 +73,61 @@ def test_by_every_form_of_import_it_is_one_object_and_too_late_is_refused(tmp_pa
     assert "Call compat.install() before the first `import megatron`" in out
 
 
+LIVES = """
+    import importlib, os, sys
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import megatron.core
+    if sys.argv[1] == "ours":
+        compat = importlib.import_module("compat")
+        compat.uninstall(forget_megatron=True)
+        compat.install()
+        import megatron.core
+    from megatron.core import parallel_state as mpu
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    for life in range(4):
+        seen = [mpu.is_initialized(), mpu.get_virtual_pipeline_model_parallel_rank()]
+        mpu.initialize_model_parallel(2, 2 ** (life % 2), create_gloo_process_groups=False)
+        mpu.set_virtual_pipeline_model_parallel_rank(1)
+        mpu.get_tensor_model_parallel_rank = len
+        print("life", life, *seen, mpu.get_pipeline_model_parallel_world_size())
+        if sys.argv[1] == "ours" and life:
+            print("groups open", len(c10d._world.pg_map) - len(set(mpu.current_state().pool.groups)))
+        if life % 2:
+            del sys.modules["megatron.core.parallel_state"]
+            import megatron.core.parallel_state as mpu
+        else:
+            mpu = importlib.reload(mpu)
+        assert megatron.core.parallel_state is mpu and callable(mpu.get_tensor_model_parallel_rank)
+        assert mpu.get_tensor_model_parallel_rank is not len
+"""
+
+
+def test_a_module_that_is_reloaded_or_deleted_begins_anew(tmp_path):
+    path = script(tmp_path, LIVES)
+    ours = python(path, "ours", cwd=tmp_path).splitlines()
+    stock = python(path, "stock", cwd=tmp_path).splitlines()
+    lives = [line for line in ours if line.startswith("life")]
+    assert lives == [line for line in stock if line.startswith("life")] and len(lives) == 4
+    # Only the default group beside those of the life that is on.
+    assert {line for line in ours if line.startswith("groups")} == {"groups open 1"}
+
+
+AUDITED = """
+    import importlib, sys
+    from compat import audit, parallel_state
+    with audit.recording(sys.argv[1]):
+        importlib.reload(parallel_state)
+        exec(compile("parallel_state.is_initialized()", "user.py", "exec"), {"__name__": "user"} | globals())
+"""
+
+
+def test_an_audit_goes_on_after_a_reload(tmp_path):
+    python(script(tmp_path, AUDITED), str(tmp_path / "out"), cwd=tmp_path)
+    assert "is_initialized" in "".join(f.read_text() for f in (tmp_path / "out").iterdir())
+
+
 def test_uninstall_before_megatron_gives_stock(tmp_path):
     code = """
         import compat
