@@ -32,6 +32,9 @@ environment variables, for launchers whose command line is fixed:
 """
 
 
+STARTUP = str(Path(swap.__file__).parent / "startup")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n" if order.first_of_host() else None)
@@ -76,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
     options = parser.parse_args(argv)
     if options.startup_path:
-        print(Path(swap.__file__).parent / "startup")
+        print(STARTUP)
         return
     if options.script is None:
         parser.error("name the SCRIPT to run")
@@ -148,15 +151,24 @@ def _run(script: str, args: list[str], module: bool, install: Callable[[], None]
     else:
         sys.path.insert(0, first)
     if install is not swap.install:
+        os.environ["HYPERGRID_SWAP"] = "0" if install is None else "1"
         warn_of_an_empty_package()
         swap.uninstall()  # what the start-up directory installed
     if install is not None:
         install()
+        _swap_in_children()
     sys.argv = [script, *args]
     if module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(script, run_name="__main__")
+
+
+def _swap_in_children() -> None:
+    """For ranks that the script starts in new interpreters, as torch.multiprocessing.spawn does."""
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if STARTUP not in path:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *path]))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ the current state.
 
 from __future__ import annotations
 
-import itertools
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from compat.megatron.build import environment_restored_on_failure
 from compat.megatron.communicators import get_nccl_options as get_nccl_options
 from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
 from compat.megatron.getters import *  # noqa: F403
+from compat.megatron.helpers import create_dynamic_dp_cp_groups as create_dynamic_dp_cp_groups
 from compat.megatron.helpers import create_group as create_group
 from compat.megatron.helpers import create_hierarchical_groups as create_hierarchical_groups
 from compat.megatron.helpers import (
@@ -39,12 +40,10 @@ from compat.megatron.rank_generator import (
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
 from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
-from compat.megatron.releases import as_released
+from compat.megatron.releases import as_released, drop_absent
 from compat.report import report, tell_host
-from compat.state import ParallelState, current, make_current, speak_through
+from compat.state import ParallelState, current, lives, make_current, speak_through
 from compat.swap import warn_of_a_second_state
-
-_lives = itertools.count(1)
 
 
 def current_state() -> ParallelState:
@@ -63,6 +62,8 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     hierarchical_context_parallel_sizes: list[int] | None = None,
     hybrid_context_parallel: bool = False,
+    dynamic_context_parallel: bool = False,
+    min_dynamic_context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     gtp_remat_size: int = 1,
     expert_gtp_remat_size: int = 1,
@@ -108,6 +109,8 @@ def initialize_model_parallel(
         Sizes of the levels, innermost first; their product is the context-parallel size.
     hybrid_context_parallel : bool
         Also make data x context parallel groups of every power of two.
+    dynamic_context_parallel, min_dynamic_context_parallel_size : bool, int
+        As Megatron-LM's branch dev: the same from a smallest size on, connected at once.
     gtp_remat_size, expert_gtp_remat_size : int
         Ranks over which weights are sharded; a dim of its own in each grid.
     num_distributed_optimizer_instances : int
@@ -150,7 +153,7 @@ def initialize_model_parallel(
     arguments = dict(locals())
     arguments["order"], source = asked(order)
     helpers = replaced.found()
-    request = Request(**arguments, life=next(_lives), helpers=helpers, order_source=source)
+    request = Request(**arguments, life=next(lives), helpers=helpers, order_source=source)
     before = current()
     with request.telling_others():
         request.check()
@@ -204,8 +207,11 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
     current().update_pg_timeout(timeout, pg)
 
 
+drop_absent(globals())
 speak_through(globals())  # the getters too: their globals are this module's
 replaced.watch(globals())
+if "compat.audit.watch" in sys.modules:
+    sys.modules["compat.audit.watch"].renew()
 if os.environ.get("HYPERGRID_AUDIT"):
     from compat.audit.watch import begin  # here: without an audit none of it is loaded
 

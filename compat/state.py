@@ -28,6 +28,7 @@ from compat.megatron.communicators import Configs
 from compat.megatron.getters import FUNCTIONS, known, over
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
+from compat.megatron.releases import ALL, RELEASE, has
 from compat.megatron.suspended import SuspendedGroup, exchanged
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
@@ -42,7 +43,7 @@ from hypergrid.plan import GroupPlan
 before_closing.add(te_process.release)
 _states: WeakSet[ParallelState] = WeakSet()
 _HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
-GROUP_SLOTS = tuple(dict.fromkeys(slot for row in _HOLDERS for slot in slots(row)))
+GROUP_SLOTS = tuple(dict.fromkeys(s for row in _HOLDERS for s in slots(row) if has(s)))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
 OTHER_SLOTS = (
     *("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"),
@@ -58,7 +59,7 @@ OVERRIDE_SLOTS = tuple(
     for group in ("TENSOR_MODEL", "PIPELINE_MODEL", "DATA", "EXPERT_MODEL", "EXPERT_TENSOR")
     for number in ("RANK", "WORLD_SIZE")
 )
-SLOTS = frozenset((*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS))
+SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS)))
 _KEPT = frozenset((*SLOTS, *known({}, None)))  # what is a state's own among the names of a module
 _current: Any = None  # the state that compat.parallel_state answers from
 _home: dict[str, Any] = {"__name__": __name__}  # where its values are
@@ -66,6 +67,7 @@ _at_home = over(_home)  # the functions over them
 _activated: list[ParallelState] = []  # by activate(), the innermost last
 _ended = ""  # the name of the one whose activation ended last
 _counted = itertools.count(1)
+lives = itertools.count(1)  # of the module: a reload does not begin to count anew
 _switching = threading.RLock()  # held while the values of one state replace those of another
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -106,6 +108,7 @@ class ParallelState:
             object.__setattr__(self, name, value)
 
     def _put(self, values: dict[str, Any]) -> None:
+        values = {name: value for name, value in values.items() if name in _KEPT}
         with _switching:
             self._own.update(values)
             if self is _current:
@@ -124,6 +127,7 @@ class ParallelState:
         self.request: Request | None = None
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
         self._away: dict[SuspendedGroup, str] = {}  # placeholder -> name of its group
+        self._global_process_group_list: list[ProcessGroup | None] | None = None
         self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
         self._take(Built())
 
@@ -217,7 +221,7 @@ class ParallelState:
             "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
             "_MOE_LAYER_WISE_LOGGING_TRACKER",
         )
-        self._put({slot: getattr(before, slot) for slot in kept})
+        self._put({slot: getattr(before, slot) for slot in kept if slot in SLOTS})
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
@@ -465,6 +469,13 @@ def request_of(arguments: dict[str, Any], **own: Any) -> Request:
     """The request of a state that is not current: with the order and the helpers that count now."""
     helpers = replaced.found()
     helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
+    # A window needs no getter and no global of its own: states over windows work in any release.
+    absent = [n for n in arguments if not has(n) and n not in ("rank_offset", "local_world_size")]
+    if absent:
+        raise TypeError(
+            f"{absent[0]} is no argument of megatron-core {RELEASE[0]}.{RELEASE[1]}, which is "
+            f"followed here. Leave it out, or set {ALL}=1 to have those of all releases."
+        )
     arguments["order"], source = asked(arguments.get("order", Request.order))
     return Request(**arguments, **own, helpers=helpers, order_source=source)
 
@@ -501,8 +512,15 @@ def make_current(state: ParallelState) -> None:
 
 
 def speak_through(names: dict[str, Any]) -> None:
-    """Move the values of the current state into ``names``, the globals of a module."""
+    """Move the values of the current state into ``names``, the globals of a module.
+
+    If a module had them before, it was reloaded, or deleted and imported again: the state ends
+    without waiting for anybody, and a fresh one is current, as upstream's module begins anew.
+    """
     global _home, _at_home
+    if _home["__name__"] != __name__:
+        _current.destroy(abort=True)
+        make_current(ParallelState())
     with _switching:
         names.update({name: _home[name] for name in _KEPT})
         _home, _at_home = names, over(names)

@@ -1,10 +1,17 @@
 """Shared by all tests: which are slow, and a world in this process."""
 
+import os
+
 import hypothesis
 import pytest
 import torch.distributed as dist
 
+# This process has the arguments of all releases; those that tests start follow one.
+os.environ["HYPERGRID_ALL_RELEASES"] = "1"
+import compat.megatron.releases  # noqa: F401
 from tests.support import ROOT
+
+del os.environ["HYPERGRID_ALL_RELEASES"]
 
 hypothesis.settings.register_profile("hypergrid", deadline=None)  # machines may be busy
 hypothesis.settings.load_profile("hypergrid")

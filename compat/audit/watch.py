@@ -96,6 +96,14 @@ def _put_in() -> None:
     owners.watch()
 
 
+def renew() -> None:
+    """After a reload of the module, which has other functions: put the audit into these."""
+    with _lock:
+        if _inner:
+            _take_out()
+            _put_in()
+
+
 def _take_out() -> None:
     names = namespace()
     for name, function in _functions.items():

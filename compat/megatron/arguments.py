@@ -82,6 +82,8 @@ class Arguments:
     context_parallel_size: int = 1
     hierarchical_context_parallel_sizes: list[int] | None = None
     hybrid_context_parallel: bool = False
+    dynamic_context_parallel: bool = False
+    min_dynamic_context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     gtp_remat_size: int = 1
     expert_gtp_remat_size: int = 1

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron import calls, communicators, replaced
 from compat.megatron import helpers as group_helpers
-from compat.megatron.planning import Request, aliases
+from compat.megatron.planning import Request, aliases, rows_of
 from compat.megatron.releases import HAS
 from compat.megatron.table import ROWS, Planned, Row, slots
 from hypergrid.groups.grid import HyperCommGrid
@@ -89,6 +89,7 @@ def build(
             else:
                 _call_helpers(built, pool, request)
             _assign_aliases(built, request)
+        _meet_on_each(built, request)  # when all ranks have all groups
     except BaseException:
         grid.destroy(abort=True)
         for groups in (built.slots, built.numbers, built.groups):
@@ -276,11 +277,24 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
         sharp = request.sharp_group
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
         if slot in built.slots:  # not on a rank outside the window that a function chose
-            dist.barrier(group=built.slots[slot], device_ids=[torch.cuda.current_device()])
-            torch.cuda.synchronize()
+            _meet(built.slots[slot])
         os.environ[_COLLNET] = "0"
         if HAS["sharp_switched"]:
             del os.environ[_COLLNET]
+
+
+def _meet_on_each(built: Built, request: Request) -> None:
+    """Connect the groups of the rows that want it, from the smallest to all of dp x cp."""
+    everyone = built.slots.get("_DATA_PARALLEL_GROUP_WITH_CP")
+    for row in rows_of(request) if everyone is not None else ():
+        if row.meet:
+            for group in (*built.slots[row.slot].values(), everyone):
+                _meet(group)
+
+
+def _meet(group: ProcessGroup) -> None:
+    dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
+    torch.cuda.synchronize()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from compat.megatron import communicators, helpers, rank_lists
 from compat.megatron.planning import Request, rows_of
 from compat.megatron.releases import HAS
-from compat.megatron.replaced import HYBRID, LEVELS, by_members
+from compat.megatron.replaced import LEVELS, by_members
 from compat.megatron.table import Planned, Row
 from hypergrid.groups import creation
 
@@ -69,7 +69,7 @@ class Calls:
         helpers were declared with ``compat.members_only``.
         """
         for _, of_one_loop in groupby(
-            rows_of(self.request), lambda row: (*rank_lists.origin(row), row.holds == "sizes")
+            rows_of(self.request), lambda row: (*rank_lists.origin(row), row.creator)
         ):
             rows = list(of_one_loop)
             with self.around(self._planned(rows)) if rows[0].sharp == "dp" else nullcontext():
@@ -122,7 +122,9 @@ class Calls:
         """Call the helper that creates the groups of all sizes or levels at once."""
         request, row, planned = self.request, rows[0], self._planned(rows)
         if row.holds == "sizes":
-            made = self._helper(HYBRID)(self.rank, ranks, options(request, row.options))
+            least = {"min_cp_size": getattr(request, row.least)} if row.least else {}
+            given = options(request, row.options)
+            made = self._helper(row.creator)(self.rank, ranks, given, **least)
             return [(p, made[p.key]) for p in planned if p.key in made]
         sizes, twins = rank_lists.level_sizes(request, row), []
         if HAS["plain_levels"]:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
 from compat.megatron.encoder import warn_of_its_end
-from compat.megatron.releases import HAS, as_released
+from compat.megatron.releases import HAS, as_released, drop_absent
 
 
 def get_global_memory_buffer() -> Any:
@@ -181,13 +181,20 @@ def get_hybrid_data_context_parallel_groups(
         return _DATA_PARALLEL_GROUP_WITH_CP
     if _HYBRID_DP_CP_GROUPS is None and check_initialized:
         raise missing("_HYBRID_DP_CP_GROUPS")
-    if group_size not in _HYBRID_DP_CP_GROUPS:
-        raise KeyError(
-            f"there is no hybrid data x context parallel group of size {group_size!r}; sizes that "
-            f"exist: {sorted(_HYBRID_DP_CP_GROUPS) or 'none'}. Initialise with "
-            f"hybrid_context_parallel=True."
-        )
-    return _HYBRID_DP_CP_GROUPS[group_size]
+    return _of_size(_HYBRID_DP_CP_GROUPS, group_size, "hybrid_context_parallel")
+
+
+def get_dynamic_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> ProcessGroup:
+    """Group of ``group_size`` consecutive data x context parallel ranks, of the branch dev."""
+    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
+        if _DATA_PARALLEL_GROUP_WITH_CP is None and check_initialized:
+            raise missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _DATA_PARALLEL_GROUP_WITH_CP
+    if _DYNAMIC_DP_CP_GROUPS is None and check_initialized:
+        raise missing("_DYNAMIC_DP_CP_GROUPS")
+    return _of_size(_DYNAMIC_DP_CP_GROUPS, group_size, "dynamic_context_parallel")
 
 
 @as_released
@@ -859,6 +866,15 @@ def _partial_without_cp() -> AssertionError:
     )
 
 
+def _of_size(groups: Any, size: int | None, argument: str) -> ProcessGroup:
+    if size not in groups:
+        raise KeyError(
+            f"there is no data x context parallel group of size {size!r}; sizes that exist: "
+            f"{sorted(groups) or 'none'}. Initialise with {argument}=True."
+        )
+    return groups[size]
+
+
 def _data_parallel_with_remat(with_cp: bool, partial: bool, all_gather: bool) -> ProcessGroup:
     if partial and not with_cp:
         raise _partial_without_cp()
@@ -959,6 +975,7 @@ def _virtual_stage(vp_stage: int | None) -> tuple[int | None, int | None]:
     return stages, vp_stage
 
 
+drop_absent(globals())
 _HERE = {name: value for name, value in globals().items() if not name.startswith("__")}
 FUNCTIONS = {
     name: value

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron.rank_lists import hybrid_sizes, of_level
+from compat.megatron.rank_lists import of_level, run_sizes
 from compat.megatron.releases import HAS
 from compat.megatron.replaced import now
 from hypergrid.groups import creation
@@ -114,11 +114,27 @@ def create_hybrid_dp_cp_groups(
     rank: int, ranks: list[int], pg_options: Any
 ) -> dict[int, ProcessGroup]:
     """Groups of ``rank`` by size: runs of 2, 4, 8 ... of ``ranks``. *Collective* over the world."""
+    return _runs("HYBRID", rank, ranks, pg_options, 2)
+
+
+def create_dynamic_dp_cp_groups(
+    rank: int, ranks: list[int], pg_options: Any, min_cp_size: int = 1
+) -> dict[int, ProcessGroup]:
+    """Groups of ``rank`` by size: runs of ``ranks`` of each power of two from ``min_cp_size`` on.
+
+    *Collective* over the world. Of Megatron-LM's branch dev.
+    """
+    return _runs("DYNAMIC", rank, ranks, pg_options, min_cp_size)
+
+
+def _runs(
+    kind: str, rank: int, ranks: list[int], pg_options: Any, least: int
+) -> dict[int, ProcessGroup]:
     groups = {}
-    for size in hybrid_sizes(len(ranks)):
+    for size in run_sizes(len(ranks), least):
         for start in range(0, len(ranks), size):
             members = ranks[start : start + size]
-            desc = f"HYBRID_DP_CP_GROUP_{size}"
+            desc = f"{kind}_DP_CP_GROUP_{size}"
             group = now(create_group)(members, pg_options=pg_options, group_desc=desc)
             if rank in members:
                 groups[size] = group

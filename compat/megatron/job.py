@@ -32,6 +32,8 @@ _SETTINGS = {
         "hierarchical-context-parallel-sizes hierarchical-cp",
     ),
     "hybrid_context_parallel": (_YES, "hybrid-context-parallel"),
+    "dynamic_context_parallel": (_YES, "dynamic-context-parallel"),
+    "min_dynamic_context_parallel_size": (_NUMBER, "min-dynamic-context-parallel-size"),
     "expert_model_parallel_size": (_NUMBER, "expert-model-parallel-size ep"),
     "expert_tensor_parallel_size": (_NUMBER, "expert-tensor-parallel-size etp"),
     "gtp_remat_size": (_NUMBER, "gtp-remat-size"),

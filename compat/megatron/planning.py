@@ -11,7 +11,7 @@ from typing import Any
 
 from compat.megatron import communicators, rank_lists, replaced
 from compat.megatron.arguments import NO_ARGUMENTS, Arguments
-from compat.megatron.releases import HAS, RELEASE
+from compat.megatron.releases import HAS, RELEASE, has
 from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Planned, Row
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan, GroupRow
@@ -24,12 +24,12 @@ def rows_of(request: Arguments) -> list[Row]:
 
 def aliases(request: Arguments) -> list[Alias]:
     """Private globals that hold the same group as another one."""
-    return [alias for alias in ALIASES if alias.when.holds(request)]
+    return [each for each in ALIASES if has(each.slot) and each.when.holds(request)]
 
 
 def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
     if row.check:
-        _CHECKS[row.check](request)
+        _CHECKS[row.check](request, row)
     backend = getattr(request, row.backend) if row.backend else None
     if backend == "ucc":
         communicators.check_ucc()
@@ -54,7 +54,8 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
     if row.holds == "sizes":
-        for size in rank_lists.hybrid_sizes(_members(request)):
+        least = getattr(request, row.least) if row.least else 2
+        for size in rank_lists.run_sizes(_members(request), least):
             group = replace(base, label=row.label.format(size), chunk=size)
             yield Planned(row, row.slot, size, group)
     elif row.holds == "levels":
@@ -152,20 +153,20 @@ def _check_instances(request: Arguments, what: str, size: int) -> None:
         )
 
 
-def _check_expert_instances(request: Arguments) -> None:
+def _check_expert_instances(request: Arguments, row: Row) -> None:
     if HAS["instances_in_expert"]:
         _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
 
 
-def _check_hybrid(request: Arguments) -> None:
+def _check_even(request: Arguments, row: Row) -> None:
     if _members(request) % 2:
+        argument = "dynamic_context_parallel" if row.least else "hybrid_context_parallel"
         raise AssertionError(
-            f"hybrid_context_parallel needs an even data x context parallel size, got "
-            f"{_members(request)}."
+            f"{argument} needs an even data x context parallel size, got {_members(request)}."
         )
 
 
-def _check_levels(request: Arguments) -> None:
+def _check_levels(request: Arguments, row: Row) -> None:
     levels = request.hierarchical_context_parallel_sizes or []
     named = f"hierarchical_context_parallel_sizes={shown(levels)}"
     if prod(levels) != request.context_parallel_size:
@@ -177,8 +178,8 @@ def _check_levels(request: Arguments) -> None:
         raise ValueError(f"{named} must be at least 1 each.")
 
 
-_CHECKS: dict[str, Callable[[Arguments], None]] = {
-    "even dp x cp": _check_hybrid,
+_CHECKS: dict[str, Callable[[Arguments, Row], None]] = {
+    "even dp x cp": _check_even,
     "levels": _check_levels,
     "expert instances": _check_expert_instances,
 }

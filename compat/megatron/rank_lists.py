@@ -74,9 +74,9 @@ def instance_size(request: Arguments) -> int:
     return request.expert.dim_size("dp") // request.instances
 
 
-def hybrid_sizes(members: int) -> list[int]:
-    """Sizes of hybrid groups among ``members`` ranks: powers of two, 2 to at most half of them."""
-    return [2**i for i in range(1, int(log2(members)))]
+def run_sizes(members: int, least: int = 2) -> list[int]:
+    """The powers of two from ``least`` to at most half of ``members`` ranks."""
+    return [2**i for i in range(int(log2(members))) if 2**i >= least]
 
 
 def listed(request: Arguments, p: Planned) -> GroupRow:

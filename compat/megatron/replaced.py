@@ -17,8 +17,8 @@ MEMBERS_ONLY = "__hypergrid_members_only__"  # as compat.members_only() sets it
 NEW_GROUP = "torch.distributed.new_group"
 GENERATORS = ("RankGenerator", "generate_masked_orthogonal_rank_groups")
 LEVELS = ("create_hierarchical_groups", "create_hierarchical_parallel_groups")
-HYBRID = "create_hybrid_dp_cp_groups"
-CREATORS = ("create_group", *LEVELS, HYBRID, NEW_GROUP)
+SIZES = ("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups")
+CREATORS = ("create_group", *LEVELS, *SIZES, NEW_GROUP)
 HELPERS = (
     *(*CREATORS, *GENERATORS, "get_nccl_options", "overwrite_nccl_comm_cfgs"),
     *("default_embedding_ranks", "default_position_embedding_ranks", "_set_global_memory_buffer"),

@@ -34,6 +34,7 @@ IN_DENSE = Fact(lambda request: HAS["instances_in_dense"])
 IN_EXPERT = Fact(lambda request: HAS["instances_in_expert"])
 ALL_GATHER = Fact(lambda request: request.create_all_gather_group)
 HYBRID = Fact(lambda request: request.hybrid_context_parallel)
+DYNAMIC = Fact(lambda request: request.dynamic_context_parallel)
 HIERARCHICAL = Fact(lambda request: request.hierarchical_context_parallel_sizes)
 
 
@@ -69,6 +70,9 @@ class Row:
     # What the global holds: a group (a list, on ranks that are in "several"), a list of all
     # "levels", or a dict by "sizes".
     holds: Literal["one", "several", "levels", "sizes"] = "one"
+    creator: str = ""  # upstream's function that creates the groups of all "sizes"
+    least: str = ""  # the argument that is the smallest of them; without one, it is 2
+    meet: bool = False  # their members meet in a barrier on each, and all of dp x cp on theirs
     pick: Literal["all", "ends", "first"] = "all"  # of the pipeline
     # cut into runs; "instance": one for each instance of the distributed optimizer, "between
     # instances": members with the same place in each
@@ -156,7 +160,12 @@ ROWS: tuple[Row, ...] = (
         chunk="between instances", sharp="dp"),
     Row("_HYBRID_DP_CP_GROUPS", "dp-cp",
         "context",                     "dp_cp",           when=HYBRID, check="even dp x cp",
-        holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=True),
+        holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=True,
+        creator="create_hybrid_dp_cp_groups"),
+    Row("_DYNAMIC_DP_CP_GROUPS", "dp-cp",
+        "context",                     "dp_cp",           when=DYNAMIC, check="even dp x cp",
+        holds="sizes", desc="DYNAMIC_DP_CP_GROUP_{}", torch_timeout=True, meet=True,
+        creator="create_dynamic_dp_cp_groups", least="min_dynamic_context_parallel_size"),
     Row("_DATA_PARALLEL_GROUP", "dp",
         "gradients",                   "dp",              when=~DP_FIRST, field="dp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, reload
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -36,6 +36,11 @@ class _Finder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(OURS[spec.name])
+        if spec.name.endswith("parallel_state"):
+            if _given:  # and gone from sys.modules: upstream's would be a fresh one
+                module = reload(module)
+            _given.add(spec.name)
+            import_module("compat.megatron.releases").check_replaced(vars(module))
         spec.loader_state = module.__spec__
         return module
 
@@ -47,6 +52,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 _finder = _Finder()
+_given: set[str] = set()  # the names under which our parallel_state was imported
 
 
 def install() -> None:
@@ -55,7 +61,8 @@ def install() -> None:
     Call it before megatron is imported; it is idempotent. Afterwards
     ``megatron.core.parallel_state``, ``megatron.core.mpu`` and ``compat.parallel_state`` are one
     object, by every form of import. Raises RuntimeError if Megatron's own module is already
-    imported: other modules may hold its functions.
+    imported: other modules may hold its functions. So does the import of megatron itself, if its
+    ``parallel_state`` has functions, arguments or private globals that ours lacks.
     """
     stock = _stock_modules()
     if stock:
@@ -93,6 +100,7 @@ def uninstall(*, forget_megatron: bool = False) -> None:
         )
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
+    _given.clear()
     if forget_megatron:
         for name in [*_importers(), *OURS]:
             sys.modules.pop(name, None)

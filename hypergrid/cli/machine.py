@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from compat.megatron.job import Job, JobError
 from compat.transformer_engine import process as te_process
@@ -42,6 +43,12 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
             warnings.simplefilter("ignore")  # megatron's, of what else is missing
             from megatron.core import __version__ as release
             from megatron.core.parallel_state import RankGenerator
+        from compat import parallel_state
+        from compat.megatron.releases import check_replaced
+
+        check_replaced(vars(parallel_state))
+    except RuntimeError as error:
+        raise JobError(str(error)) from None
     except ImportError as error:
         raise JobError(
             f"megatron-core cannot be imported: {error}. {install_command('megatron')}, "
@@ -134,21 +141,30 @@ def _creation() -> str:
 
 
 def _megatron() -> Iterator[tuple[str, str, str]]:
-    from compat.megatron.releases import NEWEST, RELEASE
+    from compat.megatron import releases, sources
     from compat.swap import hiding
 
     state = _installed("megatron-core")
     if importlib.util.find_spec("megatron") is None:
         yield "megatron-core", "not installed", f"{install_command('megatron')} for the swap."
         return
-    speaks = ".".join(map(str, RELEASE))
-    yield "megatron-core", f"{state or 'a checkout'}; compat speaks as {speaks}", ""
-    if RELEASE > NEWEST:
-        yield "release", f"newer than {'.'.join(map(str, NEWEST))}, the newest known", ""
+    source = sources.found()
+    if source is not None and not _is_of_package(source.path):
+        state = f"a checkout, {source.path.parents[2]}, which says {source.version or 'no version'}"
+    yield "megatron-core", f"{state}; compat speaks as {releases.in_words()}", ""
     other = hiding()
     if other is not None:
         yield "package compat", f"{other} has the same name", "Start with hypergrid-launch."
     yield ("swap", *_trial())
+
+
+def _is_of_package(path: Path) -> bool:
+    """Whether a file is one of the installed megatron-core's, and not of a checkout before it."""
+    try:
+        files = metadata.distribution("megatron-core").locate_file("megatron/core")
+    except metadata.PackageNotFoundError:
+        return False
+    return path.parent.resolve() == Path(str(files)).resolve()
 
 
 def _trial() -> tuple[str, str]:

@@ -254,7 +254,7 @@ def saved(
 
 def _release() -> str:
     text = ".".join(map(str, releases.RELEASE))
-    return text if releases.SOURCE == "installed" else f"{text} ({releases.SOURCE})"
+    return text if releases.ORIGIN == "installed" else f"{text} ({releases.ORIGIN})"
 
 
 _MOST_RANKS, _MOST_ROWS, _MOST_GROUPS = 1 << 20, 1 << 12, 1 << 18

@@ -94,15 +94,17 @@ def _same(value: Any, mine: dict[str, Any]) -> list[str]:
 class Config:
     """A model's settings as the release knows them: none that it lacks can be read."""
 
-    def __init__(self, names: set[str]) -> None:
-        for name in names & {"hybrid_context_parallel"}:
-            setattr(self, name, False)
+    def __init__(self, release: str) -> None:
+        if release == "dev":
+            self.dynamic_context_parallel, self.min_dynamic_context_parallel_size = True, 2
+        elif release >= "0.16":
+            self.hybrid_context_parallel = False
 
 
 def arguments_by_the_signature(client: Client) -> Iterator[Step]:
     """Look which arguments there are, and read a setting for each that only some releases have."""
     names = set(inspect.signature(client.module.initialize_model_parallel).parameters)
-    config = Config({"hybrid_context_parallel"} if client.release >= "0.16" else set())
+    config = Config(client.release)
     optional = {}
     for name in ("dynamic_context_parallel", "min_dynamic_context_parallel_size"):
         if name in names and hasattr(config, name):

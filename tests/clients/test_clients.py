@@ -7,7 +7,7 @@ import pytest
 
 from tests.clients.programs import PROGRAMS, REAL
 from tests.support import warm
-from tests.support.stock import RELEASES, have_stock
+from tests.support.stock import RELEASES, following, have_stock
 
 TRAINS = "0.16.1"  # the release that real ranks try
 
@@ -17,7 +17,7 @@ def found(release, *how):
     """What differs, by program: all programs of a release in one process that speaks as it."""
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
-    environment = {"HYPERGRID_MEGATRON_RELEASE": release, "OMP_NUM_THREADS": "1"}
+    environment = following(release) | {"OMP_NUM_THREADS": "1"}
     done = warm.run("-m", "tests.clients", release, *how, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
-import os
 import random
 import sys
 import time
@@ -20,7 +19,6 @@ def main() -> int:
     for name in ("-n", "--seed", "--first", "--show"):
         parser.add_argument(name, type=int, required=True)
     given = parser.parse_args()
-    os.environ["HYPERGRID_MEGATRON_RELEASE"] = given.release
     warnings.simplefilter("ignore")
     from tests.fuzzing.judging import judge
     from tests.fuzzing.wild import draw

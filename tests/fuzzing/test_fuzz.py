@@ -30,7 +30,7 @@ from tests.fuzzing.judging import NAMED, judge, words_missing
 from tests.fuzzing.wild import CODE, MARKER, ArgumentSet, Made, draw
 from tests.parity.surface import DEFAULT_ORDER, parameters
 from tests.support import warm
-from tests.support.stock import MAIN, RELEASES, have_stock
+from tests.support.stock import MAIN, RELEASES, following, have_stock
 
 HERE = next((each for each in RELEASES if each.startswith("{}.{}.".format(*RELEASE))), "")
 OTHERS = [each for each in MAIN if each != HERE]
@@ -49,8 +49,7 @@ def _clean_state():
 
 def as_release(release, *command):
     """Run Python in a process of its own, where compat speaks as `release`."""
-    environment = {"HYPERGRID_MEGATRON_RELEASE": release, "OMP_NUM_THREADS": "1"}
-    return warm.run(*command, timeout=600, **environment)
+    return warm.run(*command, timeout=600, OMP_NUM_THREADS="1", **following(release))
 
 
 @pytest.mark.parametrize("release", OTHERS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hypergrid import AgreementError, HyperCommGrid
 from tests.support.forked import from_all, on_ranks
-from tests.support.stock import load_stock_grid
+from tests.support.stock import MAIN, load_stock_grid
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def shapes(draw):
     return shape, list(names), draw(st.integers(0, 9)), dims
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("release", MAIN)
 def test_enumerations_are_those_of_upstream(release):
     upstream = load_stock_grid(release).HyperCommGrid
 

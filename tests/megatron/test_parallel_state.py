@@ -188,7 +188,7 @@ def test_private_globals_read_and_write_through_to_the_state(initialized):
 
 def test_every_private_global_can_be_read_before_there_is_a_state():
     assert set(dir(ps)) >= SLOTS
-    mappings = {"_HYBRID_DP_CP_GROUPS", "_MOE_LAYER_WISE_LOGGING_TRACKER"}
+    mappings = {"_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS", "_MOE_LAYER_WISE_LOGGING_TRACKER"}
     for slot in SLOTS:
         assert getattr(ps, slot) == ({} if slot in mappings else None)
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ import torch.distributed as dist
 
 from compat import parallel_state as ps
 from compat import state
-from compat.megatron import getters, releases, replaced
+from compat.megatron import getters, releases, replaced, sources
 from compat.report import report
-from tests.parity.surface import parameters, public_functions
+from tests.parity.surface import parameters, private_globals, public_functions
 from tests.support import ROOT, warm
 from tests.support.forked import run_ranks
-from tests.support.stock import RELEASES, have_stock
+from tests.support.stock import PUBLISHED, RELEASES, following, have_stock, source, source_dir
 
 
 @pytest.fixture(params=RELEASES)
@@ -24,10 +25,12 @@ def speaking(request, monkeypatch):
     """A release, and compat.parallel_state as it is there."""
     if not have_stock(request.param):
         pytest.skip(f"run scripts/fetch_megatron {request.param}")
-    version = tuple(map(int, request.param.split(".")[:2]))
-    monkeypatch.setattr(releases, "RELEASE", version)
-    for fact, span in releases.FACTS.items():
-        monkeypatch.setitem(releases.HAS, fact, span[0] <= version <= span[1])
+    source = sources.read(source_dir(request.param))
+    monkeypatch.setattr(releases, "SOURCE", source)
+    monkeypatch.setattr(releases, "EVERY", False)
+    monkeypatch.setattr(releases, "RELEASE", releases._nearest(source, releases.NEWEST))
+    for fact, holds in releases.facts().items():
+        monkeypatch.setitem(releases.HAS, fact, holds)
     # What the module tells of itself when it is loaded.
     for name in ("_home", "_at_home"):
         monkeypatch.setattr(state, name, getattr(state, name))
@@ -77,7 +80,9 @@ def _answer(getter, *args, **kwargs):
 
 def test_getters_mean_the_same_by_position_and_by_name(speaking, monkeypatch):
     release, module = speaking
-    for slot in state.SLOTS - {*state.OVERRIDE_SLOTS}:
+    for slot in private_globals(release):
+        if slot in state.OVERRIDE_SLOTS:
+            continue
         monkeypatch.setitem(vars(module), slot, Named(slot))
     monkeypatch.setitem(vars(module), "_numbers", {"a group": (0, 1)})
     answers = set()
@@ -93,8 +98,8 @@ def test_getters_mean_the_same_by_position_and_by_name(speaking, monkeypatch):
 
 
 def python(*command, path=(), **environment):
-    path = os.pathsep.join([*map(str, path), str(ROOT)])
-    return warm.run("-W", "always", *command, PYTHONPATH=path, **environment)
+    here = {"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}
+    return warm.run("-W", "always", *command, **here | environment)
 
 
 RELEASE = "import compat.parallel_state, compat.megatron.releases as r, sys; "
@@ -102,9 +107,24 @@ RELEASE += "print(r.RELEASE, sorted(n for n in sys.modules if n.startswith('mega
 
 
 SURFACE = """
-import sys, compat.parallel_state
-from tests.parity.surface import compare_surface
-print(*compare_surface(compat.parallel_state, sys.argv[1]), sep="\\n", end="")
+import inspect, sys, compat.parallel_state as ours
+from tests.parity.surface import compare_surface, parameters, private_globals, public_functions
+from tests.support.stock import RELEASES, have_stock
+release = sys.argv[1]
+print(*compare_surface(ours, release), sep="\\n", end="")
+names = lambda release: {*public_functions(release), *private_globals(release)}
+others = set().union(*(names(each) for each in RELEASES if have_stock(each)))
+print(*(f"of another release: {n}" for n in others - names(release) if hasattr(ours, n)), sep="\\n")
+for name in public_functions(release):
+    known = [r for r in RELEASES if have_stock(r) and name in public_functions(r)]
+    taken = {*inspect.signature(getattr(ours, name)).parameters}
+    for argument in {each for r in known for each in parameters(r, name)} - taken:
+        try:
+            getattr(ours, name)(**{argument: None})
+        except TypeError as error:
+            assert argument in str(error) or "required" in str(error), (name, argument, error)
+        else:
+            print(f"{name} takes {argument}")
 """
 
 
@@ -112,29 +132,177 @@ print(*compare_surface(compat.parallel_state, sys.argv[1]), sep="\\n", end="")
 def test_every_function_has_its_releases_signature_and_every_global_is_there(release):
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
+    done = python("-c", SURFACE, release, **following(release))
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+@pytest.mark.parametrize("release", PUBLISHED)
+def test_without_a_source_the_number_says_the_same(release):
+    if not have_stock(release):
+        pytest.skip(f"run scripts/fetch_megatron {release}")
     done = python("-c", SURFACE, release, HYPERGRID_MEGATRON_RELEASE=release)
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+EVERY = """
+import sys, compat.parallel_state as ps
+assert ps.get_gtp_weight_remat_group(check_initialized=False) is None
+assert ps.get_data_parallel_world_size(with_gtp_remat=False) == 0 and ps.is_inside_encoder
+print("with_gtp_remat" in str(__import__("inspect").signature(ps.get_data_parallel_group)))
+"""
+
+
+def test_code_for_several_releases_can_have_the_names_and_arguments_of_all():
+    done = python("-c", EVERY, HYPERGRID_ALL_RELEASES="1")
+    assert done.stdout == "False\n", done.stderr
+    assert python("-c", EVERY).returncode == 1
+
+
+STRICT = """
+import json, sys
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import compat
+compat.install()
+from compat import audit, collection
+from compat.state import ParallelState
+from megatron.core import parallel_state as ps
+from megatron.core.process_groups_config import ProcessGroupCollection
+dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
+with audit.recording(sys.argv[1]):
+    ps.initialize_model_parallel(2, 2, num_distributed_optimizer_instances=2)
+    state = ps.current_state()
+    theirs = vars(ProcessGroupCollection.use_mpu_process_groups())
+    ours = vars(collection.from_state(state))
+    assert ours and all(ours[name] is group for name, group in theirs.items() if name in ours)
+    state.suspend("recreate")
+    state.resume()
+    assert ps.get_data_parallel_world_size() == 4
+    ps.destroy_model_parallel()
+    assert not ps.is_initialized()
+try:
+    ParallelState.create(gtp_remat_size=2)
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_states_collections_and_the_audit_need_no_name_of_another_release(tmp_path):
+    done = python("-W", "ignore", "-c", STRICT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("gtp_remat_size is no argument of megatron-core 0.16, which")
+    assert "HYPERGRID_ALL_RELEASES=1" in done.stdout
+
+
+def _connected(rank):
+    met = []
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(dist, "barrier", lambda group, device_ids: met.append(group.size())),
+    ):
+        ps.initialize_model_parallel(
+            context_parallel_size=2,
+            dynamic_context_parallel=True,
+            min_dynamic_context_parallel_size=2,
+        )
+    sizes = {}
+    for size in (2, 4, 8):
+        total = torch.tensor([2.0**rank])
+        group = ps.get_dynamic_data_context_parallel_groups(group_size=size)
+        dist.all_reduce(total, group=group)
+        sizes[size] = total.item() == sum(
+            2.0**member for member in range(8) if member // size == rank // size
+        )
+    with pytest.raises(KeyError, match=r"of size 1; sizes that exist: \[2, 4\]"):
+        ps.get_dynamic_data_context_parallel_groups(group_size=1)
+    ps.destroy_model_parallel()
+    return met, sizes
+
+
+def test_the_groups_of_dynamic_context_parallelism_are_runs_and_connected_at_once():
+    assert run_ranks(8, _connected) == [([2, 4, 8], dict.fromkeys((2, 4, 8), True))] * 8
 
 
 def test_an_unknown_release_is_taken_for_the_nearest_with_one_warning():
-    for text, known, word in (("0.20.1", "(0, 19)", "newer"), ("0.11.0", "(0, 12)", "older")):
+    newest = f"(0, {releases.NEWEST[1]})"
+    for text, known, word in (("0.99.1", newest, "newer"), ("0.11.0", "(0, 12)", "older")):
         done = python("-c", RELEASE, HYPERGRID_MEGATRON_RELEASE=text)
         assert done.stdout == f"{known} []\n", done.stderr
         assert done.stderr.count("UserWarning") == 1
         assert f"megatron-core {text} is {word} than" in done.stderr
-    done = python("-c", RELEASE, HYPERGRID_MEGATRON_RELEASE="0.19.2")
-    assert (done.stdout, done.stderr) == ("(0, 19) []\n", "")
+    for text in PUBLISHED[-1], "0.{}".format(*releases.NEWEST[1:]):
+        done = python("-c", RELEASE, HYPERGRID_MEGATRON_RELEASE=text)
+        assert (done.stdout, done.stderr) == (f"(0, {text.split('.')[1]}) []\n", "")
+
+
+def checkout(directory, version, text=None):
+    """A folder for ``sys.path`` with a megatron.core that must not be imported."""
+    core = directory / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise ImportError('it was imported')")
+    (core / "package_info.py").write_text("MAJOR = {}\nMINOR = {}\n".format(*version.split(".")))
+    if text is not None:
+        (core / "parallel_state.py").write_text(text)
+    return directory
 
 
 def test_the_release_of_a_checkout_on_the_path_is_read_and_not_imported(tmp_path):
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").write_text("raise ImportError('it was imported')")
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 14\nPATCH = 7\n")
-    done = python("-c", RELEASE, path=[tmp_path], HYPERGRID_MEGATRON_RELEASE="")
+    path = [checkout(tmp_path, "0.14")]
+    done = python("-c", RELEASE, path=path, HYPERGRID_MEGATRON_RELEASE="")
     assert done.stdout == "(0, 14) []\n", done.stderr
-    done = python("-c", RELEASE, path=[tmp_path], HYPERGRID_MEGATRON_RELEASE="0.13.1")
+    done = python("-c", RELEASE, path=path, HYPERGRID_MEGATRON_RELEASE="0.13.1")
     assert done.stdout == "(0, 13) []\n", done.stderr
+
+
+@pytest.mark.parametrize("release", PUBLISHED)
+def test_the_file_and_not_the_version_says_which_release_it_is(release, tmp_path):
+    if not have_stock(release):
+        pytest.skip(f"run scripts/fetch_megatron {release}")
+    path = [checkout(tmp_path, "0.17", source(release))]  # as 0.16.0rc0 has 0.15.3's
+    done = python("-c", RELEASE, path=path)
+    same = {release.split(".")[1], str(releases.NEWEST[1]) if release == PUBLISHED[-1] else ""}
+    assert done.stdout in {f"(0, {minor}) []\n" for minor in same}, done.stderr
+
+
+SWAPPED = """
+import compat
+compat.install()
+try:
+    from megatron.core import parallel_state
+except ImportError as error:
+    print(error)
+"""
+MORE = """
+_ROUTER_GROUP = None
+
+
+def get_router_group(check_initialized=True):
+    return _ROUTER_GROUP
+"""
+
+
+def test_a_source_with_unknown_names_is_not_replaced_unless_a_release_is_asked_for(tmp_path):
+    known = source("0.16.1")
+    head = "def get_context_parallel_group(check_initialized=True"
+    path = [checkout(tmp_path, "0.16", known.replace(head, f"{head}, of_router=False") + MORE)]
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
+    done = python("-c", SWAPPED, path=path)
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("RuntimeError")]
+    for name in "_ROUTER_GROUP", "get_router_group()", "get_context_parallel_group(of_router=)":
+        assert name in said
+    assert "set HYPERGRID_MEGATRON_RELEASE=0.16." in said
+    asked = python("-c", SWAPPED, path=path, HYPERGRID_MEGATRON_RELEASE="0.16")
+    assert asked.returncode == 0 and asked.stderr.count("UserWarning") == 1
+    assert "_ROUTER_GROUP" in asked.stderr
+
+
+def test_where_nothing_is_unknown_the_swap_is_silent(tmp_path):
+    path = [checkout(tmp_path, "0.16", source("0.16.1"))]
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
+    done = python("-c", SWAPPED, path=path)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):

@@ -10,8 +10,7 @@ torch's ``fake`` backend as some of its ranks, write down everything that either
 
 What may differ, and nothing else:
 
-* *supersets*: where stock raises ``TypeError`` for an argument it does not know, the candidate may
-  answer; it may have more functions, and more arguments after stock's;
+* *supersets*: the candidate may have functions and keyword-only arguments of its own;
 * *leftovers*: stock forgets part of its state on destroy. Afterwards the candidate may answer as
   stock does or as stock did before the first initialisation;
 * *failures*: a failed initialisation of stock leaves some globals set. Only the exception's type is

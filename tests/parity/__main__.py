@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,7 @@ from types import ModuleType
 from tests.parity import run
 from tests.parity.mutants import mutants_of, run_mutant
 from tests.parity.patching import run_patched
-from tests.support.stock import load_stock, source_dir
+from tests.support.stock import load_stock
 
 
 def main() -> None:
@@ -30,11 +29,6 @@ def main() -> None:
     parser.add_argument("--patched", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    os.environ["HYPERGRID_MEGATRON_RELEASE"] = given.release
-    try:
-        source_dir(given.release)
-    except FileNotFoundError as error:
-        raise SystemExit(str(error)) from None
     scale = (given.release, given.n, given.seed, given.max_world)
     if given.mutants:
         reports = {name: run_mutant(name, *scale) for name in mutants_of(given.release)}

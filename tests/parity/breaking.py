@@ -75,7 +75,9 @@ def _ways(
         "repeated token": lambda: {"order": f"{order}-{rng.choice(tokens).lower()}"},
         "instances": one_of("num_distributed_optimizer_instances", 2, 3, 4, 5, 8),
         "hierarchy": one_of("hierarchical_context_parallel_sizes", [cp, 2], [cp + 1], [2, 2], []),
-        "hybrid": lambda: {"hybrid_context_parallel": True},
+        "hybrid": lambda: dict.fromkeys(
+            ("hybrid_context_parallel", "dynamic_context_parallel"), True
+        ),
         "sharp group without sharp": lambda: {
             "use_sharp": False,
             "sharp_enabled_group": rng.choice(["dp", "dp_replica", "x"]),

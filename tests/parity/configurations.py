@@ -71,7 +71,8 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
     world = _world_size(rng, max_world)
     window, offset = world, 0
     kwargs: dict[str, Any] = {}
-    if gtp and world > 1 and rng.random() < 0.12:
+    windows = "rank_offset" in has
+    if windows and world > 1 and rng.random() < 0.12:
         window = rng.randint(1, world)
         offset = rng.randint(0, world - window)
         kwargs = {"local_world_size": window, "rank_offset": offset}
@@ -97,7 +98,7 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
         config["kind"] = break_one(rng, config, has)
     ranks = range(world)
     few = {0, world - 1, offset, min(offset + window, world) - 1, rng.choice(ranks)}
-    few |= {offset - 1, rng.randrange(offset)} if offset and not gtp else set()
+    few |= {offset - 1, rng.randrange(offset)} if offset and not windows else set()
     config["ranks"] = list(ranks) if world <= 4 else sorted(few | {rng.choice(ranks)})
     if world > 128:
         config["ranks"] = sorted({offset, rng.choice(ranks)})
@@ -174,7 +175,9 @@ def _options(
         levels = _factors(rng, sizes.get("context_parallel_size", 1))
         kwargs["hierarchical_context_parallel_sizes"] = levels
     if dp_cp % 2 == 0 and rng.random() < 0.2:
-        kwargs["hybrid_context_parallel"] = True
+        kwargs["hybrid_context_parallel"] = kwargs["dynamic_context_parallel"] = True
+    if rng.random() < 0.3:
+        kwargs["min_dynamic_context_parallel_size"] = rng.choice([1, 2, 2, 3, 4, 64])
     if rng.random() < 0.4:
         kwargs["create_gloo_process_groups"] = rng.random() < 0.3
     if rng.random() < (0.05 if gtp else 0.12):

@@ -101,6 +101,7 @@ def _groups(recorder: Recorder) -> Shown:
     }
     group, levels = "create_group", "create_hierarchical_groups"
     hybrid, former = "create_hybrid_dp_cp_groups", "create_hierarchical_parallel_groups"
+    dynamic = "create_dynamic_dp_cp_groups"
     calls = [
         named(f"{group} of all", group, everyone, group_desc="EXTRA"),
         named(f"{group} with options", group, ranks=[rank], **asked),
@@ -114,6 +115,8 @@ def _groups(recorder: Recorder) -> Shown:
         ),
         named(f"{levels} of a wrong product", levels, rank, everyone, [world + 1]),
         named(hybrid, hybrid, rank, everyone, None),
+        named(dynamic, dynamic, rank, everyone, None),
+        named(f"{dynamic} from 4 on", dynamic, rank, everyone, None, min_cp_size=4),
         named(former, former, rank, everyone, world, halves, asked["pg_options"]),
     ]
     return recorder.ask(calls) | {

@@ -58,6 +58,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a global of a copy": ("_EMBEDDING_GLOBAL_RANKS = embedding_ranks", "pass"),
     "ucc without its variables": ('os.environ["UCX_NET_DEVICES"] = "all"', "pass"),
     "hybrid sizes": ("range(int(log2(len(ranks))))", "range(int(log2(len(ranks))) + 1)"),
+    "dynamic sizes": ("if 2**i >= min_cp_size]", "if 2**i > min_cp_size]"),
+    "dynamic groups that do not meet": ("for group_size in group_sizes:", "for group_size in ():"),
     "hierarchy from the other end": ('"(l s u) -> (l u) s"', '"(u s l) -> (l u) s"'),
     "an encoder that feeds others": (
         "yield x + y\n        elif",

@@ -38,7 +38,7 @@ Answers = dict[str, Any]
 OPTIONS = "get_nccl_options"
 CREATORS = (
     *("create_group", "create_hierarchical_groups", "create_hierarchical_parallel_groups"),
-    "create_hybrid_dp_cp_groups",
+    *("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups"),
 )
 HELPERS = (
     *(*CREATORS, OPTIONS, "RankGenerator", "generate_masked_orthogonal_rank_groups"),
@@ -67,7 +67,7 @@ def getters(release: str) -> list[str]:
 def written(name: str, sentinel: Any) -> list[Any]:
     """What outside code may put into the private global `name`."""
     if name.endswith("_GROUPS"):
-        many = {2: sentinel, 4: sentinel} if "HYBRID" in name else [sentinel, sentinel]
+        many = {2: sentinel, 4: sentinel} if "_DP_CP_" in name else [sentinel, sentinel]
         return [many, type(many)(), None]
     if "_GROUP" in name and name.endswith(("GROUP", "GLOO", "CP", "AG", "REMAT", "EGTP")):
         return [sentinel, Stub(), None]

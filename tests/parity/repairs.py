@@ -71,6 +71,25 @@ REPAIRS = {
             ),
         ),
     ),
+    # dev: ranks outside the window have none of the groups on which the members meet.
+    "dynamic groups in a window": Repair(
+        lambda config: (
+            "local_world_size" in config["kwargs"]
+            and config["kwargs"].get("dynamic_context_parallel", False)
+        ),
+        (
+            (
+                "        for group_size in group_sizes:\n            group = get_dynamic",
+                "        for group_size in group_sizes if is_initialized_here else ():\n"
+                "            group = get_dynamic",
+            ),
+            (
+                "        group_sizes = [\n            2**i\n",
+                "        is_initialized_here = _DATA_PARALLEL_GROUP_WITH_CP is not None\n"
+                "        group_sizes = [\n            2**i\n",
+            ),
+        ),
+    ),
     # 0.19: "tp" is looked for in a string that contains "gtp_remat".
     "order without tp": Repair(
         lambda config: "tp" not in config["kwargs"].get("order", "tp").lower().split("-"),

@@ -46,7 +46,7 @@ stock = functools.cache(load_stock)
 
 
 def dims_of(release):
-    return ["tp", "cp", "ep", "dp", "pp"] + ["gtp_remat"] * (release >= "0.19")
+    return ["tp", "cp", "ep", "dp", "pp"] + ["gtp_remat"] * (release == MAIN[-1])
 
 
 def generator_arguments(dims):

@@ -12,6 +12,7 @@ import builtins
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,13 +23,11 @@ from unittest import mock
 
 import torch
 
+from compat.megatron.releases import ASKED, PUBLISHED
 from tests.support import ROOT
 
-RELEASES = (
-    *("0.12.3", "0.13.1", "0.14.0", "0.15.3"),
-    *("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
-)
-MAIN = ("0.16.1", "0.19.2")  # those that train, and that every kind of test runs with
+RELEASES = (*PUBLISHED, "main", "dev")  # and branches of Megatron-LM, where .cache has them
+MAIN = ("0.16.1", PUBLISHED[-1])  # those that train, and that every kind of test runs with
 
 Edit = Callable[[str], str]
 
@@ -119,6 +118,11 @@ def source_dir(release: str) -> Path:
         f"megatron-core {release} is neither under .cache nor installed: "
         f"run scripts/fetch_megatron {release}"
     )
+
+
+def following(release: str) -> dict[str, str]:
+    """The environment of a process in which `release` would be imported, and ours follows it."""
+    return {"PYTHONPATH": f"{source_dir(release).parents[1]}{os.pathsep}{ROOT}", ASKED: ""}
 
 
 def have_stock(release: str) -> bool:

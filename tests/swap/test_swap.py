@@ -77,6 +77,63 @@ def test_by_every_form_of_import_it_is_one_object_and_too_late_is_refused(tmp_pa
     assert "Call compat.install() before the first `import megatron`" in out
 
 
+LIVES = """
+    import importlib, os, sys
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import megatron.core
+    if sys.argv[1] == "ours":
+        compat = importlib.import_module("compat")
+        compat.uninstall(forget_megatron=True)
+        compat.install()
+        import megatron.core
+    from megatron.core import parallel_state as mpu
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    for life in range(4):
+        seen = [mpu.is_initialized(), mpu.get_virtual_pipeline_model_parallel_rank()]
+        mpu.initialize_model_parallel(2, 2 ** (life % 2), create_gloo_process_groups=False)
+        mpu.set_virtual_pipeline_model_parallel_rank(1)
+        mpu.get_tensor_model_parallel_rank = len
+        print("life", life, *seen, mpu.get_pipeline_model_parallel_world_size())
+        if sys.argv[1] == "ours" and life:
+            ours = set(mpu.current_state().pool.groups)
+            print("groups open", len(c10d._world.pg_map) - len(ours))
+        if life % 2:
+            del sys.modules["megatron.core.parallel_state"]
+            import megatron.core.parallel_state as mpu
+        else:
+            mpu = importlib.reload(mpu)
+        assert megatron.core.parallel_state is mpu and callable(mpu.get_tensor_model_parallel_rank)
+        assert mpu.get_tensor_model_parallel_rank is not len
+"""
+
+
+def test_a_module_that_is_reloaded_or_deleted_begins_anew(tmp_path):
+    path = script(tmp_path, LIVES)
+    ours = python(path, "ours", cwd=tmp_path).splitlines()
+    stock = python(path, "stock", cwd=tmp_path).splitlines()
+    lives = [line for line in ours if line.startswith("life")]
+    assert lives == [line for line in stock if line.startswith("life")] and len(lives) == 4
+    # Only the default group beside those of the life that is on.
+    assert {line for line in ours if line.startswith("groups")} == {"groups open 1"}
+
+
+AUDITED = """
+    import importlib, sys
+    from compat import audit, parallel_state
+    with audit.recording(sys.argv[1]):
+        importlib.reload(parallel_state)
+        call = compile("parallel_state.is_initialized()", "user.py", "exec")
+        exec(call, {"__name__": "user"} | globals())
+"""
+
+
+def test_an_audit_goes_on_after_a_reload(tmp_path):
+    python(script(tmp_path, AUDITED), str(tmp_path / "out"), cwd=tmp_path)
+    assert "is_initialized" in "".join(f.read_text() for f in (tmp_path / "out").iterdir())
+
+
 def test_uninstall_before_megatron_gives_stock(tmp_path):
     code = """
         import compat
@@ -170,6 +227,40 @@ def test_a_path_in_the_environment_swaps_without_the_launcher(tmp_path, shows_th
     assert "compat.parallel_state [0, 2]" in out and "the other sitecustomize ran too" in out
     _, out, _ = run(HYPERGRID_SWAP="0")
     assert "megatron.core.parallel_state [0, 4]" in out
+
+
+SPAWNS = """
+    import sys
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    def work(rank, store):
+        from megatron.core import parallel_state
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=4)
+        parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
+        ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        print(f"rank {rank}: {parallel_state.__name__} {ranks}", flush=True)
+        dist.barrier()
+
+    if __name__ == "__main__":
+        mp.spawn(work, (sys.argv[1],), nprocs=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--order=tp-pp-dp", "compat.parallel_state [0, 1]"),
+        ("--no-swap", "megatron.core.parallel_"),
+    ],
+)
+def test_ranks_that_a_script_spawns_run_what_the_launcher_was_told(tmp_path, flag, says):
+    home = ROOT / "compat" / "swap" / "startup" if flag == "--no-swap" else ""
+    path = os.pathsep.join(filter(None, [str(home), str(ROOT)]))
+    run = ("-m", "compat.launch", flag, script(tmp_path, SPAWNS), str(tmp_path / "store"))
+    code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=path)
+    assert code == 0, errors
+    assert f"rank 0: {says}" in out and out.count(says.partition(" ")[0]) == 4
 
 
 def start(*arguments, cwd, **environment):
