@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -16,6 +17,10 @@ from hypergrid.plan import GroupPlan
 SCHEMA = 1
 PATIENCE = 1.0  # seconds; who waits for less is not stuck
 _LONGEST, _SHOWN = 12, 16  # lines of a chain, ranks that one rank waits for
+# Files of torch, in whichever directory it is; a job's own may be in one called torch too.
+_TORCHS = re.compile(
+    r"/torch/(_\w+|amp|autograd|cuda|distributed|fx|nn|optim|utils|functional\.py)\b"
+)
 
 State: TypeAlias = Literal["cause", "raised", "no dump", "waiting", "running", "elsewhere"]
 
@@ -447,7 +452,7 @@ def _shown(call: Call, other: Call) -> str:
 
 def _at(stack: Sequence[Frame]) -> str:
     """The innermost frame that is not torch's."""
-    frame = next((frame for frame in stack if "/torch/" not in frame.file), stack[0])
+    frame = next((frame for frame in stack if not _TORCHS.search(frame.file)), stack[0])
     return f"{frame.function} ({frame.file}:{frame.line})"
 
 

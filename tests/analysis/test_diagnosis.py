@@ -76,13 +76,15 @@ def test_a_rank_is_named_by_its_host_coordinates_stack_and_the_time(job):
     end = START + 700 * SECOND
     for rank in range(4):
         where = [("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce")] * (rank != 3)
-        stack(job.directory, rank, [*where, ("/home/me/data.py", 30 + rank, "load")], written=end)
+        stack(
+            job.directory, rank, [*where, ("/home/torch/data.py", 30 + rank, "load")], written=end
+        )
     job.call(2, OTHER, done=False).call(0, TP).call(1, TP)
     plan = from_sizes(world_size=4, tp=2).plan()
     assert job.verdict(plan=plan).sentence == (
         "Rank 3 (host0, tp=1 dp=1) never entered all_reduce #4 of TENSOR 2..3, which rank 2 has "
-        "been in for 11 min 33 s; it is in load (/home/me/data.py:33), and its last call was "
-        "all_reduce #3 of DATA."
+        "been in for 11 min 33 s; it is in load (/home/torch/data.py:33), and its last call "
+        "was all_reduce #3 of DATA."
     )
 
 
