@@ -93,7 +93,8 @@ LIVES = """
         mpu.get_tensor_model_parallel_rank = len
         print("life", life, *seen, mpu.get_pipeline_model_parallel_world_size())
         if sys.argv[1] == "ours" and life:
-            print("groups open", len(c10d._world.pg_map) - len(set(mpu.current_state().pool.groups)))
+            planned = mpu.current_state().pool.groups
+            print("groups open", len(c10d._world.pg_map) - len(set(planned)))
         if life % 2:
             del sys.modules["megatron.core.parallel_state"]
             import megatron.core.parallel_state as mpu
@@ -119,7 +120,8 @@ AUDITED = """
     from compat import audit, parallel_state
     with audit.recording(sys.argv[1]):
         importlib.reload(parallel_state)
-        exec(compile("parallel_state.is_initialized()", "user.py", "exec"), {"__name__": "user"} | globals())
+        user = compile("parallel_state.is_initialized()", "user.py", "exec")
+        exec(user, {"__name__": "user", "parallel_state": parallel_state})
 """
 
 
