@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import linecache
 import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, TypeVar
 
 from compat.megatron.sources import Source, found
@@ -322,52 +325,58 @@ def as_released(function: F) -> F:
         for n, (span, default) in DEFAULTS.items()
         if n in written and _is_in(span, RELEASE)
     }
+    named = [n for n in parameters if n not in placed and (EVERY or n not in always)]
     released: Any = function
-    if now != written or placed != always[: len(placed)]:
-        released = _wrapped(function, placed, now)
-    elif len(placed) < len(always) and not EVERY:
-        _hide(released, len(always) - len(placed))
+    if now != written or [*placed, *named] != [*parameters]:
+        released = _rewritten(function, placed, named, now)
     shown = [parameters[n].replace(default=now[n]) for n in placed]
     released.__signature__ = signature.replace(parameters=shown)
     return released  # type: ignore[no-any-return]
 
 
-def _wrapped(function: Callable[..., Any], placed: list[str], defaults: dict[str, Any]) -> Any:
-    """``function`` with its arguments in another order or with other defaults."""
-    kinds = {n: p.kind is p.KEYWORD_ONLY for n, p in inspect.signature(function).parameters.items()}
-    named = [n for n, only in kinds.items() if n not in placed and (only or EVERY)]
-    # Generated source, as in dataclasses: a wrapper that sorts its arguments costs ten times as
-    # much.
-    own = f"_{function.__name__}_as_written"
-    order = [*placed, *["*"] * bool(named), *named]
-    passed = [
-        (f"{n}={n}" if only else n) if n in order else repr(defaults[n])
-        for n, only in kinds.items()
-    ]
-    # Both in the globals of the function, so that getters can be given others.
-    function.__globals__[own] = function
-    call = f"lambda {', '.join(order)}: {own}({', '.join(passed)})"
-    released: Any = eval(call, function.__globals__)
-    functools.update_wrapper(released, function)
-    given = {n: value for n, value in defaults.items() if value is not inspect.Parameter.empty}
-    released.__defaults__ = tuple(given[n] for n in placed if n in given)
-    released.__kwdefaults__ = {n: given[n] for n in named}
-    return released
+def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[str, Any]) -> Any:
+    """``function`` compiled anew: arguments by position and by name alone, the others constants.
 
-
-def _hide(function: Any, many: int) -> None:
-    """Let ``function`` not take its last arguments. A wrapper would double the cost of a call."""
-    code, defaults = function.__code__, function.__defaults__
-    left, names = code.co_argcount - many, [*code.co_varnames]
-    hidden = [f"_{name}" for name in names[left : code.co_argcount]]
-    names[left : code.co_argcount] = hidden
-    function.__code__ = code.replace(
-        co_argcount=left,
-        co_kwonlyargcount=code.co_kwonlyargcount + many,
-        co_varnames=tuple(names),
+    A wrapper would double the cost of a call.
+    """
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename)
+    end = max(line for *_, line in code.co_lines() if line)  # or where its last statement ends
+    while end < len(lines) and lines[end][0].isspace():
+        end += 1
+    tree = ast.parse("".join(lines[code.co_firstlineno - 1 : end]))
+    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    written: Any = tree.body[0]
+    taken = [*placed, *named]
+    written.decorator_list, written.returns = [], None
+    written.args = ast.arguments(
+        posonlyargs=[],
+        args=[ast.arg(name) for name in placed],
+        kwonlyargs=[ast.arg(name) for name in named],
+        kw_defaults=[None for _ in named],
+        defaults=[],
     )
-    function.__defaults__ = defaults[:-many]
-    function.__kwdefaults__ = {
-        **(function.__kwdefaults__ or {}),
-        **dict(zip(hidden, defaults[-many:], strict=True)),
-    }
+    constants = {name: value for name, value in given.items() if name not in taken}
+    compiled = compile(
+        ast.fix_missing_locations(_Constants(constants).visit(tree)),
+        code.co_filename,
+        "exec",
+        dont_inherit=True,
+    )
+    name = function.__name__
+    new = next(each for each in compiled.co_consts if getattr(each, "co_name", "") == name)
+    made = FunctionType(new, function.__globals__, name)
+    functools.update_wrapper(made, function)
+    del made.__wrapped__  # type: ignore[attr-defined]
+    have = {name: value for name, value in given.items() if value is not inspect.Parameter.empty}
+    made.__defaults__ = tuple(have[name] for name in placed if name in have)
+    made.__kwdefaults__ = {name: have[name] for name in named}
+    return made
+
+
+class _Constants(ast.NodeTransformer):
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.values[node.id]) if node.id in self.values else node

@@ -1,7 +1,6 @@
 """The swap: one module object by every form of import, refusals, and the launcher."""
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -10,9 +9,6 @@ import textwrap
 
 import pytest
 
-from compat.megatron.job import from_sizes
-from compat.megatron.releases import RELEASE
-from hypergrid import GroupPlan
 from tests.support import ROOT, warm
 
 
@@ -97,8 +93,8 @@ LIVES = """
         mpu.get_tensor_model_parallel_rank = len
         print("life", life, *seen, mpu.get_pipeline_model_parallel_world_size())
         if sys.argv[1] == "ours" and life:
-            ours = set(mpu.current_state().pool.groups)
-            print("groups open", len(c10d._world.pg_map) - len(ours))
+            planned = mpu.current_state().pool.groups
+            print("groups open", len(c10d._world.pg_map) - len(set(planned)))
         if life % 2:
             del sys.modules["megatron.core.parallel_state"]
             import megatron.core.parallel_state as mpu
@@ -124,8 +120,8 @@ AUDITED = """
     from compat import audit, parallel_state
     with audit.recording(sys.argv[1]):
         importlib.reload(parallel_state)
-        call = compile("parallel_state.is_initialized()", "user.py", "exec")
-        exec(call, {"__name__": "user"} | globals())
+        user = compile("parallel_state.is_initialized()", "user.py", "exec")
+        exec(user, {"__name__": "user", "parallel_state": parallel_state})
 """
 
 
@@ -468,37 +464,6 @@ def test_a_compat_of_the_users_own_is_named(tmp_path):
     elsewhere.mkdir()
     out = launch(path, cwd=elsewhere)
     assert f"{theirs} has the same name as hypergrid's package `compat`" in out
-
-
-def test_the_plan_is_that_of_the_arguments_which_the_script_parsed(tmp_path):
-    parses = script(
-        tmp_path,
-        """
-        import argparse
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--tp", type=int)
-        parser.add_argument("--stages", type=lambda text: int(text) // 2)
-        args = parser.parse_args()
-        dist.init_process_group("gloo")
-        parallel_state.initialize_model_parallel(args.tp, args.stages, order="tp-pp-cp-ep-dp")
-        raise AssertionError("it went on")
-        """,
-        "parses.py",
-    )
-    out = python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *("-m", "compat.launch", "--plan", parses, "--tp", "2", "--stages", "4"),
-        cwd=tmp_path,
-    )
-    (line,) = [line for line in out.splitlines() if line.startswith("{")]
-    asked = {"tp": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"}
-    assert GroupPlan.from_json(line) == from_sizes(world_size=4, **asked).plan()
-    assert json.loads(line)["ranks_per_host"] == 4
-    assert json.loads(line)["megatron"] == ".".join(map(str, RELEASE))
-    refused = launch("--no-swap", "--plan", parses, cwd=tmp_path, fails=True)
-    assert "--plan needs the swap, which --no-swap switches off" in refused
 
 
 def test_ranks_that_torchrun_starts(tmp_path, shows_the_order):
