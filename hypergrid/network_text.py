@@ -16,6 +16,7 @@ from hypergrid.messages import shown
 from hypergrid.network import MOST_HOSTS, Network
 
 _LONGEST = 16 << 20  # bytes of a file
+_LONGEST_NAME = 255  # characters
 _HOST = r"[^][,\s]+(?:\[[\d,-]+\][^][,\s]*)*"
 # Of several switches of a level there is a hostlist, of none nothing.
 _ADDRESS = r"[][\w,-]+(\.[][\w,-]*)*\.[\w-]+(\s+[a-z]+(\.[a-z]+)+)?"
@@ -119,7 +120,9 @@ def _slurm(lines: Iterable[str], per_host: int) -> Network:
     above: dict[str, str] = {}
     leaf, block = dict[str, str](), dict[str, str]()
     for line in lines:
-        pairs = re.findall(r'(\w+)\s*=\s*"?(?!\w+\s*=)([^\s"]+)', line)  # "Nodes= Size=4": no nodes
+        pairs = re.findall(
+            r'\b(\w+)\s*=\s*"?(?!\w+\s*=)([^\s"]+)', line
+        )  # "Nodes= Size=4": no nodes
         said = {key.lower(): value for key, value in pairs}
         nodes = expanded(said["nodes"]) if "nodes" in said else []
         if "blockname" in said:
@@ -202,6 +205,8 @@ def expanded(hostlist: str) -> list[str]:
         raise LayoutError(f"{shown(hostlist)} is not a hostlist such as a[01-18],b3.")
     names: list[str] = []
     for part in re.finditer(_HOST, hostlist):
+        if len(re.sub(r"\[.*?\]", "", part[0])) > _LONGEST_NAME:
+            raise LayoutError(f"the host {shown(part[0])} has too long a name.")
         pieces = re.split(r"\[([^]]*)\]", part[0])
         choices = [[p] if i % 2 == 0 else _numbers(p, hostlist) for i, p in enumerate(pieces)]
         _refuse_many(len(names) + math.prod(map(len, choices)))
@@ -214,7 +219,7 @@ def _numbers(text: str, whole: str) -> list[str]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        if not all(re.fullmatch(r"\d{1,18}", n) for n in (first, last)) or int(first) > int(last):
             raise LayoutError(f"{shown(whole)} is not a hostlist such as a[01-18],b3.")
         _refuse_many(int(last) - int(first) + 1)
         found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
@@ -230,7 +235,8 @@ def hostlist(names: Iterable[str]) -> str:
     """The shortest hostlist that ``expanded`` reads as ``names``, in their order."""
     runs: list[tuple[str, list[str]]] = []  # what is before the number, and the numbers
     for name in names:
-        head, digits = re.fullmatch(r"(.*?)(\d*)", name, re.S).groups()  # type: ignore[union-attr]
+        head = name.rstrip("0123456789")
+        digits = name[len(head) :]
         last = runs[-1] if runs else None
         if digits and last is not None and last[0] == head and last[1][0]:
             last[1].append(digits)

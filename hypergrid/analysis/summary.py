@@ -12,6 +12,7 @@ from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.policy import CHOICES, Policy
 from hypergrid.topology import Topology
 
+_MOST_KINDS = 256  # a job's groups are laid out in fewer ways
 _DEVICE = 4  # descriptors of one gloo device
 
 
@@ -126,19 +127,15 @@ def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
 
 
 def kinds_of_ranks(plan: GroupPlan) -> list[int]:
-    """Ranks that together have every number of groups that a rank can have.
-
-    Each rank has equally many groups, except for rows that keep the ends of a pipeline, rows cut
-    into runs of which the last may be shorter, and rows with explicit groups.
-    """
-    if plan.grids or any(row.explicit is not None for row in plan.rows):
-        return list(plan.window)
-    ranks = {plan.window[0]}
-    for row in plan.rows:
-        if row.pick != "all" or row.chunk:
-            members = plan.layouts[row.layout].group(plan.window[0], row.dims)
-            ranks |= {members[0], members[len(members) // 2], members[-1]}
-    return sorted(ranks)
+    """Ranks that together have every number and every size of groups that a rank can have."""
+    window = plan.window
+    kinds = np.zeros(window.stop, dtype=np.uint64)  # equal for ranks with groups of equal sizes
+    for number, row in enumerate(plan.rows):
+        for part in plan.arrays(row):
+            kinds[part] += np.uint64(hash((number, part.shape[1])) % (1 << 64))
+    first = np.unique(kinds[window.start :], return_index=True)[1]
+    found: list[int] = (np.sort(first)[:_MOST_KINDS] + window.start).tolist()
+    return found
 
 
 def _identity(arrays: list[np.ndarray]) -> bytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -32,7 +33,7 @@ from hypergrid.analysis.summary import (
 )
 from hypergrid.analysis.traffic import Estimate, Ranked
 from hypergrid.cli.source import Subject, Traffic
-from hypergrid.messages import few, span_of
+from hypergrid.messages import few, printable, span_of
 from hypergrid.network import Network
 from hypergrid.network_text import FORMATS, hostlist
 
@@ -462,6 +463,16 @@ def as_json(data: Mapping[str, Any]) -> None:
     print(json.dumps({"schema": _SCHEMA, **data}, indent=1))
 
 
+class _Console(Console):
+    """Names from files keep their control characters to themselves."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
 def console() -> Console:
     """The terminal; its width and colours as rich finds them, 80 columns where there is none."""
-    return Console(highlight=False, markup=False, emoji=False)
+    return _Console(highlight=False, markup=False, emoji=False)
