@@ -20,14 +20,16 @@ _LONGEST_NAME = 255  # characters
 _HOST = r"[^][,\s]+(?:\[[\d,-]+\][^][,\s]*)*"
 # Of several switches of a level there is a hostlist, of none nothing.
 _ADDRESS = r"[][\w,-]+(\.[][\w,-]*)*\.[\w-]+(\s+[a-z]+(\.[a-z]+)+)?"
+_LISTED = r"([^\s:={}\[\]]+)(?:\s+slots=(\d{1,6})|:(\d{1,6}))?(?:\s+max[-_]slots=\d+)?"
 _SWITCHES = ("rack", "pod")  # what the levels of a tree of switches are called, innermost first
 
 
 def read(path: Path, per_host: int) -> Network:
     """The network in a file: YAML or JSON, SLURM's topology.conf, or what scontrol prints of it.
 
-    ``per_host`` is for hosts of which the file does not say how many GPUs they have. SLURM's
-    addresses (a line ``SLURM_TOPOLOGY_ADDR`` for each host, its pattern behind it) are read too.
+    Or a hostfile, or what ``kubectl get nodes -o json`` prints. ``per_host`` is for hosts of which
+    the file does not say how many GPUs they have. SLURM's addresses (a line ``SLURM_TOPOLOGY_ADDR``
+    for each host, its pattern behind it) are read too.
     LayoutError if it is none of these.
     """
     try:
@@ -42,9 +44,63 @@ def _parsed(text: str, per_host: int) -> Network:
     lines = [line.strip() for line in joined.splitlines() if line.strip()]
     if any(re.match(r"(?i)(switch|block)name\s*=", line) for line in lines):
         return _slurm(lines, per_host)
-    if lines and all(re.fullmatch(_ADDRESS, line) for line in lines):
-        return from_addresses(lines, per_host)
-    return from_data(_loaded(text), per_host)
+    if not lines:
+        raise LayoutError("it is empty.")
+    if all(re.fullmatch(_ADDRESS, line) for line in lines):
+        nodes = {line.split()[0].rpartition(".")[2] for line in lines}
+        if len(nodes) == len(lines) or any(" " in line for line in lines):
+            return from_addresses(lines, per_host)  # else names with their domain
+    listed = [re.fullmatch(_LISTED, line) for line in lines]
+    if all(listed):
+        return _of_hostfile([found.groups() for found in listed if found], per_host)
+    data = _loaded(text)
+    is_kubernetes = isinstance(data, Mapping) and "items" in data
+    return from_data(_of_kubernetes(data) if is_kubernetes else data, per_host)
+
+
+def _of_hostfile(lines: Sequence[Sequence[str | None]], per_host: int) -> Network:
+    """Of lines ``name``, ``name slots=8``, ``name:8``; a name on several lines has their sum."""
+    gpus: dict[str, int] = {}
+    named = [name for name, *_ in lines]
+    for name, *many in lines:
+        told = next((int(n) for n in many if n), 1 if len(set(named)) < len(named) else per_host)
+        gpus[str(name)] = gpus.get(str(name), 0) + told
+    _refuse_many(len(gpus))
+    return Network(tuple(gpus), tuple(gpus.values()))
+
+
+def _of_kubernetes(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The hosts with GPUs of what ``kubectl get nodes -o json`` prints."""
+    hosts = []
+    for node in converted(data, _Nodes, "it").items:
+        gpus = node.status.allocatable.get("nvidia.com/gpu", "0")
+        clique = node.metadata.labels.get("nvidia.com/gpu.clique")
+        if gpus != "0":
+            host = {"name": node.metadata.name, "gpus": gpus}
+            hosts.append(host | ({"nvlink": clique} if clique else {}))
+    return {"hosts": hosts}
+
+
+@dataclass
+class _Metadata:
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Status:
+    allocatable: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Node:
+    metadata: _Metadata
+    status: _Status
+
+
+@dataclass
+class _Nodes:
+    items: list[_Node]
 
 
 def _loaded(text: str) -> Any:
