@@ -430,6 +430,8 @@ def parity(subject: Subject) -> int:
     out.print(
         f"\nmegatron-core {release}'s RankGenerator: "
         + (f"{differ} of {len(rows)} kinds of groups differ." if differ else "all groups equal.")
+        + " The ranks of each group and their order were compared; names, backends and options "
+        "are those of the release, and were not."
     )
     return 1 if differ else 0
 

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from compat.megatron.job import Job, JobError
 from compat.transformer_engine import process as te_process
@@ -67,7 +68,8 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
 def examined() -> Iterator[tuple[str, str, str]]:
     """The state of this machine: (name, state, remedy); no remedy if all is well."""
     yield "python", f"{platform.python_version()} ({sys.executable})", ""
-    yield _distribution("hypergrid")
+    name, own, remedy = _distribution("hypergrid")
+    yield name, own + _checkout(Path(__file__).parents[2]), remedy
     yield from _torch()
     yield _distribution("numpy")
     yield from _megatron()
@@ -129,8 +131,10 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
     if importlib.util.find_spec("megatron") is None:
         yield "megatron-core", "not installed", "pip install 'hypergrid[megatron]' for the swap."
         return
-    speaks = ".".join(map(str, RELEASE))
-    yield "megatron-core", f"{state or 'a checkout'}; compat speaks as {speaks}", ""
+    speaks, found = ".".join(map(str, RELEASE)), importlib.util.find_spec("megatron")
+    places = found.submodule_search_locations if found is not None else None
+    where = _checkout(Path(next(iter(places))).parent) if places else ""
+    yield "megatron-core", f"{state or 'not a package'}{where}; compat speaks as {speaks}", ""
     if RELEASE > NEWEST:
         yield "release", f"newer than {'.'.join(map(str, NEWEST))}, the newest known", ""
     other = hiding()
@@ -224,6 +228,11 @@ def _ranks() -> Iterator[tuple[str, str, str]]:
         )
     elif found:
         yield "ranks", "consecutive on each host", ""
+
+
+def _checkout(home: Path) -> str:
+    """That what is imported from there is a checkout and no installed package; "" otherwise."""
+    return "" if home.name in ("site-packages", "dist-packages") else f", a checkout in {home}"
 
 
 def _distribution(name: str) -> tuple[str, str, str]:
