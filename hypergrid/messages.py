@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Sequence
 
@@ -17,6 +18,17 @@ def shown(value: object) -> str:
         return _short.repr(value)
     except Exception:  # such as a number of more digits than Python writes down
         return f"<{type(value).__name__}>"
+
+
+# What moves a terminal's cursor, colours it, turns the direction of text, or cannot be encoded.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out, as ``\\x1b``; lines and tabs stay."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def shown_apart(one: object, other: object) -> tuple[str, str]:

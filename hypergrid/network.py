@@ -8,6 +8,7 @@ inside those of the next. Two ranks communicate at the pace of the innermost lev
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from hypergrid.topology import Topology
 NVLINK4, NVLINK5, NDR = 450.0, 900.0, 50.0
 BETWEEN_PODS = NDR / 7  # links to the switches above the pods are shared by seven
 MOST_HOSTS = 1 << 18
+_MOST_RANKS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Network:
         units = {level: tuple(names) for level, names in self.units.items()}
         if not hosts or not all(isinstance(name, str) and name for name in hosts):
             raise LayoutError(f"hosts must be names, at least one, got {shown(self.hosts)}.")
+        odd = next((name for name in hosts if re.search(r"[\s\x00-\x1f\x7f-\x9f]", name)), None)
+        if odd is not None:
+            raise LayoutError(
+                f"the host {shown(odd)} has a blank or a control character in its name."
+            )
         if len(set(hosts)) < len(hosts):
             twice = Counter(hosts).most_common(1)[0][0]
             raise LayoutError(f"the host {shown(twice)} is listed twice. List each host once.")
@@ -177,6 +184,8 @@ class Network:
 
     def numbers(self, ranks: int | None = None) -> np.ndarray:
         """Of each rank the number of its host and of its units: shape (levels but one, ranks)."""
+        if sum(self.ranks) > _MOST_RANKS:
+            raise LayoutError(f"the hosts have more than {_MOST_RANKS:,} ranks, too many to plan.")
         by_host = [range(len(self.hosts)), *map(_numbered, self.units.values())]
         every: np.ndarray = np.repeat(np.array(by_host), self.ranks, axis=1)
         if ranks is not None and every.shape[1] < ranks:

@@ -16,17 +16,20 @@ from hypergrid.messages import install_command, shown
 from hypergrid.network import MOST_HOSTS, Network
 
 _LONGEST = 16 << 20  # bytes of a file
+_LONGEST_NAME = 255  # characters
 _HOST = r"[^][,\s]+(?:\[[\d,-]+\][^][,\s]*)*"
 # Of several switches of a level there is a hostlist, of none nothing.
 _ADDRESS = r"[][\w,-]+(\.[][\w,-]*)*\.[\w-]+(\s+[a-z]+(\.[a-z]+)+)?"
+_LISTED = r"([^\s:={}\[\]]+)(?:\s+slots=(\d{1,6})|:(\d{1,6}))?(?:\s+max[-_]slots=\d+)?"
 _SWITCHES = ("rack", "pod")  # what the levels of a tree of switches are called, innermost first
 
 
 def read(path: Path, per_host: int) -> Network:
     """The network in a file: YAML or JSON, SLURM's topology.conf, or what scontrol prints of it.
 
-    ``per_host`` is for hosts of which the file does not say how many GPUs they have. SLURM's
-    addresses (a line ``SLURM_TOPOLOGY_ADDR`` for each host, its pattern behind it) are read too.
+    Or a hostfile, or what ``kubectl get nodes -o json`` prints. ``per_host`` is for hosts of which
+    the file does not say how many GPUs they have. SLURM's addresses (a line ``SLURM_TOPOLOGY_ADDR``
+    for each host, its pattern behind it) are read too.
     LayoutError if it is none of these.
     """
     try:
@@ -41,9 +44,63 @@ def _parsed(text: str, per_host: int) -> Network:
     lines = [line.strip() for line in joined.splitlines() if line.strip()]
     if any(re.match(r"(?i)(switch|block)name\s*=", line) for line in lines):
         return _slurm(lines, per_host)
-    if lines and all(re.fullmatch(_ADDRESS, line) for line in lines):
-        return from_addresses(lines, per_host)
-    return from_data(_loaded(text), per_host)
+    if not lines:
+        raise LayoutError("it is empty.")
+    if all(re.fullmatch(_ADDRESS, line) for line in lines):
+        nodes = {line.split()[0].rpartition(".")[2] for line in lines}
+        if len(nodes) == len(lines) or any(" " in line for line in lines):
+            return from_addresses(lines, per_host)  # else names with their domain
+    listed = [re.fullmatch(_LISTED, line) for line in lines]
+    if all(listed):
+        return _of_hostfile([found.groups() for found in listed if found], per_host)
+    data = _loaded(text)
+    is_kubernetes = isinstance(data, Mapping) and "items" in data
+    return from_data(_of_kubernetes(data) if is_kubernetes else data, per_host)
+
+
+def _of_hostfile(lines: Sequence[Sequence[str | None]], per_host: int) -> Network:
+    """Of lines ``name``, ``name slots=8``, ``name:8``; a name on several lines has their sum."""
+    gpus: dict[str, int] = {}
+    named = [name for name, *_ in lines]
+    for name, *many in lines:
+        told = next((int(n) for n in many if n), 1 if len(set(named)) < len(named) else per_host)
+        gpus[str(name)] = gpus.get(str(name), 0) + told
+    _refuse_many(len(gpus))
+    return Network(tuple(gpus), tuple(gpus.values()))
+
+
+def _of_kubernetes(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The hosts with GPUs of what ``kubectl get nodes -o json`` prints."""
+    hosts = []
+    for node in converted(data, _Nodes, "it").items:
+        gpus = node.status.allocatable.get("nvidia.com/gpu", "0")
+        clique = node.metadata.labels.get("nvidia.com/gpu.clique")
+        if gpus != "0":
+            host = {"name": node.metadata.name, "gpus": gpus}
+            hosts.append(host | ({"nvlink": clique} if clique else {}))
+    return {"hosts": hosts}
+
+
+@dataclass
+class _Metadata:
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Status:
+    allocatable: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Node:
+    metadata: _Metadata
+    status: _Status
+
+
+@dataclass
+class _Nodes:
+    items: list[_Node]
 
 
 def _loaded(text: str) -> Any:
@@ -119,7 +176,9 @@ def _slurm(lines: Iterable[str], per_host: int) -> Network:
     above: dict[str, str] = {}
     leaf, block = dict[str, str](), dict[str, str]()
     for line in lines:
-        pairs = re.findall(r'(\w+)\s*=\s*"?(?!\w+\s*=)([^\s"]+)', line)  # "Nodes= Size=4": no nodes
+        pairs = re.findall(
+            r'\b(\w+)\s*=\s*"?(?!\w+\s*=)([^\s"]+)', line
+        )  # "Nodes= Size=4": no nodes
         said = {key.lower(): value for key, value in pairs}
         nodes = expanded(said["nodes"]) if "nodes" in said else []
         if "blockname" in said:
@@ -202,6 +261,8 @@ def expanded(hostlist: str) -> list[str]:
         raise LayoutError(f"{shown(hostlist)} is not a hostlist such as a[01-18],b3.")
     names: list[str] = []
     for part in re.finditer(_HOST, hostlist):
+        if len(re.sub(r"\[.*?\]", "", part[0])) > _LONGEST_NAME:
+            raise LayoutError(f"the host {shown(part[0])} has too long a name.")
         pieces = re.split(r"\[([^]]*)\]", part[0])
         choices = [[p] if i % 2 == 0 else _numbers(p, hostlist) for i, p in enumerate(pieces)]
         _refuse_many(len(names) + math.prod(map(len, choices)))
@@ -214,7 +275,7 @@ def _numbers(text: str, whole: str) -> list[str]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        if not all(re.fullmatch(r"\d{1,18}", n) for n in (first, last)) or int(first) > int(last):
             raise LayoutError(f"{shown(whole)} is not a hostlist such as a[01-18],b3.")
         _refuse_many(int(last) - int(first) + 1)
         found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
@@ -230,7 +291,8 @@ def hostlist(names: Iterable[str]) -> str:
     """The shortest hostlist that ``expanded`` reads as ``names``, in their order."""
     runs: list[tuple[str, list[str]]] = []  # what is before the number, and the numbers
     for name in names:
-        head, digits = re.fullmatch(r"(.*?)(\d*)", name, re.S).groups()  # type: ignore[union-attr]
+        head = name.rstrip("0123456789")
+        digits = name[len(head) :]
         last = runs[-1] if runs else None
         if digits and last is not None and last[0] == head and last[1][0]:
             last[1].append(digits)

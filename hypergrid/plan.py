@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -98,6 +99,15 @@ class GroupRow:
             return None
         return Kind(self.backend, self.timeout, self.options, self.traffic)
 
+    @cached_property
+    def places(self) -> Mapping[int, list[int]]:
+        """By rank, which of the explicit groups it is in."""
+        found: dict[int, list[int]] = {}
+        for place, ranks in enumerate(self.explicit or ()):
+            for rank in ranks:
+                found.setdefault(rank, []).append(place)
+        return found
+
     def parts(self, size: int) -> list[list[int]]:
         """The groups made of one of ``size`` members, as the members' places in it."""
         step = self.chunk or size
@@ -183,7 +193,7 @@ class GroupPlan:
         """
         layout = self.layouts[row.layout]
         if row.explicit is not None:
-            named = [(f"{row.label}#{i}", ranks) for i, ranks in enumerate(row.explicit)]
+            return {f"{row.label}#{i}": row.explicit[i] for i in row.places.get(rank, ())}
         elif rank in layout:
             named = [(row.label, ranks) for ranks in row.cuts([layout.group(rank, row.dims)])]
         else:
@@ -236,7 +246,11 @@ class GroupPlan:
             layouts[name]["ranks"] = members
         default = GroupRow("", "", ())
         rows = [
-            {k: v for k, v in vars(row).items() if k == "dims" or v != getattr(default, k)}
+            {
+                f.name: getattr(row, f.name)
+                for f in fields(row)
+                if f.name == "dims" or getattr(row, f.name) != getattr(default, f.name)
+            }
             for row in self.rows
         ]
         data: dict[str, Any] = {"schema": SCHEMA, "layouts": layouts, "rows": rows}

@@ -196,7 +196,7 @@ class Rules:
         return self.history.is_usual(rank, at), self.history.makers(rank, at)
 
     def _is_innocent(self, gone: set[int]) -> bool:
-        """Whether none of the last calls can have ended ranks, as one of another size can on gloo."""
+        """Whether none of the last calls can have ended ranks, as another size can on gloo."""
         for rank, mine in self.ranks.items():
             for group, at in self.waiting.last_of(rank).items():
                 known = self.waiting.recording.groups[group].ranks

@@ -11,7 +11,7 @@ import numpy as np
 from hypergrid.analysis.recording import DEFAULT, Recording
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
-from hypergrid.plan import SUBGROUP, GroupPlan
+from hypergrid.plan import SUBGROUP, GroupPlan, GroupRow
 
 _COMPARED = 64  # groups of a recording with those of a plan
 
@@ -111,11 +111,14 @@ def difference(
                 changed |= differ
         if cut != cut_anew or changed.any():
             resharded.append(Resharded(name, dims, (cut, cut_anew), int(changed.sum())))
-    groups = [_groups(before, common), _groups(after, common)]
     regrouped = []
-    for label in dict.fromkeys((*groups[0], *groups[1])):
-        (many, one_of), (others, other_of) = (each.get(label, (0, {})) for each in groups)
-        ranks = sum(one_of.get(rank) != other_of.get(rank) for rank in {*one_of, *other_of})
+    by_label = [_rows(before), _rows(after)]
+    for label in dict.fromkeys((*by_label[0], *by_label[1])):
+        (many, one_of), (others, other_of) = (
+            _groups(plan, rows.get(label, []), common)
+            for plan, rows in zip((before, after), by_label, strict=True)
+        )
+        ranks = int((one_of != other_of).sum())
         if ranks or many != others:
             regrouped.append(Regrouped(label, (many, others), ranks))
     sizes = (len(before.window), len(after.window))
@@ -187,17 +190,21 @@ def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
     return np.where(known, places // layout.stride(dim) % layout.dim_size(dim), -1)
 
 
-def _groups(plan: GroupPlan, ranks: range) -> dict[str, tuple[int, dict[int, int]]]:
-    """For each label: how many groups, and for each of ``ranks`` what its groups' members are."""
-    found: dict[str, tuple[int, dict[int, int]]] = {}
+def _rows(plan: GroupPlan) -> dict[str, list[GroupRow]]:
+    found: dict[str, list[GroupRow]] = {}
     for row in plan.rows:
-        count, members = found.get(row.label, (0, {}))
-        for part in plan.arrays(row):
-            count += len(part)
-            for group in part:
-                digest = hash(group.tobytes())
-                for rank in group.tolist():
-                    if rank in ranks:  # a sum: of two equal groups both count, in any order
-                        members[rank] = members.get(rank, 0) + digest
-        found[row.label] = (count, members)
+        found.setdefault(row.label, []).append(row)
     return found
+
+
+def _groups(plan: GroupPlan, rows: list[GroupRow], ranks: range) -> tuple[int, np.ndarray]:
+    """How many groups the rows have, and a digest of each rank's: equal for equal members."""
+    count = 0
+    parts = [part for row in rows for part in plan.arrays(row)]
+    known = max([ranks.stop, *(int(part.max()) + 1 for part in parts)])
+    mixed = np.random.default_rng(0).integers(1 << 63, size=known, dtype=np.uint64)
+    digests = np.zeros(known, dtype=np.uint64)
+    for part in parts:
+        count += len(part)
+        digests[part] += mixed[part].sum(axis=1, keepdims=True)
+    return count, digests[ranks.start : ranks.stop]

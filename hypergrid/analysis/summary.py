@@ -12,6 +12,7 @@ from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.policy import CHOICES, Policy
 from hypergrid.topology import Topology
 
+_MOST_KINDS = 256  # a job's groups are laid out in fewer ways
 _DEVICE = 4  # descriptors of one gloo device
 
 
@@ -63,7 +64,7 @@ def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
 
     With ``"none"`` these are all groups of the rank.
     """
-    ranks = _kinds_of_ranks(plan)
+    ranks = kinds_of_ranks(plan)
     counts = {}
     for share in CHOICES["share"]:
         policy = Policy(share=share)
@@ -82,7 +83,7 @@ def descriptors(plan: GroupPlan, backend: str = "") -> dict[str, tuple[int, int]
     counts = {}
     for connect in CHOICES["connect"]:
         policy, of_rank = Policy(connect=connect), []
-        for rank in _kinds_of_ranks(plan):
+        for rank in kinds_of_ranks(plan):
             kinds = ((row.backend or backend, len(ranks)) for row, ranks in plan.groups_of(rank))
             sizes = [size for kind, size in kinds if kind == "gloo"]
             waiting = [size for size in sizes if size > 1 and policy.waits(size)]
@@ -125,20 +126,16 @@ def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
     return touched
 
 
-def _kinds_of_ranks(plan: GroupPlan) -> list[int]:
-    """Ranks that together have every number of groups that a rank can have.
-
-    Each rank has equally many groups, except for rows that keep the ends of a pipeline, rows cut
-    into runs of which the last may be shorter, and rows with explicit groups.
-    """
-    if plan.grids or any(row.explicit is not None for row in plan.rows):
-        return list(plan.window)
-    ranks = {plan.window[0]}
-    for row in plan.rows:
-        if row.pick != "all" or row.chunk:
-            members = plan.layouts[row.layout].group(plan.window[0], row.dims)
-            ranks |= {members[0], members[len(members) // 2], members[-1]}
-    return sorted(ranks)
+def kinds_of_ranks(plan: GroupPlan) -> list[int]:
+    """Ranks that together have every number and every size of groups that a rank can have."""
+    window = plan.window
+    kinds = np.zeros(window.stop, dtype=np.uint64)  # equal for ranks with groups of equal sizes
+    for number, row in enumerate(plan.rows):
+        for part in plan.arrays(row):
+            kinds[part] += np.uint64(hash((number, part.shape[1])) % (1 << 64))
+    first = np.unique(kinds[window.start :], return_index=True)[1]
+    found: list[int] = (np.sort(first)[:_MOST_KINDS] + window.start).tolist()
+    return found
 
 
 def _identity(arrays: list[np.ndarray]) -> bytes:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compat.megatron.checks import faults, host_order
 from compat.megatron.job import JobError
-from compat.megatron.traffic import SHARDS, VOLUMES, shards_of
+from compat.megatron.traffic import SHARDS, VOLUMES, has_experts, shards_of
 from hypergrid import __version__
 from hypergrid.analysis.checks import Finding, by_severity, findings, link_findings
 from hypergrid.analysis.diff import Dump, against_dump, difference, unfit
@@ -28,7 +28,7 @@ from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import Subject, Traffic, read, saved
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
-from hypergrid.messages import few
+from hypergrid.messages import few, printable
 from hypergrid.network import Network
 from hypergrid.network_text import FORMATS
 
@@ -116,7 +116,9 @@ def show(
             from hypergrid.show.picture import picture
 
             drawn = replace(subject.plan, layouts=subject.layouts)
-            picture(drawn, subject.boxes, path, layout=views[0], by=by, within=within)
+            both = view is None and by is None and has_experts(subject.layouts)
+            names = ("decoder", "expert") if both else views[0]
+            picture(drawn, subject.boxes, path, layout=names, by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
 
@@ -125,7 +127,7 @@ def show(
         html.write_text(text, "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
-        typer.echo(f"wrote {', '.join(written)}")
+        typer.echo(printable(f"wrote {', '.join(written)}"))
         return
     from hypergrid.show.terminal import table
 
@@ -271,7 +273,7 @@ def diff(
         if as_json:
             prints.as_json({"differences": said})
         else:
-            typer.echo("\n".join(said) or f"{len(dumps)} dumps are as planned.")
+            typer.echo(printable("\n".join(said) or f"{len(dumps)} dumps are as planned."))
         return 1 if said else 0
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
@@ -410,6 +412,8 @@ def parity(subject: Subject) -> int:
     out.print(
         f"\nmegatron-core {release}'s RankGenerator: "
         + (f"{differ} of {len(rows)} kinds of groups differ." if differ else "all groups equal.")
+        + " The ranks of each group and their order were compared; names, backends and options "
+        "are those of the release, and were not."
     )
     return 1 if differ else 0
 

@@ -15,6 +15,7 @@ from compat.megatron.job import JobError, from_sizes
 from hypergrid.cli.source import Subject, Where, from_line, line_of, of_job, saved
 from hypergrid.files import FileError
 from hypergrid.layout import LayoutError
+from hypergrid.messages import printable
 
 app = typer.Typer(
     help="Shows, checks and compares which ranks of a training job communicate with each other, "
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_LONGEST = 1000  # characters of an error
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-line.md has it.")]
 
 # Flags of a layout: the type of the value, how it is shown, and help.
@@ -89,7 +91,8 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
                 said = str(error)
                 if isinstance(error, OSError) and error.filename is not None:
                     said = f"{error.filename} cannot be opened: {error.strerror}."
-                typer.echo(f"hypergrid: {said}", err=True)
+                sentence = " ".join(f"hypergrid: {said[:_LONGEST]}".split())
+                typer.echo(printable(sentence), err=True)
                 status = 2
             raise typer.Exit(status)
 

@@ -75,7 +75,8 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
 def examined() -> Iterator[tuple[str, str, str]]:
     """The state of this machine: (name, state, remedy); no remedy if all is well."""
     yield "python", f"{platform.python_version()} ({sys.executable})", ""
-    yield "hypergrid", _installed("hypergrid-comm") or "not installed as a package", ""
+    own = _installed("hypergrid-comm") or "not installed as a package"
+    yield "hypergrid", own + _checkout(Path(__file__).parents[2]), ""
     yield from _torch()
     yield _distribution("numpy")
     yield from _megatron()
@@ -252,6 +253,11 @@ def _ranks() -> Iterator[tuple[str, str, str]]:
         )
     elif found:
         yield "ranks", "consecutive on each host", ""
+
+
+def _checkout(home: Path) -> str:
+    """That what is imported from there is a checkout and no installed package; "" otherwise."""
+    return "" if home.name in ("site-packages", "dist-packages") else f", a checkout in {home}"
 
 
 def _distribution(name: str) -> tuple[str, str, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +33,7 @@ from hypergrid.analysis.summary import (
 )
 from hypergrid.analysis.traffic import Estimate, Ranked
 from hypergrid.cli.source import Subject, Traffic
-from hypergrid.messages import few, span_of
+from hypergrid.messages import few, printable, span_of
 from hypergrid.network import Network
 from hypergrid.network_text import FORMATS, hostlist
 
@@ -177,13 +179,18 @@ def traffic(out: Console, subject: Subject, found: Estimate) -> None:
     columns = (f">{level}" for level in network.levels)
     out.print("GB that a rank sends in a step, by level, and seconds of the slowest group:")
     table(out, ("flow", *columns, ">seconds"), rows)
-    speeds = ", ".join(f"{level} {_amount(gb)}" for level, gb in network.speeds.items())
-    out.print(f"\nGB/s of a rank: {speeds}; --bandwidth changes them.")
+    out.print()
+    _speeds(out, network)
     out.print(
         f"A rank waits {_amount(found.low)} to {_amount(found.high)} s for the network in each "
         f"step."
         + (f" Most of it is {found.flow}, over the level {found.level}." if found.flow else "")
     )
+
+
+def _speeds(out: Console, network: Network) -> None:
+    speeds = ", ".join(f"{level} {_amount(gb)}" for level, gb in network.speeds.items())
+    out.print(f"GB/s of a rank: {speeds}; --bandwidth changes them.")
 
 
 def traffic_data(found: Estimate) -> dict[str, Any]:
@@ -207,15 +214,18 @@ def placement(out: Console, network: Network, traffic: Traffic, found: Placement
         less = f"{1 - found.cost / found.given:.0%}"
         out.print(f"This order of hosts costs {less} less than the given one. {better}")
     else:
-        out.print(
-            "No order of hosts costs less than the given one."
-            if found.exact
-            else "None of the orders of hosts that were tried costs less than the given one."
+        tried = (
+            "No order of hosts" if found.exact else "None of the orders of hosts that were tried"
         )
+        same = found.order == tuple(range(len(found.order)))
+        also = "." if same else "; this one sends less over the outer levels."
+        out.print(f"{tried} costs less than the given one{also}")
     out.print(f"hosts: {hostlist(network.hosts[i] for i in found.order)}", soft_wrap=True)
     if found.spare:
         out.print(f"spare: {hostlist(network.hosts[i] for i in found.spare)}", soft_wrap=True)
-    out.print(f"\n--as writes it for a launcher: {', '.join(FORMATS)}.")
+    out.print()
+    _speeds(out, network)
+    out.print(f"--as writes it for a launcher: {', '.join(FORMATS)}.")
     out.print(f"Unit: {traffic.unit}, of a rank on average; docs/placement.md has the model.")
 
 
@@ -394,16 +404,16 @@ def audit(found: Audit, changes: Sequence[Change] | None) -> None:
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table without lines; ``">"`` before a column's name aligns it to the right.
 
-    A column to the right is never cut: the table is rather wider than the terminal.
+    No word is cut: the table is rather wider than the terminal.
     """
     made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     every = [[each if isinstance(each, Text) else Text(str(each)) for each in row] for row in rows]
-    least = 0
+    least = -1  # there is a blank between columns
     for i, name in enumerate(columns):
         right, name = name.startswith(">"), name.lstrip(">")
         made.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
-        widest = max((row[i].cell_len for row in every), default=0)
-        least += 1 + (max(widest, len(name)) if right else min(widest, 5))
+        words = [word for row in every for word in row[i].plain.split("\n" if right else None)]
+        least += 1 + max(map(len, (name, *words)))
     for cells in every:
         made.add_row(*cells)
     made.width = least if least > out.width else None
@@ -433,6 +443,26 @@ def as_json(data: Mapping[str, Any]) -> None:
     print(json.dumps({"schema": _SCHEMA, **data}, indent=1))
 
 
+class _Console(Console):
+    """Writes out the control characters of names, and no blanks at the ends of lines."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        blanks: list[Segment] = []  # that may end a line
+        for text, style, control in super().render(renderable, options):
+            if control:
+                yield Segment(text, style, control)
+                continue
+            text = re.sub(r" +\n", "\n", printable(text))
+            rest = text if style and style.bgcolor else text.rstrip(" ")
+            if rest:
+                yield from () if rest.startswith("\n") else blanks
+                blanks = []
+                yield Segment(rest, style)
+            blanks.append(Segment(text[len(rest) :], style))
+
+
 def console() -> Console:
     """The terminal; its width and colours as rich finds them, 80 columns where there is none."""
-    return Console(highlight=False, markup=False, emoji=False)
+    return _Console(highlight=False, markup=False, emoji=False)

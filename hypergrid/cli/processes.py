@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
+
+from hypergrid.files import FileError, bytes_of, decoded
 
 VARIABLE = "HYPERGRID_RECORD"
 _ASKED = "asked"  # recorders look at it every five seconds
@@ -39,6 +42,11 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
     """
     family = _family(pids)
     directory = directory or _directory(family)
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise AskError(
+            f"every user may replace the files in {directory}: chmod o-w or +t, or record elsewhere"
+        )
     asked = time.time_ns()
     problems, waiting = [], dict[int, int]()
     for rank, pid in _recorders(directory).items():
@@ -60,8 +68,10 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
             f"no rank among the processes {shown} and their children records to {directory}; "
             f"call hypergrid.record there, or start with {VARIABLE}=DIR under compat.launch"
         )
-    with suppress(OSError):
-        (directory / _ASKED).write_text("hypergrid diagnose\n")
+    with suppress(OSError):  # a name of its own first: what is there may be a link to elsewhere
+        part = tempfile.mkstemp(prefix=f".{_ASKED}", dir=directory)
+        os.close(part[0])
+        os.replace(part[1], directory / _ASKED)
     for pid in waiting.values():
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGUSR1)
@@ -125,20 +135,34 @@ def _directory(family: Sequence[int]) -> Path:
     )
 
 
+class _Recorder(TypedDict):
+    """Of a rank's ``groups_RANK.json``."""
+
+    host: str
+    rank: int
+    pid: int
+
+
+class _Stack(TypedDict):
+    """Of a rank's ``stack_RANK.json``."""
+
+    written_ns: int
+
+
 def _recorders(directory: Path) -> dict[int, int]:
     """Ranks of this host that record to the directory, and their processes."""
     found = {}
     for path in directory.glob("groups_*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(path.read_bytes())
+        with suppress(OSError, FileError):
+            said = decoded(bytes_of(path), _Recorder, path.name)
             if said["host"] == socket.gethostname():
-                found[int(said["rank"])] = int(said["pid"])
+                found[said["rank"]] = said["pid"]
     if not found:
         raise AskError(f"no rank of this host has recorded to {directory}")
     return dict(sorted(found.items()))
 
 
 def _written(path: Path) -> int:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads(path.read_bytes())["written_ns"])
+    with suppress(OSError, FileError):
+        return decoded(bytes_of(path), _Stack, path.name)["written_ns"]
     return 0

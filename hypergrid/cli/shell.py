@@ -83,7 +83,7 @@ def _of_slurm(text: str) -> dict[str, Value]:
             words = shlex.split(line, comments=True)
         except ValueError as error:
             raise JobError(f"#SBATCH{line} cannot be read: {error}.") from None
-        for word, behind in zip(words, [*words[1:], ""], strict=True):
+        for word, behind in zip(words, [*words[1:], ""], strict=False):
             option, has_value, value = word.partition("=")
             if not word.startswith("--"):
                 option, has_value, value = word[:2], word[2:], word[2:]

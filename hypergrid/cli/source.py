@@ -257,7 +257,7 @@ def _release() -> str:
     return text if releases.ORIGIN == "installed" else f"{text} ({releases.ORIGIN})"
 
 
-_MOST_RANKS, _MOST_ROWS, _MOST_GROUPS = 1 << 20, 1 << 12, 1 << 18
+_MOST_RANKS, _MOST_ROWS, _MOST_GROUPS = 1 << 20, 1 << 11, 1 << 17
 
 
 def _refuse_large(ranks: int, rows: Sequence[GroupRow] = ()) -> None:
@@ -266,7 +266,7 @@ def _refuse_large(ranks: int, rows: Sequence[GroupRow] = ()) -> None:
         ("ranks", ranks, _MOST_RANKS),
         ("rows", len(rows), _MOST_ROWS),
         ("groups that are listed", sum(len(row.explicit or ()) for row in rows), _MOST_GROUPS),
-        ("rows times ranks", len(rows) * ranks, _MOST_RANKS << 6),
+        ("rows times ranks", len(rows) * ranks, 40 * _MOST_RANKS),
     )
     for what, count, most in counts:
         if count > most:

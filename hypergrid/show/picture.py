@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Paul Tol's "light" scheme: told apart by the colour-blind, and dark text stays legible on it.
-HUES = ["#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#aaaa00", "#dddddd"]
+HUES = ["#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#aaaa00"]
+OTHER = "#e4e4e4"  # groups beyond these: no two groups have one colour
 INK, MUTED, CROSSING = "#16181c", "#5a606b", "#b3260a"
-CELL, GAP, MARGIN, HEAD = 0.29, 0.05, 0.25, 0.46  # inches
+CELL, GAP, MARGIN, HEAD = 0.29, 0.09, 0.25, 0.5  # inches
 PITCH = CELL + GAP
 COLUMNS = 8  # ranks side by side; a larger host takes several lines
 WHOLE = 256  # ranks up to which nothing is folded away
@@ -32,9 +33,9 @@ STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
 }
 LINKS: dict[str, dict[str, Any]] = {
-    "link inside a host": {"edgecolor": INK, "linewidth": 1.4},
-    "link across hosts": {"edgecolor": CROSSING, "linewidth": 1.6, "linestyle": (0, (3, 2))},
-    "members not shown": {"edgecolor": MUTED, "linewidth": 1.2, "linestyle": (0, (1, 2))},
+    "link inside a host": {"color": INK, "linewidth": 1.6},
+    "link across hosts": {"color": CROSSING, "linewidth": 1.8, "linestyle": (0, (2.5, 1))},
+    "members not shown": {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (1, 1.5))},
 }
 
 
@@ -43,18 +44,19 @@ def picture(
     hosts: Hosts,
     path: str | Path,
     *,
-    layout: str | None = None,
+    layout: str | Sequence[str] | None = None,
     by: str | None = None,
     within: Mapping[str, str] | None = None,
 ) -> None:
     """Write the ranks of ``plan`` on their hosts to ``path``. Needs the extra ``plot``.
 
-    Each panel shows one dim: its groups by colour, the group of the first rank outlined, and the
-    links of that group's ring.
+    Each panel shows one dim: its first groups by colour, and the group of the first rank outlined
+    and joined by a line, which runs between the ranks and shows where it leaves a host.
 
     ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
-    ``.svg`` or ``.pdf``. ``layout`` is one of the plan's, by default the first, and ``by`` the one
-    dim to show, by default each that is larger than 1. ``within`` has for each host's name the
+    ``.svg`` or ``.pdf``. ``layout`` names one or several of the plan's, by default the first, and
+    ``by`` the one dim to show, by default each that is larger than 1 and has groups that no layout
+    before it has. ``within`` has for each host's name the
     units that it is in; they are headings.
 
     Raises
@@ -64,20 +66,20 @@ def picture(
     ImportError
         matplotlib is missing.
     """
-    chosen = next(iter(plan.layouts)) if layout is None else layout
-    if chosen not in plan.layouts:
-        raise LayoutError(
-            f"invalid layout {shown(chosen)}. Valid layouts are {list(plan.layouts)}."
-        )
-    drawn = plan.layouts[chosen]
-    dims = [by] if by is not None else drawn.trimmed.dims or drawn.dims[:1]
-    drawn.axes(dims)  # refuses an unknown one
+    names = [layout] if isinstance(layout, str) else list(layout or [*plan.layouts][:1])
+    for name in names:
+        if name not in plan.layouts:
+            raise LayoutError(
+                f"invalid layout {shown(name)}. Valid layouts are {list(plan.layouts)}."
+            )
+    drawn = {name: plan.layouts[name] for name in names}
+    chosen = [*_chosen(drawn, by)]
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):
         raise LayoutError(
             f"a picture cannot be written to {shown(str(path))}: name a .png, .svg or .pdf file."
         )
-    boxes = ranks_by_host(drawn, hosts)
+    boxes = {name: ranks_by_host(each, hosts) for name, each in drawn.items()}
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -90,11 +92,23 @@ def picture(
     figure = Figure(dpi=200, facecolor="white")
     FigureCanvasAgg(figure)
     with matplotlib.rc_context(STYLE):
-        _compose(figure, [_Panel(drawn, boxes, dim, within or {}) for dim in dims])
+        panels = [_Panel(drawn[n], boxes[n], dim, within or {}, title) for n, dim, title in chosen]
+        _compose(figure, panels, drawn)
         figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
 
 
-def _compose(figure: Figure, panels: list[_Panel]) -> None:
+def _chosen(layouts: Mapping[str, RankLayout], by: str | None) -> Iterator[tuple[str, str, str]]:
+    """The layout, the dim and the title of each panel."""
+    seen: list[Any] = []
+    for place, (name, layout) in enumerate(layouts.items()):
+        for dim in [by] if by is not None else layout.trimmed.dims or layout.dims[:1]:
+            groups = layout.groups(dim).tolist()  # refuses an unknown dim
+            if groups not in seen:
+                seen.append(groups)
+                yield name, dim, f"{name} {dim}" if place else dim
+
+
+def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLayout]) -> None:
     """The heading, the panels in lines of equal length, the key."""
     layout, hosts, each = panels[0].layout, len(panels[0].boxes), panels[0].width + MARGIN
     across = max(1, min(len(panels), int(12 / each)))
@@ -106,11 +120,17 @@ def _compose(figure: Figure, panels: list[_Panel]) -> None:
     title = f"{layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
     if layout.size > 1:
         title += f": {sizes_in_words(layout)}"
-    heading = textwrap.wrap(title, int((width - 2 * MARGIN) * 9.5), break_on_hyphens=False)
-    note = f"Outlined: the group of rank {layout.offset}."
-    if any(layout.size // len(panel.members) > len(HUES) for panel in panels):
-        note += " Colours repeat."
-    drawn = {kind for panel in panels for *_, kind in panel.links}
+    others = [f"{name}: {sizes_in_words(each)}" for name, each in [*layouts.items()][1:]]
+    most = int((width - 2 * MARGIN) * 9.5)
+    heading = [
+        part
+        for text in (title, *others)
+        for part in textwrap.wrap(text, most, break_on_hyphens=False)
+    ]
+    note = f"Outlined and joined: the group of rank {layout.offset}."
+    if any(panel.layout.size // len(panel.members) > len(HUES) for panel in panels):
+        note += " Grey: further groups."
+    drawn = {kind for panel in panels for _, kind in panel.links}
     kinds = [kind for kind in LINKS if kind in drawn]
 
     top = MARGIN + 0.22 * len(heading) + 0.12
@@ -127,17 +147,22 @@ def _compose(figure: Figure, panels: list[_Panel]) -> None:
     _text(axes, MARGIN, top, note, 8, color=MUTED)
     for i, kind in enumerate(kinds):
         left = MARGIN + i * 1.55
-        _curve(axes, [(left, top + 0.3), (left + 0.3, top + 0.3)], LINKS[kind])
+        _line(axes, [(left, top + 0.3), (left + 0.3, top + 0.3)], LINKS[kind])
         _text(axes, left + 0.37, top + 0.24, kind, 8, color=MUTED)
 
 
 class _Panel:
-    """One dim: the lines of ranks that are shown, where each is, and the first group's ring."""
+    """One dim: the lines of ranks that are shown, where each is, and what joins the first group."""
 
     def __init__(
-        self, layout: RankLayout, boxes: dict[str, list[int]], dim: str, within: Mapping[str, str]
+        self,
+        layout: RankLayout,
+        boxes: dict[str, list[int]],
+        dim: str,
+        within: Mapping[str, str],
+        title: str,
     ) -> None:
-        self.layout, self.boxes, self.dim = layout, boxes, dim
+        self.layout, self.boxes, self.dim, self.title = layout, boxes, dim, title
         self.columns = min(COLUMNS, max(map(len, boxes.values())))
         self.labels = 0.075 * max(len(_short(name)) for name in boxes) + 0.12  # width of the names
         self.host = {rank: name for name, ranks in boxes.items() for rank in ranks}
@@ -190,14 +215,28 @@ class _Panel:
         whole = all(ranks.issuperset(self.boxes[name]) for name in names)
         return f"··· {len(names):,} more hosts" if whole else f"··· {len(ranks):,} more ranks"
 
-    def _links(self) -> Iterator[tuple[int, int, str]]:
+    def _links(self) -> Iterator[tuple[list[tuple[float, float]], str]]:
+        """From each member that is shown to the next one: a way between the tiles, and its kind."""
         visible = [rank for rank in self.members if rank in self.places]
-        pairs = list(pairwise(visible)) + ([(visible[-1], visible[0])] if len(visible) > 2 else [])
-        next_to = set(pairwise(self.members)) | {(self.members[-1], self.members[0])}
-        for a, b in pairs:
+        next_to = {*pairwise(self.members)}
+        for a, b in pairwise(visible):
             inside, across, hidden = LINKS
             where = inside if self.host[a] == self.host[b] else across
-            yield a, b, where if (a, b) in next_to else hidden
+            yield self._way(self.places[a], self.places[b]), where if (a, b) in next_to else hidden
+
+    def _way(self, a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:
+        (ax, ay), (bx, by), half = a, b, CELL / 2
+        if ay == by and bx - ax < 1.5 * PITCH:
+            return [(ax + CELL, ay + half), (bx, by + half)]
+        if ay == by:  # above the tiles between them
+            above = ay - GAP / 2
+            return [(ax + half, ay), (ax + half, above), (bx + half, above), (bx + half, by)]
+        if ax == bx and by - ay < 1.5 * PITCH:
+            return [(ax + half, ay + CELL), (bx + half, by)]
+        # Down between the lines, and beside the column of b.
+        below, beside = ay + CELL + GAP / 2, bx - GAP / 2
+        start = [(ax + half, ay + CELL), (ax + half, below)]
+        return [*start, (beside, below), (beside, by + half), (bx, by + half)]
 
     @property
     def reach(self) -> str:
@@ -216,48 +255,33 @@ class _Panel:
     def draw(self, axes: Axes, left: float, top: float) -> None:
         from matplotlib.patches import FancyBboxPatch
 
-        _text(axes, left, top, f"{self.dim} = {len(self.members)}", 10, weight="bold")
+        _text(axes, left, top, f"{self.title} = {len(self.members)}", 10, weight="bold")
         _text(axes, left, top + 0.2, self.reach, 8, color=MUTED)
         for x, y, text in self.texts:
             _text(axes, left + x, top + y, text, 8, color=MUTED)
         numbers = group_numbers(self.layout, self.dim)
+        coloured = dict(
+            zip(dict.fromkeys(numbers[rank] for rank in self.places), HUES, strict=False)
+        )
         digits = len(str(max(self.host)))
         size = 8.5 if digits < 3 else min(8.0, 26 / digits)
         for rank, (x, y) in self.places.items():
             member = rank in self.members
-            hue = HUES[numbers[rank] % len(HUES)]
+            hue = coloured.get(numbers[rank], OTHER)
             outline = {"edgecolor": INK, "linewidth": 1.6} if member else {"linewidth": 0}
             box = FancyBboxPatch((left + x, top + y), CELL, CELL, facecolor=hue, **outline)
             box.set(boxstyle="round,pad=0,rounding_size=0.05", zorder=4 if member else 2)
             axes.add_patch(box)
-            across, down = self._centre(rank)
             style: dict[str, Any] = {"weight": "bold" if member else "normal", "zorder": 5}
             style |= {"ha": "center", "va": "center_baseline"}
-            # A line that passes behind a number leaves it legible.
-            style |= {"bbox": {"boxstyle": "round,pad=0.08", "facecolor": hue, "linewidth": 0}}
-            _text(axes, left + across, top + down, str(rank), size, **style)
-        for a, b, kind in self.links:
-            _curve(axes, [(left + x, top + y) for x, y in map(self._centre, (a, b))], LINKS[kind])
-
-    def _centre(self, rank: int) -> tuple[float, float]:
-        x, y = self.places[rank]
-        return x + CELL / 2, y + CELL / 2
+            _text(axes, left + x + CELL / 2, top + y + CELL / 2, str(rank), size, **style)
+        for way, kind in self.links:
+            _line(axes, [(left + x, top + y) for x, y in way], LINKS[kind])
 
 
-def _curve(axes: Axes, ends: list[tuple[float, float]], style: dict[str, Any]) -> None:
-    """A line that leaves the straight way for the gutter beside it, behind the group's cells."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Curve
-
-    (ax, ay), (bx, by) = ends
-    dx, dy = bx - ax, by - ay
-    long = (dx * dx + dy * dy) ** 0.5
-    aside = 0.68 * PITCH / long if long > 1.3 * PITCH else 0.0
-    points = [(ax + dx * t + dy * aside, ay + dy * t - dx * aside) for t in (0.12, 0.88)]
-    curve = Curve([ends[0], *points, ends[1]], [Curve.MOVETO, *[Curve.CURVE4] * 3])
-    halo = {"edgecolor": "white", "linewidth": style["linewidth"] + 1.2}
-    for each in (halo, style):
-        axes.add_patch(PathPatch(curve, facecolor="none", zorder=3, **each))
+def _line(axes: Axes, points: list[tuple[float, float]], style: Mapping[str, Any]) -> None:
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs, ys, zorder=3, solid_capstyle="butt", solid_joinstyle="round", **style)
 
 
 def _text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:

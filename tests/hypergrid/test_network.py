@@ -122,9 +122,43 @@ def test_hosts_in_another_order_keep_their_ranks_and_units():
 
 
 @pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("a\nb\n", {"a": 4, "b": 4}),
+        ("# mine\na.cluster.local slots=8\nb.cluster.local slots=8 max_slots=9\n",
+         {"a.cluster.local": 8, "b.cluster.local": 8}),
+        ("a.cluster.local\nb.cluster.local\n", {"a.cluster.local": 4, "b.cluster.local": 4}),
+        ("10.0.0.1:8\n10.0.0.2:6\n", {"10.0.0.1": 8, "10.0.0.2": 6}),
+        ("b\nb\na\na\na\n", {"b": 2, "a": 3}),
+    ],
+)  # fmt: skip
+def test_a_hostfile_is_a_network_and_names_keep_their_domain(tmp_path, text, gpus):
+    network = read_text(tmp_path, text, 4)
+    assert dict(zip(network.hosts, network.ranks, strict=True)) == gpus
+
+
+def test_the_nodes_of_kubernetes_are_those_with_gpus_in_their_nvlink_domains(tmp_path):
+    def node(name, gpus, **labels):
+        return {
+            "metadata": {"name": name, "uid": 1, "labels": labels},
+            "status": {"allocatable": {"cpu": "96", **gpus}, "conditions": []},
+        }
+
+    clique = {"nvidia.com/gpu.clique": "7c.0"}
+    nodes = [
+        node("control", {}),
+        node("gpu-0.eu.internal", {"nvidia.com/gpu": "4"}, **clique),
+        node("gpu-1.eu.internal", {"nvidia.com/gpu": "4"}, **clique),
+    ]
+    network = read_text(tmp_path, json.dumps({"kind": "List", "items": nodes}))
+    assert network.hosts == ("gpu-0.eu.internal", "gpu-1.eu.internal")
+    assert (network.ranks, network.units) == ((4, 4), {"nvlink": ("7c.0", "7c.0")})
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "it has no list `hosts:`"),
+        ("", "it is empty"),
         ("hosts: 5", "it has no list `hosts:`"),
         ("hosts: []", "hosts must be names, at least one"),
         ("hosts: [{gpus: 8}]", "the host None has no 'name'"),

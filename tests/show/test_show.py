@@ -3,13 +3,15 @@
 import re
 import shutil
 import sys
+from itertools import pairwise
 from time import perf_counter
 
 import pytest
 
 from hypergrid import GroupPlan, GroupRow, LayoutError, RankLayout, Topology
-from hypergrid.show.hosts import ranks_by_host
+from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import page
+from hypergrid.show.picture import CELL, HUES, OTHER, _Panel
 
 DECODER = RankLayout(("tp", "cp", "dp", "ep", "pp"), (4, 2, 4, 1, 2))
 EXPERT = RankLayout(("tp", "ep", "dp", "pp"), (4, 4, 2, 2))
@@ -392,6 +394,45 @@ def test_a_picture_has_a_panel_for_each_dim_and_says_what_crosses(tmp_path):
     assert all(said.count(str(rank)) == 4 for rank in DECODER.ranks)
     (only,) = (text for text in texts(PLAN, 8, tmp_path / "one", by="dp") if " = " in text)
     assert only == "dp = 4"
+
+
+@pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
+def test_ranks_of_one_colour_are_one_group_and_further_groups_are_grey(dim):
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_axes((0, 0, 1, 1))
+    _Panel(DECODER, ranks_by_host(DECODER, 8), dim, {}, dim).draw(axes, 0, 0)
+    fills = [to_hex(tile.get_facecolor()) for tile in axes.patches]
+    assert {*fills} == {*HUES, OTHER}
+    numbers = group_numbers(DECODER, dim)
+    assert len(fills) == 64
+    for hue in HUES:
+        ranks = [rank for rank in DECODER.ranks if fills[rank] == hue]
+        assert len({numbers[rank] for rank in ranks}) == 1
+        assert len(ranks) == DECODER.size_of(dim)
+    assert fills[0] == HUES[0]
+
+
+@pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
+@pytest.mark.parametrize("per_host", [8, 12])
+def test_what_joins_a_group_ends_at_its_ranks_and_passes_between_all_others(dim, per_host):
+    panel = _Panel(DECODER, ranks_by_host(DECODER, per_host), dim, {}, dim)
+    assert len(panel.links) == len(panel.members) - 1  # no ring: pp has none
+    for way, _ in panel.links:
+        for (ax, ay), (bx, by) in pairwise(way):
+            assert ax == bx or ay == by
+            for x, y in panel.places.values():
+                across = min(ax, bx) < x + CELL - 1e-9 and max(ax, bx) > x + 1e-9
+                down = min(ay, by) < y + CELL - 1e-9 and max(ay, by) > y + 1e-9
+                assert not (across and down)
+
+
+def test_an_expert_layout_has_panels_of_its_own_for_the_groups_that_differ(tmp_path):
+    said = texts(PLAN, 8, tmp_path / "plan", layout=("decoder", "expert"))
+    panels = [text for text in said if " = " in text]
+    assert panels == ["tp = 4", "cp = 2", "dp = 4", "pp = 2", "expert ep = 4", "expert dp = 2"]
+    assert any(text.startswith("expert: tp=4 ep=4 dp=2 pp=2") for text in said)
 
 
 def test_a_picture_takes_hosts_by_name_and_other_layouts(tmp_path):
