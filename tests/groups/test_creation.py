@@ -15,6 +15,7 @@ from compat.state import GROUP_SLOTS
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups import creation, gloo, of_torch
 from hypergrid.policy import Policy
+from tests.support.backends import SPLITS
 from tests.support.forked import descriptors, from_all, join, on_ranks, run_ranks, sockets
 
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -49,6 +50,7 @@ def _by(rank, way):
     return pool.agreement.way, membership
 
 
+@SPLITS
 def test_all_three_ways_give_the_same_membership():
     members, split, everyone = (
         run_ranks(8, _by, way, backend="") for way in ("members", "split", "everyone")

@@ -19,6 +19,7 @@ from hypergrid.groups import backends, creation, of_torch
 from hypergrid.groups.pool import before_closing, live_pools
 from hypergrid.groups.prepare import expected
 from hypergrid.policy import Policy
+from tests.support.backends import SPLITS
 from tests.support.backends import splitting as register_splitting
 from tests.support.forked import from_all, join, on_ranks
 
@@ -38,6 +39,7 @@ def _use(groups):
     return {(p.label, p.ranks): p.group.group_name for p in groups}
 
 
+@SPLITS
 @on_ranks(8, backend="", timeout=80)
 def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(rank):
     join(rank, 8)
@@ -58,6 +60,7 @@ def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(ran
     assert len(named) == len(set(named.values()))
 
 
+@SPLITS
 @on_ranks(4, backend="")
 def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default_groups_alone(rank):
     join(rank, 4)
@@ -89,6 +92,7 @@ def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default
         assert ours not in world.pg_map and tag not in world.tags_to_pg
 
 
+@SPLITS
 @on_ranks(4, backend="")
 def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too(rank):
     for life in (0, 1):
@@ -126,12 +130,13 @@ def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
     default.bound_device_id = torch.device("cuda", 0)
     assert asked() == asked(backends.bound_to) == as_default
     can = creation.abilities()
-    assert can.can_split and "bound to a cuda device" in can.bound
+    assert can.can_split == of_torch.has("splits") and "bound to a cuda device" in can.bound
     assert "connect='lazy'" not in can.bound  # this backend does not take it
     theirs = dist.new_group([0], backend="old")  # as torch does itself, for a rank outside
     assert getattr(parts[0], "without_a_color", 0) == (rank == 1), theirs
 
 
+@SPLITS
 @on_ranks(1)
 def test_gloo_is_split_on_request_alone_also_off_a_bound_default_group(rank):
     default = c10d._get_default_group()
@@ -143,7 +148,7 @@ def test_gloo_is_split_on_request_alone_also_off_a_bound_default_group(rank):
     assert creation.abilities(Policy(creation="split")).can_split
 
 
-@pytest.mark.parametrize("lacks", ["splits", None])
+@pytest.mark.parametrize("lacks", ["splits", pytest.param(None, marks=SPLITS)])
 @on_ranks(4, backend="")
 def test_torch_before_2_13_creates_group_by_group_where_its_split_could_join_two_groups(
     rank, lacks
@@ -157,7 +162,7 @@ def test_torch_before_2_13_creates_group_by_group_where_its_split_could_join_two
     join(rank, 4, backend="old")
     c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
     has, splits = of_torch.has, []
-    assert has("splits")  # before its call is replaced
+    has("splits")  # is asked before its call is replaced
     split = mock.patch.object(
         dist.ProcessGroup, "split_group", lambda *_, **given: splits.append(given["group_name"])
     )
@@ -176,7 +181,7 @@ def test_torch_before_2_13_creates_group_by_group_where_its_split_could_join_two
     "variables",
     [
         {"TORCH_DIST_INIT_BARRIER": "1"},
-        {"HYPERGRID_CREATION": "split"},
+        pytest.param({"HYPERGRID_CREATION": "split"}, marks=SPLITS, id="split"),
         {"HYPERGRID_CREATION": "everyone"},
         {"TORCH_DIST_INIT_BARRIER": "1", "HYPERGRID_AGREEMENT": "0"},
         {},
@@ -209,7 +214,7 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
         ),
         ("MPI", "MPI creates every group with all ranks"),
         ({"TORCH_DIST_INIT_BARRIER": "1"}, "TORCH_DIST_INIT_BARRIER=1 makes torch wait"),
-        ({"HYPERGRID_CREATION": "split"}, "creation was set so"),
+        pytest.param({"HYPERGRID_CREATION": "split"}, "creation was set so", marks=SPLITS),
         ({"HYPERGRID_CREATION": "everyone"}, "creation was set so"),
     ],
     ids=str,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+
+from hypergrid.groups import of_torch
+
+SPLITS = pytest.mark.skipif(not of_torch.has("splits"), reason="this torch's split takes no name")
 
 
 def register(
