@@ -296,7 +296,8 @@ def recording(pairs: int, calls: int) -> dict[str, list[float]]:
     The blocks of a pair follow each other, in turning order, so that both see the same machine;
     the pairs of "same" compare what is not recorded with itself. An all_reduce of one rank costs
     the same each time, and less than any of several ranks: what recording adds weighs most there.
-    "thread": of each second, the CPU seconds of the recorder's thread, which wakes four times.
+    "thread": of each second, the CPU seconds of the recorder's thread; "stall": the most of them
+    between two calls, with 2,000 entries in torch's recorder.
     """
     sys.path.insert(0, str(ROOT))
     import torch
@@ -336,12 +337,15 @@ def recording(pairs: int, calls: int) -> dict[str, list[float]]:
                 for name, recorded in order:
                     times[f"{side}: {name}"].append(block(recorded))
         if not p2p:
-            recorder = hypergrid.record(directory)
-            clock = time.pthread_getcpuclockid(recorder.thread.ident or 0)
-            start, used = time.perf_counter(), time.clock_gettime(clock)
-            while time.perf_counter() - start < 3:
+            recorder = hypergrid.record(directory, after=600)
+            clock, stall = time.pthread_getcpuclockid(recorder.thread.ident or 0), 0.0
+            start, first = time.perf_counter(), time.clock_gettime(clock)
+            used = first
+            while time.perf_counter() - start < 12:  # it looks at the calls each five seconds
                 call()
-            times["thread"].append((time.clock_gettime(clock) - used) / 3)
+                before, used = used, time.clock_gettime(clock)
+                stall = max(stall, used - before)
+            times["thread"], times["stall"] = [(used - first) / 12], [stall]
         return times
 
     with tempfile.TemporaryDirectory() as directory:

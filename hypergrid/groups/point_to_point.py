@@ -78,6 +78,11 @@ class PointToPoint:
 
         return recording
 
+    @property
+    def count(self) -> int:
+        """How many operations were begun."""
+        return self._record
+
     def entries(self) -> Iterator[dict[str, Any]]:
         """What was recorded, from the oldest to the newest."""
         for call in list(self._calls):

@@ -36,7 +36,7 @@ SCHEMA = 1
 SIGNAL = signal.SIGUSR1
 ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
 EARLIER = "earlier"  # a directory: what the previous run left
-_TICK, _LOOK = 0.25, 5.0  # seconds between looks at the groups, at the directory
+_TICK, _LOOK = 1.0, 5.0  # seconds between looks at the groups, at the directory and the calls
 _THREADS, _FRAMES, _TEXT = 100, 100, 20_000  # bounds of a file of stacks
 _HANDLED, _ENOUGH = 0, 255  # bytes that are no signal's number
 _Row = tuple[str, int, str]
@@ -139,7 +139,8 @@ class Recorder:
         self._asked = self._request()
         # What ended the script: a process can stay for long after that.
         self._raised: tuple[str, list[_Row]] | None = None
-        self._overdue = 0  # when the newest call was made for which this rank wrote
+        self._calls: object = None  # how many of each group, and since when
+        self._since: float | None = None  # None: this rank has written for these
         directory.mkdir(parents=True, exist_ok=True)
         self._write_groups()  # what fails, fails before anything is installed
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
@@ -243,7 +244,7 @@ class Recorder:
         poll = select.poll()  # of any descriptor; select knows 1,024
         poll.register(self._out, select.POLLIN)
         while not self._closed.is_set():
-            poll.poll(_TICK * 1000)
+            poll.poll(min(_TICK, look) * 1000)
             with suppress(BlockingIOError):
                 for byte in os.read(self._out, 4096):
                     if byte == SIGNAL or (byte == _HANDLED and not heard):
@@ -267,16 +268,34 @@ class Recorder:
         after = self.settings[1]
         if after is None:
             return
+        calls, now = self._counts(), time.monotonic()
+        if calls != self._calls:
+            self._calls, self._since = calls, now
+        if self._since is None or now - self._since <= after:
+            return
+        # Only now, as this costs: a rank that communicates is not stuck, and CUDA is not asked for
+        # events while a graph may be captured.
         newest, pending = 0, False
         for entry in self._entries():
             newest = max(newest, entry["time_created_ns"])
             pending = pending or not (entry["retired"] or entry["state"] == "completed")
         # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
-        if pending and newest != self._overdue and time.time_ns() - newest > after * 1e9:
-            self._overdue = newest
+        age = (time.time_ns() - newest) / 1e9
+        self._since = now - age if pending and age <= after else now  # sends are not counted
+        if pending and age > after:
+            self._since = None
             self.write(f"timeout: in a call for more than {after:g} s")
             self._replace(ASKED, f"rank {self._rank}\n".encode())
             self._asked = self._request()
+
+    def _counts(self) -> list[int | None]:
+        counts: list[int | None] = [self._p2p.count if self._p2p is not None else None]
+        for group in [*c10d._world.pg_map]:
+            try:
+                counts.append(group._get_sequence_number_for_group())
+            except RuntimeError:  # this backend does not count
+                counts.append(None)
+        return counts
 
     def _request(self) -> int | None:
         with suppress(OSError):
@@ -359,9 +378,11 @@ class Recorder:
 
     def _trace(self) -> bytes:
         """What torch recorded, pickled as it does, with the members that it knows of NCCL only."""
+        # Torch looks up the stacks in torch._inductor: importing that takes seconds of CPU.
+        stacks = "torch._inductor.codecache" in sys.modules
         names = ("_dump_nccl_trace", "_dump_fr_trace")
         found = [getattr(torch._C._distributed_c10d, name, None) for name in names]
-        whole = _joined([read() for read in found if read is not None])
+        whole = _joined([read(True, stacks, False) for read in found if read is not None])
         configured = {
             group["name"]: {
                 "name": group["name"],

@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -430,3 +432,30 @@ def test_no_process_is_sent_a_signal_that_would_end_it(tmp_path):
             other.kill()
     with pytest.raises(AskError, match=f"there is no process {other.pid}"):
         ask([other.pid], tmp_path)
+
+
+@on_ranks(1)
+def test_looking_whether_it_is_stuck_costs_little_and_asks_no_recorder_of_torchs(rank, tmp_path):
+    dumps = []
+    names = [n for n in dir(torch._C._distributed_c10d) if n.startswith("_dump_")]
+    ps.initialize_model_parallel()
+    with ExitStack() as patches:
+        for name in names:
+            own = getattr(torch._C._distributed_c10d, name)
+            spy = lambda *given, own=own: dumps.append(1) or own(*given)  # noqa: E731
+            patches.enter_context(mock.patch.object(torch._C._distributed_c10d, name, spy))
+        recorder = hypergrid.record(tmp_path, after=2)
+        clock = time.pthread_getcpuclockid(recorder.thread.ident)
+        for _ in range(2000):
+            dist.all_reduce(torch.ones(1))
+        start, used = time.monotonic(), time.clock_gettime(clock)
+        while time.monotonic() - start < 4:
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.1)
+        assert not dumps, "it communicates"
+        assert time.clock_gettime(clock) - used < 0.04
+        wait_for(lambda: dumps)  # it does not: whether it is stuck, the recorder knows
+        assert not written(tmp_path, 0)
+        recorder.write("asked")
+        assert "torch._inductor.codecache" not in sys.modules
+        recorder.close()
