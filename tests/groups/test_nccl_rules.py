@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.support import ROOT, forked, nccl_rules
 from tests.support.forked import from_all, join, on_ranks
-from tests.support.nccl_rules import ALL, DEVICE, OWN, PAIR, RULES, SENDS
+from tests.support.nccl_rules import ALL, DEVICE, OWN, RULES, SENDS
 
 SOURCES = sorted(ROOT.glob(".cache/torch/sources/*/torch")) or [None]
 
