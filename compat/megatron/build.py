@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -80,6 +81,9 @@ def build(
         if name != DECODER
     }
     grid = built.grid = HyperCommGrid.over(request.decoder, views)
+    if request.pretended_world is not None:
+        _rehearse(built, request)
+        return built
     if rank not in request.participants:
         return built
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
@@ -98,11 +102,7 @@ def build(
                         _make(built, pool, plan, p, pg_options)
             else:
                 _call_helpers(built, pool, request)
-            for alias in aliases(request):
-                for slot in slots(alias):
-                    built.slots[slot] = built.slots.get(slot.replace(alias.slot, alias.same_as))
-                if alias.same_as in built.numbers:
-                    built.numbers[alias.slot] = built.numbers[alias.same_as]
+            _alias(built, request)
         _meet_on_each(built, request)  # when all ranks have all groups
     except BaseException:
         grid.destroy(abort=True)
@@ -110,6 +110,35 @@ def build(
             groups.clear()  # the error's traceback holds ``built``
         raise
     return built
+
+
+def _alias(built: Built, request: Request) -> None:
+    for alias in aliases(request):
+        for slot in slots(alias):
+            built.slots[slot] = built.slots.get(slot.replace(alias.slot, alias.same_as))
+        if alias.same_as in built.numbers:
+            built.numbers[alias.slot] = built.numbers[alias.same_as]
+
+
+def _rehearse(built: Built, request: Request) -> None:
+    """Create as upstream does, a call for each group of the world, and own nothing.
+
+    For programs that replace what tells the world, to try a layout without its ranks.
+    """
+    warnings.warn(
+        f"outside code has replaced functions of torch.distributed and says that there are "
+        f"{request.pretended_world} ranks, which are not there: groups are created as "
+        f"megatron-core does, without an agreement of the ranks.",
+        stacklevel=5,
+    )
+    around = functools.partial(_sharp, request=request, built=built)
+    with group_helpers.collecting() as made:
+        through = calls.Calls(request, request.helpers, dist.get_rank(), "", "", around)
+        for p, ranks, group in through.groups():
+            _place(built, p, group, ranks if p.chosen else list(ranks))
+    built.groups = [None, *made] if made else []
+    _alias(built, request)
+    _meet_on_each(built, request)
 
 
 def check_window(request: Request, agreement: Agreement) -> None:
