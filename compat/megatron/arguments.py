@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -187,8 +187,16 @@ class Arguments:
                 )
         _ = self.timeout
 
+    @cached_property
+    def pretended_world(self) -> int | None:
+        """The ranks of a world that is not there: nobody to agree with. None in a real one."""
+        # Where outside code decides the ranks too, it may count more than there are processes.
+        return None if self.decides_ranks else replaced.pretended_world()
+
     def telling_others(self) -> AbstractContextManager[None]:
         """Tell the other ranks of the window when this one refuses, so that none waits for it."""
+        if self.pretended_world is not None:
+            return nullcontext()
         from hypergrid.groups.prepare import telling_others
 
         return telling_others(self._window, self.life)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -72,6 +73,9 @@ def build(
     if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.prepare_ucc()
     grid = built.grid = _grid_over(request)
+    if request.pretended_world is not None:
+        _rehearse(built, request)
+        return built
     if rank not in request.participants:
         return built
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
@@ -96,6 +100,27 @@ def build(
             groups.clear()  # the error's traceback holds ``built``
         raise
     return built
+
+
+def _rehearse(built: Built, request: Request) -> None:
+    """Create as upstream does, a call for each group of the world, and own nothing.
+
+    For programs that replace what tells the world, to try a layout without its ranks.
+    """
+    warnings.warn(
+        f"outside code has replaced functions of torch.distributed and says that there are "
+        f"{request.pretended_world} ranks, which are not there: groups are created as "
+        f"megatron-core does, without an agreement of the ranks.",
+        stacklevel=5,
+    )
+    around = functools.partial(_sharp, request=request, built=built)
+    with group_helpers.collecting() as made:
+        through = calls.Calls(request, request.helpers, dist.get_rank(), "", "", around)
+        for p, ranks, group in through.groups():
+            _place(built, p, group, ranks if p.chosen else list(ranks))
+    built.groups = [None, *made] if made else []
+    _assign_aliases(built, request)
+    _meet_on_each(built, request)
 
 
 def check_window(request: Request, agreement: Agreement) -> None:

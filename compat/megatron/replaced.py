@@ -15,6 +15,7 @@ Helpers = Mapping[str, Callable[..., Any]]  # by name, those that were replaced
 
 MEMBERS_ONLY = "__hypergrid_members_only__"  # as compat.members_only() sets it
 NEW_GROUP = "torch.distributed.new_group"
+WORLD = ("get_rank", "get_world_size", "is_initialized")  # of torch.distributed
 GENERATORS = ("RankGenerator", "generate_masked_orthogonal_rank_groups")
 LEVELS = ("create_hierarchical_groups", "create_hierarchical_parallel_groups")
 SIZES = ("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups")
@@ -45,6 +46,20 @@ def found() -> dict[str, Callable[..., Any]]:
     if creation.is_replaced(dist.new_group) and not hasattr(dist.new_group, MEMBERS_ONLY):
         replaced[NEW_GROUP] = dist.new_group
     return replaced
+
+
+def pretended_world() -> int | None:
+    """The ranks of a world that outside code only says is there; None if the world is real."""
+    import torch.distributed as dist
+
+    from hypergrid.groups import creation  # here, for plans on machines without torch
+
+    told = any(creation.is_replaced(getattr(dist, name)) for name in WORLD)
+    if not told or not dist.is_initialized():
+        return None
+    real = dist.group.WORLD
+    said = dist.get_world_size()
+    return said if real is None or said > real.size() else None
 
 
 def now(function: F) -> F:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from unittest import mock
 
@@ -15,7 +16,9 @@ from compat import parallel_state as ps
 from compat.report import report
 from compat.state import ParallelState
 from hypergrid.errors import AgreementError
+from tests.parity.surface import public_functions
 from tests.support.forked import from_all, on_ranks, run_ranks
+from tests.support.stock import load_stock
 
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -178,3 +181,64 @@ def test_groups_that_outside_code_closed_and_forgot_can_be_made_anew(fake_world)
     assert ps.get_tensor_model_parallel_world_size() == 4
     ps.destroy_model_parallel()
     assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+class Pretended:
+    """A group of a world that is not there, as one of its ranks."""
+
+    def __init__(self, rank, ranks, desc):
+        self.ranks, self.desc = list(ranks), desc
+        self.rank = lambda: self.ranks.index(rank)
+        self.size = lambda: len(self.ranks)
+
+
+def _rehearsed(module, rank, world):
+    """What is created, and what getters answer, in two initialisations."""
+    created, seen = [], []
+
+    def new_group(ranks=None, group_desc=None, **asked):
+        created.append((group_desc, tuple(ranks), str(asked.get("timeout")), asked.get("backend")))
+        return Pretended(rank, ranks, group_desc)
+
+    told = {"get_rank": rank, "get_world_size": world, "is_initialized": True}
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(dist, "new_group", new_group))
+        for name, value in told.items():
+            answer = functools.partial(lambda value, group=None: value, value)
+            patched.enter_context(mock.patch.object(dist, name, answer))
+        for sizes in (2, 2, 2), (4, 1, 1):
+            module.initialize_model_parallel(
+                sizes[0],
+                sizes[1],
+                context_parallel_size=sizes[2],
+                expert_model_parallel_size=2,
+                create_gloo_process_groups=world == 16,
+            )
+            for name in public_functions("0.16.1"):
+                if name.endswith(("_rank", "_world_size")) and name.startswith("get_"):
+                    seen.append((name, getattr(module, name)()))
+                if name.endswith("_parallel_group"):
+                    with suppress(AssertionError):
+                        group = getattr(module, name)()
+                        seen.append((name, group.desc, group.ranks))
+            with pytest.raises((KeyError, ValueError), match="zz"):
+                module.initialize_model_parallel(2, order="tp-cp-ep-dp-pp-zz")
+            module.destroy_model_parallel()
+            seen.append(module.is_initialized())
+    return created, seen
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["no default group", "one real rank"])
+def test_a_world_that_is_only_told_is_rehearsed_as_on_stock(real, tmp_path):
+    if real:
+        dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for rank, world in (5, 8), (11, 16):
+            stock = _rehearsed(load_stock("0.16.1"), rank, world)
+            with pytest.warns(UserWarning, match=f"says that there are {world} ranks") as told:
+                ours = _rehearsed(ps, rank, world)
+            assert ours == stock
+            assert {each.filename for each in told} == {__file__}
+    finally:
+        if real:
+            dist.destroy_process_group()
