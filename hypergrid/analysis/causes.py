@@ -221,7 +221,7 @@ class Rules:
         def key(wait: Wait) -> tuple[int, ...]:
             missed = first.intersection(wait.missed)
             due = self.history.is_due(min(missed), wait.call)
-            return (len(missed), due, wait.ns)
+            return (len(missed), due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
 
         return max(waits, key=key)
 

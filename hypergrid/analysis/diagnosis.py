@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from hypergrid.analysis.causes import Cause, Kind, Rules
-from hypergrid.analysis.history import Departure
+from hypergrid.analysis.history import Departure, History
 from hypergrid.analysis.recording import Call, Frame, Recording
 from hypergrid.analysis.waiting import P2P, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
@@ -17,9 +18,12 @@ from hypergrid.plan import GroupPlan
 SCHEMA = 1
 PATIENCE = 1.0  # seconds; who waits for less is not stuck
 _LONGEST, _SHOWN = 12, 16  # lines of a chain, ranks that one rank waits for
-# Files of torch, in whichever directory it is; a job's own may be in one called torch too.
-_TORCHS = re.compile(
-    r"/torch/(_\w+|amp|autograd|cuda|distributed|fx|nn|optim|utils|functional\.py)\b"
+# Torch, in whichever directory it is (a job's own may be called torch too), the standard library,
+# and this package.
+_FOREIGN = re.compile(
+    r"/torch/(_\w+|amp|autograd|cuda|distributed|fx|multiprocessing|nn|optim|utils|functional\.py)\b"
+    r"|/hypergrid/groups/|/lib/python[^/]*/(?!(site|dist)-packages)|^<frozen|"
+    rf"^({'|'.join(sorted(sys.stdlib_module_names))})\.py$"
 )
 
 State: TypeAlias = Literal["cause", "raised", "no dump", "waiting", "running", "elsewhere"]
@@ -143,7 +147,22 @@ class _Words:
         waits = [*own, *(wait for wait in cause.waits if wait not in own)]
         lines += map(self._line, waits[: _LONGEST - len(cause.circle)])
         left = len(waits) - (_LONGEST - len(cause.circle))
-        return [*lines, f"And {_many(left, 'more call')} that wait."] if left > 0 else lines
+        lines += [f"And {_many(left, 'more call')} that wait."] * (left > 0)
+        return [*lines, *self._steps()] if waits else lines
+
+    def _steps(self) -> list[str]:
+        """The last step that each rank finished, where steps can be told."""
+        steps = History(self.waiting.recording).steps()
+        if steps is None:
+            return []
+        ranks: dict[int, list[int]] = {}
+        for rank, many in steps.done.items():
+            ranks.setdefault(many, []).append(rank)
+        whole = all(mine.whole for mine in self.ranks.values())
+        since = "" if whole else " since the recorders begin"
+        said = [f"{many} by {_ranks(some)}" for many, some in sorted(ranks.items())[:6]]
+        title = f"{steps.call.what.name} of {self.waiting.recording.groups[steps.call.group].shown}"
+        return [f"Steps finished{since}, each told by its {title}: {', '.join(said)}."]
 
     def _line(self, wait: Wait) -> str:
         gone = self.waiting.gone
@@ -451,8 +470,8 @@ def _shown(call: Call, other: Call) -> str:
 
 
 def _at(stack: Sequence[Frame]) -> str:
-    """The innermost frame that is not torch's."""
-    frame = next((frame for frame in stack if not _TORCHS.search(frame.file)), stack[0])
+    """The innermost frame of the job's own code: neither torch's nor the standard library's."""
+    frame = next((frame for frame in stack if not _FOREIGN.search(frame.file)), stack[0])
     return f"{frame.function} ({frame.file}:{frame.line})"
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hypergrid.analysis.recording import Call, Recording
+from hypergrid.analysis.recording import DEFAULT, Call, Recording
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
 # known; fewer if the recorder is small.
@@ -44,6 +44,14 @@ class Departure(NamedTuple):
         own = {True: 2, None: 0, False: -1}[self.before]
         score = own + (self.others > self.alike) + self.is_proven - self.is_new
         return (score, self.at, self.others - self.alike)
+
+
+class Steps(NamedTuple):
+    """The steps of a job, told by a call of all ranks that comes once in each."""
+
+    call: Call
+    many: int  # that were recorded
+    done: dict[int, int]  # how many of them each rank has finished
 
 
 class History:
@@ -126,6 +134,27 @@ class History:
         return length > 0 and self._role(int(mine.title[due])) == self._role(
             self.recording.titles.index(call.title)
         )
+
+    def steps(self) -> Steps | None:
+        """The steps that all ranks end with the same call, if there is one at equal distances."""
+        ranks = self.recording.ranks
+        best: tuple[int, int] | None = None
+        for rank in [*self._tokens][:_LONG]:  # one of them may have left the order
+            titles = ranks[rank].calls.title
+            for title in np.unique(titles).tolist():
+                every = np.diff(np.flatnonzero(titles == title))
+                group = self.recording.groups[self.recording.titles[title].group]
+                world = group.label == DEFAULT or len(group.ranks or ()) == len(ranks)
+                regular = len(every) > 1 and (every == np.median(every)).mean() > 2 / 3
+                if world and regular and (best is None or every.max() > best[0]):
+                    best = (int(every.max()), title)
+        if best is None:
+            return None
+        of = {r: mine.calls.taken(mine.calls.title == best[1]) for r, mine in ranks.items()}
+        seqs = np.unique(np.concatenate([calls.seq[calls.done] for calls in of.values()]))
+        done = {r: int(np.isin(seqs, calls.seq[calls.done]).sum()) for r, calls in of.items()}
+        call = next(calls[0] for calls in of.values() if calls)
+        return Steps(call, len(seqs), done)
 
     def _role(self, at: int) -> tuple[Any, ...]:
         """What is the same in all groups of a label."""

@@ -300,7 +300,7 @@ def diagnose(
     ] = None,
     stragglers: Annotated[
         bool,
-        typer.Option("--stragglers", help="Also who comes last to collectives, and how often."),
+        typer.Option("--stragglers", help="Also who made others wait in collectives, how long."),
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
@@ -314,7 +314,7 @@ def diagnose(
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.analysis import diagnosis, recording
-    from hypergrid.analysis.stragglers import last_arrivals
+    from hypergrid.analysis.stragglers import stragglers as who_is_late
 
     problems: tuple[str, ...] = ()
     if pids:
@@ -336,7 +336,7 @@ def diagnose(
         left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
         layout = None
     found = diagnosis.diagnose(left, layout)
-    late = last_arrivals(left, layout) if stragglers or html is not None else []
+    late = who_is_late(left, layout) if stragglers or html is not None else []
     if as_json:
         more = {"stragglers": [asdict(each) for each in late]} if stragglers else {}
         prints.as_json({**found.to_json(), **more})

@@ -342,23 +342,25 @@ def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
     if late is not None:
         late = [each for each in late if each.stands_out]
         if not late:
-            out.print("\nNobody comes last to collectives more often than by chance.")
+            out.print("\nNobody made others wait in collectives for more than 1% of the time.")
             return
-        out.print("\nWho comes last to collectives, and how long the others wait for it:")
-        rows = [
-            (
-                f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
-                f"{each.share:.0%}",
-                f"{each.chance:.0%}",
-                f"{each.last:,} of {each.calls:,}",
-                f"{each.median * 1e3:,.1f}",
-                f"{each.seconds:,.2f}",
-                each.label,
-            )
-            for each in late[:20]
-        ]
-        columns = ("who", ">last", ">by chance", ">calls", ">median ms", ">sum s", "group")
-        table(out, columns, rows)
+        out.print("\nWho made others wait in collectives, the longest first:")
+        table(out, LATE, map(late_row, late[:20]))
+
+
+LATE = ("who", ">seconds", ">of all time", ">a step", ">calls", "mostly in")
+
+
+def late_row(each: Late) -> tuple[str, ...]:
+    """The cells of LATE."""
+    return (
+        f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
+        f"{each.seconds:,.2f}",
+        f"{each.share:.0%}",
+        "" if each.per_step is None else f"{each.per_step:,.3f}",
+        f"{each.calls:,}",
+        f"{each.operation} of {each.label}",
+    )
 
 
 def audit(found: Audit, changes: Sequence[Change] | None) -> None:

@@ -26,7 +26,7 @@ function verdict() {
     const line = (tag) => (cells) => make("tr", {}, ...cells.map((text) => make(tag, {}, text)));
     const table = make("table", {}, ...job.late.slice(0, 1).map(line("th")));
     table.append(...job.late.slice(1).map(line("td")));
-    $("job").append(folded("Who comes last to collectives", table));
+    $("job").append(folded("Who made others wait in collectives", table));
   }
   for (const rank of job.ranks) cells.get(rank)?.classList.add("cause");
 }

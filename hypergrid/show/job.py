@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from hypergrid.analysis.diagnosis import Diagnosis, lasting
@@ -22,8 +23,24 @@ def plan_of(recording: Recording) -> GroupPlan:
         if group.ranks and all(rank in world for rank in group.ranks):
             by_label.setdefault(group.label, []).append(group.ranks)
     rows = (GroupRow(label, "ranks", (), explicit=tuple(some)) for label, some in by_label.items())
-    layout = RankLayout(("rank",), (recording.world_size,))
-    return GroupPlan({"ranks": layout}, tuple(rows))
+    return GroupPlan({"ranks": _layout_of(recording)}, tuple(rows))
+
+
+def _layout_of(recording: Recording) -> RankLayout:
+    """The dims that recorded groups over one dim show, if together they are all ranks."""
+    steps: dict[int, tuple[str, int]] = {}  # how far apart the ranks of a dim are
+    for group in recording.groups.values():
+        if group.ranks and len(group.ranks) > 1 and len(group.dims) == 1:
+            ranks, size = group.ranks, len(group.ranks)
+            apart = ranks[1] - ranks[0]
+            if ranks == tuple(range(ranks[0], ranks[0] + size * apart, apart or 1)):
+                steps.setdefault(apart, (group.dims[0], size))
+    found: dict[str, int] = {}
+    while (many := prod(found.values())) in steps and steps[many][0] not in found:
+        found[steps[many][0]] = steps[many][1]
+    if not found or many != recording.world_size:
+        found = {"rank": recording.world_size}
+    return RankLayout(tuple(found), tuple(found.values()))
 
 
 def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
@@ -42,15 +59,14 @@ def found(recording: Recording, diagnosis: Diagnosis, late: Sequence[Late] = ())
             rank: [_line(recording, call) for call in mine.calls[: -_LAST - 1 : -1]]
             for rank, mine in recording.ranks.items()
         },
-        "late": [("who", "last in", "of calls", "median", "sum", "group")] * bool(late)
+        "late": [("who", "seconds", "of all time", "calls", "mostly in")] * bool(late)
         + [
             (
                 f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
+                f"{each.seconds:,.2f}",
                 f"{each.share:.0%}",
                 f"{each.calls:,}",
-                f"{each.median * 1e3:,.1f} ms",
-                f"{each.seconds:,.2f} s",
-                each.label,
+                f"{each.operation} of {each.label}",
             )
             for each in late[:20]
         ],

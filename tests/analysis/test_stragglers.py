@@ -1,53 +1,91 @@
-"""Who comes last to the collectives."""
+"""Who makes the others wait in collectives, and for how long."""
+
+import random
 
 import pytest
 
 from compat.megatron.job import from_sizes
 from hypergrid.analysis.recording import read
-from hypergrid.analysis.stragglers import last_arrivals
+from hypergrid.analysis.stragglers import stragglers
 from tests.support.recorded import Rank, write
 
-GROUPS = {"1": ("PIPE", [0, 2]), "2": ("PIPE", [1, 3]), "3": ("TENSOR", [0, 1])}
+GROUPS = {
+    "0": ("default_pg", [0, 1, 2, 3]),
+    "1": ("PIPE", [0, 2]),
+    "2": ("PIPE", [1, 3]),
+    "3": ("TENSOR", [0, 1]),
+    "4": ("TENSOR", [2, 3]),
+}
 
 
-@pytest.fixture
-def recording(tmp_path):
-    """Ranks 2 and 3 are 50 ms late in every other call, rank 0 is late by 1 ms in the rest."""
+def recorded(directory, late, steps=20, noise=0.001):
+    """Steps of a call of TENSOR and one of the world; ``late(step, rank)``: seconds before it."""
+    source = random.Random(0)
     ranks = [Rank(rank, GROUPS) for rank in range(4)]
-    for turn in range(10):
-        for rank in range(4):
-            late = 0.05 * (rank > 1) if turn % 2 else 0.001 * (rank < 2)
-            ranks[rank].now = 10**18 + turn * 10**10
-            ranks[rank].call("1" if rank in (0, 2) else "2", after=late)
-    ranks[0].call("3")  # rank 1 is not in it: not counted
-    found = read(write(tmp_path, ranks))
+
+    def meet(group):
+        inside = [ranks[rank] for rank in GROUPS[group][1]]
+        end = max(rank.now for rank in inside)
+        for rank in inside:
+            rank.call(group, after=0)
+            rank.now = end + 1_000_000
+
+    for step in range(steps):
+        for rank in ranks:
+            rank.now += int(1e9 * (0.05 + source.random() * noise + late(step, rank.rank)))
+        for group in "340":
+            meet(group)
+    found = read(write(directory, ranks))
     for key in "12":
         found.groups[key].dims = ("pp",)
+    for key in "34":
+        found.groups[key].dims = ("tp",)
     return found
 
 
-def test_a_coordinate_that_is_late_on_many_groups_is_one_row(recording):
-    first, *_ = rows = last_arrivals(recording)
-    assert (first.label, first.dim, first.at, first.last, first.calls) == ("PIPE", "pp", 1, 10, 20)
-    assert first.share == 0.5 and first.seconds == pytest.approx(0.5)
-    assert first.median == pytest.approx(0.05)
-    by_rank = {row.at: (row.last, row.calls) for row in rows if row.dim is None}
-    assert by_rank == {rank: (5, 10) for rank in range(4)}
+def test_the_one_that_costs_most_is_first_though_others_come_last_more_often(tmp_path):
+    """Rank 3 takes 20 times as long in one step of five; rank 0 is a little late in all others."""
+
+    def late(step, rank):
+        return {3: 1.0 * (step % 5 == 4), 0: 0.01 * (step % 5 != 4)}.get(rank, 0)
+
+    rows = stragglers(recorded(tmp_path, late))
+    assert [(row.dim, row.at) for row in rows[:2]] == [(None, 3), (None, 0)]
+    first = rows[0]
+    assert first.seconds == pytest.approx(4, rel=0.05) and first.calls < 10
+    assert (first.label, first.operation) == ("TENSOR", "all_reduce")
+    assert first.share == pytest.approx(4 / 5.2, rel=0.05)
+    assert first.per_step == pytest.approx(4 / 20, rel=0.05)
+    assert rows[1].stands_out and not any(row.stands_out for row in rows[2:])
 
 
-def test_with_a_plan_coordinates_are_its_own(recording):
+def test_one_that_costs_nearly_all_of_each_step_is_named_under_noise(tmp_path):
+    rows = stragglers(recorded(tmp_path, lambda step, rank: rank == 2, 100, noise=0.05))
+    assert rows[0].at == 2 and rows[0].share > 0.9
+    assert not any(row.stands_out for row in rows[1:] if row.dim is None)
+
+
+def test_who_is_late_because_it_waited_itself_is_no_straggler(tmp_path):
+    """Rank 2 comes late to the world with rank 3, for which it had to wait."""
+    rows = stragglers(recorded(tmp_path, lambda step, rank: 0.5 * (rank == 3)))
+    assert rows[0].at == 3 and [row.at for row in rows if row.stands_out] == [3]
+
+
+def test_a_coordinate_whose_ranks_are_all_late_is_one_row(tmp_path):
+    found = recorded(tmp_path, lambda step, rank: 0.2 * (rank in (1, 3)))
+    first, *_ = stragglers(found)
+    assert (first.dim, first.at) == ("tp", 1) and first.seconds == pytest.approx(3.8, rel=0.05)
     plan = from_sizes(world_size=4, tp=2, pp=2).plan()
-    rows = {(row.dim, row.at): row.last for row in last_arrivals(recording, plan)}
-    assert rows["pp", 1] == rows["pp", 0] == 10
+    first, *_ = stragglers(found, plan)
+    assert (first.dim, first.at) == ("tp", 1)
 
 
-def test_calls_that_a_member_did_not_record_are_left_out(recording):
-    assert not [row for row in last_arrivals(recording) if row.label == "TENSOR"]
+def test_nobody_stands_out_where_all_are_alike(tmp_path):
+    assert not any(row.stands_out for row in stragglers(recorded(tmp_path, lambda *_: 0)))
 
 
-def test_who_is_late_by_chance_does_not_stand_out(recording):
-    rows = {(row.dim, row.at): row for row in last_arrivals(recording)}
-    assert rows["pp", 1].chance == 0.5 and not rows["pp", 1].stands_out
-    row = rows[None, 2]
-    assert not row.stands_out
-    assert row.__class__(**{**vars(row), "last": 91, "calls": 100}).stands_out
+def test_calls_that_a_member_did_not_record_are_left_out(tmp_path):
+    found = recorded(tmp_path, lambda step, rank: 0.5 * (rank == 3))
+    found.ranks[3].calls = found.ranks[3].calls.taken(slice(0, 0))
+    found.ranks[0].calls = found.ranks[0].calls.taken(slice(9, None))
+    assert {row.label for row in stragglers(found)} <= {"TENSOR"}
