@@ -7,8 +7,8 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import gloo
+from hypergrid.groups import closing, gloo
 
 Ranks: TypeAlias = Sequence[int]
 _private = threading.RLock()  # outside code may create groups while it is called to create one
@@ -146,7 +146,7 @@ def by_everyone(
                 return [] if mine is None else [mine]
             made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
         except BaseException:
-            close(c10d._world.pg_map.keys() - before, abort=True)
+            closing.abort(c10d._world.pg_map.keys() - before)
             raise
         rank = dist.get_rank()
         return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
@@ -160,54 +160,6 @@ def by_world(
         return by_everyone(label, groups, epoch, **options)
     mine = by_split(label, groups, epoch, **options) if groups else None
     return [] if mine is None else [mine]
-
-
-def close(
-    groups: Iterable[ProcessGroup], abort: bool = False
-) -> list[tuple[ProcessGroup, RuntimeError]]:
-    """Destroy ``groups`` that torch knows; returns those that failed, with the error. *Local*.
-
-    In the order in which ``torch.distributed.destroy_process_group()`` destroys all groups, as
-    NCCL may wait for the other members. ``abort`` waits for no rank.
-    """
-    world, failed = c10d._world, list[tuple[ProcessGroup, RuntimeError]]()
-    end = getattr(c10d, "_abort_process_group", None) if abort else None
-    end = end or dist.destroy_process_group
-    ordered = sorted(groups, key=lambda group: world.pg_names.get(group, ""), reverse=True)
-    with _aborting(ordered if abort else []):
-        for group in ordered:
-            tag = world.pg_to_tag.get(group)
-            try:
-                end(group)
-            except RuntimeError as error:
-                failed.append((group, error))
-            except (AssertionError, LookupError, ValueError):
-                if group in world.pg_map:  # else another thread has destroyed it meanwhile
-                    raise
-            if tag is not None and not world.tags_to_pg.get(tag, True):
-                world.tags_to_pg.pop(tag, None)  # torch leaves an empty list for every past group
-    return failed
-
-
-def abort(group: ProcessGroup) -> None:
-    """Let torch abort ``group``, which stays registered. *Local*; gloo goes on waiting."""
-    with _aborting([group]), suppress(AttributeError, RuntimeError):  # an older torch
-        group.abort()
-
-
-@contextmanager
-def _aborting(groups: Sequence[ProcessGroup]) -> Iterator[None]:
-    # NCCL can abort one communicator of several only together with the others: pytorch 119797.
-    kind = getattr(c10d, "ProcessGroupNCCL", None)
-    backends = (g._get_backend(device) for g in groups for device in g._device_types)
-    nccl = None if kind is None else next((b for b in backends if isinstance(b, kind)), None)
-    if nccl is not None:
-        nccl._group_start()
-    try:
-        yield
-    finally:
-        if nccl is not None:
-            nccl._group_end()
 
 
 def disjoint(groups: Sequence[Ranks]) -> bool:
