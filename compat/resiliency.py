@@ -53,7 +53,7 @@ class Abort(_Abort):
     """
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
-        _free()
+        hypergrid.abort(default=True)
         return state
 
 
@@ -93,7 +93,7 @@ class Initialize(_Initialize):
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
         if dist.is_initialized():
-            _free()
+            hypergrid.abort(default=True)
         if self.store is None:
             self.store = _own_store(state)
         if state.mode is not inprocess.Mode.ACTIVE:
@@ -205,12 +205,6 @@ class WholeReplicas(RankAssignment):
                 f"{world}. Give the host of every process, spares included."
             )
         return Replicas.first(topology, **self._rules)
-
-
-def _free() -> None:
-    hypergrid.abort(default=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _everyones_host(ctx: RankAssignmentCtx, timeout: timedelta) -> list[str]:

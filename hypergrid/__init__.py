@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hypergrid.errors import AgreementError as AgreementError
     from hypergrid.errors import CreationError as CreationError
     from hypergrid.groups.abort import abort as abort
+    from hypergrid.groups.abort import raise_if_aborted as raise_if_aborted
     from hypergrid.groups.assembly import Assembly as Assembly
     from hypergrid.groups.dump import dump as dump
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
@@ -56,6 +57,7 @@ _HOMES = {
     "Topology": "topology",
     "abort": "groups.abort",
     "dump": "groups.dump",
+    "raise_if_aborted": "groups.abort",
     "record": "groups.record",
     "validate_grids": "groups.validate",
 }

@@ -6,7 +6,11 @@ class AgreementError(RuntimeError):
 
 
 class AbortedError(Exception):
-    """``hypergrid.abort()`` was called while groups were created; none is left."""
+    """``hypergrid.abort()`` was called while groups were created, or used; none is left."""
+
+
+class NoGroupsError(AbortedError, AssertionError):
+    """A getter was called after ``hypergrid.abort()``, before new groups were created."""
 
 
 class CreationError(RuntimeError):

@@ -23,6 +23,8 @@ from torch.distributed import ProcessGroup
 from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
 from compat.megatron.encoder import warn_of_its_end
 from compat.megatron.releases import HAS, as_released, drop_absent
+from hypergrid.errors import NoGroupsError
+from hypergrid.groups.store import was_aborted
 
 
 def get_global_memory_buffer() -> Any:
@@ -490,7 +492,7 @@ def get_data_parallel_world_size(
     """Data-parallel size; arguments as for the group."""
     if _MPU_DATA_PARALLEL_WORLD_SIZE is not None:
         return _MPU_DATA_PARALLEL_WORLD_SIZE
-    if not _numbers and not dist.is_initialized():
+    if not _numbers and not _answers():
         return 0
     return _size_of(_data_parallel(with_context_parallel, partial_data_parallel, with_gtp_remat))
 
@@ -504,43 +506,35 @@ def get_data_parallel_rank(
     """This rank's place in the data-parallel group; arguments as for the group."""
     if _MPU_DATA_PARALLEL_RANK is not None:
         return _MPU_DATA_PARALLEL_RANK
-    if not _numbers and not dist.is_initialized():
+    if not _numbers and not _answers():
         return 0
     return _rank_in(_data_parallel(with_context_parallel, partial_data_parallel, with_gtp_remat))
 
 
 def get_context_parallel_world_size() -> int:
     """Context-parallel size."""
-    return _size_of(get_context_parallel_group()) if _numbers or dist.is_initialized() else 0
+    return _size_of(get_context_parallel_group()) if _numbers or _answers() else 0
 
 
 def get_context_parallel_rank() -> int:
     """This rank's place in the context-parallel group."""
-    return _rank_in(get_context_parallel_group()) if _numbers or dist.is_initialized() else 0
+    return _rank_in(get_context_parallel_group()) if _numbers or _answers() else 0
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """Size of the tensor x context parallel group."""
-    return (
-        _size_of(get_tensor_and_context_parallel_group())
-        if _numbers or dist.is_initialized()
-        else 0
-    )
+    return _size_of(get_tensor_and_context_parallel_group()) if _numbers or _answers() else 0
 
 
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's place in the tensor x context parallel group."""
-    return (
-        _rank_in(get_tensor_and_context_parallel_group())
-        if _numbers or dist.is_initialized()
-        else 0
-    )
+    return _rank_in(get_tensor_and_context_parallel_group()) if _numbers or _answers() else 0
 
 
 def get_gtp_weight_remat_world_size() -> int:
     """gtp_remat size; 0 where there is no such group."""
     group = None
-    if _numbers or dist.is_initialized():
+    if _numbers or _answers():
         group = get_gtp_weight_remat_group(check_initialized=False)
     return 0 if group is None else _size_of(group)
 
@@ -548,7 +542,7 @@ def get_gtp_weight_remat_world_size() -> int:
 def get_gtp_weight_remat_rank() -> int:
     """This rank's place in the gtp_remat group; 0 where there is none."""
     group = None
-    if _numbers or dist.is_initialized():
+    if _numbers or _answers():
         group = get_gtp_weight_remat_group(check_initialized=False)
     return 0 if group is None else _rank_in(group)
 
@@ -556,7 +550,7 @@ def get_gtp_weight_remat_rank() -> int:
 def get_expert_gtp_weight_remat_world_size() -> int:
     """Expert gtp_remat size; 0 where there is no such group."""
     group = None
-    if _numbers or dist.is_initialized():
+    if _numbers or _answers():
         group = get_expert_gtp_weight_remat_group(check_initialized=False)
     return 0 if group is None else _size_of(group)
 
@@ -564,7 +558,7 @@ def get_expert_gtp_weight_remat_world_size() -> int:
 def get_expert_gtp_weight_remat_rank() -> int:
     """This rank's place in the expert gtp_remat group; 0 where there is none."""
     group = None
-    if _numbers or dist.is_initialized():
+    if _numbers or _answers():
         group = get_expert_gtp_weight_remat_group(check_initialized=False)
     return 0 if group is None else _rank_in(group)
 
@@ -573,14 +567,14 @@ def get_expert_model_parallel_world_size() -> int:
     """Expert-parallel size."""
     if _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
-    return _size_of(get_expert_model_parallel_group()) if _numbers or dist.is_initialized() else 0
+    return _size_of(get_expert_model_parallel_group()) if _numbers or _answers() else 0
 
 
 def get_expert_model_parallel_rank() -> int:
     """This rank's place in the expert-parallel group."""
     if _MPU_EXPERT_MODEL_PARALLEL_RANK is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_RANK
-    return _rank_in(get_expert_model_parallel_group()) if _numbers or dist.is_initialized() else 0
+    return _rank_in(get_expert_model_parallel_group()) if _numbers or _answers() else 0
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
@@ -603,20 +597,12 @@ def get_expert_tensor_parallel_rank() -> int | None:
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
     """Size of the expert tensor x expert parallel group."""
-    return (
-        _size_of(get_expert_tensor_and_model_parallel_group())
-        if _numbers or dist.is_initialized()
-        else 0
-    )
+    return _size_of(get_expert_tensor_and_model_parallel_group()) if _numbers or _answers() else 0
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
     """This rank's place in the expert tensor x expert parallel group."""
-    return (
-        _rank_in(get_expert_tensor_and_model_parallel_group())
-        if _numbers or dist.is_initialized()
-        else 0
-    )
+    return _rank_in(get_expert_tensor_and_model_parallel_group()) if _numbers or _answers() else 0
 
 
 @as_released
@@ -624,7 +610,7 @@ def get_expert_data_parallel_world_size(
     partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
 ) -> int:
     """Expert-data-parallel size; arguments as for the group."""
-    if not _numbers and not dist.is_initialized():
+    if not _numbers and not _answers():
         return 0
     return _size_of(_expert_data_parallel(partial_expert_data_parallel, with_gtp_remat))
 
@@ -634,7 +620,7 @@ def get_expert_data_parallel_rank(
     partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
 ) -> int:
     """This rank's place in the expert-data-parallel group."""
-    if not _numbers and not dist.is_initialized():
+    if not _numbers and not _answers():
         return 0
     return _rank_in(_expert_data_parallel(partial_expert_data_parallel, with_gtp_remat))
 
@@ -850,9 +836,19 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
     _MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
 
 
+def _answers() -> bool:
+    """Whether torch has a default group, as stock asks, or had one until an abort."""
+    return dist.is_initialized() or was_aborted()
+
+
 def missing(slot: str) -> AssertionError:
     """The error for a group that does not exist."""
     name = slot.strip("_").replace("_", " ").lower()
+    if was_aborted():
+        return NoGroupsError(
+            f"{name} does not exist any more: hypergrid.abort() has ended the groups of this "
+            f"process. Create new ones, and load the last checkpoint."
+        )
     return AssertionError(
         f"{name} is not initialized: no model parallel state with such a group is current. Call "
         f"initialize_model_parallel() first, with the sizes that make this group."

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from hypergrid.groups import creation, of_torch, sockets
-from hypergrid.groups.pool import live_pools
-from hypergrid.groups.store import end_waits
+from hypergrid.errors import AbortedError
+from hypergrid.groups import closing, of_torch, sockets, store
+from hypergrid.groups.pool import DEFAULT, live_pools
 
 # For code that holds what was built on groups: called when all of them are destroyed.
 after_abort: set[Callable[[], None]] = set()
+
+
+def raise_if_aborted() -> None:
+    """AbortedError if ``abort()`` was called since the groups were created. *Local*.
+
+    Also if NCCL's watchdog has aborted one of them, where torch tells (nccl2). Call it before each
+    ``optimizer.step()``, and before a checkpoint is written: kernels that were aborted raise
+    nothing, and leave any values behind. Waits until the device has run what was called on the
+    current stream, as a step is else queued before the abort comes.
+    Not inside the capture of a CUDA graph.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+    if store.was_aborted():
+        raise AbortedError(
+            "hypergrid.abort(), or NCCL's watchdog, has ended groups of this process. What was "
+            "computed with them since may be wrong: create new groups, and load the last "
+            "checkpoint."
+        )
 
 
 class Aborted(NamedTuple):
@@ -22,24 +44,28 @@ class Aborted(NamedTuple):
     connections: int
 
 
-def abort(default: bool = False) -> Aborted:
+def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Aborted:
     """End every group of this process, also while another thread waits in one. *Local*.
 
     Waits for no other rank, and may be called in any thread. A thread that waits in a collective
-    of one of the groups raises torch's error; one that creates groups raises ``AbortedError``,
-    in seconds. Then all groups are destroyed, and what was built on them is as before it was
-    initialised. Only this rank is freed: each rank has to call it. Ranks that wait for this one to
-    reach creation raise ``AgreementError``.
+    on the CPU raises torch's error; one that creates groups raises ``AbortedError``, in seconds.
+    NCCL's kernels end without an error: until new groups are created, ``raise_if_aborted`` and
+    Megatron's getters raise. All groups are destroyed, and what was built on them is as before
+    it was initialised. Only this rank is freed: each rank has to call it. Ranks that wait for this
+    one to reach creation raise ``AgreementError``.
 
-    With NCCL this is torch's own abort of each communicator (not tested yet). Torch's abort does
-    not end what waits in gloo, so there the group's connections are shut. For gloo this needs
-    Linux.
+    Torch's own abort of each group is called, of all at the same time. It does not end what waits
+    in gloo, so there the group's connections are shut. For gloo this needs Linux.
 
     Parameters
     ----------
     default : bool
-        Also end what waits in torch's default group. It stays registered, and cannot be used:
-        ``torch.distributed.destroy_process_group()`` then waits for no other rank.
+        Also end torch's default group, and groups of outside code. Torch is then as after
+        ``destroy_process_group()``, which need not be called. Sockets of gloo groups of outside
+        code are left alone.
+    timeout : timedelta
+        How long to wait for all aborts together. What has not ended by then goes on in a thread,
+        and torch does not know the group any more; a further ``abort()`` waits again.
 
     Returns
     -------
@@ -51,20 +77,26 @@ def abort(default: bool = False) -> Aborted:
     Warns
     -----
     RuntimeWarning
-        Torch could not destroy a group; the others are destroyed.
+        Torch could not abort a group, or not in time; the others are destroyed.
     """
-    end_waits()
+    store.end_waits()
     pools = live_pools()
     pooled = [each for pool in pools for each in pool.groups if each.shares is None]
-    world = of_torch.default_group() if default and dist.is_initialized() else None
-    ending = [each.group for each in pooled] + ([] if world is None else [world])
-    if world is not None:
+    labels = {each.group: each.label for each in pooled}
+    if default and dist.is_initialized():
         sockets.note_default(ask_store=False)
-    connections = sockets.shut(ending, unfinished=True)
+        labels[of_torch.default_group()] = DEFAULT
+    connections = sockets.shut(labels, unfinished=True)
+    if default:
+        labels = {group: group.group_desc for group in of_torch.known()} | labels
+    ending = [*(group for group in labels if of_torch.knows(group)), *closing.unfinished()]
+    for group, why in closing.free(dict.fromkeys(ending), timeout).items():
+        name = labels.get(group, "a group of an earlier abort()")
+        warnings.warn(f"could not abort {name}: {why}", RuntimeWarning, stacklevel=2)
     for pool in pools:
         (pool.holder() or pool).destroy(abort=True)
-    if world is not None:
-        creation.abort(world)
+    if default:
+        closing.abort([*of_torch.known()])
     for forget in [*after_abort]:
         forget()
     return Aborted(tuple(each.label for each in pooled), connections)

@@ -6,8 +6,8 @@ import copy
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import backends, gloo, of_torch
+from hypergrid.groups import backends, closing, gloo, of_torch
 from hypergrid.policy import Policy
 
 Ranks: TypeAlias = Sequence[int]
@@ -93,7 +93,7 @@ def by_everyone(
                 return [] if mine is None else [mine]
             made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
         except BaseException:
-            close(of_torch.known().keys() - before, abort=True)
+            closing.abort(of_torch.known().keys() - before)
             raise
         rank = dist.get_rank()
         return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
@@ -107,34 +107,6 @@ def by_world(
         return by_everyone(label, groups, epoch, **options)
     mine = by_split(label, groups, epoch, **options) if groups else None
     return [] if mine is None else [mine]
-
-
-def close(
-    groups: Iterable[ProcessGroup], abort: bool = False
-) -> list[tuple[ProcessGroup, RuntimeError]]:
-    """Destroy ``groups`` that torch knows; returns those that failed, with the error. *Local*.
-
-    In the order in which ``torch.distributed.destroy_process_group()`` destroys all groups, as
-    NCCL may wait for the other members. ``abort`` waits for no rank.
-    """
-    names, failed = of_torch.known(), list[tuple[ProcessGroup, RuntimeError]]()
-    ordered = sorted(groups, key=lambda group: names.get(group, ""), reverse=True)
-    with of_torch.aborting_together(ordered if abort else []):
-        for group in ordered:
-            try:
-                of_torch.end(group, abort)
-            except RuntimeError as error:
-                failed.append((group, error))
-            except (AssertionError, LookupError, ValueError):
-                if of_torch.knows(group):  # else another thread has destroyed it meanwhile
-                    raise
-    return failed
-
-
-def abort(group: ProcessGroup) -> None:
-    """Let torch abort ``group``, which stays registered. *Local*; gloo goes on waiting."""
-    with of_torch.aborting_together([group]), suppress(RuntimeError):
-        group.abort()
 
 
 def disjoint(groups: Sequence[Ranks]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -109,15 +109,9 @@ PARTS = {
         built_with="nccl",
     ),
     "abort": Part(
-        ("_abort_process_group", "ProcessGroup.abort"),
-        "ends a group's operations and forgets it, and waits for no rank",
-        "groups are destroyed instead, which may wait for their members",
-    ),
-    "aborts together": Part(
-        ("ProcessGroupNCCL._group_start", "ProcessGroupNCCL._group_end"),
-        "aborts of several communicators of the old NCCL backend begin together",
-        "each is aborted by itself",
-        built_with="nccl",
+        ("ProcessGroup.abort", "_unregister_process_group", "_update_default_pg"),
+        "ends a group's operations without waiting for its members, and lets torch forget it",
+        "groups cannot be ended while an operation of theirs runs",
     ),
     "timeouts": Part(
         ("_set_pg_timeout",),
@@ -453,32 +447,24 @@ def nccl_options() -> Any:
 # The end.
 
 
-def end(group: ProcessGroup, abort: bool = False) -> None:
-    """Destroy a group; with ``abort`` without waiting for its members. *Local*.
-
-    Torch leaves an empty list for each group that it knew; that is removed.
-    """
+def forget(group: ProcessGroup) -> None:
+    """Let torch forget ``group``, as ``destroy_process_group`` does, which may wait. *Local*."""
     world = c10d._world
-    tag = world.pg_to_tag.get(group)
-    try:
-        (c10d._abort_process_group if abort and has("abort") else dist.destroy_process_group)(group)
-    finally:
-        if tag is not None and not world.tags_to_pg.get(tag, True):
+    name = world.pg_names.pop(group, None)
+    hooks = getattr(world, "pg_flight_recorder_hooks", {})
+    maps = (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)
+    for registered in (*maps, world.pg_coalesce_state, hooks):
+        registered.pop(group, None)
+    for tag, tagged in [*world.tags_to_pg.items()]:
+        if group in tagged:
+            tagged.remove(group)
+        if not tagged:  # torch leaves an empty list for every past group
             world.tags_to_pg.pop(tag, None)
-
-
-@contextmanager
-def aborting_together(groups: Iterable[ProcessGroup]) -> Iterator[None]:
-    """Inside, NCCL's communicators abort together: one alone may wait, see pytorch 119797."""
-    parts = (checked_by(part) for group in groups for part in parts_of(group))
-    nccl = next((part for part in parts if hasattr(part, "_group_start")), None)
-    if nccl is not None:
-        nccl._group_start()
-    try:
-        yield
-    finally:
-        if nccl is not None:
-            nccl._group_end()
+    if name is not None:
+        c10d._unregister_process_group(name)  # type: ignore[attr-defined]
+    if group is c10d.GroupMember.WORLD:
+        c10d._update_default_pg(None)
+        world.group_count = 0
 
 
 # What torch recorded.

@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import AgreementError, CreationError
-from hypergrid.groups import backends, creation, gloo, of_torch, sockets
+from hypergrid.groups import backends, closing, creation, gloo, of_torch, sockets
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread
-from hypergrid.groups.store import abortable, check_timeout, raise_if_aborted
+from hypergrid.groups.store import abortable, check_timeout, raise_if_aborted, settle
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Kind
@@ -113,6 +113,7 @@ class GroupPool:
                     turn.end()
                     raise_if_aborted()
                 self.first = self.first or self.agreement
+                settle()
             except BaseException as error:
                 if one_device:
                     _forget_locals(error)
@@ -191,6 +192,7 @@ class GroupPool:
                 for ranks, group, shares in made:
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
                     gloo.note(group)
+                    closing.watch(group)
                     raise_if_aborted()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
@@ -430,20 +432,20 @@ class GroupPool:
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
         self.groups = [pooled for pooled in self.groups if pooled not in leaving]
         known = c10d._world.pg_map
-        closing = {
+        ending = {
             each.group: each.label
             for each in leaving
             if each.shares is None and each.group in known
         }
         if abort:  # else gloo waits for its operations in progress when it destroys the group
-            sockets.shut(closing)
+            sockets.shut(ending)
         for tell in before_closing if leaving else ():
             try:
-                tell([*closing], abort)
+                tell([*ending], abort)
             except Exception as error:
                 _warn(f"{shown(tell)} raised while groups are destroyed: {in_words(error)}")
-        for group, why in creation.close(closing, abort):
-            _warn(f"rank {dist.get_rank()} could not destroy {closing[group]}: {in_words(why)}")
+        for group, why in (closing.abort if abort else closing.close)(ending).items():
+            _warn(f"rank {dist.get_rank()} could not destroy {ending[group]}: {why}")
 
 
 def _forget_locals(error: BaseException | None) -> None:

@@ -290,6 +290,7 @@ class Recorder:
 
     def _counts(self) -> list[int | None]:
         counts: list[int | None] = [self._p2p.count if self._p2p is not None else None]
+        group: Any
         for group in [*c10d._world.pg_map]:
             try:
                 counts.append(group._get_sequence_number_for_group())

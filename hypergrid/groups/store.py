@@ -22,7 +22,7 @@ from hypergrid.messages import in_words, shown
 
 _DESCRIPTORS = "/proc/self/fd"
 _IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
-_aborts, _thread = 0, threading.local()
+_aborts, _settled, _thread = 0, 0, threading.local()  # how many; before the last creation
 
 
 def shared_store() -> Store | None:
@@ -37,6 +37,17 @@ def end_waits() -> None:
     """Make every thread that is in ``abortable`` raise AbortedError within seconds. *Local*."""
     global _aborts
     _aborts += 1
+
+
+def settle() -> None:
+    """This thread has created groups: an abort before it began is over."""
+    global _settled
+    _settled = _thread.aborts
+
+
+def was_aborted() -> bool:
+    """Whether ``end_waits`` was called since groups were last created."""
+    return _settled != _aborts
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from compat.report import report
 from hypergrid import AgreementError, HyperCommGrid
-from hypergrid.groups import backends, creation, of_torch
+from hypergrid.groups import backends, closing, creation, of_torch
 from tests.support.forked import from_all, join, on_ranks
 
 pytestmark = pytest.mark.skipif(not of_torch.has("lazy NCCL"), reason="torch has one NCCL backend")
@@ -99,7 +99,7 @@ def test_a_split_group_has_the_hooks_that_torch_attaches_to_its_own(rank):
     with mock.patch.object(c10d, "HealthCheckHook", mock.Mock(attach=health)):
         (ours,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch")
     assert health.call_args.args == (ours,) and ours in c10d._world.pg_flight_recorder_hooks
-    creation.close([ours])
+    closing.close([ours])
     assert ours not in c10d._world.pg_flight_recorder_hooks
 
 

@@ -15,13 +15,13 @@ from tests.support import ROOT, forked, nccl_rules
 from tests.support.forked import from_all, join, on_ranks
 from tests.support.nccl_rules import ALL, DEVICE, OWN, RULES, SENDS
 
-SOURCES = sorted(ROOT.glob(".cache/torch/sources/*/torch")) or [None]
+SOURCES = sorted(ROOT.glob(".cache/torch/*/lib/python*/site-packages/torch"))
 
 
 def readable():
     folder = Path(torch.__file__).parent
     yield from [(torch.__version__, folder)]
-    yield from [(each.parent.name, each) for each in SOURCES if each is not None]
+    yield from [(each.parents[3].name, each) for each in SOURCES]
 
 
 @pytest.mark.parametrize(("release", "folder"), readable(), ids=lambda each: str(each)[-12:])

@@ -104,6 +104,12 @@ RULES = {
         _OLD,
         "#define SHOULD_TEAR_DOWN(a) (a != NoHandling && a != CleanUpOnly)",
     ),
+    "the watchdog tells": Rule(
+        "nccl2 calls abort hooks before it tears down; the old class has none.",
+        _NCCL2,
+        "Terminates the process (after running the abort hooks) if requested",
+        (2, 14),
+    ),
     "suspend is collective": Rule(
         "ncclCommSuspend and ncclCommResume wait for all ranks of the communicator.",
         f"{_DOCS}#ncclcommsuspend",
@@ -289,6 +295,7 @@ class Group(dist.ProcessGroup):
         self.color: int | None = None
         self.bound: torch.device | None = None
         self.sequence, self._batching, self._name, self._desc = 0, False, "", ""
+        self.hooks = dict[int, Callable[[], None]]()
         self._works, self._ended = list[Work](), threading.Event()
         threading.Thread(target=self._watchdog, daemon=True).start()
 
@@ -324,6 +331,12 @@ class Group(dist.ProcessGroup):
 
     def _is_initialized(self) -> bool:
         return bool(self.communicators)
+
+    def supports_abort_hooks(self) -> bool:
+        return self.kind.startswith("nccl2")
+
+    def register_abort_hook(self, number: int, hook: Callable[[], None]) -> None:
+        self.hooks[number] = hook
 
     # Communicators.
 
@@ -456,6 +469,8 @@ class Group(dist.ProcessGroup):
                 self._works.remove(work)
             handling = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 3))
             if handling and any(work.end < time.monotonic() for work in [*self._works]):
+                for hook in self.hooks.values():
+                    hook()
                 for each in self.communicators.values() if handling != 3 else ():
                     each.aborted = True
                 if handling != 2:

@@ -1,0 +1,106 @@
+"""Ends groups: in the order that all ranks share, or at once and without any other rank."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypergrid.groups import of_torch
+from hypergrid.groups.store import end_waits
+from hypergrid.messages import in_words
+
+LIMIT = timedelta(seconds=30)  # that all aborts together may take
+_HOOK = int.from_bytes(b"hypergr", "big")  # torch keeps hooks by number
+_aborts: weakref.WeakKeyDictionary[ProcessGroup, _Abort] = weakref.WeakKeyDictionary()
+
+
+class _Abort(threading.Thread):
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(name=f"aborting {of_torch.known().get(group)}", daemon=True)
+        self.error: Exception | None = None
+        self._group: ProcessGroup | None = group
+        self.start()
+
+    def run(self) -> None:
+        try:
+            if self._group is not None:
+                self._group.abort()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._group = None
+
+
+def watch(group: Any) -> None:
+    """Notice that torch aborts ``group`` by itself, where it tells: nccl2's watchdog does."""
+    if getattr(group, "supports_abort_hooks", bool)():
+        group.register_abort_hook(_HOOK, functools.partial(_on_abort, weakref.ref(group)))
+
+
+def _on_abort(group: weakref.ref[ProcessGroup]) -> None:
+    if group() is not None and group() not in _aborts:
+        end_waits()
+
+
+def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[ProcessGroup, str]:
+    """Let torch abort ``groups``; returns those whose abort failed or goes on, and why. *Local*.
+
+    All at the same time: NCCL's abort of one communicator waits until the kernels of the others
+    are gone (pytorch 119797), and torch's waits for locks that a rank holds while it connects. A
+    group is not aborted again while its abort goes on, or once it has ended without an error.
+    """
+    asked = [*groups]
+    for group in asked:
+        before = _aborts.get(group)
+        if before is None or before.error is not None:
+            _aborts[group] = _Abort(group)
+    end, failed = time.monotonic() + limit.total_seconds(), dict[ProcessGroup, str]()
+    for group in asked:
+        _aborts[group].join(max(0, end - time.monotonic()))
+        error = _aborts[group].error
+        if _aborts[group].is_alive():
+            failed[group] = f"its abort did not end within {limit.total_seconds():g} s."
+        elif error is not None:
+            failed[group] = in_words(error)
+    return failed
+
+
+def unfinished() -> list[ProcessGroup]:
+    """The groups whose abort failed, or goes on."""
+    return [group for group, each in [*_aborts.items()] if each.is_alive() or each.error]
+
+
+def abort(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
+    """``free`` groups that nobody has begun to free, and let torch forget all. *Local*."""
+    asked = [*groups]
+    failed = free(group for group in asked if group not in _aborts)
+    for group in asked:
+        of_torch.forget(group)
+    return failed
+
+
+def close(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
+    """Destroy ``groups``; returns those that torch could not destroy, and why.
+
+    In the order in which ``torch.distributed.destroy_process_group()`` destroys all groups, as
+    NCCL waits for the other members.
+    """
+    names, failed = of_torch.known(), dict[ProcessGroup, str]()
+    for group in sorted(groups, key=lambda each: names.get(each, ""), reverse=True):
+        try:
+            dist.destroy_process_group(group)
+        except RuntimeError as error:
+            failed[group] = in_words(error)
+        except (AssertionError, LookupError, ValueError):
+            if of_torch.knows(group):  # else another thread has destroyed it meanwhile
+                raise
+        of_torch.forget(group)
+    return failed

@@ -1,0 +1,159 @@
+"""What hypergrid promises where NCCL is less kind than gloo, on the stand-in with its rules."""
+
+import os
+import threading
+import time
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import hypergrid
+from compat import parallel_state as ps
+from hypergrid import AbortedError
+from tests.support import nccl_rules
+from tests.support.forked import from_all, join, on_ranks
+from tests.support.nccl_rules import DEVICE
+
+
+def start(rank, world, life=0, **given):
+    if life == 0:
+        nccl_rules.register(**given)
+    join(rank, world, life, backend=nccl_rules.NAME)
+
+
+def several():
+    """This rank's groups of several ranks; they and the default group are used once."""
+    found = [each.group for each in ps.current_state().pool.groups if each.group.size() > 1]
+    for group in [dist.group.WORLD, *found]:
+        dist.all_reduce(torch.ones(1), group=group)
+    DEVICE.synchronize()
+    from_all(None)
+    return found
+
+
+@on_ranks(2, backend="")
+def test_an_abort_ends_all_groups_at_the_same_time(rank):
+    start(rank, 2)
+    ps.initialize_model_parallel(create_gloo_process_groups=False)
+    groups = several()
+    assert len(groups) >= 6
+    if rank == 0:
+        for group in [*groups, dist.group.WORLD]:
+            dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        freed = threading.Thread(target=DEVICE.synchronize)
+        freed.start()
+        begin = time.monotonic()
+        with warnings.catch_warnings(action="error"):
+            hypergrid.abort(default=True)
+        assert time.monotonic() - begin < 3
+        freed.join(1)
+        assert not freed.is_alive() and not DEVICE.running
+        assert not dist.is_initialized() and not c10d._world.pg_map and not c10d._world.tags_to_pg
+    from_all(None)
+
+
+@on_ranks(2, backend="")
+def test_what_an_abort_cannot_end_in_time_is_named_unregistered_and_left_to_the_next(rank):
+    start(rank, 2)
+    ps.initialize_model_parallel(create_gloo_process_groups=False)
+    world, groups = dist.group.WORLD, several()
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)  # not ours: its kernel holds up our aborts
+        dist.all_reduce(torch.ones(1), group=groups[0], async_op=True)
+        with pytest.warns(RuntimeWarning, match="could not abort DATA_PARALLEL_GROUP: its abort"):
+            hypergrid.abort(timeout=timedelta(seconds=1))
+        assert {*c10d._world.pg_map} == {world} and not ps.model_parallel_is_initialized()
+        with warnings.catch_warnings(action="error"):
+            hypergrid.abort(default=True)
+        assert not DEVICE.running and not c10d._world.pg_map
+        assert hypergrid.abort(default=True) == ((), 0)
+    from_all(None)
+
+
+@on_ranks(2, backend="")
+def test_a_rank_that_is_stuck_in_a_split_holds_up_no_abort_beyond_its_limit(rank):
+    start(rank, 2, kind="nccl, bound")
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cpu", 0)
+    world.eager_connect_single_device(world.bound_device_id)
+    if rank == 0:
+        stuck = threading.Thread(target=world.split_group, args=([0, 1],), daemon=True)
+        stuck.start()
+        time.sleep(0.2)
+        with pytest.warns(RuntimeWarning, match="could not abort the default group"):
+            hypergrid.abort(default=True, timeout=timedelta(seconds=1))
+        assert not dist.is_initialized()
+        from_all(None)  # the other rank splits too, which lets go of the lock
+        stuck.join(5)
+        with warnings.catch_warnings(action="error"):
+            hypergrid.abort()
+    else:
+        from_all(None)
+        world.split_group([0, 1])
+    from_all(None)
+
+
+@on_ranks(2, backend="")
+def test_after_an_abort_the_step_is_refused_until_there_are_new_groups(rank):
+    start(rank, 2)
+    hypergrid.raise_if_aborted()
+    ps.initialize_model_parallel(create_gloo_process_groups=False)
+    group = ps.get_data_parallel_group()
+    several()
+    hypergrid.raise_if_aborted()
+    gpu = mock.patch.multiple(
+        torch.accelerator, is_available=lambda: True, current_stream=lambda: DEVICE
+    )
+    if rank == 0:
+        gradient = torch.ones(1)
+        dist.all_reduce(gradient, group=group)  # raises nothing, and is never done
+        threading.Timer(0.5, hypergrid.abort, kwargs={"default": True}).start()
+        with gpu, pytest.raises(AbortedError, match="load the last checkpoint"):
+            hypergrid.raise_if_aborted()  # waits for the device first
+        assert gradient.item() == 1
+    else:
+        hypergrid.abort(default=True)
+    while dist.is_initialized():
+        time.sleep(0.01)
+    for getter in (
+        ps.get_data_parallel_group,
+        ps.get_tensor_model_parallel_rank,
+        ps.get_context_parallel_world_size,
+        ps.get_expert_model_parallel_rank,
+    ):
+        with pytest.raises(AbortedError, match=r"hypergrid.abort\(\) has ended") as caught:
+            getter()
+        assert isinstance(caught.value, AssertionError)
+    assert not ps.model_parallel_is_initialized() and not ps.is_initialized()
+    assert ps.get_tensor_model_parallel_group(check_initialized=False) is None
+    from_all(None)
+    start(rank, 2, life=1)
+    with pytest.raises(AbortedError):
+        hypergrid.raise_if_aborted()
+    ps.initialize_model_parallel(create_gloo_process_groups=False)
+    hypergrid.raise_if_aborted()
+    assert ps.get_context_parallel_world_size() == 1
+    ps.destroy_model_parallel()
+    with pytest.raises(AssertionError, match="Call initialize_model_parallel"):
+        ps.get_data_parallel_group()
+    from_all(None)
+
+
+@on_ranks(2, backend="")
+def test_a_group_that_the_watchdog_has_aborted_is_noticed_where_torch_tells(rank):
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    start(rank, 2, kind="nccl2")
+    ps.initialize_model_parallel(create_gloo_process_groups=False)
+    group = several()[1]
+    if rank == 0:
+        group.timeout /= 100_000
+        dist.all_reduce(torch.ones(1), group=group)
+        DEVICE.synchronize()
+        with pytest.raises(AbortedError, match="or NCCL's watchdog"):
+            hypergrid.raise_if_aborted()
+    from_all(None)
