@@ -376,15 +376,17 @@ class Arguments:
         sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
-        asked = " x ".join(f"{n}={size}" for n, size in sizes.items() if size > 1)
+        large = [f"{n}={size}" for n, size in sizes.items() if size > 1]
+        asked = " x ".join(large)
         if names == _DENSE and (beside := prod(self._encoder_sizes)):
             model += beside * self.context_parallel_size
             asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {beside}"
         elif names != _DENSE:
             world -= self._encoder_size
         if world % model:
+            total = f" = {model}" if asked not in large else ""  # of more than one
             raise RuntimeError(
-                f"world size {world} is not divisible by {asked} = {model}: it leaves a remainder "
+                f"world size {world} is not divisible by {asked}{total}: it leaves a remainder "
                 f"of {world % model}. Change a size or the number of ranks."
             )
         return world // model

@@ -372,3 +372,22 @@ def test_what_is_written_before_initialisation_counts_as_on_stock(fake_world):
         seen.append(_written_before(module))
     assert seen[0] == seen[1]
     assert seen[0][0][:3] == [None, "ONE", "TWO"] and seen[0][1:3] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ((3,), RuntimeError, "by tensor_model_parallel_size=3: it leaves"),
+        ((3, 2), RuntimeError, "size=3 x pipeline_model_parallel_size=2 = 6: it leaves"),
+    ],
+)
+def test_a_world_that_cannot_be_divided_says_by_what(fake_world, arguments, kind, says):
+    fake_world(8)
+    with pytest.raises(kind, match=says):
+        ps.initialize_model_parallel(*arguments)
+
+
+def test_an_nccl_configuration_that_is_not_there_is_what_open_raises(fake_world, tmp_path):
+    fake_world(8)
+    with pytest.raises(FileNotFoundError, match=r"absent.yaml.*cannot be read"):
+        ps.initialize_model_parallel(nccl_communicator_config_path=str(tmp_path / "absent.yaml"))
