@@ -162,8 +162,14 @@ def initialize_model_parallel(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
             )
+        if before._GLOBAL_MEMORY_BUFFER is not None and "_set_global_memory_buffer" not in helpers:
+            _ = request.plan  # refused first
+            raise AssertionError(
+                "there is a global memory buffer already, which initialize_model_parallel() makes: "
+                "call destroy_global_memory_buffer() first."
+            )
     state = ParallelState()
-    state.take_overrides(before)
+    state.take_over(before)
     with environment_restored_on_failure():
         try:
             make_current(state)  # functions that outside code has replaced may ask for it

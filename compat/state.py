@@ -169,7 +169,9 @@ class ParallelState:
                 self.name = self.name or f"state {next(_counted)}"
                 self.request = request
                 self._take(built)
-                self._global_process_group_list = built.groups or None
+                if built.groups:  # behind those that create_group made before
+                    earlier = self._global_process_group_list or [None]
+                    self._global_process_group_list = [*earlier, *built.groups[1:]]
                 stages = request.virtual_pipeline_model_parallel_size
                 if stages is not None:
                     self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
@@ -214,14 +216,10 @@ class ParallelState:
         suspended = ", suspended" if self._is_suspended else ""
         return f"ParallelState(rank {rank} at {here} of {layout!r}{suspended})"
 
-    def take_overrides(self, before: ParallelState) -> None:
-        """Keep the values of ``set_*`` from before initialisation, as upstream does."""
-        kept = (
-            *OVERRIDE_SLOTS,
-            "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
-            "_MOE_LAYER_WISE_LOGGING_TRACKER",
-        )
-        self._put({slot: getattr(before, slot) for slot in kept if slot in SLOTS})
+    def take_over(self, before: ParallelState) -> None:
+        """Keep what was written before initialisation and is no group's, as upstream does."""
+        kept = (slot for slot in (*OVERRIDE_SLOTS, *OTHER_SLOTS) if slot in SLOTS)
+        self._put({slot: getattr(before, slot) for slot in kept})
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""

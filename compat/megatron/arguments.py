@@ -376,7 +376,8 @@ class Arguments:
         sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
-        asked = " x ".join(f"{n}={size}" for n, size in sizes.items() if size > 1)
+        large = [f"{n}={size}" for n, size in sizes.items() if size > 1]
+        asked = " x ".join(large)
         if names == _DENSE and (beside := prod(self._encoder_sizes)):
             model += beside * self.context_parallel_size
             asked += f" and its encoder of {encoder.TENSOR} x {encoder.STAGES} = {beside}"

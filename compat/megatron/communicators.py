@@ -144,7 +144,8 @@ def _read(path: str) -> Configs:
             raise ValueError(f"more than {_MOST_ALIASES} aliases")
         configs = yaml.safe_load(text)
     except Exception as error:
-        kind = OSError if isinstance(error, OSError) else ValueError
+        kinds = (FileNotFoundError, OSError)
+        kind = next((each for each in kinds if isinstance(error, each)), ValueError)
         raise kind(
             f"{named} cannot be read: {_reason(error)}. Give a YAML file that maps names of groups "
             f"to options."

@@ -11,9 +11,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
 from compat import parallel_state as ps
+from compat.megatron.releases import PUBLISHED, RELEASE
 from compat.state import GROUP_SLOTS, SLOTS
 from tests.support import warm
 from tests.support.forked import descriptors, from_all, on_ranks
+from tests.support.stock import load_stock
 
 
 @pytest.fixture(autouse=True)
@@ -334,3 +336,58 @@ def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(
     assert dist.get_process_group_ranks(ps.get_embedding_group()) == [0, 4]
     assert ps._DATA_PARALLEL_GROUP_WITH_CP is None
     ps.destroy_model_parallel()
+
+
+def _written_before(module):
+    """What is left of the state that was written before an initialisation, and after a destroy."""
+    seen = []
+    module.set_virtual_pipeline_model_parallel_world_size(3)
+    module.set_virtual_pipeline_model_parallel_rank(2)
+    for desc in "ONE", "TWO":
+        module.create_group([0, 1], group_desc=desc)
+    module.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
+    for _ in range(2):
+        listed = module._global_process_group_list
+        seen.append([group and group.group_desc for group in listed or ()])
+        seen.append(module.get_virtual_pipeline_model_parallel_world_size())
+        seen.append(module.get_virtual_pipeline_model_parallel_rank())
+        module.destroy_model_parallel()
+    module._set_global_memory_buffer()
+    with pytest.raises(RuntimeError):
+        module.initialize_model_parallel(3)
+    with pytest.raises(AssertionError):
+        module.initialize_model_parallel(2, create_gloo_process_groups=False)
+    module.destroy_model_parallel()
+    module.initialize_model_parallel(2, create_gloo_process_groups=False)
+    module.destroy_model_parallel()
+    return seen
+
+
+def test_what_is_written_before_initialisation_counts_as_on_stock(fake_world):
+    release = "{}.{}.".format(*RELEASE)
+    release = next(each for each in PUBLISHED if each.startswith(release))
+    seen = []
+    for module in load_stock(release), ps:
+        fake_world(8)
+        seen.append(_written_before(module))
+    assert seen[0] == seen[1]
+    assert seen[0][0][:3] == [None, "ONE", "TWO"] and seen[0][1:3] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ((3,), RuntimeError, "by tensor_model_parallel_size=3: it leaves"),
+        ((3, 2), RuntimeError, "size=3 x pipeline_model_parallel_size=2 = 6: it leaves"),
+    ],
+)
+def test_a_world_that_cannot_be_divided_says_by_what(fake_world, arguments, kind, says):
+    fake_world(8)
+    with pytest.raises(kind, match=says):
+        ps.initialize_model_parallel(*arguments)
+
+
+def test_an_nccl_configuration_that_is_not_there_is_what_open_raises(fake_world, tmp_path):
+    fake_world(8)
+    with pytest.raises(FileNotFoundError, match=r"absent.yaml.*cannot be read"):
+        ps.initialize_model_parallel(nccl_communicator_config_path=str(tmp_path / "absent.yaml"))

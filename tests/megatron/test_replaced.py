@@ -177,6 +177,7 @@ def test_groups_that_outside_code_closed_and_forgot_can_be_made_anew(fake_world)
     for name in dir(ps):
         if name.startswith("_") and "_GROUP" in name and getattr(ps, name) is not None:
             setattr(ps, name, None)
+    ps.destroy_global_memory_buffer()  # or it is refused, as on stock
     ps.initialize_model_parallel(4)
     assert ps.get_tensor_model_parallel_world_size() == 4
     ps.destroy_model_parallel()
