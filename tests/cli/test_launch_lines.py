@@ -107,6 +107,12 @@ def test_a_script_is_understood_as_the_shell_would():
     assert from_line(SCRIPT, {"SLURM_NNODES": "16"}).world_size == 128
 
 
+def test_lines_that_lost_their_backslashes_are_one():
+    line = "torchrun --nproc-per-node 8 -m compat.launch\n  pretrain_gpt.py --tp 4\n --pp 2\n"
+    assert from_line(line).arguments == from_line(line.replace("\n", " ")).arguments
+    assert from_line("--world-size 8\n--tp 4").arguments == {"tensor_model_parallel_size": 4}
+
+
 def test_quotes_go_over_lines_and_around_sums():
     job = from_line(
         'GPUS=8 WORLD="$((GPUS * 4))"\nARGS="\n  --tensor-model-parallel-size 4 # "\n'

@@ -4,6 +4,7 @@ import pytest
 
 from compat.megatron.job import Job, JobError, from_sizes
 
+
 def test_a_setting_that_is_not_given_or_off_is_no_argument():
     assert from_sizes(world_size=8, no_gloo=False, order=None).arguments == {}
 
