@@ -217,6 +217,15 @@ def test_virtual_stages_are_counted_as_megatron_counts_them(flags, virtual):
         assert found == virtual
 
 
+def test_the_weights_of_a_model_are_counted_as_its_script_has_them():
+    """Llama 3 405B has 405.9 billion, of which 4.2 are embeddings."""
+    job = from_line((SCRIPTS / "llama_16384.sh").read_text())
+    flows = {flow.name: flow.volume for flow in job.shape.flows(job.plan().layouts)}
+    replicas, parts = 128, 8 * 16
+    weights = flows["dp"] * replicas / (replicas - 1) * parts / 6e-9  # 6 bytes for each
+    assert weights == pytest.approx(405.9e9 - 4.2e9, rel=0.001)
+
+
 @pytest.mark.parametrize(
     ("frequency", "layers"),
     [("1", 61), ("2", 31), ("[0]*3+[1]*58", 58), ("([0]*3+[1]*58)", 58), ("[0,1]*30+[1]", 31)],
