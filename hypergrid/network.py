@@ -72,10 +72,11 @@ class Network:
         units = {level: tuple(names) for level, names in self.units.items()}
         if not hosts or not all(isinstance(name, str) and name for name in hosts):
             raise LayoutError(f"hosts must be names, at least one, got {shown(self.hosts)}.")
-        odd = next((name for name in hosts if re.search(r"[\s\x00-\x1f\x7f-\x9f]", name)), None)
+        odd = next((n for n in hosts if re.search(r"[\s\x00-\x1f\x7f-\x9f]|.{256}", n)), None)
         if odd is not None:
             raise LayoutError(
-                f"the host {shown(odd)} has a blank or a control character in its name."
+                f"the name of the host {shown(odd)} has a blank or a control character, or more "
+                f"than 255 characters."
             )
         if len(set(hosts)) < len(hosts):
             twice = Counter(hosts).most_common(1)[0][0]
@@ -187,13 +188,16 @@ class Network:
         if sum(self.ranks) > _MOST_RANKS:
             raise LayoutError(f"the hosts have more than {_MOST_RANKS:,} ranks, too many to plan.")
         by_host = [range(len(self.hosts)), *map(_numbered, self.units.values())]
-        every: np.ndarray = np.repeat(np.array(by_host), self.ranks, axis=1)
-        if ranks is not None and every.shape[1] < ranks:
+        ends = np.cumsum(self.ranks)
+        if ranks is not None and ends[-1] < ranks:
             raise LayoutError(
-                f"the network has {every.shape[1]} ranks on {len(self.hosts)} hosts, and the job "
-                f"has {ranks}. Add hosts, or make the job smaller."
+                f"the network has {ends[-1]} ranks on {len(self.hosts)} hosts, and the job has "
+                f"{ranks}. Add hosts, or make the job smaller."
             )
-        return every[:, :ranks]
+        starts = ends - self.ranks
+        used: Any = np.clip((ends[-1] if ranks is None else ranks) - starts, 0, self.ranks)
+        every: np.ndarray = np.repeat(np.array(by_host), used, axis=1)
+        return every
 
     def topology(self, ranks: int, level: str = "host") -> Topology:
         """The hosts of that many ranks, or their units of another level."""

@@ -61,9 +61,9 @@ def _parsed(text: str, per_host: int) -> Network:
 def _of_hostfile(lines: Sequence[Sequence[str | None]], per_host: int) -> Network:
     """Of lines ``name``, ``name slots=8``, ``name:8``; a name on several lines has their sum."""
     gpus: dict[str, int] = {}
-    named = [name for name, *_ in lines]
+    each = per_host if len({name for name, *_ in lines}) == len(lines) else 1
     for name, *many in lines:
-        told = next((int(n) for n in many if n), 1 if len(set(named)) < len(named) else per_host)
+        told = next((int(n) for n in many if n), each)
         gpus[str(name)] = gpus.get(str(name), 0) + told
     _refuse_many(len(gpus))
     return Network(tuple(gpus), tuple(gpus.values()))

@@ -34,12 +34,15 @@ def draw(file: Path, curves: Mapping[str, Curve], names: Mapping[str, str], abou
     for side, curve in curves.items():
         worlds = sorted(curve)
         middle = [median(curve[world]) for world in worlds]
-        whiskers = [
-            [m - min(curve[world]) for m, world in zip(middle, worlds, strict=True)],
-            [max(curve[world]) - m for m, world in zip(middle, worlds, strict=True)],
-        ]
-        style = {"color": COLOURS[side], "marker": "o", "capsize": 3}
-        axes.errorbar(worlds, middle, whiskers, linewidth=2, markersize=5, **style)
+        axes.plot(worlds, middle, linewidth=2, marker="o", markersize=5, color=COLOURS[side])
+        several = [world for world in worlds if len(curve[world]) > 1]
+        axes.vlines(
+            several,
+            [min(curve[world]) for world in several],
+            [max(curve[world]) for world in several],
+            linewidth=1.2,
+            color=COLOURS[side],
+        )
         axes.annotate(
             names[side],
             (worlds[-1], middle[-1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -473,6 +474,6 @@ def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and (last or first).isdecimal()):
+    if not all(re.fullmatch(r"\d{1,6}", number) for number in (first, last or first)):
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
     return list(range(int(first), int(last or first) + 1))

@@ -37,6 +37,7 @@ from hypergrid.messages import few, printable, span_of
 from hypergrid.network import Network
 from hypergrid.network_text import FORMATS, hostlist
 
+_LONGEST = 250  # characters of a name that are kept in one piece
 _SCHEMA = 1  # of what --json prints
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
@@ -406,16 +407,18 @@ def audit(found: Audit, changes: Sequence[Change] | None) -> None:
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table without lines; ``">"`` before a column's name aligns it to the right.
 
-    No word is cut: the table is rather wider than the terminal.
+    No word is cut, but an absurd one: the table is rather wider than the terminal.
     """
     made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     every = [[each if isinstance(each, Text) else Text(str(each)) for each in row] for row in rows]
+    for cell in (cell for row in every for cell in row):
+        cell.truncate(4 * _LONGEST, overflow="ellipsis")
     least = -1  # there is a blank between columns
     for i, name in enumerate(columns):
         right, name = name.startswith(">"), name.lstrip(">")
         made.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
         words = [word for row in every for word in row[i].plain.split("\n" if right else None)]
-        least += 1 + max(map(len, (name, *words)))
+        least += 1 + min(_LONGEST, max(map(len, (name, *words))))
     for cells in every:
         made.add_row(*cells)
     made.width = least if least > out.width else None

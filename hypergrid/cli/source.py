@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from compat.megatron.planning import Request
 from compat.megatron.traffic import SHARDS, VOLUMES, flows_of
 from hypergrid.analysis.placement import Placement, place
 from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
-from hypergrid.cli.shell import commands
+from hypergrid.cli.shell import Command, commands
 from hypergrid.files import bytes_of, decoded, text_of
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
@@ -307,7 +308,13 @@ def line_of(given: str) -> str:
 
 def from_line(text: str, settings: Mapping[str, str] | None = None, **given: Any) -> Job:
     """The job that a launch line or a whole script starts, with these variables and flags."""
-    found = commands(text, settings)
+    found = list[Command]()
+    for each in commands(text, settings):
+        # A pasted line may have lost the backslashes at its ends.
+        if found and re.match(r"-|.*\.py$", each.words[0].text):
+            found[-1] = replace(found[-1], words=[*found[-1].words, *each.words])
+        else:
+            found.append(each)
     most = max((weight(each.words) for each in found), default=0)
     if not most:
         raise JobError(

@@ -396,6 +396,14 @@ def test_colours_tell_groups_apart():
     assert len({part.split("m")[0] for part in line.split("\x1b[") if "48;2" in part}) == 2
 
 
+def test_a_release_of_the_environment_that_is_none_is_one_sentence():
+    code = (
+        "from hypergrid.__main__ import main; import sys; sys.argv = ['hypergrid', 'plan']; main()"
+    )
+    status, _, err = in_a_process(code, HYPERGRID_MEGATRON_RELEASE="main")
+    assert (status, err.count("\n")) == (2, 1) and "is not a release: write it as in" in err
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_the_command_says_what_to_install(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['hypergrid', 'plan'];"

@@ -116,6 +116,12 @@ def test_a_launch_line_runs_nothing(tmp_path, form):
     assert not [*tmp_path.iterdir()]
 
 
+def test_lines_that_lost_their_backslashes_are_one():
+    line = "torchrun --nproc-per-node 8 -m compat.launch\n  pretrain_gpt.py --tp 4\n --pp 2\n"
+    assert from_line(line).arguments == from_line(line.replace("\n", " ")).arguments
+    assert from_line("--world-size 8\n--tp 4").arguments == {"tensor_model_parallel_size": 4}
+
+
 def test_quotes_go_over_lines_and_around_sums():
     job = from_line(
         'GPUS=8 WORLD="$((GPUS * 4))"\nARGS="\n  --tensor-model-parallel-size 4 # "\n'
@@ -218,6 +224,15 @@ def test_virtual_stages_are_counted_as_megatron_counts_them(flags, virtual):
     else:
         found = from_line(line).arguments.get("virtual_pipeline_model_parallel_size")
         assert found == virtual
+
+
+def test_the_weights_of_a_model_are_counted_as_its_script_has_them():
+    """Llama 3 405B has 405.9 billion, of which 4.2 are embeddings."""
+    job = from_line((SCRIPTS / "llama_16384.sh").read_text())
+    flows = {flow.name: flow.volume for flow in job.shape.flows(job.plan().layouts)}
+    replicas, parts = 128, 8 * 16
+    weights = flows["dp"] * replicas / (replicas - 1) * parts / 6e-9  # 6 bytes for each
+    assert weights == pytest.approx(405.9e9 - 4.2e9, rel=0.001)
 
 
 @pytest.mark.parametrize(

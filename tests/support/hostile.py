@@ -15,7 +15,6 @@ import select
 import shlex
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -292,12 +291,3 @@ def _work(numbers: list[int], seed: int, write: int) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             os.write(write, f"{number} {ascii(said)[1:-1]}\n".encode())
     os._exit(0)
-
-
-def timed(numbers: Iterable[int], seed: int) -> str:
-    """The findings of all these as lines, and the seconds that it took; printed as they come."""
-    start, many = time.monotonic(), 0
-    for number, said in findings(numbers, seed):
-        many += 1
-        print(f"#{number} {case(number, seed).command}: {said}", flush=True)
-    return f"{many} findings, {time.monotonic() - start:.0f} s"

@@ -1,0 +1,108 @@
+"""Whatever is typed or read: an answer or one sentence, in bounded time and memory."""
+
+import json
+import os
+import shlex
+import stat
+
+import pytest
+from typer.testing import CliRunner
+
+from hypergrid.cli import processes
+from hypergrid.cli.app import app
+from tests.cli.test_cli import run
+from tests.support import hostile
+
+CONTROL = "\x1b[2J\x07\u202e"
+SIZES = "--world-size 8 --tp 2"
+
+
+def test_mutated_files_and_texts_give_an_answer_or_one_sentence():
+    """As ``scripts/hostile``, which tries 10,000."""
+    found = [f"#{n} {hostile.case(n).command}: {said}" for n, said in hostile.findings(range(300))]
+    assert found == []
+
+
+@pytest.mark.parametrize("where", ["label", "dim", "host", "path"])
+def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path, where):
+    plan = json.loads(run(f"plan {SIZES} --json"))
+    path = tmp_path / "plan.json"
+    if where == "label":
+        plan["rows"][0]["label"] = f"A{CONTROL}"
+    elif where == "dim":
+        dims = plan["layouts"]["decoder"]["dims"]
+        plan |= {
+            "rows": [],
+            "layouts": {"decoder": {"dims": ["tp", f"d{CONTROL}"], "sizes": [2, 4]}},
+        }
+        assert len(dims) > 2
+    elif where == "host":
+        plan["network"] = {"hosts": [{"name": f"a{CONTROL}", "gpus": 8}]}
+    else:
+        path = tmp_path / f"plan{CONTROL}.json"
+        plan["rows"] = 5
+    path.write_text(json.dumps(plan))
+    for command in ("plan", "show", "check", "plan --rank 1"):
+        done = CliRunner().invoke(app, [*command.split(), "--plan", str(path)])
+        assert not {*CONTROL} & {"\x1b", "\x07", "\u202e"} & {*done.output}
+        assert done.exit_code == (2 if where in ("host", "path") else done.exit_code)
+    assert r"\x1b[2J" in run(f"plan --plan {shlex.quote(str(path))}", done.exit_code)
+
+
+def test_a_host_name_is_one_word():
+    for name in ("a b", "a\nb", "a\tb", "x" * 256):
+        network = json.dumps({"hosts": [{"name": name, "gpus": 8}]})
+        done = CliRunner().invoke(app, ["place", *SIZES.split(), "--topology", "-"], input=network)
+        assert done.exit_code == 2 and "has a blank or a control character, or more" in done.output
+
+
+def test_the_network_may_come_from_standard_input():
+    given = ["place", *SIZES.split(), "--topology", "-", "--as", "hostfile"]
+    done = CliRunner().invoke(app, given, input="b slots=4\na slots=4\n")
+    assert done.output == "b slots=4\na slots=4\n"
+
+
+@pytest.mark.parametrize("text", ["plan --plan", "plan --world-size 8 --topology", "diff '-- 8'"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, text):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        if not (text.startswith("diff") and path != "/dev/zero"):
+            said = run(f"{text} {path}", 2)
+            assert said.startswith("hypergrid: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("many", [2**20 + 1, 10**9, 2**63, 10**30])
+def test_too_many_ranks_are_refused_at_once(tmp_path, many):
+    said = run(f"plan --from-args '--world-size {many}'", 2)
+    assert "too many" in said or "must be a whole number" in said
+    layouts = {"x": {"dims": ["a"], "sizes": [many]}}
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "layouts": layouts, "rows": []}))
+    assert "too many" in run(f"check --plan {tmp_path / 'plan.json'}", 2)
+
+
+def test_ranks_are_asked_in_a_directory_that_others_cannot_change(tmp_path, monkeypatch):
+    victim, shared = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("mine")
+    shared.mkdir()
+    (shared / "asked").symlink_to(victim)
+    said = {"host": processes.socket.gethostname(), "rank": 0, "pid": os.getpid()}
+    (shared / "groups_0.json").write_text(json.dumps(said))
+    (shared / "groups_1.json").write_text('{"host": ' + "[" * 5000)
+    monkeypatch.setattr(processes, "_state", lambda pid: None)  # it has ended
+    found = processes.ask([os.getpid()], shared)
+    assert found.problems == (f"rank 0 (pid {os.getpid()}) has ended",)
+    assert victim.read_text() == "mine" and not (shared / "asked").is_symlink()
+    assert stat.S_IMODE((shared / "asked").stat().st_mode) == 0o600
+    assert sorted(path.name for path in shared.iterdir()) == [
+        "asked", "groups_0.json", "groups_1.json",
+    ]  # fmt: skip
+    shared.chmod(0o777)
+    with pytest.raises(processes.AskError, match="every user may replace the files in"):
+        processes.ask([os.getpid()], shared)
+    shared.chmod(0o1777)
+    processes.ask([os.getpid()], shared)
+
+
+def test_an_error_is_not_longer_than_a_paragraph():
+    said = run(f"check {SIZES} --volumes {shlex.quote('tp=' + 'x' * 50_000)}", 2)
+    assert len(said) < 1100
