@@ -143,20 +143,20 @@ class Waiting:
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
         """A short circle among ranks that wait for each other: who waits for whom, and where."""
-        rank = min(within)
-        came: dict[int, tuple[int, Wait | None]] = {}
-        turn = [rank]
-        while turn and rank not in came:
-            turn_next = []
-            for each in turn:
-                for other, wait in sorted(self.needs(each).items(), key=lambda item: item[0]):
-                    if other in within and other not in came:
-                        came[other] = (each, wait)
-                        turn_next.append(other)
-            turn = turn_next
+        start = min(within)
+        turn, came = [start], dict[int, tuple[int, Wait | None]]()
+        while turn and start not in came:
+            found = [
+                (other, (each, wait))
+                for each in turn
+                for other, wait in sorted(self.needs(each).items(), key=lambda item: item[0])
+                if other in within and other not in came
+            ]
+            came |= dict(found[::-1])
+            turn = [*dict(found)]
         circle: list[tuple[int, int, Wait | None]] = []
-        to = rank
-        while to in came and (not circle or to != rank):
+        to = start
+        while to in came and (not circle or to != start):
             each, wait = came[to]
             circle.append((each, to, wait))
             to = each
