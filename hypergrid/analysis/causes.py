@@ -192,8 +192,8 @@ class Rules:
         last = [
             (rank, at)
             for rank, mine in self.ranks.items()
-            for group, at in waiting.last_of(rank).items()
-            if mine.calls[at].title.text.startswith("gloo:")
+            for group, at in waiting.last_of(rank, _BEFORE)
+            if waiting.recording.titles[mine.calls.title[at]].text.startswith("gloo:")
             and not (groups[group].ranks and gone.isdisjoint(groups[group].ranks or ()))
         ]
         known = (history.is_usual(*each) or history.makers(*each) >= _MANY for each in last)

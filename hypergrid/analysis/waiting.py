@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -205,15 +205,15 @@ class Waiting:
             stopped.update(rank for each in split[0] for rank in each.inside)
         return found
 
-    def last_of(self, rank: int) -> dict[str, int]:
-        """The place of a rank's last collective of each group."""
-        calls = self.ranks[rank].calls
-        titles = calls.titles
-        return {
-            titles[title].group: at
-            for at, title in enumerate(calls.title.tolist())
-            if not titles[title].p2p
-        }
+    def last_of(self, rank: int, many: int) -> Iterator[tuple[str, int]]:
+        """The groups and places of a rank's last collectives, so many of each group."""
+        titles, seen = self.recording.titles, Counter[str]()
+        places = self.ranks[rank].calls.title.tolist()
+        for at in range(len(places) - 1, -1, -1):
+            title = titles[places[at]]
+            if not title.p2p and seen[title.group] < many:
+                seen[title.group] += 1
+                yield title.group, at
 
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
@@ -398,9 +398,9 @@ class Waiting:
         idle = {rank for rank in self.ranks.keys() - busy if self.ranks[rank].stack}
         idle |= self.gone | self.raised
         # Of a group whose members are not known, a rank without a dump may be one.
-        known = {group.name for group in self.recording.groups.values() if group.ranks}
-        unknown = [w for w in self.running if w.group not in known and self.gone]
-        guessed = {r: tuple(sorted(self.gone)) for wait in unknown for r in wait.inside}
+        groups, gone = self.recording.groups, tuple(sorted(self.gone))
+        unknown = [w for w in self.running if gone and not groups[w.group].ranks]
+        guessed = {rank: gone for wait in unknown for rank in wait.inside}
         for rank in waiting:
             found = near[rank] & idle
             found = found or (near[rank] or idle or {*self.ranks} if rank in self.unseen else idle)
