@@ -177,8 +177,8 @@ def test_a_circle_names_the_rank_with_another_order(tmp_path):
     found = job.verdict()
     assert (found.kind, found.ranks) == ("order", (1,))
     assert found.certain and found.sentence.startswith(
-        "Rank 1 called all_reduce #4 of the default group after all_reduce #3 of the default group, "
-        "where all_reduce #4 of TENSOR is next. There 3 other ranks that had done the same until "
+        "Rank 1 called all_reduce #4 of the default group after all_reduce #3 of the default "
+        "group, where all_reduce #4 of TENSOR is next. There 3 other ranks that had done the same "
     )
     assert found.chain[:2] == (
         "rank 0 is in all_reduce #4 of TENSOR 0..1 and waits for rank 1.",

@@ -413,9 +413,9 @@ class Run:
                 host.queue.popleft()
                 moved = True
                 continue
-            if any(each.group == call.group for each in host.open) and not call.op.inside:
-                if call.op.peer < 0 and not call.op.later:
-                    return moved  # calls of a group follow each other
+            collective = call.op.peer < 0 and not call.op.inside and not call.op.later
+            if collective and any(each.group == call.group for each in host.open):
+                return moved  # calls of a group follow each other
             host.queue.popleft()
             moved = True
             host.device = max(host.device + self.rng.randint(1000, 900_000), call.created)
