@@ -188,16 +188,18 @@ class Rules:
     def _is_alone(self, gone: set[int]) -> bool:
         """Whether no last call can have ended ranks, as one of another size can on gloo."""
         waiting, history = self.waiting, self.history
-        groups = waiting.recording.groups
-        last = [
-            (rank, at)
-            for rank, mine in self.ranks.items()
-            for group, at in waiting.last_of(rank, _BEFORE)
-            if waiting.recording.titles[mine.calls.title[at]].text.startswith("gloo:")
-            and not (groups[group].ranks and gone.isdisjoint(groups[group].ranks or ()))
-        ]
-        known = (history.is_usual(*each) or history.makers(*each) >= _MANY for each in last)
-        return not waiting.unequal and not waiting.blind and all(known)
+        if waiting.unequal or waiting.blind:
+            return False
+        for rank, mine in self.ranks.items():
+            for at in range(max(0, len(mine.calls) - _BEFORE), len(mine.calls)):
+                title = waiting.recording.titles[mine.calls.title[at]]
+                members = waiting.recording.groups[title.group].ranks
+                apart = members and gone.isdisjoint(members)
+                if apart or title.p2p or not title.text.startswith("gloo:"):
+                    continue
+                if not history.is_usual(rank, at) and history.makers(rank, at) < _MANY:
+                    return False
+        return True
 
     def _is_hidden(self, ranks: set[int]) -> bool:
         """Whether one of them may wait in a call that is not recorded."""

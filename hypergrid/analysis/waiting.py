@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -204,16 +204,6 @@ class Waiting:
             found += split[0]
             stopped.update(rank for each in split[0] for rank in each.inside)
         return found
-
-    def last_of(self, rank: int, many: int) -> Iterator[tuple[str, int]]:
-        """The groups and places of a rank's last collectives, so many of each group."""
-        titles, seen = self.recording.titles, Counter[str]()
-        places = self.ranks[rank].calls.title.tolist()
-        for at in range(len(places) - 1, -1, -1):
-            title = titles[places[at]]
-            if not title.p2p and seen[title.group] < many:
-                seen[title.group] += 1
-                yield title.group, at
 
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
