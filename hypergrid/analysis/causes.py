@@ -10,7 +10,7 @@ no other rank can have caused the same recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -104,11 +104,7 @@ class Rules:
             suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
             found = self._departures(suspects, alone=bool(gone))
             fatal = [each for each in found if self._is_proven(each) or self._is_fatal(each, gone)]
-            if fatal:
-                return self._departed(
-                    [each for each in fatal if self._equals(each, fatal[0])], waits
-                )
-            odd = self._minority(waits, gone, found)
+            odd = self._departed(fatal, waits) or self._minority(waits, gone, found)
             if odd:
                 return odd
             if waiting.gone and not gone and self._is_hidden(free):
@@ -152,11 +148,10 @@ class Rules:
     def _is_fatal(self, found: Departure, gone: set[int]) -> bool:
         """Whether a call that was not due may have ended others: gloo's ranks do not survive it."""
         calls = self.ranks[found.rank].calls
-        call = calls[found.at]
-        members = self.waiting.members(call.group)
-        if call.p2p or not call.title.text.startswith("gloo:") or found.weight[0] < 1:
-            return False
-        return found.at >= len(calls) - _BEFORE and not gone.isdisjoint(members)
+        title = calls[found.at].title
+        late = found.at >= len(calls) - _BEFORE and found.weight[0] > 0
+        mine = title.text.startswith("gloo:") and not title.p2p
+        return late and mine and not gone.isdisjoint(self.waiting.members(title.group))
 
     def _doubt(self, kind: Kind, named: set[int], waits: Sequence[Wait]) -> Doubt:
         """Why others may be the cause of what these ranks seem to be."""
@@ -170,40 +165,39 @@ class Rules:
         if kind != "no dump" and self._is_hidden(named):
             return "hidden"
         if not waits:
-            return "hidden" if _any_of(named, waiting.guessed) else "alone"
+            hidden = any(not named.isdisjoint(others) for others in waiting.guessed.values())
+            return "hidden" if hidden else "alone"
         written = [self.ranks[rank].written for rank in named if rank in self.ranks]
         if kind != "no dump" and any(0 < at < waits[0].call.created for at in written):
             return "old"
-        if kind == "no dump" and (waiting.unequal or waiting.blind):
-            return "either"  # what others called may have ended it
-        if kind == "no dump" and not self._is_innocent(named):
+        if kind == "no dump" and not self._is_alone(named):
             return "either"
         for rank in named:
             # One rank may wait in a call that should not be, for ranks that have done all.
-            sure: set[int] = set()
-            most = 0
+            sure, most = set[int](), 0
             for wait in waits:
                 if rank in wait.absent + wait.unlike:
-                    usual, makers = self._witnesses(wait.rank, wait.at)
+                    usual = self.history.is_usual(wait.rank, wait.at)
+                    makers = self.history.makers(wait.rank, wait.at)
                     most = max(most, makers * (usual is not False or makers >= _MANY * len(named)))
                     sure.update(wait.inside if usual else ())
             if max(most, len(sure)) <= max(1, len(named)):
                 return "either"
         return ""
 
-    def _witnesses(self, rank: int, at: int) -> tuple[bool | None, int]:
-        """Whether a call was usual for the rank, and how many ranks made it."""
-        return self.history.is_usual(rank, at), self.history.makers(rank, at)
-
-    def _is_innocent(self, gone: set[int]) -> bool:
-        """Whether none of the last calls can have ended ranks, as another size can on gloo."""
+    def _is_alone(self, gone: set[int]) -> bool:
+        """Whether no last call can have ended ranks, as one of another size can on gloo."""
+        waiting, history = self.waiting, self.history
+        if waiting.unequal or waiting.blind:
+            return False
         for rank, mine in self.ranks.items():
-            for group, at in self.waiting.last_of(rank).items():
-                known = self.waiting.recording.groups[group].ranks
-                if not mine.calls[at].title.text.startswith("gloo:"):
+            for at in range(max(0, len(mine.calls) - _BEFORE), len(mine.calls)):
+                title = waiting.recording.titles[mine.calls.title[at]]
+                members = waiting.recording.groups[title.group].ranks
+                apart = members and gone.isdisjoint(members)
+                if apart or title.p2p or not title.text.startswith("gloo:"):
                     continue
-                usual, makers = self._witnesses(rank, at)
-                if (not known or not gone.isdisjoint(known)) and not usual and makers < _MANY:
+                if not history.is_usual(rank, at) and history.makers(rank, at) < _MANY:
                     return False
         return True
 
@@ -234,24 +228,28 @@ class Rules:
         waiting = self.waiting
         found = self._departures(within)
         waits = [w for rank in sorted(within) for w in waiting.of.get(rank, ())]
-        if found and found[0].weight[0] > 2:
-            return self._departed([each for each in found if self._equals(each, found[0])], waits)
-        odd = self._minority(waits, set(), found)
+        strong = [each for each in found if each.weight[0] > 2]
+        odd = self._departed(strong, waits) or self._minority(waits, set(), found)
+        odd = odd or self._departed(found, waits)
         if odd:
             return odd
-        if found:
-            return self._departed([each for each in found if self._equals(each, found[0])], waits)
         unseen = waiting.unseen & within
-        away = {rank for rank in within if waiting.is_away(rank)}
+        # Most of a group are in a call: that the others are not is more than they can do.
+        most = [w for w in waiting.waits if 0 < len(w.absent) < len(w.inside)]
+        most = [wait for wait in most if unseen.issuperset(wait.absent)]
+        if most:
+            wait = max(most, key=lambda each: len(each.inside))
+            behind = waiting.behind(wait, wait.absent)
+            return Cause("never entered", wait.absent, wait, behind, doubt="hidden")
         if unseen:
-            return self._unseen(unseen)
+            return Cause("order", _sorted(unseen), None, waiting.waits, doubt="hidden")
         circle = waiting.circle(within)
-        named = {rank for rank, *_ in circle}
-        if 2 * len(away) <= len(within):
-            named = away or named
-        first = next((wait for *_, wait in circle if wait), None)
+        away = {rank for rank in within if waiting.is_away(rank)}
+        named = away if away and 2 * len(away) <= len(within) else {rank for rank, *_ in circle}
+        in_circle = [wait for *_, wait in circle if wait]
+        first = next(iter(in_circle), None)
         kind: Kind = "mismatch" if first and first.unlike else "order"
-        others = [each for each in waiting.waits if each not in [wait for *_, wait in circle]]
+        others = [each for each in waiting.waits if each not in in_circle]
         return Cause(kind, _sorted(named), first, others, circle, doubt="either")
 
     def _is_proven(self, found: Departure) -> bool:
@@ -266,39 +264,25 @@ class Rules:
             if found.rank in wait.absent + wait.unlike
         )
 
-    def _equals(self, one: Departure, other: Departure) -> bool:
-        return one.weight[0] == other.weight[0] if other.is_proven else one.weight == other.weight
-
-    def _unseen(self, unseen: set[int]) -> Cause:
-        """They are in sends or receives that are not recorded, and the others wait for them."""
-        waiting = self.waiting
-        # Most of a group are in a call: that the others are not is more than they can do.
-        most = [w for w in waiting.waits if unseen.issuperset(w.absent)]
-        most = [w for w in most if 0 < len(w.absent) < len(w.inside)]
-        if not most:
-            return Cause("order", _sorted(unseen), None, waiting.waits, doubt="hidden")
-        wait = max(most, key=lambda each: len(each.inside))
-        behind = waiting.behind(wait, wait.absent)
-        return Cause("never entered", wait.absent, wait, behind, doubt="hidden")
-
-    def _departed(self, found: Sequence[Departure], waits: Sequence[Wait]) -> Cause:
-        """Ranks that did not do what was due."""
-        waiting, named = self.waiting, {each.rank for each in found}
+    def _departed(self, found: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
+        """The ranks that most clearly did not do what was due."""
+        if not found:
+            return None
+        first, waiting = found[0], self.waiting
+        alike = 1 if first.is_proven else None
+        named = {each.rank for each in found if each.weight[:alike] == first.weight[:alike]}
         own = [wait for rank in sorted(named) for wait in waiting.of.get(rank, ())]
         unlike = [wait for wait in own if wait.unlike]
         wait = next(iter([*unlike, *own, *waits]), None)
-        circle: Sequence[tuple[int, int, Wait | None]] = ()
-        if not unlike and len(waiting.last_ones()) == 1:
-            circle = waiting.circle(waiting.last_ones()[0])
+        ends = waiting.last_ones()
+        circle = waiting.circle(ends[0]) if len(ends) == 1 and not unlike else ()
         behind = waiting.behind(wait, named) if wait else ()
-        doubt: Doubt = "" if all(map(self._is_proven, found)) else "either"
+        sure = all(self._is_proven(each) for each in found if each.rank in named)
         kind: Kind = "mismatch" if unlike else "order"
-        return Cause(kind, _sorted(named), wait, behind, circle, found[0], doubt)
+        return Cause(
+            kind, _sorted(named), wait, behind, circle, first, doubt="" if sure else "either"
+        )
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
-
-
-def _any_of(named: set[int], guessed: Mapping[int, Iterable[int]]) -> bool:
-    return any(not named.isdisjoint(others) for others in guessed.values())

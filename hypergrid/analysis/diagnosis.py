@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -95,19 +95,13 @@ def diagnose(
 
 
 def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
+    states: dict[int, State] = dict.fromkeys(range(waiting.recording.world_size), "elsewhere")
     running = {rank for wait in waiting.running for rank in wait.inside}
-    blocked = waiting.blocked | waiting.unseen
-    states: dict[int, State] = {}
-    causes = {*cause.ranks}
-    for rank in range(waiting.recording.world_size):
-        states[rank] = (
-            "cause" if rank in causes
-            else "no dump" if rank in waiting.gone
-            else "raised" if rank in waiting.raised
-            else "waiting" if rank in blocked
-            else "running" if rank in running
-            else "elsewhere"
-        )  # fmt: skip
+    waits = waiting.blocked | waiting.unseen
+    layers: list[tuple[State, Iterable[int]]] = [("running", running), ("waiting", waits)]
+    layers += [("raised", waiting.raised), ("no dump", waiting.gone), ("cause", cause.ranks)]
+    for state, ranks in layers:
+        states |= dict.fromkeys(ranks, state)
     return states
 
 
@@ -303,9 +297,9 @@ class _Words:
         if cause.departure:
             went = self._departed(cause.departure)
             went = f"{self._named(cause.ranks)} {went}{self._evidence(cause.departure)}"
+        if went and not cause.circle:
+            return f"{went} It is in {self._call(cause.wait)}." if cause.wait else went
         if not cause.circle:
-            if went:
-                return f"{went} It is in {self._call(cause.wait)}." if cause.wait else went
             waiting = {rank for wait in cause.waits for rank in wait.inside}
             return (
                 f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv, and "
@@ -322,40 +316,37 @@ class _Words:
         if not cause.doubt:
             return ""
         it, its = ("they", "their") if len(cause.ranks) > 1 else ("it", "its")
-        waiting = self.waiting
-        match cause.doubt:
-            case "hidden" if waiting.blind:
-                said = f"the flight recorder of {_ranks(sorted(waiting.blind))} is missing or cut, "
-                said += "and what was called there is not known"
-            case "hidden" if waiting.unseen.intersection(cause.ranks or waiting.unseen):
-                who = _ranks(sorted(waiting.unseen), "waits", "wait")
-                said = f"sends and receives are not recorded, so for whom {who} in one is not "
-                said += "known. HYPERGRID_RECORD_P2P=1 records them"
-            case "hidden" if cause.wait or cause.kind == "ok":
-                said = f"sends and receives are not recorded, nor {its} stack: {it} may wait for "
-                said += "others in one. hypergrid.record writes both"
-            case "hidden":
-                said = "sends and receives are not recorded: who waits for whom in them is guessed "
-                said += "from stacks. HYPERGRID_RECORD_P2P=1 records them"
-            case "alone":
-                said = f"nobody is seen to wait for {'them' if len(cause.ranks) > 1 else 'it'}"
-            case "unread":
-                said = f"what {it} did is not known"
-            case "mixed":
-                said = f"{self.waiting.recording.mixed}. The files seem to be of two jobs, or of "
-                said += "two times"
-            case "old":
-                said = f"{its} dump was written before that call, and {it} may have come since. "
-                said += "Have all ranks write at the same time"
-            case "either" if cause.kind in ("no dump", "never entered"):
-                said = f"{it} may have done all, and who waits for {it} may have made one call "
-                said += "too many; nobody else made that call"
-            case "either" if cause.departure:
-                said = "too few ranks did the same until then to say that not the others are wrong"
-            case "either":
-                said = "which of them did not do what was due cannot be seen"
-            case _:
-                return " Is this the directory of all ranks?"
+        waiting, blind = self.waiting, sorted(self.waiting.blind)
+        unseen = waiting.unseen.intersection(cause.ranks or waiting.unseen)
+        no_sends, doubt = "sends and receives are not recorded", cause.doubt
+        if doubt == "few":
+            return " Is this the directory of all ranks?"
+        if doubt == "hidden" and blind:
+            said = f"the flight recorder of {_ranks(blind)} is missing or cut, and what was called "
+            said += "there is not known"
+        elif doubt == "hidden" and unseen:
+            who = _ranks(sorted(waiting.unseen), "waits", "wait")
+            said = f"{no_sends}, so for whom {who} in one is not known. HYPERGRID_RECORD_P2P=1 "
+            said += "records them"
+        elif doubt == "hidden" and (cause.wait or cause.kind == "ok"):
+            said = f"{no_sends}, nor {its} stack: {it} may wait for others in one. "
+            said += "hypergrid.record writes both"
+        elif doubt == "either" and cause.kind in ("no dump", "never entered"):
+            said = f"{it} may have done all, and who waits for {it} may have made one call too "
+            said += "many; nobody else made that call"
+        elif doubt == "either" and cause.departure:
+            said = "too few ranks did the same until then to say that not the others are wrong"
+        else:
+            said = {
+                "hidden": f"{no_sends}: who waits for whom in them is guessed from stacks. "
+                "HYPERGRID_RECORD_P2P=1 records them",
+                "alone": f"nobody is seen to wait for {it.replace('they', 'them')}",
+                "unread": f"what {it} did is not known",
+                "mixed": f"{waiting.recording.mixed}. The files seem to be of two jobs, or of two "
+                "times",
+                "old": f"{its} dump was written before that call, and {it} may have come since. "
+                "Have all ranks write at the same time",
+            }.get(doubt, "which of them did not do what was due cannot be seen")
         return f" Not certain: {said}."
 
     def _guessing(self, cause: Cause) -> list[int]:

@@ -143,20 +143,20 @@ class Waiting:
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
         """A short circle among ranks that wait for each other: who waits for whom, and where."""
-        rank = min(within)
-        came: dict[int, tuple[int, Wait | None]] = {}
-        turn = [rank]
-        while turn and rank not in came:
-            turn_next = []
-            for each in turn:
-                for other, wait in sorted(self.needs(each).items(), key=lambda item: item[0]):
-                    if other in within and other not in came:
-                        came[other] = (each, wait)
-                        turn_next.append(other)
-            turn = turn_next
+        start = min(within)
+        turn, came = [start], dict[int, tuple[int, Wait | None]]()
+        while turn and start not in came:
+            found = [
+                (other, (each, wait))
+                for each in turn
+                for other, wait in sorted(self.needs(each).items(), key=lambda item: item[0])
+                if other in within and other not in came
+            ]
+            came |= dict(found[::-1])
+            turn = [*dict(found)]
         circle: list[tuple[int, int, Wait | None]] = []
-        to = rank
-        while to in came and (not circle or to != rank):
+        to = start
+        while to in came and (not circle or to != start):
             each, wait = came[to]
             circle.append((each, to, wait))
             to = each
@@ -204,16 +204,6 @@ class Waiting:
             found += split[0]
             stopped.update(rank for each in split[0] for rank in each.inside)
         return found
-
-    def last_of(self, rank: int) -> dict[str, int]:
-        """The place of a rank's last collective of each group."""
-        calls = self.ranks[rank].calls
-        titles = calls.titles
-        return {
-            titles[title].group: at
-            for at, title in enumerate(calls.title.tolist())
-            if not titles[title].p2p
-        }
 
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
@@ -398,9 +388,9 @@ class Waiting:
         idle = {rank for rank in self.ranks.keys() - busy if self.ranks[rank].stack}
         idle |= self.gone | self.raised
         # Of a group whose members are not known, a rank without a dump may be one.
-        known = {group.name for group in self.recording.groups.values() if group.ranks}
-        unknown = [w for w in self.running if w.group not in known and self.gone]
-        guessed = {r: tuple(sorted(self.gone)) for wait in unknown for r in wait.inside}
+        groups, gone = self.recording.groups, tuple(sorted(self.gone))
+        unknown = [w for w in self.running if gone and not groups[w.group].ranks]
+        guessed = {rank: gone for wait in unknown for rank in wait.inside}
         for rank in waiting:
             found = near[rank] & idle
             found = found or (near[rank] or idle or {*self.ranks} if rank in self.unseen else idle)

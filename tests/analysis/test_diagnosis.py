@@ -83,8 +83,8 @@ def test_a_rank_is_named_by_its_host_coordinates_stack_and_the_time(job):
     plan = from_sizes(world_size=4, tp=2).plan()
     assert job.verdict(plan=plan).sentence == (
         "Rank 3 (host0, tp=1 dp=1) never entered all_reduce #4 of TENSOR 2..3, which rank 2 has "
-        "been in for 11 min 33 s; it is in load (/home/torch/data.py:33), and its last call "
-        "was all_reduce #3 of DATA."
+        "been in for 11 min 33 s; it is in load (/home/torch/data.py:33), and its last call was "
+        "all_reduce #3 of DATA."
     )
 
 
@@ -181,7 +181,6 @@ def test_a_circle_names_the_rank_with_another_order(tmp_path):
     assert found.certain and found.sentence.startswith(
         "Rank 1 called all_reduce #4 of the default group after all_reduce #3 of the default "
         "group, where all_reduce #4 of TENSOR is next. There 3 other ranks that had done the same "
-        "until "
     )
     assert found.chain[:2] == (
         "rank 0 is in all_reduce #4 of TENSOR 0..1 and waits for rank 1.",

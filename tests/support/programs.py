@@ -413,8 +413,8 @@ class Run:
                 host.queue.popleft()
                 moved = True
                 continue
-            inside = any(each.group == call.group for each in host.open) and not call.op.inside
-            if inside and call.op.peer < 0 and not call.op.later:
+            collective = call.op.peer < 0 and not call.op.inside and not call.op.later
+            if collective and any(each.group == call.group for each in host.open):
                 return moved  # calls of a group follow each other
             host.queue.popleft()
             moved = True
