@@ -109,7 +109,7 @@ class _Orders:
             if groups.shape[1] > 1
             for part in np.array_split(groups, -(-groups.size // _IN_CACHE))
         ]
-        self.of_host = np.array(network.ranks)
+        self.of_host = np.minimum(network.ranks, self.ranks)
         names = [range(len(network.hosts)), *network.units.values()]
         numbers = [np.unique(list(level), return_inverse=True)[1] for level in names]
         self.units = np.array(numbers, dtype=np.int32)  # half as much to read
