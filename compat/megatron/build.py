@@ -310,9 +310,9 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
 
 def _meet_on_each(built: Built, request: Request) -> None:
     """Connect the groups of the rows that want it, from the smallest to all of dp x cp."""
-    everyone = built.slots.get("_DATA_PARALLEL_GROUP_WITH_CP")
-    for row in rows_of(request) if everyone is not None else ():
-        if row.meet:
+    for row in rows_of(request):
+        everyone = built.slots.get(row.meet)
+        if everyone is not None:
             for group in (*built.slots[row.slot].values(), everyone):
                 _meet(group)
 

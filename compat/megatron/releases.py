@@ -218,7 +218,7 @@ def _decide() -> tuple[Version, Source | None, str]:
         try:
             text = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
-            text, origin = f"{NEWEST[0]}.{NEWEST[1]}", "none installed"
+            text, origin = PUBLISHED[-1], "none installed"
     stated = _known(text, origin)
     if source is None or not source.arguments:
         return stated, None, origin

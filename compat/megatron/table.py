@@ -72,7 +72,8 @@ class Row:
     holds: Literal["one", "several", "levels", "sizes"] = "one"
     creator: str = ""  # upstream's function that creates the groups of all "sizes"
     least: str = ""  # the argument that is the smallest of them; without one, it is 2
-    meet: bool = False  # their members meet in a barrier on each, and all of dp x cp on theirs
+    # The global of the ranks that wait for each other after each of these groups has had a barrier.
+    meet: str = ""
     pick: Literal["all", "ends", "first"] = "all"  # of the pipeline
     # cut into runs; "instance": one for each instance of the distributed optimizer, "between
     # instances": members with the same place in each
@@ -164,8 +165,9 @@ ROWS: tuple[Row, ...] = (
         creator="create_hybrid_dp_cp_groups"),
     Row("_DYNAMIC_DP_CP_GROUPS", "dp-cp",
         "context",                     "dp_cp",           when=DYNAMIC, check="even dp x cp",
-        holds="sizes", desc="DYNAMIC_DP_CP_GROUP_{}", torch_timeout=True, meet=True,
-        creator="create_dynamic_dp_cp_groups", least="min_dynamic_context_parallel_size"),
+        holds="sizes", desc="DYNAMIC_DP_CP_GROUP_{}", torch_timeout=True,
+        meet="_DATA_PARALLEL_GROUP_WITH_CP", creator="create_dynamic_dp_cp_groups",
+        least="min_dynamic_context_parallel_size"),
     Row("_DATA_PARALLEL_GROUP", "dp",
         "gradients",                   "dp",              when=~DP_FIRST, field="dp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
