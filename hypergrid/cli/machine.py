@@ -95,6 +95,18 @@ def _torch() -> Iterator[tuple[str, str, str]]:
     there = [b for b in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(b)]
     yield "backends", ", ".join(there) or "none", "" if there else "Install a torch with gloo."
     yield "creation", _creation(), ""
+    if "nccl" in there:
+        yield from _nccl()
+
+
+def _nccl() -> Iterator[tuple[str, str, str]]:
+    """How NCCL is set; the watchdog matters where processes begin again."""
+    from hypergrid.groups.closing import SETTINGS, WATCHDOG, unset
+
+    wrong, restarts = unset(), _installed("nvidia-resiliency-ext") is not None
+    for name, (wanted, *_) in SETTINGS.items():
+        ends = name == WATCHDOG and name in wrong and restarts
+        yield name, wrong.get(name, wanted), f"Set it to {wanted} before the job." if ends else ""
 
 
 def _creation() -> str:
