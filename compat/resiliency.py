@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import hypergrid
-from hypergrid.groups import gloo
+from hypergrid.groups import closing, gloo
 from hypergrid.groups.survivors import DifferentError, forget_life, meet
 from hypergrid.layout import RankLayout
 from hypergrid.messages import install_command, shown
@@ -50,7 +52,18 @@ class Abort(_Abort):
 
     Then destroys torch's groups, so that the next iteration can initialise again. Waits for no
     rank; a collective in progress raises torch's error in its thread.
+
+    Warns
+    -----
+    RuntimeWarning
+        There is a GPU, and NCCL's watchdog may end processes that begin again.
     """
+
+    def __init__(self) -> None:
+        why = closing.unset().get(closing.WATCHDOG)
+        if why is not None and torch.cuda.is_available():
+            text = f"{closing.WATCHDOG} is {why}. Set it before the job starts."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
         hypergrid.abort(default=True)

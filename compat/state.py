@@ -379,7 +379,10 @@ class ParallelState:
         dist.barrier(pg)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        groups = [pg] if pg is not None else self._global_process_group_list or [None]
+        groups = [pg]
+        if pg is None:
+            subgroups = self._grid.subgroups() if self._grid is not None else []
+            groups = [*(self._global_process_group_list or [None]), *subgroups]
         for group in groups:
             c10d._set_pg_timeout(timeout, group)
         for pooled in pool:

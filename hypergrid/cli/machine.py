@@ -104,6 +104,8 @@ def _torch() -> Iterator[tuple[str, str, str]]:
     there = [b for b in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(b)]
     yield "backends", ", ".join(there) or "none", "" if there else "Install a torch with gloo."
     yield "creation", _creation(), ""
+    if "nccl" in there:
+        yield from _nccl()
     yield _private_parts()
 
 
@@ -115,6 +117,16 @@ def _private_parts() -> tuple[str, str, str]:
     if lacking := of_torch.lacking():
         return "torch's private parts", "; ".join(lacking), f"Use a torch that is {known}."
     return "torch's private parts", f"all that are used are there; {known}", ""
+
+
+def _nccl() -> Iterator[tuple[str, str, str]]:
+    """How NCCL is set; the watchdog matters where processes begin again."""
+    from hypergrid.groups.closing import SETTINGS, WATCHDOG, unset
+
+    wrong, restarts = unset(), _installed("nvidia-resiliency-ext") is not None
+    for name, (wanted, *_) in SETTINGS.items():
+        ends = name == WATCHDOG and name in wrong and restarts
+        yield name, wrong.get(name, wanted), f"Set it to {wanted} before the job." if ends else ""
 
 
 def _creation() -> str:

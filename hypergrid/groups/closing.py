@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import weakref
@@ -18,6 +19,22 @@ from hypergrid.groups.store import end_waits
 from hypergrid.messages import in_words
 
 LIMIT = timedelta(seconds=30)  # that all aborts together may take
+WATCHDOG, NONBLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_USE_COMM_NONBLOCKING"
+# How torch's NCCL is to be set so that a rank can be freed: the value, torch's own, and why.
+SETTINGS = {
+    WATCHDOG: (
+        "0",
+        "3",
+        "NCCL's watchdog ends a process whose collective exceeds its timeout, also one that is "
+        "being freed; torchrun sets 1",
+    ),
+    NONBLOCKING: (
+        "1",
+        "0",
+        "a rank that connects waits for a missing one without a limit, which no abort ends; with "
+        "1 for TORCH_NCCL_NONBLOCKING_TIMEOUT seconds",
+    ),
+}
 _HOOK = int.from_bytes(b"hypergr", "big")  # torch keeps hooks by number
 _aborts: weakref.WeakKeyDictionary[ProcessGroup, _Abort] = weakref.WeakKeyDictionary()
 
@@ -37,6 +54,16 @@ class _Abort(threading.Thread):
             self.error = error
         finally:
             self._group = None
+
+
+def unset() -> dict[str, str]:
+    """The variables of ``SETTINGS`` that have other values: which, and what they do."""
+    values = {name: os.environ.get(name, usual) for name, (_, usual, _) in SETTINGS.items()}
+    return {
+        name: f"{values[name]}, not {wanted}: {why}"
+        for name, (wanted, _, why) in SETTINGS.items()
+        if values[name] != wanted
+    }
 
 
 def watch(group: Any) -> None:

@@ -300,6 +300,13 @@ class HyperCommGrid:
                 row = GroupRow(label, label, tuple(names), chunk=int(size), backend=self.backend)
                 pool.make_row(GroupPlan({label: layout}, (row,)), row, timeout)
 
+    def subgroups(self) -> list[ProcessGroup]:
+        """This rank's subgroups that exist, planned or created on demand. *Local*."""
+        planned = self.pool.groups if self.pool is not None else []
+        asked = self._subgroups.groups if self._subgroups is not None else []
+        every = [*(each for each in planned if each.label.startswith(SUBGROUP)), *asked]
+        return [*dict.fromkeys(each.group for each in every)]
+
     def release(self, group: ProcessGroup) -> None:
         """Destroy a group that ``subgroup`` returned; it can be asked for again.
 

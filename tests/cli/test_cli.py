@@ -310,6 +310,24 @@ def test_the_doctor_names_a_resiliency_package_that_megatron_cannot_be_imported_
 
 
 @pytest.mark.parametrize(
+    ("value", "installed", "warned"),
+    [(None, "0.6", True), (None, None, False), ("1", "0.6", True), ("0", "0.6", False)],
+)
+def test_the_doctor_says_what_ends_processes_that_begin_again(
+    value, installed, warned, monkeypatch
+):
+    monkeypatch.setattr(machine, "_installed", lambda name: installed)
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_USE_COMM_NONBLOCKING"):
+        monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+    (_, watchdog, remedy), (_, connects, none) = machine._nccl()
+    assert bool(remedy) == warned and not none
+    assert watchdog == "0" or watchdog.startswith(f"{value or 3}, not 0: NCCL's watchdog ends")
+    assert "TORCH_NCCL_NONBLOCKING_TIMEOUT" in connects
+
+
+@pytest.mark.parametrize(
     ("command", "said"),
     [
         ("plan", "the number of ranks is missing"),

@@ -157,3 +157,49 @@ def test_a_group_that_the_watchdog_has_aborted_is_noticed_where_torch_tells(rank
         with pytest.raises(AbortedError, match="or NCCL's watchdog"):
             hypergrid.raise_if_aborted()
     from_all(None)
+
+
+def by_splits():
+    ps.initialize_model_parallel(creation="split", create_gloo_process_groups=False)
+
+
+def bind(world):
+    """As ``init_process_group(device_id=...)`` does, which connects it."""
+    world.bound_device_id = torch.device("cpu", 0)
+    world.eager_connect_single_device(world.bound_device_id)
+
+
+@on_ranks(3, backend="")
+def test_a_rank_that_fails_before_its_split_is_an_error_on_all_if_connecting_does_not_block(rank):
+    start(rank, 3, kind="nccl, bound")
+    bind(dist.group.WORLD)
+    os.environ.update(TORCH_NCCL_USE_COMM_NONBLOCKING="1", TORCH_NCCL_NONBLOCKING_TIMEOUT="3")
+    before = nccl_rules.Group.split_group
+    fails = mock.Mock(side_effect=MemoryError("this rank's own"))
+    splits = mock.patch.object(nccl_rules.Group, "split_group", fails if rank == 1 else before)
+    with splits, pytest.raises((hypergrid.CreationError, MemoryError)) as caught:
+        by_splits()
+    assert (caught.type is MemoryError) == (rank == 1)
+    assert rank == 1 or "NCCL timeout" in str(caught.value) or "rank 1" in str(caught.value)
+    assert {*c10d._world.pg_map} == {dist.group.WORLD}
+    from_all(None)
+
+
+@on_ranks(2, backend="")
+def test_without_that_it_waits_and_no_abort_ends_the_wait(rank):
+    start(rank, 2, kind="nccl, bound")
+    bind(dist.group.WORLD)
+    if rank == 0:
+        waits = threading.Thread(target=by_splits, daemon=True)
+        waits.start()
+        threading.Thread(target=from_all, args=(None,), daemon=True).start()
+        waits.join(1)
+        with pytest.warns(RuntimeWarning, match="could not abort the default group"):
+            hypergrid.abort(default=True, timeout=timedelta(seconds=1))
+        waits.join(1)
+        assert waits.is_alive()
+    else:
+        with mock.patch.object(nccl_rules.Group, "split_group", lambda *_, **__: time.sleep(8)):
+            threading.Thread(target=by_splits, daemon=True).start()
+            from_all(None)
+            time.sleep(4)

@@ -229,3 +229,13 @@ def test_a_state_has_subgroups_of_its_dims_and_its_timeout_and_leaves_none(rank)
     with pytest.raises(RuntimeError, match="needs an initialized state"):
         state.subgroup("dp", 2)
     assert descriptors(opened) <= opened
+
+
+@on_ranks(4)
+def test_a_new_timeout_of_all_groups_reaches_subgroups(rank):
+    state = ParallelState.create()
+    asked = state.subgroup("dp", 2)
+    minutes = timedelta(minutes=7)
+    state.update_pg_timeout(minutes)
+    assert asked._get_backend(torch.device("cpu")).options._timeout == minutes
+    state.destroy()

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hypergrid import RankLayout
@@ -222,3 +224,21 @@ def test_without_nvrx_the_message_names_the_extra():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert "pip install '.[resiliency]' in a checkout" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "gpu", "warned"), [("1", True, 1), ("0", True, 0), ("1", False, 0)]
+)
+def test_a_watchdog_that_may_end_the_process_is_warned_of_where_there_is_a_gpu(value, gpu, warned):
+    def body(rank):
+        from compat.resiliency import Abort
+
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = value
+        torch.cuda.is_available = lambda: gpu
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Abort()
+        return [str(each.message) for each in caught if "ASYNC_ERROR" in str(each.message)]
+
+    (said,) = run_ranks(1, importing(body), backend="")
+    assert len(said) == warned and all("NCCL's watchdog ends a process" in each for each in said)
