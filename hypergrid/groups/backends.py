@@ -21,6 +21,8 @@ from hypergrid.groups import of_torch
 
 def devices_of(backend: str | None) -> dict[str, str]:
     """The backends of a group by type of device, in lower case; None is the default group's."""
+    if not backend and not dist.is_initialized():
+        return {}  # of a world that is only told
     return of_torch.devices_of(backend or of_torch.backend_of(of_torch.default_group()))
 
 
