@@ -170,8 +170,8 @@ def own(options: dict[str, Any]) -> dict[str, Any]:
     default group every group is fake, as its store connects no ranks; outside code that has
     replaced ``new_group`` sees the backend that was asked for.
     """
-    dry = options.get("backend") is not None and dist.get_backend() == "fake"
-    if dry and not is_replaced(dist.new_group):
+    wanted = options.get("backend") is not None and not is_replaced(dist.new_group)
+    if wanted and dist.get_backend() == "fake":
         options = {**options, "backend": "fake"}
     try:
         return {**options, "pg_options": copy.deepcopy(options.get("pg_options"))}
