@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +44,29 @@ def bytes_of(path: str | Path, most: int = LONGEST) -> bytes:
     if len(found) > most:
         raise FileError(f"{path} is larger than {most >> 20} MiB, which is too large.")
     return found
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file beside it under a random name, then rename it: no link is followed. OSError."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(part, flags, 0o666), "wb") as file:
+        try:
+            file.write(data)
+            file.close()
+            os.replace(part, path)
+        except OSError:  # such as a full disk, where each byte counts
+            with suppress(OSError):
+                part.unlink()
+            raise
+
+
+def check_private(directory: Path) -> None:
+    """Raise PermissionError if every user may replace the files in a directory."""
+    if directory.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+        raise PermissionError(
+            f"every user may replace the files in {directory}: chmod +t or o-w, or name another."
+        )
 
 
 def decoded(text: str | bytes, kind: type[T], what: str) -> T:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from hypergrid.files import FileError, bytes_of, decoded
+from hypergrid.files import FileError, bytes_of, check_private, decoded, replace
 
 VARIABLE = "HYPERGRID_RECORD"
 _ASKED = "asked"  # recorders look at it every five seconds
@@ -42,11 +40,10 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
     """
     family = _family(pids)
     directory = directory or _directory(family)
-    mode = directory.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise AskError(
-            f"every user may replace the files in {directory}: chmod o-w or +t, or record elsewhere"
-        )
+    try:
+        check_private(directory)
+    except PermissionError as error:
+        raise AskError(str(error)) from None
     asked = time.time_ns()
     problems, waiting = [], dict[int, int]()
     for rank, pid in _recorders(directory).items():
@@ -68,10 +65,8 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
             f"no rank among the processes {shown} and their children records to {directory}; "
             f"call hypergrid.record there, or start with {VARIABLE}=DIR under compat.launch"
         )
-    with suppress(OSError):  # a name of its own first: what is there may be a link to elsewhere
-        part = tempfile.mkstemp(prefix=f".{_ASKED}", dir=directory)
-        os.close(part[0])
-        os.replace(part[1], directory / _ASKED)
+    with suppress(OSError):
+        replace(directory / _ASKED, b"")
     for pid in waiting.values():
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGUSR1)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hypergrid.files import check_private, replace
 from hypergrid.groups import point_to_point, pool
 from hypergrid.groups.dump import taken
 from hypergrid.messages import in_words, shown
@@ -79,7 +80,7 @@ def record(
         No directory, an invalid number of seconds, another recorder is open, or this is not the
         main thread.
     OSError
-        The directory cannot be created or written.
+        The directory cannot be created or written, or every user may replace files there.
     """
     global _current
     if directory is None:
@@ -142,6 +143,7 @@ class Recorder:
         self._calls: object = None  # how many of each group, and since when
         self._since: float | None = None  # None: this rank has written for these
         directory.mkdir(parents=True, exist_ok=True)
+        check_private(directory)
         self._write_groups()  # what fails, fails before anything is installed
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -347,8 +349,10 @@ class Recorder:
     def _make_room(self, rank: int) -> None:
         earlier = self.settings[0] / EARLIER
         for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
-            if (self.settings[0] / name).exists():
+            if os.path.lexists(self.settings[0] / name):
                 earlier.mkdir(exist_ok=True)
+                if earlier.is_symlink():
+                    raise PermissionError(f"{earlier} is a link: remove it.")
                 os.replace(self.settings[0] / name, earlier / name)
 
     def _write_stacks(self, reason: str, error: BaseException | None) -> None:
@@ -396,14 +400,7 @@ class Recorder:
         return pickle.dumps(whole, 2)
 
     def _replace(self, name: str, data: bytes) -> None:
-        part = self.settings[0] / f"{name}.{self._pid}.part"
-        try:
-            part.write_bytes(data)
-            os.replace(part, self.settings[0] / name)
-        except OSError:  # such as a full disk, where each byte counts
-            with suppress(OSError):
-                part.unlink()
-            raise
+        replace(self.settings[0] / name, data)
 
 
 def _text(error: BaseException) -> str:

@@ -40,6 +40,38 @@ def recorder(tmp_path, monkeypatch):
     opened.close()
 
 
+def test_links_in_a_shared_directory_are_replaced_and_never_followed(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    elsewhere, shared = tmp_path / "elsewhere", tmp_path / "shared"
+    elsewhere.mkdir()
+    shared.mkdir()
+    victim = elsewhere / "groups_0.json"
+    victim.write_text("mine")
+    for name in "groups_0.json", "trace_0", "stack_0.json", "asked", "groups_0.json.guessed.part":
+        (shared / name).symlink_to(victim)
+    with monkeypatch.context() as guess:
+        guess.setattr("secrets.token_hex", lambda *_: "guessed")
+        with pytest.raises(FileExistsError, match="guessed"):
+            hypergrid.record(shared)
+    recorder = hypergrid.record(shared)
+    recorder.write("test")
+    recorder.close()
+    (shared / "earlier").rename(shared / "before")
+    (shared / "earlier").symlink_to(elsewhere)
+    with pytest.raises(PermissionError, match="earlier is a link"):
+        hypergrid.record(shared)
+    assert victim.read_text() == "mine" and [*elsewhere.iterdir()] == [victim]
+
+
+def test_a_directory_where_every_user_may_replace_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"every user may replace the files in .*chmod \+t"):
+        hypergrid.record(tmp_path)
+    tmp_path.chmod(0o1777)
+    hypergrid.record(tmp_path).close()
+
+
 def stacks(directory, rank):
     return json.loads((directory / f"stack_{rank}.json").read_text())
 
@@ -316,10 +348,11 @@ def test_a_write_that_fails_names_the_directory_once_and_leaves_no_part(recorder
 def test_a_directory_that_cannot_be_written_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
-    (tmp_path / f"groups_0.json.{os.getpid()}.part").mkdir()
+    (tmp_path / "groups_0.json").touch()
+    (tmp_path / "earlier").touch()
     before = (signal.getsignal(signal.SIGUSR1), sys.excepthook, {*pool.after_failure})
     originals, descriptors = vars(ProcessGroup)["send"], len(os.listdir("/proc/self/fd"))
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(FileExistsError, match="earlier"):
         hypergrid.record(tmp_path, p2p=True)
     assert (signal.getsignal(signal.SIGUSR1), sys.excepthook, {*pool.after_failure}) == before
     assert vars(ProcessGroup)["send"] is originals and "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
