@@ -91,8 +91,8 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
                 said = str(error)
                 if isinstance(error, OSError) and error.filename is not None:
                     said = f"{error.filename} cannot be opened: {error.strerror}."
-                sentence = " ".join(f"hypergrid: {said[:_LONGEST]}".split())
-                typer.echo(printable(sentence), err=True)
+                sentence = " ".join(printable(f"hypergrid: {said[:_LONGEST]}").split())
+                typer.echo(sentence[:_LONGEST], err=True)
                 status = 2
             raise typer.Exit(status)
 

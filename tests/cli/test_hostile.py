@@ -102,5 +102,7 @@ def test_ranks_are_asked_in_a_directory_that_others_cannot_change(tmp_path, monk
 
 
 def test_an_error_is_not_longer_than_a_paragraph():
-    said = run(f"check {SIZES} --volumes {shlex.quote('tp=' + 'x' * 50_000)}", 2)
-    assert len(said) < 1100
+    for long in "x" * 50_000, "\udcff" * 50_000:
+        said = run(f"check {SIZES} --volumes {shlex.quote('tp=' + long)}", 2)
+        assert len(said) < 1100
+        assert len(run(f"plan --from-args {shlex.quote('`' + long)}", 2)) < 1100
