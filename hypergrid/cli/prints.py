@@ -89,8 +89,9 @@ def head(subject: Subject) -> Console:
         _grids(out, subject)
         return out
     each = span((min(subject.network.ranks), max(subject.network.ranks)))
+    ranks = layouts["decoder"].size
     out.print(
-        f"{layouts['decoder'].size} ranks on {hosts} host{'s' * (hosts > 1)} of {each}: "
+        f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} of {each}: "
         f"{sizes_in_words(layouts['decoder'])}"
     )
     for level, units in subject.network.units.items():
