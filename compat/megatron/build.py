@@ -67,7 +67,8 @@ def build(
     # Plan and options first: their errors must be raised before a group exists.
     with request.telling_others():
         plan, alone = request.plan, not replaced.creates(request.helpers)
-        options = [alone and _options(p, request, rank) for p in request.planned]
+        some = alone and (request.nccl_configs or "get_nccl_options" in request.helpers)
+        options = [_options(p, request, rank) if some else None for p in request.planned]
     if HAS["sharp_switched"]:
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
@@ -89,7 +90,7 @@ def build(
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
                     with _sharp([p], request, built):
-                        _make(built, pool.make, plan, p, pg_options, not _is_sharp(p, request))
+                        _make(built, pool.make, plan, p, pg_options, p not in request.sharp_rows)
             else:
                 _call_helpers(built, pool, request)
             _assign_aliases(built, request)
@@ -278,10 +279,6 @@ def _options(p: Planned, request: Request, rank: int) -> Any:
     return calls.options(request, p.row.options) if asked and calls.takes_options(p) else None
 
 
-def _is_sharp(p: Planned, request: Request) -> bool:
-    return request.sharp_group is not None and p.row.sharp == request.sharp_group
-
-
 @contextmanager
 def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[None]:
     """Switch SHARP on while the rows that it serves are created, and off after the last of them.
@@ -291,7 +288,7 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
     NCCL connects on first use, and uses SHARP if it is on at that time: so there is a barrier on
     the group before it is switched off.
     """
-    served = [q for q in request.planned if _is_sharp(q, request)]
+    served = request.sharp_rows
     if not any(p in served for p in rows):
         yield
         return
@@ -299,7 +296,7 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
         os.environ[_COLLNET] = "1"
     yield
     if served[-1] in rows:
-        sharp = request.sharp_group
+        sharp = served[-1].row.sharp
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
         if slot in built.slots:  # not on a rank outside the window that a function chose
             _meet(built.slots[slot])

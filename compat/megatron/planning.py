@@ -34,7 +34,8 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
     if backend == "ucc":
         communicators.check_ucc()
     chosen = _chosen(request, row, *row.chooser) if row.chooser else None
-    section = None if backend == "ucc" else communicators.section(row.options, request.nccl_configs)
+    configs = {} if backend == "ucc" else request.nccl_configs
+    section = communicators.section(row.options, configs) if configs else None
     if backend not in (None, "nccl", "ucc"):
         raise AssertionError(
             f"{row.backend}={shown(backend)} is not supported: use 'nccl', 'ucc' or None."
@@ -207,8 +208,12 @@ class Request(Arguments):
                 f"rank_offset={self.rank_offset} + local_world_size={self.world_size} is larger "
                 f"than the world size {self.world}. Make one of them smaller."
             )
-        planned = [each for row in rows for each in _plan(self, row)]
-        return [replace(p, group=rank_lists.listed(self, p)) for p in planned]
+        return rank_lists.listed(self, [each for row in rows for each in _plan(self, row)])
+
+    @cached_property
+    def sharp_rows(self) -> list[Planned]:
+        """The rows whose groups use SHARP."""
+        return [p for p in self.planned if p.row.sharp and p.row.sharp == self.sharp_group]
 
     @cached_property
     def plan(self) -> GroupPlan:

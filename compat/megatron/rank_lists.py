@@ -79,15 +79,18 @@ def run_sizes(members: int, least: int = 2) -> list[int]:
     return [2**i for i in range(int(log2(members))) if 2**i >= least]
 
 
-def listed(request: Arguments, p: Planned) -> GroupRow:
-    """A row with its groups listed, where no one layout describes them.
+def listed(request: Arguments, planned: list[Planned]) -> list[Planned]:
+    """The rows with their groups listed, where no one layout describes them.
 
     Over encoder and decoder, between 0.12's optimizer instances, and where outside code replaced
     what decides the ranks.
     """
-    apart = p.row.chunk == "between instances" or request.encoder or request.decides_ranks
-    if p.group.explicit is not None or not apart:
-        return p.group
-    lists = enumerate(loops(request, p.row))
-    groups = [tuple(each) for i, ranks in lists for each in cut(request, p, i, ranks)]
-    return replace(p.group, explicit=tuple(groups), chunk=None, pick="all")
+    every, found = request.encoder is not None or request.decides_ranks, []
+    for p in planned:
+        if p.group.explicit is None and (every or p.row.chunk == "between instances"):
+            lists = enumerate(loops(request, p.row))
+            groups = [tuple(each) for i, ranks in lists for each in cut(request, p, i, ranks)]
+            row = replace(p.group, explicit=tuple(groups), chunk=None, pick="all")
+            p = replace(p, group=row)
+        found.append(p)
+    return found

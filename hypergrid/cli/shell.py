@@ -54,6 +54,7 @@ def commands(text: str, given: Mapping[str, str] | None = None) -> list[Command]
     variables. ``given`` are variables that nothing in the script changes. JobError if the text is
     not bash, or too long.
     """
+    _encoded(text)  # refuses what is too long, before anything is read
     if _MARKS.search(text):
         raise JobError("the launch line has characters of Unicode's private use area.")
     shell = _Shell({name: _QUOTED + value for name, value in (given or {}).items()})

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -68,6 +69,13 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path, text):
         if not (text.startswith("diff") and path != "/dev/zero"):
             said = run(f"{text} {path}", 2)
             assert said.startswith("hypergrid: ") and said.count("\n") == 1
+
+
+def test_a_long_line_in_the_head_of_a_script_is_refused_before_it_is_read():
+    before = time.process_time()
+    done = CliRunner().invoke(app, ["plan", "--from-args", "#SBATCH --ntasks" + "x" * 2**20])
+    assert done.exit_code == 2 and "longer than 131,072 characters" in done.output
+    assert time.process_time() - before < 5
 
 
 @pytest.mark.parametrize("many", [2**20 + 1, 10**9, 2**63, 10**30])

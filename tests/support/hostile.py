@@ -181,7 +181,7 @@ def _garbled(raw: bytes, drawn: random.Random) -> bytes:
         if way == 0:
             raw = raw[:i] + raw[j:]
         elif way == 1:
-            raw = raw[:j] + raw[i:j] * drawn.choice((1, 2, 50)) + raw[j:]
+            raw = raw[:j] + (raw[i:j] * drawn.choice((1, 2, 50)))[: 1 << 20] + raw[j:]
         elif way == 2 and i < len(raw):
             raw = raw[:i] + bytes([drawn.randrange(256)]) + raw[i + 1 :]
         elif way == 3:
