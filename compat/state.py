@@ -297,7 +297,7 @@ class ParallelState:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         groups = {each.group: SuspendedGroup(each.label) for each in self.pool.groups}
         names = {group: str(group.group_name) for group in groups}
-        report = self._grid.suspend(how)
+        report = self._grid.suspend(how, self.request.participants)
         for each in self.pool.usable():
             groups.pop(each.group, None)
         self._exchange(groups)

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 import hypergrid
 from compat import parallel_state as ps
 from hypergrid import AbortedError
+from hypergrid.groups.suspension import Suspended
 from tests.support import nccl_rules
 from tests.support.forked import from_all, join, on_ranks
 from tests.support.nccl_rules import DEVICE
@@ -156,6 +157,30 @@ def test_a_group_that_the_watchdog_has_aborted_is_noticed_where_torch_tells(rank
         DEVICE.synchronize()
         with pytest.raises(AbortedError, match="or NCCL's watchdog"):
             hypergrid.raise_if_aborted()
+    from_all(None)
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+@on_ranks(4, backend="")
+def test_suspend_goes_one_way_on_all_ranks_also_on_those_that_used_no_communicator(rank, suspends):
+    start(rank, 4)
+    grid = hypergrid.HyperCommGrid([2, 2], ["tp", "dp"])
+    tp = grid.create_pg("tp")
+    if rank < 2:
+        dist.all_reduce(torch.ones(1), group=tp)
+        DEVICE.synchronize()
+    with mock.patch.object(nccl_rules, "SUSPENDS", suspends):
+        report = grid.suspend()
+    if suspends:
+        assert report == {"nccl_rules": Suspended("native", int(rank < 2), 1000 * (rank < 2))}
+    else:
+        assert report == {"nccl_rules": Suspended("recreate", 1)}
+    resumed = grid.resume(timeout=timedelta(seconds=5))
+    assert (resumed[tp.group_name] is tp) == suspends
+    total = torch.ones(1)
+    dist.all_reduce(total, group=grid.get_pg("tp"))
+    DEVICE.synchronize()
+    assert total.item() == 2
     from_all(None)
 
 

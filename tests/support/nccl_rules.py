@@ -194,6 +194,7 @@ class Device:
 
 
 DEVICE = Device()
+SUSPENDS = True  # whether this NCCL is 2.29.7 or later
 
 
 class Work(dist.Work):
@@ -487,6 +488,8 @@ class Group(dist.ProcessGroup):
     def _all_meet(self, what: str) -> None:
         if not self.communicators:
             raise RuntimeError("NCCL communicator not initialized.")
+        if not SUSPENDS:
+            raise RuntimeError("NCCL Suspend failed (requires NCCL 2.29.7+)")
         for each in self.communicators.values():
             each.meet(what)
 
