@@ -306,6 +306,7 @@ class Group(dist.ProcessGroup):
     group_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._desc)
     _device_types = property(lambda self: [torch.device("cpu")])
+    supports_abort_hooks = property(lambda self: self.kind.startswith("nccl2"))
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -333,8 +334,6 @@ class Group(dist.ProcessGroup):
     def _is_initialized(self) -> bool:
         return bool(self.communicators)
 
-    def supports_abort_hooks(self) -> bool:
-        return self.kind.startswith("nccl2")
 
     def register_abort_hook(self, number: int, hook: Callable[[], None]) -> None:
         self.hooks[number] = hook
