@@ -36,7 +36,7 @@ from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.groups.prepare import Agreement
-from hypergrid.groups.store import abortable, raise_if_aborted
+from hypergrid.groups.store import abortable, raise_if_waits_ended
 from hypergrid.groups.suspension import Suspended
 from hypergrid.plan import GroupPlan
 
@@ -184,7 +184,7 @@ class ParallelState:
                     self._PIPELINE_MODEL_PARALLEL_DECODER_START = start
                 own = self._set_global_memory_buffer
                 request.helpers.get("_set_global_memory_buffer", own)()
-                raise_if_aborted()
+                raise_if_waits_ended()
             except BaseException:
                 if built.grid is not None:
                     built.grid.destroy(abort=True)

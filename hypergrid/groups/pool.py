@@ -21,7 +21,7 @@ from hypergrid.groups import backends, closing, creation, gloo, of_torch, socket
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.prepare import Agreement, agree, one_thread, telling_others
-from hypergrid.groups.store import abortable, check_timeout, raise_if_aborted, settle
+from hypergrid.groups.store import abortable, check_timeout, raise_if_waits_ended, settle
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Kind
@@ -111,7 +111,7 @@ class GroupPool:
                     sockets.note_default()
                     yield
                     turn.end()
-                    raise_if_aborted()
+                    raise_if_waits_ended()
                 self.first = self.first or self.agreement
                 settle()
             except BaseException as error:
@@ -193,7 +193,7 @@ class GroupPool:
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
                     gloo.note(group)
                     closing.watch(group)
-                    raise_if_aborted()
+                    raise_if_waits_ended()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)

@@ -346,7 +346,6 @@ class Group(dist.ProcessGroup):
     def _is_initialized(self) -> bool:
         return bool(self.communicators)
 
-
     def register_abort_hook(self, number: int, hook: Callable[[], None]) -> None:
         self.hooks[number] = hook
 
