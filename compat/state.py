@@ -36,7 +36,7 @@ from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.groups.prepare import Agreement
-from hypergrid.groups.store import abortable, raise_if_aborted
+from hypergrid.groups.store import abortable, raise_if_waits_ended
 from hypergrid.groups.suspension import Suspended
 from hypergrid.plan import GroupPlan
 
@@ -184,7 +184,7 @@ class ParallelState:
                     self._PIPELINE_MODEL_PARALLEL_DECODER_START = start
                 own = self._set_global_memory_buffer
                 request.helpers.get("_set_global_memory_buffer", own)()
-                raise_if_aborted()
+                raise_if_waits_ended()
             except BaseException:
                 if built.grid is not None:
                     built.grid.destroy(abort=True)
@@ -297,7 +297,7 @@ class ParallelState:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         groups = {each.group: SuspendedGroup(each.label) for each in self.pool.groups}
         names = {group: str(group.group_name) for group in groups}
-        report = self._grid.suspend(how)
+        report = self._grid.suspend(how, self.request.participants)
         for each in self.pool.usable():
             groups.pop(each.group, None)
         self._exchange(groups)

@@ -100,7 +100,7 @@ def split_options(backend: str | None, given: Any) -> Any:
 
     None for gloo, whose options are ``gloo.options``.
     """
-    source = _source(next(iter(devices_of(backend))))
+    source = of_torch.checked_by(_source(next(iter(devices_of(backend)))))
     if of_torch.is_gloo(source):
         return None
     return type(source.options)() if given is None else copy.deepcopy(given)

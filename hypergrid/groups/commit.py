@@ -14,7 +14,7 @@ from hypergrid.groups.rendezvous import Phase, clear_before
 from hypergrid.groups.store import (
     bounded,
     noticing_a_dead_link,
-    raise_if_aborted,
+    raise_if_waits_ended,
     shared_store,
     telling_of_a_lost_store,
 )
@@ -49,7 +49,7 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
         try:
             yield
         except BaseException as error:
-            raise_if_aborted()  # nothing is to wait any more, also not for the store
+            raise_if_waits_ended()  # nothing is to wait any more, also not for the store
             first = None
             with suppress(Exception):  # the failure itself is what the caller must see
                 own = str(error) if isinstance(error, CreationError) else in_words(error)

@@ -127,6 +127,7 @@ class Abilities:
     bound: str | None = None
     can_split: bool = False
     can_connect_lazily: bool = True
+    suspends: bool = True  # told by ``GroupPool.suspend`` alone
 
 
 def abilities(policy: Policy | None = None) -> Abilities:

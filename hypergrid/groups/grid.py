@@ -512,17 +512,19 @@ class HyperCommGrid:
         self._pgs.clear()
         self._away.clear()
 
-    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
+    def suspend(
+        self, how: str = "auto", ranks: Sequence[int] | None = None
+    ) -> dict[str, Suspended]:
         """Free the device memory of the groups that this grid created, until ``resume``.
 
         Groups that are kept work as before; ``get_pg`` refuses the others. Subgroups on demand are
         destroyed. *Collective*, arguments, result and errors as for ``GroupPool.suspend``;
-        RuntimeError if there are no groups.
+        ``ranks`` are by default ``participants()``. RuntimeError if there are no groups.
         """
         if self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         names = {id(each.group): str(each.group.group_name) for each in self.pool.groups}
-        report = self.pool.suspend(how)
+        report = self.pool.suspend(ranks or self.participants(), how)
         if self._subgroups is not None:
             self._subgroups.destroy()
         self._subgroups, self._suspensions = None, self._suspensions + 1

@@ -20,8 +20,8 @@ from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import backends, closing, creation, gloo, of_torch, sockets
 from hypergrid.groups.commit import all_or_none
 from hypergrid.groups.creation import Ranks
-from hypergrid.groups.prepare import Agreement, agree, one_thread
-from hypergrid.groups.store import abortable, check_timeout, raise_if_aborted, settle
+from hypergrid.groups.prepare import Agreement, agree, one_thread, telling_others
+from hypergrid.groups.store import abortable, check_timeout, raise_if_waits_ended, settle
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Kind
@@ -111,7 +111,7 @@ class GroupPool:
                     sockets.note_default()
                     yield
                     turn.end()
-                    raise_if_aborted()
+                    raise_if_waits_ended()
                 self.first = self.first or self.agreement
                 settle()
             except BaseException as error:
@@ -193,7 +193,7 @@ class GroupPool:
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
                     gloo.note(group)
                     closing.watch(group)
-                    raise_if_aborted()
+                    raise_if_waits_ended()
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
@@ -317,19 +317,22 @@ class GroupPool:
         asked = {id(group) for group in groups}
         self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
 
-    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
+    def suspend(self, ranks: Sequence[int], how: str = "auto") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``.
 
-        *Collective* over the members of each group where its backend suspends natively or NCCL
-        closes; else *local*. Every rank gives the same ``how``.
+        *Collective* over ``ranks`` with ``"auto"``, at three round trips to the store per rank;
+        over the members of each group where its backend suspends natively or NCCL closes; else
+        *local*. Every rank gives the same ``how``.
 
         Parameters
         ----------
+        ranks : sequence of int
+            Those that created the groups together.
         how : str
             ``"auto"``: gloo is kept, and others suspend natively if they can (torch 2.12 and
-            later, NCCL 2.29.7 and later); if one backend cannot, as ``"recreate"``. ``"native"``:
-            as that, and an error if not. ``"keep"``: nothing happens. ``"recreate"``: all groups
-            are destroyed, gloo's too.
+            later, NCCL 2.29.7 and later); if one backend on one rank cannot, as ``"recreate"`` on
+            all. ``"native"``: as that, and an error if not. ``"keep"``: nothing happens.
+            ``"recreate"``: all groups are destroyed, gloo's too.
 
         Returns
         -------
@@ -344,6 +347,9 @@ class GroupPool:
             The groups are suspended already. A backend cannot suspend, or ``resume`` could not
             create a group again: nothing has changed. Or a backend failed after others were
             suspended, and ``resume`` wakes those.
+        AgreementError
+            With ``"auto"``: another rank raised or did not call this; ``resume`` wakes what is
+            suspended.
         """
         if how not in HOW:
             raise ValueError(f"invalid value for how: {shown(how)}; allowed: {', '.join(HOW)}.")
@@ -353,7 +359,7 @@ class GroupPool:
         labels = {each.group: each.label for each in own if each.group in c10d._world.pg_map}
         self.suspended = found = Suspension([str(each.group.group_name) for each in self.groups])
         try:
-            if how == "recreate" or not found.start(labels, how):
+            if how == "recreate" or not self._starts(found, labels, ranks, how):
                 found.wake()
                 self._check_repeatable()
                 found.close(labels)
@@ -365,6 +371,18 @@ class GroupPool:
             self._close(self.groups, False)
             retire(labels)
         return found.report
+
+    def _starts(
+        self, found: Suspension, labels: Mapping[ProcessGroup, str], ranks: Ranks, how: str
+    ) -> bool:
+        """Whether no group is to be closed: equal on all ranks."""
+        if how != "auto" or dist.get_rank() not in ranks:
+            return found.start(labels, how)
+        proposal = {"groups, suspended": ", ".join(label for label, *_ in self._calls)}
+        with _telling(), abortable():
+            with telling_others(lambda: ranks):
+                can = found.start(labels, how)  # true of a rank that has used no communicator
+            return agree(ranks, proposal, self.policy, suspends=can).suspends
 
     def _check_repeatable(self) -> None:
         known = {label for label, *_ in self._calls}

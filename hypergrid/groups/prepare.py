@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +44,7 @@ class Agreement:
     others: str = "members"  # who creates all others: "members" or "everyone"
     why: str = ""  # why members alone cannot create; empty if they can
     lazy: bool = False  # whether gloo connects on first use
+    suspends: bool = True  # whether no rank has said that a backend of its groups cannot
 
     def way_of(self, backend: str | None) -> str:
         """Who creates groups of ``backend``; the same on all ranks."""
@@ -56,6 +57,7 @@ def agree(
     policy: Policy,
     timeout: timedelta | None = None,
     life: int | None = None,
+    suspends: bool = True,
 ) -> Agreement:
     """Compare ``proposal`` and what each process can do over ``ranks``. *Collective* over them.
 
@@ -77,6 +79,8 @@ def agree(
     life : int, optional
         For windows of which a rank is in one at a time: this process's n-th one. Windows that
         overlap in the same life are refused, as one would wait for the ranks of the other.
+    suspends : bool, optional
+        Whether this process can suspend its groups, for the result's ``suspends``.
 
     Raises
     ------
@@ -87,7 +91,8 @@ def agree(
     """
     with one_thread(ranks, proposal) as turn:
         try:
-            return _agree(ranks, proposal, policy, timeout, life)
+            can = replace(abilities(policy), suspends=suspends)
+            return _agree(ranks, proposal, policy, can, timeout, life)
         finally:
             turn.decided.set()
 
@@ -96,10 +101,11 @@ def _agree(
     ranks: Sequence[int],
     proposal: Mapping[str, Any],
     policy: Policy,
+    can: Abilities,
     timeout: timedelta | None,
     life: int | None,
 ) -> Agreement:
-    can, store = abilities(policy), shared_store()
+    store = shared_store()
     if store is None:
         return _accept(_choose(f"{span_of(ranks)}/alone/{_counted(ranks)}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
@@ -420,6 +426,7 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
             why=why["members"] or "",
             lazy=policy.connect in ("lazy", "auto")
             and all(can.can_connect_lazily for can in everybody),
+            suspends=all(can.suspends for can in everybody),
         )
     )
 

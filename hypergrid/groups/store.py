@@ -58,13 +58,13 @@ def abortable() -> Iterator[None]:
     try:
         yield
     except Exception:
-        raise_if_aborted()
+        raise_if_waits_ended()
         raise
     finally:
         _thread.aborts = outer
 
 
-def raise_if_aborted() -> None:
+def raise_if_waits_ended() -> None:
     """AbortedError if ``end_waits`` was called since this thread is in ``abortable``."""
     if getattr(_thread, "aborts", None) not in (None, _aborts):
         raise AbortedError(
@@ -79,7 +79,7 @@ def wait(store: Store, keys: list[str], timeout: timedelta, ranks: int = 1) -> N
     The more ranks wait, the less often each of them looks: they share one store.
     """
     end = time.monotonic() + timeout.total_seconds()
-    raise_if_aborted()
+    raise_if_waits_ended()
     try:
         store.wait(keys, min(timeout, _IN_STORE))
     except RuntimeError:
@@ -87,7 +87,7 @@ def wait(store: Store, keys: list[str], timeout: timedelta, ranks: int = 1) -> N
         while not store.check(keys):
             until = time.monotonic() + every
             while (now := time.monotonic()) < until:
-                raise_if_aborted()
+                raise_if_waits_ended()
                 if now >= end:
                     raise
                 time.sleep(min(0.5, until - now))

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -14,8 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 
 import hypergrid
 from compat import parallel_state as ps
-from hypergrid import AbortedError
+from hypergrid import AbortedError, HyperCommGrid
+from hypergrid.groups.suspension import Suspended
 from tests.support import nccl_rules
+from tests.support.backends import SPLITS
 from tests.support.forked import from_all, join, on_ranks
 from tests.support.nccl_rules import DEVICE
 
@@ -159,6 +162,30 @@ def test_a_group_that_the_watchdog_has_aborted_is_noticed_where_torch_tells(rank
     from_all(None)
 
 
+@pytest.mark.parametrize("suspends", [False, True])
+@on_ranks(4, backend="")
+def test_suspend_goes_one_way_on_all_ranks_also_on_those_that_used_no_communicator(rank, suspends):
+    start(rank, 4)
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    tp = grid.create_pg("tp")
+    if rank < 2:
+        dist.all_reduce(torch.ones(1), group=tp)
+        DEVICE.synchronize()
+    with mock.patch.object(nccl_rules, "SUSPENDS", suspends):
+        report = grid.suspend()
+    if suspends:
+        assert report == {"nccl_rules": Suspended("native", int(rank < 2), 1000 * (rank < 2))}
+    else:
+        assert report == {"nccl_rules": Suspended("recreate", 1)}
+    resumed = grid.resume(timeout=timedelta(seconds=5))
+    assert (resumed[tp.group_name] is tp) == suspends
+    total = torch.ones(1)
+    dist.all_reduce(total, group=grid.get_pg("tp"))
+    DEVICE.synchronize()
+    assert total.item() == 2
+    from_all(None)
+
+
 def by_splits():
     ps.initialize_model_parallel(creation="split", create_gloo_process_groups=False)
 
@@ -167,6 +194,27 @@ def bind(world):
     """As ``init_process_group(device_id=...)`` does, which connects it."""
     world.bound_device_id = torch.device("cpu", 0)
     world.eager_connect_single_device(world.bound_device_id)
+
+
+@SPLITS
+@on_ranks(2, backend="")
+def test_each_split_has_options_of_its_own_so_that_no_timeout_changes_another_groups(rank):
+    start(rank, 2, kind="nccl, bound")
+    world = dist.group.WORLD
+    bind(world)
+    shared, given = nccl_rules.Options(), {}
+    with HyperCommGrid([2], ["dp"]).agreed({"groups over": "all"}) as pool:
+        pool.agreement = replace(pool.agreement, way="split", others="split")
+        for minutes in (1, 2, 3, 4):
+            given["timeout"] = timedelta(minutes=minutes)
+            given["pg_options"] = shared if minutes > 2 else None
+            pool.make(f"{minutes}", {"": (0, 1)}, lambda: [(0, 1)], **given)
+    found = [each.group.options._timeout for each in pool.groups]
+    assert found == [timedelta(minutes=each) for each in (1, 2, 3, 4)]
+    names = [each.group.options.group_name for each in pool.groups]
+    assert names == [each.group.group_name for each in pool.groups]
+    assert world.options._timeout == timedelta(minutes=30) and shared.group_name == ""
+    from_all(None)
 
 
 @on_ranks(3, backend="")

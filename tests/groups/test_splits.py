@@ -94,6 +94,44 @@ def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default
 
 @SPLITS
 @on_ranks(4, backend="")
+def test_with_debug_detail_a_split_of_gloo_has_its_options_and_is_not_checked_as_torchs_own(rank):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    join(rank, 4)
+    ps.initialize_model_parallel(2, creation="split")
+    pool = ps.current_state().pool
+    assert pool.agreement.way == "split"
+    _use(pool.groups)
+    parts = [each.group._get_backend(torch.device("cpu")) for each in pool.groups]
+    assert all(of_torch.is_gloo(part) and part.options._devices for part in parts)
+    assert not of_torch.is_gloo(dist.group.WORLD._get_backend(torch.device("cpu")))
+
+
+@SPLITS
+@on_ranks(4, backend="")
+def test_a_group_with_two_backends_is_not_split_so_that_each_half_has_options_of_its_own(rank):
+    """A split hands the options of one backend to the other, which torch asserts against."""
+    parts = []
+    register_splitting("old", parts)
+    join(rank, 4, backend="cpu:gloo,cuda:old")
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    assert expected(Policy()).way == "split"
+    told = {"timeout": timedelta(minutes=7), "group_desc": "both"}
+    splits = mock.patch.object(dist.ProcessGroup, "split_group", side_effect=AssertionError)
+    of_torch.has("splits")  # is asked before its call is replaced
+    with splits:
+        (group,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch", **told)
+    gloo, old = (of_torch.part_of(group, device) for device in ("cpu", "cuda"))
+    assert gloo.options is not old.options and gloo.options._devices and type(gloo) is not type(old)
+    assert gloo.options._timeout == timedelta(minutes=7)
+    default = of_torch.part_of(dist.group.WORLD, "cpu").options
+    assert default._timeout == timedelta(minutes=30)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+
+
+@SPLITS
+@on_ranks(4, backend="")
 def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too(rank):
     for life in (0, 1):
         join(rank, 4, life)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat.state import ParallelState
-from hypergrid import HyperCommGrid
+from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups.suspension import Suspended
 from tests.support import backends
 from tests.support.forked import descriptors, join, on_ranks
@@ -114,6 +114,19 @@ def test_the_first_refusal_means_unsupported_and_changes_nothing_a_later_one_is_
     assert grid.resume()[dp.group_name] is grid.get_pg("dp") is not dp
     assert "allowed: auto, native" in _text(lambda: grid.suspend("never"), ValueError)
     assert grid.suspend("keep") == {"native": Suspended("keep", 2)}
+
+
+@on_ranks(4)
+def test_a_rank_that_fails_is_an_error_on_all_and_resume_wakes_what_is_suspended(rank):
+    calls = []
+    backends.native(calls, [], lambda number: (rank, number) == (2, 1) and "out of order")
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+    text = _text(grid.suspend, (RuntimeError, AgreementError))
+    assert "rank 2 could not suspend dp" in text and (rank == 2 or "refused" in text)
+    assert calls == [("suspend", 0), ("suspend", 1)][: 1 + (rank != 2)]
+    assert grid.resume() == {tp.group_name: tp, dp.group_name: dp}
+    assert len(calls) == 2 + 2 * (rank != 2) and _sum(tp) == 2
 
 
 @on_ranks(4)

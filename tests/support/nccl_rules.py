@@ -34,14 +34,15 @@ _DOCS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.htm
 class Rule(NamedTuple):
     """What NCCL does, and where that was read.
 
-    ``words`` stand in ``file`` of an installed torch, ``since`` a release; without words the file
-    is not installed with torch.
+    ``words`` stand in ``file`` of an installed torch, ``since`` a release and ``until`` another;
+    without words the file is not installed with torch.
     """
 
     says: str
     file: str
     words: str = ""
     since: tuple[int, int] = (2, 9)
+    until: tuple[int, int] = (3, 0)
 
 
 RULES = {
@@ -64,6 +65,13 @@ RULES = {
         "Every rank of the parent takes part, also with no colour; equal colours, one communicator",
         _PYTHON,
         "call `ncclCommSplit` on *all* ranks in this new group's",
+    ),
+    "a split writes into the options": Rule(
+        "ProcessGroup::splitGroup writes name and timeout into the options that it is given, and "
+        "without any into the parent's own, which its groups then share; from 2.14 on into copies.",
+        _PYTHON,
+        "# default pg_options same as the parent process group",
+        until=(2, 13),
     ),
     "wait orders the stream": Rule(
         "wait() lets the current stream wait for the kernel; the CPU goes on.",
@@ -194,6 +202,7 @@ class Device:
 
 
 DEVICE = Device()
+SUSPENDS = True  # whether this NCCL is 2.29.7 or later
 
 
 class Work(dist.Work):
@@ -289,7 +298,8 @@ class Group(dist.ProcessGroup):
         self, store: Any, rank: int, size: int, timeout: timedelta, kind: str = "nccl, unbound"
     ) -> None:
         super().__init__(rank, size)
-        self.store, self.timeout, self.kind, self.options = store, timeout, kind, Options()
+        self.store, self.kind, self.options = store, kind, Options()
+        self.timeout = timeout
         self.mutex, self.communicators = threading.Lock(), dict[str, Communicator]()
         self.split_from: Group | None = None
         self.color: int | None = None
@@ -305,6 +315,10 @@ class Group(dist.ProcessGroup):
     group_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._desc)
     _device_types = property(lambda self: [torch.device("cpu")])
+    timeout = property(
+        lambda self: self.options._timeout, lambda self, it: setattr(self.options, "_timeout", it)
+    )
+    supports_abort_hooks = property(lambda self: self.kind.startswith("nccl2"))
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -331,9 +345,6 @@ class Group(dist.ProcessGroup):
 
     def _is_initialized(self) -> bool:
         return bool(self.communicators)
-
-    def supports_abort_hooks(self) -> bool:
-        return self.kind.startswith("nccl2")
 
     def register_abort_hook(self, number: int, hook: Callable[[], None]) -> None:
         self.hooks[number] = hook
@@ -378,8 +389,10 @@ class Group(dist.ProcessGroup):
             self.perform_nocolor_split(torch.device("cpu"))
             return None
         store, place = dist.PrefixStore(f"{group_name}/", self.store), ranks.index(self.rank())
-        child = Group(store, place, len(ranks), timeout or self.timeout, "nccl, bound")
-        child._name, child._desc = group_name or "", group_desc or ""
+        options = opts or self.options
+        options._timeout, options.group_name = timeout or options._timeout, group_name or ""
+        child = Group(store, place, len(ranks), options._timeout, "nccl, bound")
+        child.options, child._name, child._desc = options, group_name or "", group_desc or ""
         child.split_from, child.color = self, c10d._process_group_color([*ranks])
         GROUPS.append(child)
         child.communicator()
@@ -487,6 +500,8 @@ class Group(dist.ProcessGroup):
     def _all_meet(self, what: str) -> None:
         if not self.communicators:
             raise RuntimeError("NCCL communicator not initialized.")
+        if not SUSPENDS:
+            raise RuntimeError("NCCL Suspend failed (requires NCCL 2.29.7+)")
         for each in self.communicators.values():
             each.meet(what)
 
@@ -498,6 +513,7 @@ class Options:
     """Those of a group that torch writes into."""
 
     def __init__(self) -> None:
+        self._timeout, self.group_name = timedelta(minutes=10), ""
         self.global_ranks_in_group: Iterable[int] = ()
 
 
