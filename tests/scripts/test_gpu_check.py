@@ -114,7 +114,7 @@ def test_a_rank_that_fails_ends_the_others_and_its_last_lines_are_told(gpu_check
 
 def _ways(rank, gpu_check, wrong):
     """Rank 0's faults where every group is one too many, or has another name on each rank."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     os.chdir(os.path.dirname(os.environ["STORE_FILE"]))
     close = gpu_check.ps.destroy_model_parallel
     gather = gpu_check.gathered
