@@ -57,8 +57,9 @@ class Policy:
         The default group is never shared.
     connect : {"torch", "eager", "lazy", "auto"}
         When members connect: as torch does, gloo at once and NCCL on first use; every backend at
-        once, but NCCL not for a single rank; all on first use, if every rank's gloo can; "auto"
-        is "torch", but gloo groups of more than ``LARGEST_MESH`` members as with "lazy".
+        once, but NCCL not for a single rank, nor where an unbatched send has a communicator of
+        its two ranks (docs/failures.md); all on first use, if every rank's gloo can; "auto" is
+        "torch", but gloo groups of more than ``LARGEST_MESH`` members as with "lazy".
     creation : {"auto", "members", "split", "everyone"}
         Who takes part in creating a group. "auto" is the first of the others that every rank
         supports; the others raise where they are impossible.

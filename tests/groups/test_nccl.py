@@ -4,6 +4,7 @@ import os
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -20,7 +21,7 @@ from hypergrid.groups.suspension import Suspended
 from tests.support import nccl_rules
 from tests.support.backends import SPLITS
 from tests.support.forked import from_all, join, on_ranks
-from tests.support.nccl_rules import DEVICE
+from tests.support.nccl_rules import DEVICE, PAIR, SENDS
 
 
 def start(rank, world, life=0, **given):
@@ -214,6 +215,24 @@ def test_each_split_has_options_of_its_own_so_that_no_timeout_changes_another_gr
     names = [each.group.options.group_name for each in pool.groups]
     assert names == [each.group.group_name for each in pool.groups]
     assert world.options._timeout == timedelta(minutes=30) and shared.group_name == ""
+    from_all(None)
+
+
+@pytest.mark.parametrize("kind", SENDS)
+@on_ranks(2, backend="")
+def test_eager_connects_the_pipeline_but_for_unbatched_sends_that_have_a_pair_of_their_own(
+    rank, kind
+):
+    start(rank, 2, kind=kind)
+    ps.initialize_model_parallel(1, 2, connect="eager", create_gloo_process_groups=False)
+    group, one = ps.get_pipeline_model_parallel_group(), torch.ones(1)
+    assert {*group.communicators} == {"all"}
+    for batched in (True, False):
+        with group.batched() if batched else nullcontext():
+            (dist.send if rank == 0 else dist.recv)(one, 1 - rank, group)
+        DEVICE.synchronize()
+        pair = {"0:1"} if SENDS[kind].unbatched == PAIR and not batched else set()
+        assert {*group.communicators} == {"all"} | pair
     from_all(None)
 
 

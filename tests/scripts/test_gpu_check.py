@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hypergrid.groups import of_torch
 from tests.support import ROOT, forked
 
 SCRIPT = str(ROOT / "scripts" / "gpu_check")
@@ -36,9 +37,19 @@ def gpu_check():
 
 
 CREATION = [
-    f"creation, {default} default group{eager}"
-    for eager in ("", ", connect=eager")
-    for default in ("unbound", "bound")
+    f"creation, {default} default group{connect}"
+    for default, connect in (
+        *((kind, eager) for kind in ("unbound", "bound") for eager in ("", ", connect=eager")),
+        ("unbound", ", connect=lazy"),
+        ("unbound compound", ""),
+        ("bound compound", ""),
+        ("DETAIL", ""),
+    )
+]
+SEVERAL = [
+    *(f"abort under load, {default} default group" for default in ("unbound", "bound")),
+    "a rank fails before its split",
+    *(f"sends, {how}" for how in ("connect=eager", "split", "connect=lazy")),
 ]
 
 
@@ -46,19 +57,35 @@ def test_without_a_gpu_each_check_says_that_it_was_skipped_and_why():
     done = _run()
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.splitlines() if line.startswith("skipped ")]
-    checks = [*CREATION, "memory", "options", "training: dense", "training: experts", "te"]
-    assert found == [f"skipped    {check:46} no CUDA device" for check in checks]
+    checks = [*CREATION, "memory", "options", "recording", "suspend"]
+    checks += ["training: dense", "training: experts", "te", *SEVERAL]
+    lacks = [] if of_torch.has("lazy NCCL") else ["nccl2, lazy_init"]
+    assert found[: len(checks)] == [f"skipped    {check:46} no CUDA device" for check in checks]
+    assert [line[11:27] for line in found[len(checks) :]] == lacks
     assert "--rehearse" in done.stdout
 
 
 def test_the_rehearsal_runs_the_checks_over_gloo_and_says_that_it_is_one():
     done = _run("--rehearse", "--only", "creation", "memory", "options", "te")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("REHEARSAL over gloo on the CPU (ranks: 2)")
+    assert done.stdout.startswith("REHEARSAL on the CPU (ranks: 2)")
     for check in [*CREATION, "memory: share=none", "memory: share=all", "options"]:
         assert f"rehearsed  {check:46} " in done.stdout
-    assert done.stdout.count(" by split;") == 2
+    assert done.stdout.count(" by split;") == 3
     assert not any(line.startswith("ok") for line in done.stdout.splitlines())
+
+
+def test_what_several_gpus_show_is_rehearsed_on_the_stand_in_and_is_a_page():
+    checks = ["recording", "suspends", "aborts", "fails", "sends"]
+    done = _run("--rehearse", "--markdown", "--only", *checks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if "| rehearsed |" in line]
+    labels = ["recording while a graph is captured", "suspend", *SEVERAL]
+    assert [label.removeprefix("| ") for label, *_ in rows] == labels
+    assert "| Check | Result | Seen |\n|---|---|---|\n| recording" in done.stdout
+    told = {label: seen for label, _, seen in rows}
+    assert "'native', communicators=" in told["| suspend"]
+    assert "rank 0: CreationError after 5" in told["| a rank fails before its split"]
 
 
 def test_a_rank_that_hangs_is_a_row_and_not_the_end():

@@ -27,20 +27,20 @@ _C10D = "include/torch/csrc/distributed/c10d"
 _OLD, _NCCL2 = f"{_C10D}/ProcessGroupNCCL.hpp", f"{_C10D}/nccl2/ProcessGroupNCCL.hpp"
 _COMM, _LAZY = f"{_C10D}/NCCLUtils.hpp", f"{_C10D}/lazy/LazyBackend.hpp"
 _PYTHON = "distributed/distributed_c10d.py"
-_CPP = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
-_DOCS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html"
+_CPP = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"  # as of torch 2.9 and later
+_NCCL_H = "../nvidia/nccl/include/nccl.h"
 
 
 class Rule(NamedTuple):
     """What NCCL does, and where that was read.
 
-    ``words`` stand in ``file`` of an installed torch, ``since`` a release and ``until`` another;
-    without words the file is not installed with torch.
+    ``words`` stand in ``file``, from the folder of an installed torch, ``since`` a release and
+    ``until`` another. ``torch/csrc`` is not installed: its words were read.
     """
 
     says: str
     file: str
-    words: str = ""
+    words: str
     since: tuple[int, int] = (2, 9)
     until: tuple[int, int] = (3, 0)
 
@@ -60,11 +60,17 @@ RULES = {
     "a split holds the parent's lock": Rule(
         "initNCCLComm locks the parent's mutex around ncclCommSplit; abortComms takes it too.",
         _CPP,
+        "std::lock_guard<std::mutex> lock(options_->split_from->mutex_);",
     ),
     "split is collective": Rule(
         "Every rank of the parent takes part, also with no colour; equal colours, one communicator",
         _PYTHON,
         "call `ncclCommSplit` on *all* ranks in this new group's",
+    ),
+    "equal colours are one communicator": Rule(
+        "ncclCommSplit does not look at which ranks were meant.",
+        _NCCL_H,
+        "Ranks with the same color will end up in the same communicator.",
     ),
     "a split writes into the options": Rule(
         "ProcessGroup::splitGroup writes name and timeout into the options that it is given, and "
@@ -85,7 +91,8 @@ RULES = {
     ),
     "aborted kernels end without an error": Rule(
         "ncclCommAbort ends kernels that run; nobody is told, and their output is incomplete.",
-        f"{_DOCS}#ncclcommabort",
+        _NCCL_H,
+        "aborts any operations that might still be running on the device.",
     ),
     "abort waits for the device": Rule(
         "Aborting one communicator waits until kernels of all others are gone, so several are "
@@ -101,11 +108,13 @@ RULES = {
     ),
     "an aborted group is of no use": Rule(
         "Its communicator stays, and each further operation on it is an error.",
-        _CPP,
+        _CPP.replace("ProcessGroupNCCL", "NCCLUtils"),
+        "NCCL communicator was aborted on rank ",
     ),
     "shutdown waits for the members": Rule(
         "shutdown() finalizes: all kernels are done, on all ranks.",
         _CPP,
+        "`shutdown()` will wait for all NCCL kernels to finish before destroying",
     ),
     "the watchdog may end the process": Rule(
         "After a timeout with TORCH_NCCL_ASYNC_ERROR_HANDLING=1 or 3, which is the default.",
@@ -119,12 +128,17 @@ RULES = {
         (2, 14),
     ),
     "suspend is collective": Rule(
-        "ncclCommSuspend and ncclCommResume wait for all ranks of the communicator.",
-        f"{_DOCS}#ncclcommsuspend",
+        "ncclCommSuspend and ncclCommResume wait for all ranks of the communicator: the strict "
+        "reading, as nccl.h leaves it open.",
+        _NCCL_H,
+        "Suspend communicator operations to free resources.",
+        (2, 14),
     ),
     "suspend needs a communicator": Rule(
-        "A group that was never used raises 'NCCL communicator not initialized.'",
+        "A group that was never used raises this first, and then what NCCL is too old for raises.",
         _CPP,
+        "NCCL communicator not initialized.",
+        (2, 12),
     ),
     "sequence numbers count collectives": Rule(
         "_get_sequence_number_for_group() counts collectives, not sends and receives.",
@@ -154,7 +168,7 @@ SENDS = {
     "nccl, bound": Sends(
         OWN,
         OWN,
-        Rule("", _OLD, "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"),
+        Rule("", _OLD, "Control EagerInit P2P serialization warning"),
     ),
     "nccl2": Sends(
         OWN,
@@ -531,4 +545,6 @@ def register(kind: str = "nccl, unbound", name: str = NAME) -> None:
         GROUPS.append(made)
         return made
 
+    if hasattr(c10d, "_maybe_attach_flight_recorder"):  # which asks C++ for backends: 2.15
+        setattr(c10d, "_maybe_attach_flight_recorder", lambda *_: None)  # noqa: B010
     dist.Backend.register_backend(name, create, devices=["cpu"])
