@@ -68,7 +68,7 @@ def unset() -> dict[str, str]:
 
 def watch(group: Any) -> None:
     """Notice that torch aborts ``group`` by itself, where it tells: nccl2's watchdog does."""
-    if getattr(group, "supports_abort_hooks", bool)():
+    if getattr(group, "supports_abort_hooks", False):
         group.register_abort_hook(_HOOK, functools.partial(_on_abort, weakref.ref(group)))
 
 

@@ -332,6 +332,7 @@ class Group(dist.ProcessGroup):
     def _is_initialized(self) -> bool:
         return bool(self.communicators)
 
+    @property
     def supports_abort_hooks(self) -> bool:
         return self.kind.startswith("nccl2")
 
