@@ -516,4 +516,6 @@ def register(kind: str = "nccl, unbound", name: str = NAME) -> None:
         GROUPS.append(made)
         return made
 
+    # Torch 2.15 attaches its recorder to each group, and none can be attached to one in Python.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     dist.Backend.register_backend(name, create, devices=["cpu"])
