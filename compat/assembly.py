@@ -10,11 +10,11 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from compat.hyper_comm_grid import HyperCommGrid
 from compat.megatron.build import check_window
 from compat.state import ParallelState, request_of
+from hypergrid.groups import of_torch
 from hypergrid.groups.assembly import Assembly
 from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import RankLayout
@@ -154,7 +154,7 @@ def bridges(assembly: Assembly) -> Iterator[None]:
             if group is None:
                 # Ranks outside get the ranks of a group that is not theirs, as from torch.
                 places = {rank: place for place, rank in enumerate(sorted(ranks))}
-                c10d._world.pg_group_ranks[_OUTSIDE] = places
+                of_torch.note_ranks(_OUTSIDE, places)
             return _OUTSIDE if group is None else group
 
     with ExitStack() as stack:

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from compat.megatron.releases import HAS
 from hypergrid.groups import creation
@@ -31,7 +30,7 @@ Key: TypeAlias = str | tuple[str, tuple[str, ...]]
 
 
 def _is_process_group_member(pg: ProcessGroup | None) -> bool:
-    return pg is not None and pg is not c10d.GroupMember.NON_GROUP_MEMBER
+    return pg is not None and pg is not dist.GroupMember.NON_GROUP_MEMBER
 
 
 @dataclass

@@ -18,7 +18,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from compat.megatron import helpers as group_helpers
 from compat.megatron import replaced
@@ -32,6 +31,7 @@ from compat.megatron.releases import ALL, RELEASE, has
 from compat.megatron.suspended import SuspendedGroup, exchanged
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
 from compat.transformer_engine import process as te_process
+from hypergrid.groups import of_torch
 from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
@@ -332,7 +332,7 @@ class ParallelState:
         renewed = grid.resume(self.request.timeout, self.request.participants)
         for each in pool.groups if new else ():
             if (each.label, each.ranks) in self._timeouts:
-                c10d._set_pg_timeout(self._timeouts[each.label, each.ranks], each.group)
+                of_torch.set_timeout(self._timeouts[each.label, each.ranks], each.group)
         self._exchange({each: renewed[name] for each, name in self._away.items()})
         self._away = {}
         return renewed
@@ -384,7 +384,7 @@ class ParallelState:
             subgroups = self._grid.subgroups() if self._grid is not None else []
             groups = [*(self._global_process_group_list or [None]), *subgroups]
         for group in groups:
-            c10d._set_pg_timeout(timeout, group)
+            of_torch.set_timeout(timeout, group)
         for pooled in pool:
             if pooled.group in groups:
                 self._timeouts[pooled.label, pooled.ranks] = timeout

@@ -29,6 +29,7 @@ from compat.audit.getters import AUDITED, instead_of, slots_behind, writes
 from compat.audit.log import Log, file_of, function_of
 from compat.audit.owners import UNKNOWN, Place
 from compat.state import SLOTS, activations, all_states, current, namespace
+from hypergrid.groups import of_torch
 
 _MODULE = "compat.parallel_state"
 _HOOK = "_hypergrid_audit"  # in the globals of the getters, while something is on
@@ -230,7 +231,7 @@ def _slot(name: str, group: Any) -> str | None:
 def _phase(place: Place) -> str:
     if current().request is None and not all_states():
         return "before initialisation"
-    if torch._C._current_graph_task_id() != -1:
+    if of_torch.in_backward():
         return "backward"
     return place.phase or "elsewhere"
 

@@ -226,9 +226,9 @@ class Request(Arguments):
         """The ranks that create groups: the window, and others that a caller's function chose."""
         window: Sequence[int] = self.decoder.ranks
         if self.decides_ranks:
-            from torch.distributed.distributed_c10d import _get_default_group
+            from hypergrid.groups.of_torch import default_group
 
-            world = _get_default_group().size()  # get_world_size() may be replaced, and say more
+            world = default_group().size()  # get_world_size() may be replaced, and say more
             return range(self.rank_offset, min(self.decoder.stop, world))
         chosen = (ranks for p in self.planned for ranks in p.group.explicit or ())
         besides = {rank for ranks in chosen for rank in ranks if rank not in window}

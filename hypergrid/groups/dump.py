@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
+from hypergrid.groups import of_torch
 from hypergrid.groups.pool import GroupPool, PooledGroup, live_pools
 
 SCHEMA = 1
@@ -53,7 +53,7 @@ def taken() -> dict[str, Any]:
 
 
 def _groups() -> list[dict[str, Any]]:
-    default, alive = c10d._get_default_group(), dict(c10d._world.pg_map)
+    default, alive = of_torch.default_group(), of_torch.known()
     pooled = [(p, each) for p in live_pools() for each in p.groups if each.group in alive]
     ours = {default, *(each.group for _, each in pooled)}
     rows: list[tuple[ProcessGroup, GroupPool | None, PooledGroup | None]] = [

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
+from hypergrid.groups import of_torch
 from hypergrid.groups.backends import plain_backend
 from hypergrid.groups.creation import NOT_A_MEMBER
 from hypergrid.groups.grid import HyperCommGrid
@@ -87,7 +87,7 @@ class EnvironmentTable:
             )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.default_process_group = c10d._get_default_group()
+        self.default_process_group = of_torch.default_group()
         self._source = source
         self._policy = replace(Policy.resolve(), share="none")
         self._start()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypergrid.groups import of_torch
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement, expected, refusing_together
 from hypergrid.groups.subgroups import Subgroups
@@ -363,21 +364,9 @@ class HyperCommGrid:
                 self.pool = None
             raise
 
-    def hold(
-        self,
-        dims: Dims,
-        group: ProcessGroup | None,
-        *,
-        view: str | None = None,
-        again: bool = False,
-    ) -> None:
-        """Let ``get_pg(dims)`` return a group created elsewhere.
-
-        If it has one already, only ``again``.
-        """
-        key = self._views.find(dims, view)[0]
-        if again or key not in self._pgs:
-            self._pgs[key] = group
+    def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
+        """Let ``get_pg(dims)`` return a group created elsewhere, unless it has one already."""
+        self._pgs.setdefault(self._views.find(dims, view)[0], group)
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.
@@ -564,7 +553,7 @@ def _call(key: Key) -> str:
 
 
 def _device_type(group: ProcessGroup | None) -> str:
-    types: list[str] = [device.type for device in getattr(group, "_device_types", [])]
+    types = of_torch.device_types(group)
     fast = (x for x in types if x != "cpu" and torch.get_device_module(x).is_available())
     return next(fast, "cpu")
 

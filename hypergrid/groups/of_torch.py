@@ -1,6 +1,6 @@
 """All that is private in torch and used here: what each part must do, and what happens without it.
 
-Other files of hypergrid and compat name nothing that torch does not document (a test reads them).
+Other files of hypergrid and compat name nothing that is private in torch (a test reads them).
 ``lacking`` says what the installed torch does not give; ``scripts/torch_lines`` looks for the
 names of ``PARTS`` in the sources of each line of torch.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ PARTS = {
     "groups": Part(
         (
             *("_world.pg_map", "_world.pg_names", "_world.pg_to_tag", "_world.tags_to_pg"),
+            "_world.pg_group_ranks",
             *("_get_default_group", "_get_default_store", "_get_default_timeout"),
             *("ProcessGroup._get_backend", "ProcessGroup._device_types"),
             "ProcessGroup.bound_device_id",
@@ -118,6 +119,16 @@ PARTS = {
         "sets the timeout of a group; torch.distributed.set_timeout does from 2.14 on",
         "groups keep the timeout that they were created with",
         last="2.13",
+    ),
+    "collectives": Part(
+        ("_rank_not_in_group",),
+        "each collective asks it first, so that those over a closed group can be refused",
+        "a collective over a gloo group that suspend() has closed is not refused",
+    ),
+    "counts": Part(
+        ("ProcessGroup._get_sequence_number_for_group",),
+        "tells how many collectives a group has begun",
+        "hypergrid.record(after=...) reads the flight recorder also of a rank that goes on",
     ),
     "recorder": Part(
         (
@@ -264,13 +275,18 @@ def bound_device(group: ProcessGroup) -> torch.device | None:
     return getattr(group, "bound_device_id", None)
 
 
-def parts_of(group: ProcessGroup) -> list[Any]:
-    """What does a group's work, once each: one object for each backend."""
-    found: dict[int, Any] = {}
-    for device in group._device_types:
-        part = group._get_backend(device)
-        found[id(part)] = part
-    return [*found.values()]
+def device_types(group: object) -> list[str]:
+    """The types of device that a group communicates for; empty for what is not torch's."""
+    return [device.type for device in getattr(group, "_device_types", [])]
+
+
+def parts_of(group: ProcessGroup, without: Collection[str] = ()) -> list[Any]:
+    """What does a group's work, once each: one object for each backend.
+
+    But for what does it on these types of device.
+    """
+    parts = (part_of(group, device) for device in device_types(group) if device not in without)
+    return [*{id(part): part for part in parts}.values()]
 
 
 def part_of(group: ProcessGroup, device: torch.device | str) -> Any:
@@ -289,6 +305,23 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
     """Set the timeout of a group, without one that of the default group. *Local*."""
     public = getattr(dist, "set_timeout", None)  # from torch 2.14 on
     (public or c10d._set_pg_timeout)(timeout, group)
+
+
+def note_ranks(group: Any, places: Mapping[int, int]) -> None:
+    """Let torch translate ranks for what it returned as ``group``, also to who is outside of it."""
+    c10d._world.pg_group_ranks[group] = dict(places)
+
+
+def before_collectives(asked: Callable[[ProcessGroup], None]) -> None:
+    """Call ``asked`` with its group before each collective of torch.distributed, from now on."""
+    torchs = c10d._rank_not_in_group
+
+    def asking(group: ProcessGroup | None) -> bool:
+        if isinstance(group, ProcessGroup):
+            asked(group)
+        return bool(torchs(group))
+
+    c10d._rank_not_in_group = asking
 
 
 # Their names.
@@ -470,12 +503,28 @@ def forget(group: ProcessGroup) -> None:
 # What torch recorded.
 
 
-def recorded(as_json: bool = False) -> list[Any]:
-    """Each flight recorder's dump: NCCL has one of its own. ``as_json`` without stacks."""
-    bound, ending = torch._C._distributed_c10d, "_json" * as_json
-    names = [f"_dump_{kind}_trace{ending}" for kind in ("nccl", "fr")]
-    reads = [getattr(bound, name) for name in names if hasattr(bound, name)]
-    return [read(True, False) if as_json else read() for read in reads]
+def recorded(stacks: bool) -> list[bytes]:
+    """Each flight recorder's dump, pickled: NCCL has one of its own."""
+    return [read(True, stacks, False) for read in _recorders("")]
+
+
+def recorded_calls() -> list[str]:
+    """Each flight recorder's dump in JSON, without stacks."""
+    return [read(True, False) for read in _recorders("_json")]
+
+
+def _recorders(ending: str) -> list[Any]:
+    bound = torch._C._distributed_c10d
+    names = (f"_dump_{kind}_trace{ending}" for kind in ("nccl", "fr"))
+    return [getattr(bound, name) for name in names if hasattr(bound, name)]
+
+
+def calls_of(group: Any) -> int | None:
+    """How many collectives a group has begun; None if its backend does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def in_backward() -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import backends, closing, creation, gloo, of_torch, sockets
@@ -104,7 +103,7 @@ class GroupPool:
             proposal = {**proposal, "grid of the assembly": self.prefix.rstrip("/")}
         with _telling(), one_thread(ranks, proposal) as turn, abortable():
             self.agreement = agree(ranks, proposal, self.policy, timeout, life)
-            timeout = timeout or c10d.default_pg_timeout
+            timeout = timeout or of_torch.default_timeout()
             self._devices = gloo.Devices() if one_device else None
             try:
                 with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
@@ -211,7 +210,7 @@ class GroupPool:
         A group that it has returned before, or torch's default group, is shared.
         """
         if isinstance(group, ProcessGroup):
-            shares = DEFAULT if group is c10d._get_default_group() else None
+            shares = DEFAULT if group is of_torch.default_group() else None
             before = (pooled.label for pooled in self.groups if pooled.group is group)
             shares = shares or next(before, None)
             self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
@@ -220,12 +219,12 @@ class GroupPool:
 
     def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
         eager = self.policy.connect == "eager" and pooled.shares is None
-        eager = eager and pooled.group in c10d._world.pg_map  # not a wrapper by outside code
+        eager = eager and of_torch.knows(pooled.group)  # not a wrapper by outside code
         if not eager or not backends.connects_later(pooled.group):
             return
         backend = dist.get_backend(pooled.group)
         try:
-            creation.connect(pooled.group, timeout or c10d._get_default_timeout(backend))
+            creation.connect(pooled.group, timeout or of_torch.default_timeout(backend))
         except RuntimeError as error:
             mine, options = {pooled.label: pooled.ranks}, {"backend": backend}
             raise self._failure(pooled.label, mine, options, error) from error
@@ -240,8 +239,8 @@ class GroupPool:
         return (
             self.policy.connect == "auto"
             and bool(self._lazily(len(pooled.ranks)))
-            and group in c10d._world.pg_map
-            and "gloo" in backends.devices_of(c10d._world.pg_map[group][0]).values()
+            and of_torch.knows(group)
+            and "gloo" in backends.devices_of(of_torch.backend_of(group)).values()
         )
 
     def _lazily(self, members: int) -> bool | None:
@@ -356,7 +355,7 @@ class GroupPool:
         if self.suspended is not None:
             raise RuntimeError(f"the groups of {self.owner} are suspended already.")
         own = [each for each in self.groups if each.shares is None]
-        labels = {each.group: each.label for each in own if each.group in c10d._world.pg_map}
+        labels = {each.group: each.label for each in own if of_torch.knows(each.group)}
         self.suspended = found = Suspension([str(each.group.group_name) for each in self.groups])
         try:
             if how == "recreate" or not self._starts(found, labels, ranks, how):
@@ -393,12 +392,6 @@ class GroupPool:
                     f"{each.label} was created by outside code or with SHARP, which resume() "
                     f"does not repeat. Destroy the groups, and initialise again."
                 )
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no group is suspended, other than by being kept."""
-        found = self.suspended
-        return found is None or not (found.asleep or found.is_closed)
 
     def usable(self) -> list[PooledGroup]:
         """The groups that are not suspended."""
@@ -449,7 +442,7 @@ class GroupPool:
 
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
         self.groups = [pooled for pooled in self.groups if pooled not in leaving]
-        known = c10d._world.pg_map
+        known = of_torch.known()
         ending = {
             each.group: each.label
             for each in leaving

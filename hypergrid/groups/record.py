@@ -24,12 +24,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.files import check_private, replace
-from hypergrid.groups import point_to_point, pool
+from hypergrid.groups import of_torch, point_to_point, pool
 from hypergrid.groups.dump import taken
 from hypergrid.messages import in_words, shown
 
@@ -291,14 +289,8 @@ class Recorder:
             self._asked = self._request()
 
     def _counts(self) -> list[int | None]:
-        counts: list[int | None] = [self._p2p.count if self._p2p is not None else None]
-        group: Any
-        for group in [*c10d._world.pg_map]:
-            try:
-                counts.append(group._get_sequence_number_for_group())
-            except RuntimeError:  # this backend does not count
-                counts.append(None)
-        return counts
+        own = self._p2p.count if self._p2p is not None else None
+        return [own, *map(of_torch.calls_of, of_torch.known())]
 
     def _request(self) -> int | None:
         with suppress(OSError):
@@ -306,10 +298,8 @@ class Recorder:
         return None
 
     def _entries(self) -> Iterator[dict[str, Any]]:
-        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-            if hasattr(torch._C._distributed_c10d, name):
-                read = getattr(torch._C._distributed_c10d, name)
-                yield from json.loads(read(True, False)).get("entries", ())
+        for each in of_torch.recorded_calls():
+            yield from json.loads(each).get("entries", ())
         if self._p2p is not None:
             yield from self._p2p.entries()
 
@@ -330,7 +320,7 @@ class Recorder:
         try:
             pools = pool.live_pools() if alive else []
             labels = [pooled.label for each in pools for pooled in each.groups]
-            groups = (list(c10d._world.pg_names.values()), labels) if alive else None
+            groups = (list(of_torch.known().values()), labels) if alive else None
             if self._rank is not None and groups == self._groups:
                 return
             said = taken()
@@ -385,9 +375,7 @@ class Recorder:
         """What torch recorded, pickled as it does, with the members that it knows of NCCL only."""
         # Torch looks up the stacks in torch._inductor: importing that takes seconds of CPU.
         stacks = "torch._inductor.codecache" in sys.modules
-        names = ("_dump_nccl_trace", "_dump_fr_trace")
-        found = [getattr(torch._C._distributed_c10d, name, None) for name in names]
-        whole = _joined([read(True, stacks, False) for read in found if read is not None])
+        whole = _joined(of_torch.recorded(stacks))
         configured = {
             group["name"]: {
                 "name": group["name"],

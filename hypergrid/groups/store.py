@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.errors import AbortedError, AgreementError, CreationError
+from hypergrid.groups import of_torch
 from hypergrid.messages import in_words, shown
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -30,7 +30,7 @@ def shared_store() -> Store | None:
     switched_off = os.environ.get("HYPERGRID_AGREEMENT", "1") == "0"
     if switched_off or not dist.is_initialized() or dist.get_backend() in ("fake", "mpi"):
         return None
-    return c10d._get_default_store()
+    return of_torch.default_store()
 
 
 def end_waits() -> None:

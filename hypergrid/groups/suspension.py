@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
+from hypergrid.groups import of_torch
 from hypergrid.groups.backends import devices_of
 from hypergrid.messages import in_words
 
@@ -58,7 +58,7 @@ class Suspension:
         """
         kinds: dict[str, list[ProcessGroup]] = {}
         for group in groups:
-            kinds.setdefault(_kind(c10d._world.pg_map[group][0]), []).append(group)
+            kinds.setdefault(_kind(of_torch.backend_of(group)), []).append(group)
         for kind in sorted(kinds):
             done = self._suspend(kind, kinds[kind], groups, how)
             if done is None:
@@ -96,7 +96,7 @@ class Suspension:
 
     def close(self, groups: Iterable[ProcessGroup]) -> None:
         """The caller closes ``groups``, which are all there are."""
-        kinds = Counter(_kind(c10d._world.pg_map[group][0]) for group in groups)
+        kinds = Counter(_kind(of_torch.backend_of(group)) for group in groups)
         self.report = {kind: Suspended("recreate", kinds[kind]) for kind in sorted(kinds)}
         self.is_closed = True
 
@@ -113,12 +113,12 @@ def _kind(backend: str | None) -> str:
 
 
 def _with_memory(group: ProcessGroup) -> list[Any]:
-    found: dict[int, Any] = {}
-    for device, name in devices_of(c10d._world.pg_map[group][0]).items():
-        if name not in _WITHOUT_DEVICE_MEMORY and torch.device(device) in group._device_types:
-            backend = group._get_backend(torch.device(device))
-            found[id(backend)] = backend
-    return [*found.values()]
+    without = {
+        device
+        for device, name in devices_of(of_torch.backend_of(group)).items()
+        if name in _WITHOUT_DEVICE_MEMORY
+    }
+    return of_torch.parts_of(group, without)
 
 
 def _suspendable(backend: Any) -> int | None:
@@ -130,26 +130,25 @@ def _suspendable(backend: Any) -> int | None:
 
 
 _retired: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
-_not_in_group: Any = None  # torch's own function, once ours is in its place
+_refuses = False  # whether torch asks us before a collective
 
 
 def retire(groups: Mapping[ProcessGroup, str]) -> None:
     """Let collectives over closed groups, given with their labels, raise instead.
 
-    Gloo's would continue to work over sockets that torch no longer knows. Every collective asks
-    ``_rank_not_in_group`` first; calls with a global rank of the group are refused by torch, which
-    no longer knows it.
+    Gloo's would continue to work over sockets that torch no longer knows. Calls with a global rank
+    of the group are refused by torch, which no longer knows it.
     """
-    global _not_in_group
+    global _refuses
     _retired.update(groups)
-    if _retired and _not_in_group is None and hasattr(c10d, "_rank_not_in_group"):
-        _not_in_group, c10d._rank_not_in_group = c10d._rank_not_in_group, _refusing_retired
+    if _retired and not _refuses and of_torch.has("collectives"):
+        of_torch.before_collectives(_refuse_retired)
+        _refuses = True
 
 
-def _refusing_retired(group: ProcessGroup | None) -> bool:
-    if isinstance(group, ProcessGroup) and group in _retired:
+def _refuse_retired(group: ProcessGroup) -> None:
+    if group in _retired:
         raise RuntimeError(
             f"rank {dist.get_rank()} used an old group: {_retired[group]}, closed by suspend(): "
             f"use the group that resume() returned under the name {group.group_name!r}."
         )
-    return bool(_not_in_group(group))

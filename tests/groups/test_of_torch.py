@@ -2,10 +2,12 @@
 
 import ast
 import itertools
+import re
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
@@ -36,6 +38,58 @@ def _private(tree):
         and not node.attr.startswith("__")
         and ast.unparse(node.value) not in ("self", "cls")
     }
+
+
+def _names_of_torch():
+    """The private names that torch's modules and classes for groups have."""
+    kinds = [c10d, c10d._world, torch._C, torch._C._distributed_c10d, dist.device_mesh.DeviceMesh]
+    kinds += [each for each in vars(torch._C._distributed_c10d).values() if isinstance(each, type)]
+    names = {name for kind in kinds for name in dir(kind)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def _of_torch_in(source, known):
+    """What this source imports, reads or asks for by its text that is private in torch."""
+    for node in ast.walk(ast.parse(source)):
+        words = []
+        if isinstance(node, ast.Import):
+            words = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            words = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            word = ast.unparse(node)
+            if node.attr in known and word.split(".")[0] not in ("self", "cls", "os"):
+                yield word
+            words = [word]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            text = ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else ""
+            words = ["torch." + text] if text in known else []
+        for word in words:
+            if re.search(r"^torch\b.*\.(_(?!_)|distributed_c10d)", word):
+                yield word
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import torch._C", "torch._C._dump_fr_trace()", "dist._rank_not_in_group(group)"),
+        *("from torch.distributed import distributed_c10d as c10d", "group._get_backend(device)"),
+        *("c10d._world.pg_map", 'getattr(group, "_device_types", ())', "from torch import _utils"),
+        "from torch.distributed.distributed_c10d import _get_default_group",
+    ],
+)
+def test_these_are_private_in_torch(line):
+    assert [*_of_torch_in(line, _names_of_torch())]
+
+
+def test_no_other_file_names_what_is_private_in_torch():
+    files = [file for part in ("hypergrid", "compat") for file in (ROOT / part).rglob("*.py")]
+    known, private = _names_of_torch(), {}
+    for file in files:
+        found = {*_of_torch_in(file.read_text(), known)} if file != OWN else ()
+        if found:
+            private[str(file.relative_to(ROOT))] = found
+    assert len(files) > 100 and private == {}
 
 
 def test_every_private_name_that_is_used_is_in_the_table():
