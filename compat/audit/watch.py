@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.audit import owners
-from compat.audit.getters import AUDITED, instead_of, slots_behind, writes
+from compat.audit.getters import AUDITED, instead_of, slots_behind
 from compat.audit.log import Log, file_of, function_of
 from compat.audit.owners import UNKNOWN, Place
+from compat.megatron.getters import writes
 from compat.state import SLOTS, activations, all_states, current, namespace
 
 _MODULE = "compat.parallel_state"

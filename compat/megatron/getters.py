@@ -981,6 +981,11 @@ FUNCTIONS = {
 _NO_GROUP = (object(), 0, 0)
 
 
+def writes(name: str) -> bool:
+    """Whether a function changes the values."""
+    return name.startswith(("set_", "_set_", "destroy_"))
+
+
 def over(names: dict[str, Any]) -> dict[str, FunctionType]:
     """Put the functions into ``names``, which become their globals; and give them by name."""
     made = {}
