@@ -41,7 +41,6 @@ from compat.megatron.rank_generator import (
 )
 from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.releases import as_released, drop_absent
-from compat.report import report, tell_host
 from compat.state import ParallelState, current, lives, make_current, speak_through
 from compat.swap import warn_of_a_second_state
 
@@ -175,6 +174,8 @@ def initialize_model_parallel(
             make_current(state)  # functions that outside code has replaced may ask for it
             wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
             if wanted:
+                from compat.report import report, tell_host  # here: few jobs ask for it
+
                 tell_host()
             state.initialize(request)
             warn_of_a_second_state()
