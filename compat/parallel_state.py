@@ -8,12 +8,14 @@ the current state.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch as torch  # outside code reaches it, and `logger`, through upstream's module
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -43,6 +45,8 @@ from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_
 from compat.megatron.releases import as_released, drop_absent
 from compat.state import ParallelState, current, lives, make_current, speak_through
 from compat.swap import warn_of_a_second_state
+
+logger = logging.getLogger(__name__)
 
 
 def current_state() -> ParallelState:

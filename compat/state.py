@@ -25,7 +25,7 @@ from compat.megatron import replaced
 from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import FUNCTIONS, known, over, writes
+from compat.megatron.getters import FUNCTIONS, SETTERS, known, over
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import ALL, RELEASE, has
@@ -445,7 +445,7 @@ def _unswitched() -> AbstractContextManager[Any]:
 
 def _method(name: str, function: FunctionType) -> Any:
     """The method of a state: its function, over its values wherever they are."""
-    changes = writes(name)
+    changes = name.startswith(SETTERS)
 
     @functools.wraps(function)
     def method(self: ParallelState, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import functools
 from types import CodeType
 
 from compat.collection import SLOTS
-from compat.megatron.getters import FUNCTIONS, writes
+from compat.megatron.getters import FUNCTIONS, SETTERS
 from compat.megatron.table import ROWS
 from compat.state import GROUP_SLOTS
 
@@ -27,7 +27,7 @@ def slots_behind(name: str) -> tuple[str, ...]:
         return (name,)
     if name in _OF_RANKS:
         return (_OF_RANKS[name],)
-    if name not in FUNCTIONS or name in _STATELESS or writes(name):
+    if name not in FUNCTIONS or name in _STATELESS or name.startswith(SETTERS):
         return ()
     found: dict[str, None] = {}
     asked, seen = [name], set()

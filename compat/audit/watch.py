@@ -28,7 +28,7 @@ from compat.audit import owners
 from compat.audit.getters import AUDITED, instead_of, slots_behind
 from compat.audit.log import Log, file_of, function_of
 from compat.audit.owners import UNKNOWN, Place
-from compat.megatron.getters import writes
+from compat.megatron.getters import SETTERS
 from compat.state import SLOTS, activations, all_states, current, namespace
 
 _MODULE = "compat.parallel_state"
@@ -170,7 +170,7 @@ def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
         return result
     finally:
         group = result if isinstance(result, ProcessGroup) else _watch.group
-        _record(name, writes(name), frame, group)
+        _record(name, name.startswith(SETTERS), frame, group)
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
