@@ -40,6 +40,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n" if order.first_of_host() else None)
 
 
+SWITCHES = {
+    "no-swap": "run on megatron's own module",
+    "report": "print one line per group at rank 0",
+    "shadow": "run on megatron's own module, and compare its groups with those of hypergrid",
+    "shadow-strict": "as --shadow; a difference ends the job",
+    "plan": "print the plan of the script's arguments, and end",
+    "startup-path": "print the directory for PYTHONPATH and exit",
+}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Set up the swap as the flags say and run the script as ``__main__``.
 
@@ -53,38 +63,41 @@ def main(argv: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--order", help="order of the dims; overrides the script's")
-    parser.add_argument("--no-swap", action="store_true", help="run on megatron's own module")
-    parser.add_argument("--report", action="store_true", help="print one line per group at rank 0")
-    parser.add_argument(
-        "--shadow",
-        action="store_true",
-        help="run on megatron's own module, and compare its groups with those of hypergrid",
-    )
-    parser.add_argument(
-        "--shadow-strict", action="store_true", help="as --shadow; a difference ends the job"
-    )
-    parser.add_argument(
-        "--plan", action="store_true", help="print the plan of the script's arguments, and end"
-    )
     parser.add_argument(
         "--audit", metavar="DIR", help="record who reads parallel_state, for `hypergrid audit DIR`"
     )
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", choices=choices, help=f"as HYPERGRID_{name.upper()}")
+    for name, what in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument(
-        "--startup-path", action="store_true", help="print the directory for PYTHONPATH and exit"
-    )
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
     options = parser.parse_args(argv)
     if options.startup_path:
         print(STARTUP)
         return
+    try:
+        install = _installer(options)
+        _open_directories()
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if options.plan:
+        _plan_alone()
+    _run(options.script, options.args, options.module, install)
+
+
+def _installer(options: argparse.Namespace) -> Callable[[], None] | None:
+    """What puts our module in place, if it is wanted; the flags are in the environment then.
+
+    ValueError for flags that are wrong, or contradict each other.
+    """
     if options.script is None:
-        parser.error("name the SCRIPT to run")
+        raise ValueError("name the SCRIPT to run")
     if not options.module and not Path(options.script).is_file():
-        parser.error(f"there is no script {options.script!r}; put it after the launcher's flags")
+        raise ValueError(
+            f"there is no script {options.script!r}; put it after the launcher's flags"
+        )
     off = "--no-swap" if options.no_swap else ""
     if not off and os.environ.get("HYPERGRID_SWAP", "1") == "0":
         off = "HYPERGRID_SWAP=0 in the environment"
@@ -92,36 +105,29 @@ def main(argv: list[str] | None = None) -> None:
         os.environ[shadow.VARIABLE] = "strict" if options.shadow_strict else "1"
     shadowing = shadow.is_wanted()
     if shadowing and off:
-        parser.error(f"--shadow runs stock beside a plan, which {off} switches off: remove one")
-    if shadowing:
-        off = "--shadow"
-    given = {name: getattr(options, name) for name in ("order", "audit", *CHOICES)}
-    given["report"] = "1" if options.report else None
-    for name, value in given.items():
-        if value is not None:
-            if off:
-                parser.error(f"--{name} needs the swap, which {off} switches off: remove one")
-            take_flag(name, value)
-    if options.plan and off:
-        parser.error(f"--plan needs the swap, which {off} switches off: remove one")
+        raise ValueError(f"--shadow runs stock beside a plan, which {off} switches off: remove one")
+    off = "--shadow" if shadowing else off
+    for name in ("order", "audit", *CHOICES, "report", "plan"):
+        value = getattr(options, name)
+        if value in (None, False):
+            continue
+        if off:
+            raise ValueError(f"--{name} needs the swap, which {off} switches off: remove one")
+        if name != "plan":
+            take_flag(name, "1" if value is True else value)
     if not off:
-        try:
-            order.check_choices()
-        except ValueError as error:
-            parser.error(str(error))
-    try:
-        if os.environ.get("HYPERGRID_RECORD"):
-            hypergrid.record()
-        if os.environ.get("HYPERGRID_AUDIT"):
-            left = Path(os.environ["HYPERGRID_AUDIT"])
-            left.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=left).close()
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if options.plan:
-        _plan_alone()
-    install = shadow.install if shadowing else None if off else swap.install
-    _run(options.script, options.args, options.module, install)
+        order.check_choices()
+    return shadow.install if shadowing else None if off else swap.install
+
+
+def _open_directories() -> None:
+    """Begin to record, and see that the audit can: OSError or ValueError if they cannot write."""
+    if os.environ.get("HYPERGRID_RECORD"):
+        hypergrid.record()
+    if os.environ.get("HYPERGRID_AUDIT"):
+        directory = Path(os.environ["HYPERGRID_AUDIT"])
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
 
 
 def _plan_alone() -> None:

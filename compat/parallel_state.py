@@ -8,12 +8,14 @@ the current state.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch as torch  # outside code reaches it, and `logger`, through upstream's module
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -41,9 +43,10 @@ from compat.megatron.rank_generator import (
 )
 from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.releases import as_released, drop_absent
-from compat.report import report, tell_host
 from compat.state import ParallelState, current, lives, make_current, speak_through
 from compat.swap import warn_of_a_second_state
+
+logger = logging.getLogger(__name__)
 
 
 def current_state() -> ParallelState:
@@ -175,6 +178,8 @@ def initialize_model_parallel(
             make_current(state)  # functions that outside code has replaced may ask for it
             wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
             if wanted:
+                from compat.report import report, tell_host  # here: few jobs ask for it
+
                 tell_host()
             state.initialize(request)
             warn_of_a_second_state()

@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -24,7 +24,7 @@ from compat.megatron import replaced
 from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import FUNCTIONS, known, over
+from compat.megatron.getters import FUNCTIONS, SETTERS, known, over
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import ALL, RELEASE, has
@@ -62,7 +62,7 @@ OVERRIDE_SLOTS = tuple(
 SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS)))
 _KEPT = frozenset((*SLOTS, *known({}, None)))  # what is a state's own among the names of a module
 _current: Any = None  # the state that compat.parallel_state answers from
-_home: dict[str, Any] = {"__name__": __name__}  # where its values are
+_home: dict[str, Any] = {"__builtins__": __builtins__}  # where its values are
 _at_home = over(_home)  # the functions over them
 _activated: list[ParallelState] = []  # by activate(), the innermost last
 _ended = ""  # the name of the one whose activation ended last
@@ -88,14 +88,15 @@ class ParallelState:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self._own: dict[str, Any] = {"__name__": __name__}
-        self._functions = over(self._own)
+        # Without __name__: torch.compile would ask the module of that name instead.
+        self._own: dict[str, Any] = {"__builtins__": __builtins__}
+        over(self._own)
         self._forget()
         _states.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in SLOTS:
-            with _switching:
+            with _unswitched():
                 names = _home if self is _current else self._own
                 if name in names:
                     return names[name]
@@ -437,14 +438,21 @@ class ParallelState:
         self._grid.release(group)
 
 
+def _unswitched() -> AbstractContextManager[Any]:
+    """Inside, no state becomes current or ceases to be; compiled code has guards instead."""
+    return nullcontext() if torch.compiler.is_compiling() else _switching
+
+
 def _method(name: str, function: FunctionType) -> Any:
-    """The method of a state: its function, while the state neither becomes current nor ceases."""
+    """The method of a state: its function, over its values wherever they are."""
+    changes = name.startswith(SETTERS)
 
     @functools.wraps(function)
     def method(self: ParallelState, *args: Any, **kwargs: Any) -> Any:
-        with _switching:
-            own = _at_home if self is _current else self._functions
-            return own[name](*args, **kwargs)
+        if self is not _current and not changes:  # no activation changes these values
+            return self._own[name](*args, **kwargs)
+        with _switching if changes else _unswitched():
+            return (_at_home if self is _current else self._own)[name](*args, **kwargs)
 
     signature = inspect.signature(function)
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -519,7 +527,7 @@ def speak_through(names: dict[str, Any]) -> None:
     without waiting for anybody, and a fresh one is current, as upstream's module begins anew.
     """
     global _home, _at_home
-    if _home["__name__"] != __name__:
+    if "__name__" in _home:
         _current.destroy(abort=True)
         make_current(ParallelState())
     with _switching:

@@ -7,23 +7,17 @@ import functools
 from types import CodeType
 
 from compat.collection import SLOTS
-from compat.megatron.getters import FUNCTIONS
+from compat.megatron.getters import FUNCTIONS, SETTERS
 from compat.megatron.table import ROWS
 from compat.state import GROUP_SLOTS
 
 # The names that are audited: what outside code calls.
 _BUFFERS = ("_set_global_memory_buffer", "_set_global_symmetric_memory_buffer")
 AUDITED = (*(n for n in FUNCTIONS if not n.startswith("_") and n != "missing"), *_BUFFERS)
-_WRITES = ("set_", "_set_", "destroy_")
 _OF_RANKS = {row.ranks: row.slot for row in ROWS if row.ranks}
 _FIELDS = {slot: field for field, slot in SLOTS.items() if slot}
 # They ask whether there are groups at all: right in any state.
 _STATELESS = ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
-
-
-def writes(name: str) -> bool:
-    """Whether a function of the module changes it."""
-    return name.startswith(_WRITES)
 
 
 @functools.cache
@@ -33,7 +27,7 @@ def slots_behind(name: str) -> tuple[str, ...]:
         return (name,)
     if name in _OF_RANKS:
         return (_OF_RANKS[name],)
-    if name not in FUNCTIONS or name in _STATELESS or writes(name):
+    if name not in FUNCTIONS or name in _STATELESS or name.startswith(SETTERS):
         return ()
     found: dict[str, None] = {}
     asked, seen = [name], set()

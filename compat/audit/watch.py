@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.audit import owners
-from compat.audit.getters import AUDITED, instead_of, slots_behind, writes
+from compat.audit.getters import AUDITED, instead_of, slots_behind
 from compat.audit.log import Log, file_of, function_of
 from compat.audit.owners import UNKNOWN, Place
+from compat.megatron.getters import SETTERS
 from compat.state import SLOTS, activations, all_states, current, namespace
 from hypergrid.groups import of_torch
 
@@ -170,7 +171,7 @@ def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
         return result
     finally:
         group = result if isinstance(result, ProcessGroup) else _watch.group
-        _record(name, writes(name), frame, group)
+        _record(name, name.startswith(SETTERS), frame, group)
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:

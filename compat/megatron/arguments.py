@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from compat.megatron import communicators, encoder, replaced
 from compat.megatron.rank_generator import RankGenerator, inject_gtp_remat_axis, lay_out
@@ -69,7 +68,7 @@ def _minutes(given: Any) -> float:
     return given if isinstance(given, float) else operator.index(given)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arguments:
     """What ``initialize_model_parallel`` was asked for. Field by field as its arguments."""
 
@@ -122,7 +121,7 @@ class Arguments:
             try:
                 object.__setattr__(self, name, plain(value))
             except Exception:  # check() refuses it, and tells the other ranks
-                if value is not None or NoneType not in get_args(_HINTS[name]):
+                if value is not None or "None" not in _HINTS[name]:
                     self._wrong[name] = f"{name} must be {kind}, got {shown(value)}."
 
     def check(self) -> None:
@@ -417,18 +416,18 @@ class Arguments:
             )
 
 
-_HINTS = get_type_hints(Arguments)
+_HINTS = {name: hint.split(" | ") for name, hint in Arguments.__annotations__.items()}
 
 
-def _typed(kind: type) -> list[str]:
-    return [name for name, hint in _HINTS.items() if kind in (hint, *get_args(hint))]
+def _typed(kind: str) -> list[str]:
+    return [name for name, hint in _HINTS.items() if kind in hint]
 
 
 # What an argument must be, in words, and how it is made of plain Python values: numbers and lists
 # may come from numpy or torch, paths from pathlib.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(_typed(int), (operator.index, "a whole number")),
-    **dict.fromkeys(_typed(bool), (bool, "True or False")),
+    **dict.fromkeys(_typed("int"), (operator.index, "a whole number")),
+    **dict.fromkeys(_typed("bool"), (bool, "True or False")),
     "order": (_text, "a text such as 'tp-cp-ep-dp-pp'"),
     "pipeline_model_parallel_comm_backend": (_text, "'nccl', 'ucc' or None"),
     "sharp_enabled_group": (_text, "'dp', 'dp_replica' or None"),

@@ -25,7 +25,7 @@ def options(request: Request, section: str) -> Any:
     return give(section, request.nccl_configs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Calls:
     """Creates groups through the helpers of parallel_state, as upstream calls them.
 

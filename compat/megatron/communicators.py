@@ -29,7 +29,7 @@ _HOPPER = {"cga_cluster_size": 4, "max_ctas": 32, "min_ctas": 1}
 
 
 # Limits against YAML bombs. There are about thirty groups of five options.
-_MOST_BYTES = 1 << 16
+_LONGEST = 1 << 20  # characters
 _MOST_ALIASES = 40
 
 
@@ -137,9 +137,9 @@ def _read(path: str) -> Configs:
         if file.exists() and not file.is_file():
             raise OSError("not a regular file")
         with file.open() as stream:
-            text = stream.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"longer than {_MOST_BYTES} characters")
+            text = stream.read(_LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise ValueError(f"longer than {_LONGEST} characters")
         if len(re.findall(r"\*[\w-]", text)) > _MOST_ALIASES:
             raise ValueError(f"more than {_MOST_ALIASES} aliases")
         configs = yaml.safe_load(text)

@@ -177,26 +177,14 @@ def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
     """Group of ``group_size`` consecutive data x context parallel ranks."""
-    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        if _DATA_PARALLEL_GROUP_WITH_CP is None and check_initialized:
-            raise missing("_DATA_PARALLEL_GROUP_WITH_CP")
-        return _DATA_PARALLEL_GROUP_WITH_CP
-    if _HYBRID_DP_CP_GROUPS is None and check_initialized:
-        raise missing("_HYBRID_DP_CP_GROUPS")
-    return _of_size(_HYBRID_DP_CP_GROUPS, group_size, "hybrid_context_parallel")
+    return _of_size("hybrid", _HYBRID_DP_CP_GROUPS, check_initialized, group_size)
 
 
 def get_dynamic_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
     """Group of ``group_size`` consecutive data x context parallel ranks, of the branch dev."""
-    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        if _DATA_PARALLEL_GROUP_WITH_CP is None and check_initialized:
-            raise missing("_DATA_PARALLEL_GROUP_WITH_CP")
-        return _DATA_PARALLEL_GROUP_WITH_CP
-    if _DYNAMIC_DP_CP_GROUPS is None and check_initialized:
-        raise missing("_DYNAMIC_DP_CP_GROUPS")
-    return _of_size(_DYNAMIC_DP_CP_GROUPS, group_size, "dynamic_context_parallel")
+    return _of_size("dynamic", _DYNAMIC_DP_CP_GROUPS, check_initialized, group_size)
 
 
 @as_released
@@ -219,21 +207,15 @@ def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
     """Group over which FP8 scaling factors are reduced."""
-    if with_context_parallel:
-        if tp_only_amax_red:
-            if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
-                raise missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
-        if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None:
-            raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
-        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
     if tp_only_amax_red:
-        if _TENSOR_MODEL_PARALLEL_GROUP is None:
-            raise missing("_TENSOR_MODEL_PARALLEL_GROUP")
-        return _TENSOR_MODEL_PARALLEL_GROUP
-    if _TENSOR_AND_DATA_PARALLEL_GROUP is None:
-        raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
-    return _TENSOR_AND_DATA_PARALLEL_GROUP
+        group = _TENSOR_MODEL_PARALLEL_GROUP
+        group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP if with_context_parallel else group
+    else:
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP if with_context_parallel else group
+    if group is None:
+        raise missing("_FP8_AMAX_REDUCTION_GROUP")
+    return group
 
 
 @as_released
@@ -862,11 +844,17 @@ def _partial_without_cp() -> AssertionError:
     )
 
 
-def _of_size(groups: Any, size: int | None, argument: str) -> ProcessGroup:
+def _of_size(kind: str, groups: Any, check_initialized: bool, size: int | None) -> ProcessGroup:
+    if get_data_parallel_world_size(with_context_parallel=True) == size:
+        if _DATA_PARALLEL_GROUP_WITH_CP is None and check_initialized:
+            raise missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _DATA_PARALLEL_GROUP_WITH_CP
+    if groups is None and check_initialized:
+        raise missing(f"_{kind}_DP_CP_GROUPS")
     if size not in groups:
         raise KeyError(
             f"there is no data x context parallel group of size {size!r}; sizes that exist: "
-            f"{sorted(groups) or 'none'}. Initialise with {argument}=True."
+            f"{sorted(groups) or 'none'}. Initialise with {kind}_context_parallel=True."
         )
     return groups[size]
 
@@ -978,6 +966,7 @@ FUNCTIONS = {
     for name, value in _HERE.items()
     if isinstance(value, FunctionType) and value.__module__ == __name__
 }
+SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that change something
 _NO_GROUP = (object(), 0, 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -186,7 +186,6 @@ _CHECKS: dict[str, Callable[[Arguments, Row], None]] = {
 }
 
 
-@dataclass(frozen=True)
 class Request(Arguments):
     """Arguments and the groups that they ask for."""
 

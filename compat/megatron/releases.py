@@ -344,8 +344,8 @@ def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[s
     end = max(line for *_, line in code.co_lines() if line)  # or where its last statement ends
     while end < len(lines) and lines[end][0].isspace():
         end += 1
-    tree = ast.parse("".join(lines[code.co_firstlineno - 1 : end]))
-    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    first = code.co_firstlineno - 1
+    tree = ast.parse("\n" * first + "".join(lines[first:end]))
     written: Any = tree.body[0]
     taken = [*placed, *named]
     written.decorator_list, written.returns = [], None

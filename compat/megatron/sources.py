@@ -20,7 +20,7 @@ _METHOD = re.compile(r"^    def (\w+)", re.M)
 _VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """What a ``parallel_state.py`` has, and ``HyperCommGrid`` beside it; and what it says it is."""
 

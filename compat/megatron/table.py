@@ -11,7 +11,7 @@ from compat.megatron.releases import HAS
 from hypergrid.plan import GroupRow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fact:
     """What is true or false of a request; ``~a`` and ``a & b`` are facts too."""
 
@@ -38,7 +38,7 @@ DYNAMIC = Fact(lambda request: request.dynamic_context_parallel)
 HIERARCHICAL = Fact(lambda request: request.hierarchical_context_parallel_sizes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One of upstream's private globals that holds a group, or several.
 
@@ -103,7 +103,7 @@ class Row:
         return self.label + "_GLOO"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Alias:
     """A private global that holds the same group as another one."""
 
@@ -118,7 +118,7 @@ def slots(row: Row | Alias) -> tuple[str, ...]:
     return (row.slot, row.slot + "_GLOO") if row.gloo else (row.slot,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planned:
     """A row of the plan and where its group goes: a private global of upstream's."""
 

@@ -225,7 +225,7 @@ FILES = {
     "a text for a number": ("dp: {max_ctas: many}", "max_ctas of 'dp'"),
     "a number for a name": ("dp: {net_name: 5}", "net_name of 'dp'"),
     "code": (CODE, "constructor"),
-    "a long file": ("#" + " " * (1 << 20), "longer than 65536 characters"),
+    "a long file": ("#" + " " * (1 << 20), "longer than 1048576 characters"),
     "a bomb of aliases": (wild.bomb(12), "more than 40 aliases"),
     "a deep nest": ("[" * 60_000, "cannot be read"),
 }
@@ -248,6 +248,16 @@ def test_a_pipe_as_a_configuration_file_is_refused_and_not_waited_for(fake_world
     with judging.limited(5):
         text = _told({"nccl_communicator_config_path": tmp_path / "pipe"}, OSError)
     assert "not a regular file" in text
+
+
+def test_a_configuration_of_thousands_of_sections_is_read_as_upstream_does(fake_world, tmp_path):
+    fake_world(4)
+    path = tmp_path / "options.yaml"
+    sections = (f"group_{i}: {{max_ctas: 8, net_name: IB}}\n" for i in range(5000))
+    path.write_text("".join(sections) + "dp: {max_ctas: 16}\n")
+    request = Request(nccl_communicator_config_path=path)
+    (row,) = (row for row in request.plan.rows if row.label == "DATA_PARALLEL_GROUP")
+    assert dict(row.options) == {"max_ctas": 16}
 
 
 def test_only_known_options_reach_the_plan(fake_world, tmp_path):

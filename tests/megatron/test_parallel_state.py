@@ -317,6 +317,17 @@ def test_the_memory_buffer_is_megatrons(initialized):
         ps.get_global_memory_buffer()
 
 
+def test_code_reaches_torch_and_a_logger_through_the_module(monkeypatch):
+    monkeypatch.setattr("compat.parallel_state.torch.distributed.is_initialized", lambda: "asked")
+    assert dist.is_initialized() == "asked" and ps.logger.name == ps.__name__
+
+
+def test_a_missing_group_for_scaling_factors_is_named_as_such():
+    for cp, tp_only in ((False, False), (False, True), (True, False), (True, True)):
+        with pytest.raises(AssertionError, match=r"^fp8 amax reduction group is not initialized"):
+            ps.get_amax_reduction_group(cp, tp_only)
+
+
 def test_importing_it_imports_no_megatron():
     code = "import sys, compat.parallel_state as _; print('megatron' in sys.modules)"
     out = warm.run("-c", code)
