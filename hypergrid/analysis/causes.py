@@ -275,7 +275,7 @@ class Rules:
         unlike = [wait for wait in own if wait.unlike]
         wait = next(iter([*unlike, *own, *waits]), None)
         ends = waiting.last_ones()
-        circle = waiting.circle(ends[0]) if len(ends) == 1 and not unlike else ()
+        circle = waiting.circle(ends[0]) if len(ends) == 1 < len(ends[0]) and not unlike else ()
         behind = waiting.behind(wait, named) if wait else ()
         sure = all(self._is_proven(each) for each in found if each.rank in named)
         kind: Kind = "mismatch" if unlike else "order"

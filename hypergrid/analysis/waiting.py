@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -142,25 +142,15 @@ class Waiting:
         return [{node for node in some if node >= 0} for some in sets]
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
-        """A short circle among ranks that wait for each other: who waits for whom, and where."""
-        start = min(within)
-        turn, came = [start], dict[int, tuple[int, Wait | None]]()
-        while turn and start not in came:
-            found = [
-                (other, (each, wait))
-                for each in turn
-                for other, wait in sorted(self.needs(each).items(), key=lambda item: item[0])
-                if other in within and other not in came
-            ]
-            came |= dict(found[::-1])
-            turn = [*dict(found)]
-        circle: list[tuple[int, int, Wait | None]] = []
-        to = start
-        while to in came and (not circle or to != start):
-            each, wait = came[to]
-            circle.append((each, to, wait))
-            to = each
-        return circle[::-1]
+        """A circle among ranks that wait for each other: who waits for whom, and where."""
+        came: dict[int, tuple[int, int, Wait | None]] = {}
+        rank = min(within)
+        while rank not in came:
+            needs = self.needs(rank)
+            to = min(within.intersection(needs))
+            came[rank] = rank, to, needs[to]
+            rank = to
+        return [*came.values()][[*came].index(rank) :]
 
     def is_away(self, rank: int) -> bool:
         """Whether its stack is outside of all communication."""
@@ -324,50 +314,46 @@ class Waiting:
         return last is None or self._is_stuck((rank,), self._ns(rank, last))
 
     def _pairs(self) -> Iterator[Wait]:
-        """Sends that nobody receives, and the reverse."""
+        """Sends that nobody receives, and the reverse: the first of those with the first of these.
+
+        Where both recorders reach back to the first call, also those that ended are counted.
+        """
         titles = self.recording.titles
         used = {at for mine in self.ranks.values() for at in {*mine.calls.title.tolist()}}
         pairs = {
-            at: pair_of(titles[at].what, self.members(titles[at].group))
+            at: (titles[at].group, pair_of(titles[at].what, self.members(titles[at].group)))
             for at in used
             if titles[at].p2p
         }
-        open_: dict[tuple[str, tuple[int, int]], dict[str, list[_Pending]]] = {}
+        left: dict[Any, dict[str, list[_Pending]]] = {}  # that have not ended
+        ended: Counter[Any] = Counter()
         for rank, pending in self._pending.items():
+            calls = self.ranks[rank].calls
             for each in pending:
-                title = int(self.ranks[rank].calls.title[each.at])
-                pair, name = pairs.get(title), titles[title].what.name
-                if pair is not None:
-                    both = open_.setdefault((each.group, pair), {"send": [], "recv": []})
-                    both[name].append(each)
-        known: dict[int, dict[Any, int]] = {}
-        for (group, pair), both in open_.items():
-            late, first = len(both["send"]) - len(both["recv"]), 0  # of those that have not ended
-            if all(rank in self.ranks and self.ranks[rank].whole for rank in pair):
-                many = []
-                for rank, name in zip(pair, ("send", "recv"), strict=True):
-                    if rank not in known:
-                        known[rank] = defaultdict(int)
-                        calls = self.ranks[rank].calls
-                        for at, count in zip(
-                            *np.unique(calls.title, return_counts=True), strict=True
-                        ):
-                            if pairs.get(at) is not None:
-                                key = (titles[at].group, pairs[at], titles[at].what.name)
-                                known[rank][key] += int(count)
-                    many.append(known[rank][group, pair, name])
-                first, late = late - (many[0] - many[1]), many[0] - many[1]
+                title = int(calls.title[each.at])
+                if title in pairs and pairs[title][1]:
+                    both = left.setdefault(pairs[title], {"send": [], "recv": []})
+                    both[titles[title].what.name].append(each)
+        near = {rank for _, pair in left for rank in pair}
+        for mine in (self.ranks[rank] for rank in near & self.ranks.keys()):
+            made = np.unique(mine.calls.title[mine.calls.done], return_counts=True)
+            for title, many in zip(*(each.tolist() for each in made), strict=True):
+                if pairs.get(title) in left:
+                    ended[pairs[title], titles[title].what.name] += many
+        for (group, pair), both in left.items():
+            whole = all(rank in self.ranks and self.ranks[rank].whole for rank in pair)
             for name, rank, other in (("send", *pair), ("recv", *pair[::-1])):
-                more = max(0, late if name == "send" else -late)
-                mine, theirs = both[name], both["recv" if name == "send" else "send"]
-                if not mine or rank not in self.ranks:
+                back = "recv" if name == "send" else "send"
+                mine, theirs = both[name], both[back]
+                ahead = (ended[(group, pair), name] - ended[(group, pair), back]) * whole
+                alone = mine[max(0, len(theirs) - ahead) :]  # nobody has made their other end
+                each = (alone or mine or [None])[0]
+                if each is None or rank not in self.ranks:
                     continue
-                each = mine[-min(more, len(mine))]
-                match = -first if name == "send" else first  # of theirs, with the first of mine
-                met = theirs[match] if 0 <= match < len(theirs) else None
-                if more and each.entered:
+                met = theirs[ahead] if 0 <= ahead < len(theirs) else None
+                if alone and each.entered:
                     yield from self._wait(group, each.seq, {rank: each.at}, (other,))
-                elif more or (met and not met.entered):
+                elif alone or (met and not met.entered):
                     yield from self._wait(group, each.seq, {rank: each.at}, (), (), (other,))
 
     def _guesses(self) -> dict[int, tuple[int, ...]]:
