@@ -34,6 +34,7 @@ _NAMES = (
 _FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
 _REPEATS = "it says the same again and again, which no recorder does"
 DEFAULT = "default_pg"  # torch's description of the default group
+ENDED = "ended"  # the reason of ``hypergrid.record`` where a script ended without an error
 
 
 class Frame(NamedTuple):
@@ -183,6 +184,11 @@ class RankRecording:
     whole: bool = True  # the recorder reaches back to the first call
     has_calls: bool = False  # a flight recorder was read
     files: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its script has ended, and without an error."""
+        return self.reason == ENDED
 
     @property
     def answered(self) -> bool:

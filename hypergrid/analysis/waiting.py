@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.analysis.recording import DEFAULT, Call, Frame, Recording, Title, What
+from hypergrid.analysis.recording import DEFAULT, Call, Frame, Recording, What
 
 Graph: TypeAlias = Mapping[int, Sequence[int]]
 _NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
@@ -169,9 +169,8 @@ class Waiting:
         """The frame of a send or recv that its main thread is in."""
         mine = self.ranks.get(rank)
         for frame in mine.stack[:8] if mine else ():
-            if frame.function in P2P and "distributed" in frame.file:
-                return frame
-            if "p2p" in frame.file.rpartition("/")[2]:
+            ours = frame.function in P2P and "distributed" in frame.file
+            if ours or "p2p" in frame.file.rpartition("/")[2]:
                 return frame
         return None
 
@@ -198,12 +197,8 @@ class Waiting:
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
-        for at in np.flatnonzero(calls.seq == seq).tolist():
-            title: Title = calls.titles[calls.title[at]]
-            if title.group == group and not title.p2p:
-                found: Call = calls[at]
-                return found
-        return None
+        found = (calls[at] for at in np.flatnonzero(calls.seq == seq).tolist())
+        return next((call for call in found if call.group == group and not call.p2p), None)
 
     def _sort(self) -> None:
         titles = self.recording.titles
@@ -221,7 +216,7 @@ class Waiting:
                 into |= zip(of, calls.seq[some].tolist(), strict=True)
             found: list[_Pending] = []
             timed = bool((calls.started > 0).any())
-            for at in np.flatnonzero(~done).tolist():
+            for at in np.flatnonzero(~done & (not mine.ended)).tolist():
                 place, seq = int(calls.title[at]), int(calls.seq[at])
                 group = groups[place]
                 # Calls of a group end in order, so the first is what it waits in; one whose handle
@@ -270,12 +265,10 @@ class Waiting:
     def alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[set[int]]:
         """The ranks that made a call, by what must be the same for all of them, the most last."""
         found: dict[Any, set[int]] = defaultdict(set)
-        known: dict[int, Any] = {}
         for rank in ranks:
             call = self.made(rank, group, seq)
             if call is not None:
-                key = known.setdefault(id(call.title), must_agree(call.what))
-                found[key].add(rank)
+                found[must_agree(call.what)].add(rank)
         alike = sorted(found.values(), key=len)
         if len(alike) > 1:
             self.unequal[group, seq] = alike
