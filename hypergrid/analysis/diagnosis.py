@@ -148,8 +148,7 @@ class _Words:
         steps = History(self.waiting.recording).steps()
         if steps is None:
             return []
-        whole = all(mine.whole for mine in self.ranks.values())
-        since = "" if whole else " since the recorders begin"
+        since = " since the recorders begin" * any(not m.whole for m in self.ranks.values())
         numbers = sorted({*steps.done.values()})[:6]
         by = {many: [r for r, done in steps.done.items() if done == many] for many in numbers}
         said = [f"{many} by {_ranks(ranks)}" for many, ranks in by.items()]
@@ -411,8 +410,7 @@ class _Words:
 
     def _lasting(self, wait: Wait) -> str:
         """Such as " for 3.2 s"; nothing for an instant."""
-        exact = any(self.ranks[r].written for r in wait.inside if r in self.ranks)
-        least = "" if exact else "at least "
+        least = "at least " * (not any(self.ranks[r].written for r in wait.inside))
         return f" for {least}{lasting(wait.ns)}" if wait.ns >= 10**8 else ""
 
 

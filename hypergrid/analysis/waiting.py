@@ -327,9 +327,9 @@ class Waiting:
                 mine, theirs = both[name], both[back]
                 ahead = (ended[(group, pair), name] - ended[(group, pair), back]) * whole
                 alone = mine[max(0, len(theirs) - ahead) :]  # nobody has made their other end
-                each = (alone or mine or [None])[0]
-                if each is None or rank not in self.ranks:
+                if not mine or rank not in self.ranks:
                     continue
+                each = (alone or mine)[0]
                 met = theirs[ahead] if 0 <= ahead < len(theirs) else None
                 if alone and each.entered:
                     yield from self._wait(group, each.seq, {rank: each.at}, (other,))
