@@ -45,7 +45,7 @@ PARTS = {
     "groups": Part(
         (
             *("_world.pg_map", "_world.pg_names", "_world.pg_to_tag", "_world.tags_to_pg"),
-            "_world.pg_group_ranks",
+            *("_world.pg_group_ranks", "_world.pg_backend_config", "_world.pg_coalesce_state"),
             *("_get_default_group", "_get_default_store", "_get_default_timeout"),
             *("ProcessGroup._get_backend", "ProcessGroup._device_types"),
             "ProcessGroup.bound_device_id",
