@@ -373,8 +373,8 @@ class _Words:
         stack = f"the script of rank {rank} has ended, and " if mine and mine.ended else stack
         last = self.waiting.last.get(rank)
         if last is None:
-            known = rank not in self.waiting.blind
-            said = f"{it} has called nothing so far" if known else "its calls are not known"
+            seen = rank not in self.waiting.blind
+            said = f"{it} has called nothing so far" if seen else "its calls are not known"
             return f"{stack}{said}."
         its = "its" if stack or not many else f"rank {rank}'s"
         state = "" if last.done else ", not finished"

@@ -328,8 +328,8 @@ class Waiting:
                     both = left.setdefault(pairs[title], {"send": [], "recv": []})
                     both[titles[title].what.name].append(each)
         near = {rank for _, pair in left for rank in pair}
-        for mine in (self.ranks[rank] for rank in near & self.ranks.keys()):
-            made = np.unique(mine.calls.title[mine.calls.done], return_counts=True)
+        for calls in (self.ranks[rank].calls for rank in near & self.ranks.keys()):
+            made = np.unique(calls.title[calls.done], return_counts=True)
             for title, many in zip(*(each.tolist() for each in made), strict=True):
                 if pairs.get(title) in left:
                     ended[pairs[title], titles[title].what.name] += many
