@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import own_lines
+
 
 class RankFailure(AssertionError):
     """What went wrong on which rank: a line, and the traceback from there."""
@@ -156,7 +158,7 @@ def run_scripts(
         command = [sys.executable, "-c", f"{code}; _scripts({str(call)!r})"]
         subprocess.run(command, check=True, timeout=runs * timeout + 60)
         return [
-            [Path(directory, f"{run}.{rank}").read_text() for rank in range(world)]
+            [own_lines(Path(directory, f"{run}.{rank}").read_text()) for rank in range(world)]
             for run in range(runs)
         ]
 

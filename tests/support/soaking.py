@@ -33,7 +33,7 @@ from hypergrid.groups import pool
 from hypergrid.groups.creation import Abilities
 from hypergrid.groups.prepare import _Memory, _Round
 from hypergrid.policy import Policy
-from tests.support import OURS
+from tests.support import OURS, own_keys
 from tests.support.counting import CountingStore
 from tests.support.forked import RankFailure, run_ranks, run_scripts
 
@@ -384,7 +384,7 @@ def _many_lives(rank: int, cycles: int, seed: int, make: Callable[..., None]) ->
         if cycle >= warm_up and (cycle - warm_up) % max(cycles // 4, 1) == 0:
             dist.barrier()
             measured.append(_measured())
-            keys.append([k for k in c10d._get_default_store().list_keys() if "hypergrid/" in k])
+            keys.append(own_keys(c10d._get_default_store()))
             dist.barrier()
         layout = LAYOUTS[cycle % len(LAYOUTS)] if cycle < warm_up else rng.choice(LAYOUTS)
         make(layout, rank)
