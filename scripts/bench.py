@@ -379,7 +379,7 @@ def diagnosis(bench: Bench) -> list[Row]:
     found = child("bench_sides.py", timeout=600, **job, **limits)
     peer = "`pickle` and `json` alone"
     title = RECORDED.format(recorded(bench))
-    return [Row(title, found["ours"], found["alone"], peer_name=peer, at_least=1 / 3)]
+    return [Row(title, found["ours"], found["alone"], peer_name=peer, at_least=1 / 2)]
 
 
 def placement(bench: Bench) -> list[Row]:

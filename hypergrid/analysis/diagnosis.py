@@ -95,14 +95,15 @@ def diagnose(
 
 
 def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
-    states: dict[int, State] = dict.fromkeys(range(waiting.recording.world_size), "elsewhere")
-    running = {rank for wait in waiting.running for rank in wait.inside}
-    waits = waiting.blocked | waiting.unseen
-    layers: list[tuple[State, Iterable[int]]] = [("running", running), ("waiting", waits)]
-    layers += [("raised", waiting.raised), ("no dump", waiting.gone), ("cause", cause.ranks)]
-    for state, ranks in layers:
-        states |= dict.fromkeys(ranks, state)
-    return states
+    layers: dict[State, Iterable[int]] = {
+        "elsewhere": range(waiting.recording.world_size),
+        "running": {rank for wait in waiting.running for rank in wait.inside},
+        "waiting": waiting.blocked | waiting.unseen,
+        "raised": waiting.raised,
+        "no dump": waiting.gone,
+        "cause": cause.ranks,
+    }
+    return {rank: state for state, ranks in layers.items() for rank in ranks}
 
 
 class _Words:
@@ -124,11 +125,9 @@ class _Words:
 
     def chain(self, cause: Cause) -> list[str]:
         """Why it is so, from the cause outwards."""
-        lines = []
-        if cause.kind == "mismatch":
-            for rank, call in self._unequal(cause):
-                if call.frames:
-                    lines.append(f"rank {rank} made the call in {_at(call.frames)}.")
+        made = self._unequal(cause) if cause.kind == "mismatch" else []
+        at = {rank: _at(call.frames) for rank, call in made if call.frames}
+        lines = [f"rank {rank} made the call in {where}." for rank, where in at.items()]
         for rank, other, wait in cause.circle:
             where = f"{self._call(wait)} and waits" if wait else "a send or recv and may wait"
             lines.append(f"rank {rank} is in {where} for rank {other}.")
@@ -149,12 +148,10 @@ class _Words:
         steps = History(self.waiting.recording).steps()
         if steps is None:
             return []
-        ranks: dict[int, list[int]] = {}
-        for rank, many in steps.done.items():
-            ranks.setdefault(many, []).append(rank)
-        whole = all(mine.whole for mine in self.ranks.values())
-        since = "" if whole else " since the recorders begin"
-        said = [f"{many} by {_ranks(some)}" for many, some in sorted(ranks.items())[:6]]
+        since = " since the recorders begin" * any(not m.whole for m in self.ranks.values())
+        numbers = sorted({*steps.done.values()})[:6]
+        by = {many: [r for r, done in steps.done.items() if done == many] for many in numbers}
+        said = [f"{many} by {_ranks(ranks)}" for many, ranks in by.items()]
         title = f"{steps.call.what.name} of {self.waiting.recording.groups[steps.call.group].shown}"
         return [f"Steps finished{since}, each told by its {title}: {', '.join(said)}."]
 
@@ -179,7 +176,10 @@ class _Words:
     def _well(self, cause: Cause) -> str:
         calls = sum(len(mine.calls) for mine in self.ranks.values())
         ranks = _many(len(self.ranks), "rank")
-        said = f"{ranks} made {calls:,} calls, and nobody is stuck."
+        well = "nobody is stuck"
+        if all(mine.ended for mine in self.ranks.values()) and not self.waiting.gone:
+            well = "the script of every rank ended without an error"
+        said = f"{ranks} made {calls:,} calls, and {well}."
         said = f"nothing is wrong: {said}" if not cause.doubt else said
         return f"{said} Not all could be used." if self.waiting.recording.problems else said
 
@@ -200,11 +200,9 @@ class _Words:
     def _slow(self, cause: Cause) -> str:
         wait = cause.wait
         assert wait is not None
-        left = (
-            "all of its ranks are in it"
-            if len(wait.inside) == len(self.waiting.members(wait.group))
-            else f"every rank has entered it, and {_ranks(wait.inside, 'has', 'have')} not finished"
-        )
+        left = f"every rank has entered it, and {_ranks(wait.inside, 'has', 'have')} not finished"
+        if len(wait.inside) == len(self.waiting.members(wait.group)):
+            left = "all of its ranks are in it"
         return (
             f"{self._call(wait)} has been running{self._lasting(wait)}: {left}, with equal calls, "
             f"so nobody is missing. It is slow, or the network under it does not answer."
@@ -267,9 +265,8 @@ class _Words:
             have = "have" if len(cause.ranks) > 1 else "has"
             there = _ranks(sorted(self.ranks.keys() - self.waiting.gone), "has", "have")
             said = f"only {there} left a dump, {named_ranks} {have} not."
-            if wait is None:
-                return said
-            return f"{said} What {_ranks(wait.inside, 'waits', 'wait')} for: {self._call(wait)}."
+            waits = _ranks(wait.inside, "waits", "wait") if wait else ""
+            return f"{said} What {waits} for: {self._call(wait)}." if wait else said
         where = self._whereabouts(cause)
         if wait is None:
             others = self._guessing(cause)
@@ -289,15 +286,15 @@ class _Words:
         else:
             text = f"never entered {what.format(f', which {inside} been in')}"
         behind = len({each.group for each in cause.waits})
-        more = f" {_many(behind, 'other group')} {'waits' if behind == 1 else 'wait'} behind it."
-        return f"{named_ranks} {text}; {where}{more * bool(behind)}"
+        more = f" {_many(behind, 'other group')} wait{'s' * (behind == 1)} behind it." * bool(
+            behind
+        )
+        return f"{named_ranks} {text}; {where}{more}"
 
     def _circle(self, cause: Cause) -> str:
-        went = ""
-        if cause.departure:
-            went = self._departed(cause.departure)
-            went = f"{self._named(cause.ranks)} {went}{self._evidence(cause.departure)}"
-        if went and not cause.circle:
+        went, left = self._named(cause.ranks), cause.departure
+        went = f"{went} {self._departed(left)}{self._evidence(left)}" if left else ""
+        if not cause.circle and went:
             return f"{went} It is in {self._call(cause.wait)}." if cause.wait else went
         if not cause.circle:
             waiting = {rank for wait in cause.waits for rank in wait.inside}
@@ -369,11 +366,12 @@ class _Words:
             known = f" (pid {mine.pid} on {mine.host})" if mine and mine.pid and not many else ""
             return f"{text}{known}."
         stack = f"{it} is in {_at(mine.stack)}, and " if mine and mine.stack else ""
+        stack = f"the script of rank {rank} has ended, and " if mine and mine.ended else stack
         last = self.waiting.last.get(rank)
-        if last is None and rank in self.waiting.blind:
-            return f"{stack}its calls are not known."
         if last is None:
-            return f"{stack}{it} has called nothing so far."
+            seen = rank not in self.waiting.blind
+            said = f"{it} has called nothing so far" if seen else "its calls are not known"
+            return f"{stack}{said}."
         its = "its" if stack or not many else f"rank {rank}'s"
         state = "" if last.done else ", not finished"
         return f"{stack}{its} last call was {self._title(last)}{state}."
@@ -384,11 +382,9 @@ class _Words:
         """Such as "all_reduce #3 of DATA_PARALLEL_GROUP"."""
         if call is None:
             return "nothing"
-        what = call.what
-        detail = f" {what.detail}" * call.p2p
-        return (
-            f"{what.name}{detail} #{call.seq} of {self.waiting.recording.groups[call.group].shown}"
-        )
+        detail = f" {call.what.detail}" * call.p2p
+        label = self.waiting.recording.groups[call.group].shown
+        return f"{call.what.name}{detail} #{call.seq} of {label}"
 
     def _group(self, key: str) -> str:
         label = self.waiting.recording.groups[key].shown
@@ -414,8 +410,7 @@ class _Words:
 
     def _lasting(self, wait: Wait) -> str:
         """Such as " for 3.2 s"; nothing for an instant."""
-        exact = any(self.ranks[r].written for r in wait.inside if r in self.ranks)
-        least = "" if exact else "at least "
+        least = "at least " * (not any(self.ranks[r].written for r in wait.inside))
         return f" for {least}{lasting(wait.ns)}" if wait.ns >= 10**8 else ""
 
 
@@ -453,10 +448,9 @@ def _shown(call: Call, other: Call) -> str:
         return what.name
     if what.detail != than.detail:
         return f"{what.name} with {what.detail or 'no root'}"
-    sizes = (what.inputs, what.outputs) != (than.inputs, than.outputs)
-    values = [what.inputs, what.outputs] if sizes else [what.input_dtypes, what.output_dtypes]
-    values = [each[1:-1].replace("'", "") or "none" for each in values]
-    text = values[0] if values[0] == values[1] else " -> ".join(values)
+    sizes = what[2:4] != than[2:4]
+    values = [e[1:-1].replace("'", "") or "none" for e in (what[2:4] if sizes else what[4:])]
+    text = " -> ".join(dict.fromkeys(values))
     return f"{what.name} of {'size' if sizes else 'dtype'} {text[:80]}"
 
 

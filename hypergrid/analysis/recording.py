@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import repeat
+from itertools import islice, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -34,6 +34,7 @@ _NAMES = (
 _FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
 _REPEATS = "it says the same again and again, which no recorder does"
 DEFAULT = "default_pg"  # torch's description of the default group
+ENDED = "ended"  # the reason of ``hypergrid.record`` where a script ended without an error
 
 
 class Frame(NamedTuple):
@@ -183,6 +184,11 @@ class RankRecording:
     whole: bool = True  # the recorder reaches back to the first call
     has_calls: bool = False  # a flight recorder was read
     files: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its script has ended, and without an error."""
+        return self.reason == ENDED
 
     @property
     def answered(self) -> bool:
@@ -361,19 +367,18 @@ class _Reader:
         self.left -= len(entries)
         if self.left < 0:
             raise ValueError(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
-        # Millions of turns: the bytes of what a call shares with others stand for its title.
+        # Millions of rows: the bytes of what a call shares with others stand for its title.
         fields = [*zip(*map(_FIELDS, entries), strict=True)] or [()] * len(_NAMES)
         shared, (collective, p2p, retired, state, *times) = fields[:_SHARED], fields[_SHARED:]
         places: list[int] = []
-        left, known = self._budget, self.title_at.get
-        for key in map(marshal.dumps, zip(*shared, strict=True), repeat(4)):
-            left -= len(key)
-            if left < 0:
-                raise ValueError(_REPEATS)
-            place = known(key)
-            if place is None:
-                place = self._title(key, [each[len(places)] for each in shared])
-            places.append(place)
+        rows = map(marshal.dumps, zip(*shared, strict=True), repeat(4))
+        while keys := [*islice(rows, 100)]:
+            self._spend(sum(map(len, keys)))
+            for key in dict.fromkeys(keys):
+                if key not in self.title_at:
+                    at = len(places) + keys.index(key)
+                    self.title_at[key] = self._title([each[at] for each in shared])
+            places += map(self.title_at.__getitem__, keys)
         is_p2p = np.array([title.p2p for title in self.titles], bool)[places]
         seq = np.where(is_p2p, _whole(p2p), _whole(collective))
         done = [r is True or s == "completed" for r, s in zip(retired, state, strict=True)]
@@ -402,7 +407,7 @@ class _Reader:
         if self._budget < 0:
             raise ValueError(_REPEATS)
 
-    def _title(self, key: bytes, row: list[Any]) -> int:
+    def _title(self, row: list[Any]) -> int:
         (group, label), p2p, name, *shapes = row
         text = "|".join([_text(name), *map(self._shape, shapes)])
         title = Title(_text(group), _text(label), p2p is True, text)
@@ -410,7 +415,6 @@ class _Reader:
             raise ValueError("a call has no valid name")
         place = self.title_at.setdefault(title, len(self.titles))
         self.titles += [title] * (place == len(self.titles))
-        self.title_at[key] = place
         return place
 
     def _shape(self, given: list[Any]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.analysis.recording import DEFAULT, Call, Frame, Recording, Title, What
+from hypergrid.analysis.recording import DEFAULT, Call, Frame, Recording, What
 
 Graph: TypeAlias = Mapping[int, Sequence[int]]
 _NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
@@ -142,46 +142,22 @@ class Waiting:
         return [{node for node in some if node >= 0} for some in sets]
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
-        """A short circle among ranks that wait for each other: who waits for whom, and where."""
-        start = min(within)
-        turn, came = [start], dict[int, tuple[int, Wait | None]]()
-        while turn and start not in came:
-            found = [
-                (other, (each, wait))
-                for each in turn
-                for other, wait in sorted(self.needs(each).items(), key=lambda item: item[0])
-                if other in within and other not in came
-            ]
-            came |= dict(found[::-1])
-            turn = [*dict(found)]
-        circle: list[tuple[int, int, Wait | None]] = []
-        to = start
-        while to in came and (not circle or to != start):
-            each, wait = came[to]
-            circle.append((each, to, wait))
-            to = each
-        return circle[::-1]
-
-    def is_away(self, rank: int) -> bool:
-        """Whether its stack is outside of all communication."""
-        mine = self.ranks.get(rank)
-        if mine is None or not mine.stack or self.p2p_frame(rank):
-            return False
-        if any("distributed" in f.file and "torch" in f.file for f in mine.stack[:4]):
-            return False
-        last = self.last.get(rank)
-        # The call that it is in was made from a line that it still is at.
-        lines = {(f.file, f.function) for f in last.frames[:4]} if last else set()
-        here = {(f.file, f.function) for f in mine.stack[:2]}
-        return not (last and not last.done and lines & here)
+        """A circle among ranks that wait for each other: who waits for whom, and where."""
+        came: dict[int, tuple[int, int, Wait | None]] = {}
+        rank = min(within)
+        while rank not in came:
+            needs = self.needs(rank)
+            to = min(within.intersection(needs))
+            came[rank] = rank, to, needs[to]
+            rank = to
+        return [*came.values()][[*came].index(rank) :]
 
     def p2p_frame(self, rank: int) -> Frame | None:
         """The frame of a send or recv that its main thread is in."""
         mine = self.ranks.get(rank)
         for frame in mine.stack[:8] if mine else ():
-            if frame.function in P2P and "distributed" in frame.file:
-                return frame
-            if "p2p" in frame.file.rpartition("/")[2]:
+            ours = frame.function in P2P and "distributed" in frame.file
+            if ours or "p2p" in frame.file.rpartition("/")[2]:
                 return frame
         return None
 
@@ -208,12 +184,8 @@ class Waiting:
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
-        for at in np.flatnonzero(calls.seq == seq).tolist():
-            title: Title = calls.titles[calls.title[at]]
-            if title.group == group and not title.p2p:
-                found: Call = calls[at]
-                return found
-        return None
+        found = (calls[at] for at in np.flatnonzero(calls.seq == seq).tolist())
+        return next((call for call in found if call.group == group and not call.p2p), None)
 
     def _sort(self) -> None:
         titles = self.recording.titles
@@ -231,7 +203,7 @@ class Waiting:
                 into |= zip(of, calls.seq[some].tolist(), strict=True)
             found: list[_Pending] = []
             timed = bool((calls.started > 0).any())
-            for at in np.flatnonzero(~done).tolist():
+            for at in np.flatnonzero(~done & (not mine.ended)).tolist():
                 place, seq = int(calls.title[at]), int(calls.seq[at])
                 group = groups[place]
                 # Calls of a group end in order, so the first is what it waits in; one whose handle
@@ -280,12 +252,10 @@ class Waiting:
     def alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[set[int]]:
         """The ranks that made a call, by what must be the same for all of them, the most last."""
         found: dict[Any, set[int]] = defaultdict(set)
-        known: dict[int, Any] = {}
         for rank in ranks:
             call = self.made(rank, group, seq)
             if call is not None:
-                key = known.setdefault(id(call.title), must_agree(call.what))
-                found[key].add(rank)
+                found[must_agree(call.what)].add(rank)
         alike = sorted(found.values(), key=len)
         if len(alike) > 1:
             self.unequal[group, seq] = alike
@@ -324,76 +294,57 @@ class Waiting:
         return last is None or self._is_stuck((rank,), self._ns(rank, last))
 
     def _pairs(self) -> Iterator[Wait]:
-        """Sends that nobody receives, and the reverse."""
+        """Sends that nobody receives, and the reverse: the first of those with the first of these.
+
+        Where both recorders reach back to the first call, also those that ended are counted.
+        """
         titles = self.recording.titles
         used = {at for mine in self.ranks.values() for at in {*mine.calls.title.tolist()}}
         pairs = {
-            at: pair_of(titles[at].what, self.members(titles[at].group))
+            at: (titles[at].group, pair_of(titles[at].what, self.members(titles[at].group)))
             for at in used
             if titles[at].p2p
         }
-        open_: dict[tuple[str, tuple[int, int]], dict[str, list[_Pending]]] = {}
+        left: dict[Any, dict[str, list[_Pending]]] = {}  # that have not ended
+        ended: Counter[Any] = Counter()
         for rank, pending in self._pending.items():
+            calls = self.ranks[rank].calls
             for each in pending:
-                title = int(self.ranks[rank].calls.title[each.at])
-                pair, name = pairs.get(title), titles[title].what.name
-                if pair is not None:
-                    both = open_.setdefault((each.group, pair), {"send": [], "recv": []})
-                    both[name].append(each)
-        known: dict[int, dict[Any, int]] = {}
-        for (group, pair), both in open_.items():
-            late, first = len(both["send"]) - len(both["recv"]), 0  # of those that have not ended
-            if all(rank in self.ranks and self.ranks[rank].whole for rank in pair):
-                many = []
-                for rank, name in zip(pair, ("send", "recv"), strict=True):
-                    if rank not in known:
-                        known[rank] = defaultdict(int)
-                        calls = self.ranks[rank].calls
-                        for at, count in zip(
-                            *np.unique(calls.title, return_counts=True), strict=True
-                        ):
-                            if pairs.get(at) is not None:
-                                key = (titles[at].group, pairs[at], titles[at].what.name)
-                                known[rank][key] += int(count)
-                    many.append(known[rank][group, pair, name])
-                first, late = late - (many[0] - many[1]), many[0] - many[1]
+                title = int(calls.title[each.at])
+                if title in pairs and pairs[title][1]:
+                    both = left.setdefault(pairs[title], {"send": [], "recv": []})
+                    both[titles[title].what.name].append(each)
+        near = {rank for _, pair in left for rank in pair}
+        for calls in (self.ranks[rank].calls for rank in near & self.ranks.keys()):
+            made = np.unique(calls.title[calls.done], return_counts=True)
+            for title, many in zip(*(each.tolist() for each in made), strict=True):
+                if pairs.get(title) in left:
+                    ended[pairs[title], titles[title].what.name] += many
+        for (group, pair), both in left.items():
+            whole = all(rank in self.ranks and self.ranks[rank].whole for rank in pair)
             for name, rank, other in (("send", *pair), ("recv", *pair[::-1])):
-                more = max(0, late if name == "send" else -late)
-                mine, theirs = both[name], both["recv" if name == "send" else "send"]
+                back = "recv" if name == "send" else "send"
+                mine, theirs = both[name], both[back]
+                ahead = (ended[(group, pair), name] - ended[(group, pair), back]) * whole
+                alone = mine[max(0, len(theirs) - ahead) :]  # nobody has made their other end
                 if not mine or rank not in self.ranks:
                     continue
-                each = mine[-min(more, len(mine))]
-                match = -first if name == "send" else first  # of theirs, with the first of mine
-                met = theirs[match] if 0 <= match < len(theirs) else None
-                if more and each.entered:
+                each = (alone or mine)[0]
+                met = theirs[ahead] if 0 <= ahead < len(theirs) else None
+                if alone and each.entered:
                     yield from self._wait(group, each.seq, {rank: each.at}, (other,))
-                elif more or (met and not met.entered):
+                elif alone or (met and not met.entered):
                     yield from self._wait(group, each.seq, {rank: each.at}, (), (), (other,))
 
     def _guesses(self) -> dict[int, tuple[int, ...]]:
-        """The ranks that unseen ranks and victims may need: idle neighbours, else all neighbours.
-
-        Without neighbours, all idle ranks, else all. Neighbours are next to each other in a group
-        that has no collectives.
-        """
+        """The ranks that unseen ranks and victims may need: who waits for nobody, else all."""
         waiting = self.unseen | self.victims - self.of.keys()
-        near: dict[int, set[int]] = defaultdict(set)
-        for key, group in self.recording.groups.items() if waiting else ():
-            if group.ranks and len(group.ranks) < self.recording.world_size:
-                for rank in waiting.intersection(group.ranks):
-                    if key not in self.top[rank]:
-                        place = group.ranks.index(rank)
-                        near[rank].update(group.ranks[max(0, place - 1) : place + 2])
         busy = self.of.keys() | waiting | self.gone
         idle = {rank for rank in self.ranks.keys() - busy if self.ranks[rank].stack}
         idle |= self.gone | self.raised
-        # Of a group whose members are not known, a rank without a dump may be one.
-        groups, gone = self.recording.groups, tuple(sorted(self.gone))
-        unknown = [w for w in self.running if gone and not groups[w.group].ranks]
-        guessed = {rank: gone for wait in unknown for rank in wait.inside}
+        guessed: dict[int, tuple[int, ...]] = {}
         for rank in waiting:
-            found = near[rank] & idle
-            found = found or (near[rank] or idle or {*self.ranks} if rank in self.unseen else idle)
+            found = idle or {*self.ranks} if rank in self.unseen else idle
             if found - {rank}:
                 guessed[rank] = tuple(sorted(found - {rank}))
         return guessed

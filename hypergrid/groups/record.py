@@ -6,6 +6,7 @@ no handler of a signal: the interpreter's C handler wakes the thread through a p
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -37,6 +38,7 @@ SCHEMA = 1
 SIGNAL = signal.SIGUSR1
 ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
 EARLIER = "earlier"  # a directory: what the previous run left
+ENDED = "ended"  # the reason of what is written when the script ends without an error
 _TICK, _LOOK = 1.0, 5.0  # seconds between looks at the groups, at the directory and the calls
 _THREADS, _FRAMES, _TEXT = 100, 100, 20_000  # bounds of a file of stacks
 _HANDLED, _ENOUGH = 0, 255  # bytes that are no signal's number
@@ -56,7 +58,7 @@ def record(
     diagnose`` and torch's ``torchfrtrace`` read the directory. The live groups are written at
     once and whenever they change, the rest on SIGUSR1, on ``AgreementError`` and
     ``CreationError``, on an uncaught exception, after ``after`` seconds in a collective, and when
-    another rank with the same directory did so for that reason.
+    another rank with the same directory did so for that reason; once more when the script ends.
 
     Parameters
     ----------
@@ -157,6 +159,7 @@ class Recorder:
         self._take_signals()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         pool.after_failure.add(self._on_failure)
+        atexit.register(self._on_end)
         self.thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
         self.thread.start()
 
@@ -185,6 +188,7 @@ class Recorder:
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
         pool.after_failure.discard(self._on_failure)
+        atexit.unregister(self._on_end)
         if self._p2p is not None:
             self._p2p.close()
         if os.getpid() == self._pid:
@@ -227,6 +231,10 @@ class Recorder:
             self._raised = (_text(error), _rows(_outwards(trace)))
             self.write("exception", error)
         self._excepthook(kind, error, trace)
+
+    def _on_end(self) -> None:
+        if not hasattr(sys, "last_type"):  # of an uncaught exception
+            self.write(ENDED)
 
     def _on_failure(self, error: BaseException) -> None:
         self.write(type(error).__name__, error)

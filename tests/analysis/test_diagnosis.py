@@ -54,6 +54,25 @@ def test_nothing_is_wrong(job):
     )
 
 
+def test_a_job_whose_scripts_have_ended_is_well_though_the_last_call_was_not_waited_for(job):
+    job.call(2, OTHER).call(3, OTHER, done=False)
+    for rank in range(4):
+        stack(job.directory, rank, [], reason="ended")
+    found = job.verdict()
+    assert found.ok and found.sentence == (
+        "Nothing is wrong: 4 ranks made 26 calls, and the script of every rank ended without an "
+        "error."
+    )
+
+
+def test_a_rank_whose_script_has_ended_is_the_cause_if_others_wait_for_it(job):
+    job.call(2, OTHER, done=False)
+    stack(job.directory, 3, [], reason="ended")
+    found = job.verdict()
+    assert (found.kind, found.ranks) == ("never entered", (3,))
+    assert "the script of rank 3 has ended, and its last call was all_reduce" in found.sentence
+
+
 def test_the_rank_that_never_came_is_told_from_those_behind_it(job):
     job.call(2, OTHER, done=False).call(0, TP).call(1, TP)
     job.call(0, DP, done=False).call(1, "22", done=False, after=400)

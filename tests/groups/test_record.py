@@ -24,6 +24,8 @@ from torch.distributed import ProcessGroup, Work
 import hypergrid
 from compat import parallel_state as ps
 from hypergrid import AgreementError, HyperCommGrid
+from hypergrid.analysis.diagnosis import diagnose
+from hypergrid.analysis.recording import read
 from hypergrid.cli.processes import AskError, ask
 from hypergrid.groups import pool
 from tests.support import ROOT
@@ -301,6 +303,19 @@ def test_an_uncaught_exception_is_written_and_printed_as_ever(tmp_path):
     said = stacks(tmp_path, 3)
     assert (said["reason"], said["error"]) == ("exception", "ValueError: a wrong token")
     assert [function for *_, function in said["threads"][0]["frames"]] == ["deep", "<module>"]
+
+
+def test_a_script_that_ends_without_an_error_leaves_a_mark(tmp_path):
+    script = SCRIPT.format(directory=str(tmp_path)).removesuffix("deep()\n") + (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\nsys.exit(0)"
+    )
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], env=environment, timeout=120, check=True)
+    assert stacks(tmp_path, 0)["reason"] == "ended"
+    found = diagnose(read(tmp_path))
+    assert found.ok and "the script of every rank ended without an error" in found.sentence
 
 
 def test_what_an_earlier_run_left_is_moved_and_not_lost(tmp_path, monkeypatch):
