@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
 from hypergrid.analysis.history import Departure, History
@@ -103,7 +103,7 @@ class Rules:
         else:
             suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
             found = self._departures(suspects, alone=bool(gone))
-            fatal = [each for each in found if each.is_proven or self._is_fatal(each, gone)]
+            fatal = [each for each in found if self._is_proven(each) or self._is_fatal(each, gone)]
             odd = self._departed(fatal, waits) or self._minority(waits, found)
             if odd:
                 return odd
@@ -114,11 +114,7 @@ class Rules:
                 named = gone or free - waiting.blind or free
             kind = "no dump" if named <= waiting.gone else kind
         waits = [wait for wait in waits if not named.isdisjoint(wait.missed)]
-        wait = max(
-            waits,  # where most of them are missed; of several, the first
-            key=lambda w: (len(named & {*w.missed}), -w.at * self.ranks[w.rank].whole, w.ns),
-            default=None,
-        )
+        wait = max(waits, key=partial(self._nearness, named), default=None)
         doubt = self._doubt(kind, named, waits)
         if wait and doubt != "few":
             named = named.intersection(wait.missed)
@@ -203,6 +199,12 @@ class Rules:
             for rank in ranks & self.ranks.keys()
         )
 
+    def _nearness(self, first: set[int], wait: Wait) -> tuple[int, ...]:
+        """How many of them are missed there; then whether the call is due, and its age."""
+        missed = first.intersection(wait.missed)
+        due = self.history.is_due(min(missed), wait.call)
+        return (len(missed), due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
+
     def _departures(self, ranks: set[int], *, alone: bool = True) -> list[Departure]:
         found = self.history.departures(sorted(ranks), alone=alone)
         return sorted(found, key=lambda each: each.weight, reverse=True)
@@ -236,6 +238,18 @@ class Rules:
             kind, tuple(sorted(each for each, *_ in circle)), first, others, circle, doubt="either"
         )
 
+    def _is_proven(self, found: Departure) -> bool:
+        """Without its sends and receives, a stage looks as another until others wait for it."""
+        if not found.is_proven or found.due is None or self.waiting.sees_p2p(found.rank):
+            return found.is_proven
+        groups, due = self.waiting.recording.groups, found.due
+        call = self.ranks[found.rank].calls[found.at]
+        return (call.group, call.seq) in self.waiting.unequal or any(
+            (wait.seq, groups[wait.group].label) == (due.seq, groups[due.group].label)
+            for wait in self.waiting.waits
+            if found.rank in wait.absent + wait.unlike
+        )
+
     def _departed(self, found: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""
         if not found:
@@ -249,7 +263,7 @@ class Rules:
         ends = waiting.last_ones()
         circle = waiting.circle(ends[0]) if len(ends) == 1 < len(ends[0]) and not unlike else ()
         behind = waiting.behind(wait, named) if wait else ()
-        sure = all(each.is_proven for each in found if each.rank in named)
+        sure = all(self._is_proven(each) for each in found if each.rank in named)
         kind: Kind = "mismatch" if unlike else "order"
         return Cause(
             kind, tuple(sorted(named)), wait, behind, circle, first, doubt="" if sure else "either"
