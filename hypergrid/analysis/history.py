@@ -31,17 +31,18 @@ class Departure(NamedTuple):
     others: int  # ranks that did the same until then and made the due call
     alike: int  # ranks that did the same until then and departed as this one
     before: bool | None  # whether it made the due call itself, earlier; None: nothing is known
+    is_new: bool  # it never made such a call before, and ranks of another role do
 
     @property
     def is_proven(self) -> bool:
         """Whether both its past and most of several ranks speak against it."""
-        return self.before is True and self.others > max(1, self.alike)
+        return self.before is True and self.others > max(1, self.alike) and not self.is_new
 
     @property
     def weight(self) -> tuple[int, int, int]:
         """How much speaks against it; the greater, the more."""
         own = {True: 2, None: 0, False: -1}[self.before]
-        score = own + (self.others > self.alike) + self.is_proven
+        score = own + (self.others > self.alike) + self.is_proven - self.is_new
         return (score, self.at, self.others - self.alike)
 
 
@@ -75,6 +76,10 @@ class History:
                 self._tokens[rank] = self._kind[calls.title] << 32 | calls.seq & 0xFFFFFFFF
                 same[self._tokens[rank].tobytes()].append(rank)
         self._alike = [*same.values()]
+        self._makers: Counter[int] = Counter()  # how many ranks make a call of a kind
+        for ranks in self._alike:
+            made = self._kind[np.unique(recording.ranks[ranks[0]].calls.title)]
+            self._makers.update(dict.fromkeys(made.tolist(), len(ranks)))
         cut = [len(mine.calls) for mine in recording.ranks.values() if not mine.whole]
         self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
         self._next: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
@@ -124,9 +129,11 @@ class History:
         if rank not in self._tokens:
             return False
         mine = self.recording.ranks[rank].calls
-        due, length = _expected(self._kind[mine.title], len(mine))
-        now = self.recording.titles.index(call.title)
-        return length > 0 and self._role(int(mine.title[due])) == self._role(now)
+        kinds = self._kind[mine.title]
+        due, length = _expected(kinds, len(kinds))
+        return length > 0 and self._role(int(mine.title[due])) == self._role(
+            self.recording.titles.index(call.title)
+        )
 
     def steps(self) -> Steps | None:
         """The steps that all ranks end with the same call, if there is one at equal distances."""
@@ -198,8 +205,9 @@ class History:
             if (before and others[token] >= alike) or others[token] > alike:
                 how = _how(kinds[at : at + 2].tolist(), theirs[there : there + 2].tolist())
                 call = self.recording.ranks[peer].calls[there]
+                new = kinds[at] not in kinds[:at] and self._makers[int(kinds[at])] > alike
                 after = calls[at - 1] if at else None
-                yield Departure(rank, at, call, after, how, others[token], alike, before)
+                yield Departure(rank, at, call, after, how, others[token], alike, before, new)
 
     def _is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made the same two calls one after the other."""
@@ -230,7 +238,7 @@ class History:
             if kinds[due] != kinds[at] and not known and not self._is_shared(rank, first + at):
                 how = _how(kinds[at : at + 2].tolist(), kinds[due : due + 2].tolist())
                 usual, after = calls[first + due], calls[first + at - 1]
-                yield Departure(rank, first + at, usual, after, how, 0, 1, True)
+                yield Departure(rank, first + at, usual, after, how, 0, 1, True, False)
 
 
 def _expected(kinds: Any, at: int) -> tuple[int, int]:
