@@ -122,7 +122,7 @@ def test_the_simulator_stops_where_the_real_ranks_stopped_and_the_verdict_is_the
     real = read(left / fault.replace(" ", "_"))
     kind, rank, *_ = VERDICTS[fault]
     # Of a rank without a dump: where it goes on until others wait for it, or as it was before.
-    other = read(left / ("sleeping" if rank not in real.ranks or fault in replay.FAULTS else "size"))
+    other = read(left / ("sleeping" if fault in replay.FAULTS else "size"))
     run = programs.Run(replay.program(real, other, fault, rank), random.Random(0))
     programs.write(run, tmp_path)
     simulated = read(tmp_path)
