@@ -45,6 +45,7 @@ except ImportError as missing:
 __all__ = ["Abort", "Initialize", "RankLayout", "WholeReplicas"]
 
 _LIVES = "hypergrid/lives"  # in the store, then the iteration
+_SERVED = "hypergrid/served"  # why the first process cannot serve the store, or nothing
 
 
 class Abort(_Abort):
@@ -92,7 +93,7 @@ class Initialize(_Initialize):
     AgreementError
         A rank is missing; the wrapper begins the next iteration.
     RestartAbort
-        Ranks differ, which another iteration does not change.
+        Ranks differ, or NVRx's store has taken MASTER_PORT: another iteration changes neither.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Initialize(_Initialize):
         if dist.is_initialized():
             hypergrid.abort(default=True)
         if self.store is None:
-            self.store = _own_store(state)
+            self.store = _own_store(state, self.timeout)
         if state.mode is not inprocess.Mode.ACTIVE:
             return state
         rank, ranks = state.active_rank, range(state.active_world_size)
@@ -232,11 +233,29 @@ def _choices() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k.startswith("HYPERGRID_")}
 
 
-def _own_store(state: inprocess.FrozenState) -> Any:
+def _own_store(state: inprocess.FrozenState, timeout: timedelta) -> Any:
+    """The store at MASTER_PORT. Raises RestartAbort on all ranks if the first cannot serve it."""
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=state.initial_rank == 0 and not launched,
-        wait_for_workers=False,
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves, why = state.initial_rank == 0 and not launched, ""
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timeout}
+    try:
+        store = dist.TCPStore(address, port, is_master=serves, **options)
+    except RuntimeError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        store = dist.TCPStore(
+            address, port, is_master=False, **options
+        )  # the others are told there
+        why = (
+            f"The store of this job cannot be served at MASTER_PORT ({port}): the port is taken. "
+            f"NVRx serves its own store there unless it gets another port: "
+            f'inprocess.Wrapper(store_kwargs={{"port": PORT}}, ...).'
+        )
+    if serves:
+        store.set(_SERVED, why)
+    elif not launched:
+        why = store.get(_SERVED).decode()
+    if why:  # another iteration would not change it
+        raise RestartAbort(why)
+    return store

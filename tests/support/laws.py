@@ -1,13 +1,16 @@
 """The two laws of a verdict, measured on random programs (tests/support/programs.py).
 
 Whoever is named with certainty is guilty, always. And of programs with one fault that hang, the
-guilty rank is named first in nine of ten.
+guilty rank is named first in nine of ten. ``compared`` measures others' analyses on them, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +18,7 @@ from pathlib import Path
 
 from hypergrid.analysis.diagnosis import Diagnosis, diagnose
 from hypergrid.analysis.recording import read
-from tests.support import programs
+from tests.support import peer, programs
 
 
 @dataclass
@@ -135,6 +138,56 @@ class Tally:
             right, wrong = self.by_fault[fault, True], self.by_fault[fault, False]
             if right + wrong:
                 yield f"  {fault}: {right} of {right + wrong} named first"
+
+
+def ours(directory: Path) -> peer.Said:
+    """Our verdict in the form of the others'."""
+    found = diagnose(read(directory))
+    return peer.Said(found.sentence, set(found.ranks), "")
+
+
+def compared(seeds: Iterable[int]) -> Counter[tuple[str, str, str]]:
+    """What each analysis of each backend's dumps did: how often, and for how many seconds."""
+    tools = {"torchfrtrace": peer.torchfrtrace, "fr_attribution": peer.fr_attribution}
+    found: Counter[tuple[str, str, str]] = Counter()
+    for seed in seeds:
+        run = faulty(seed)
+        if run is None or run.finished:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            programs.write(run, directory)
+            peer.with_members(directory, [*run.names.items()])
+            for tool, judge in {"hypergrid diagnose": ours, **tools}.items():
+                start = time.perf_counter()
+                with contextlib.redirect_stdout(io.StringIO()):
+                    said = judge(directory)
+                row = tool, "NCCL" if run.program.nccl else "gloo"
+                innocent = said.ranks - run.program.guilty.keys()
+                guilty = said.ranks & run.program.guilty.keys()
+                found[(*row, "hangs")] += 1
+                found[(*row, "seconds")] += time.perf_counter() - start  # type: ignore[assignment]
+                found[(*row, "guilty")] += bool(guilty)
+                found[(*row, "alone")] += bool(guilty) and not innocent
+                found[(*row, "innocent")] += len(innocent)
+                found[(*row, "error")] += bool(said.error)
+    return found
+
+
+def table(found: Counter[tuple[str, str, str]]) -> Iterable[str]:
+    """``compared`` in Markdown."""
+    yield (
+        "| Dumps of | Analysis | names the guilty rank | and nobody else | innocent ranks in "
+        "each hang | ends in an error | ms for each hang |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for tool, backend in sorted({row[:2] for row in found}, key=lambda row: row[::-1]):
+        many = found[tool, backend, "hangs"]
+        of = {what: found[tool, backend, what] / many for *_, what in found}
+        yield (
+            f"| {backend} ({many}) | `{tool}` | {of['guilty']:.0%} | {of['alone']:.0%} | "
+            f"{of['innocent']:.1f} | {of['error']:.0%} | {1000 * of['seconds']:.0f} |"
+        )
 
 
 def tally(seeds: Iterable[int], several: bool = False) -> Tally:

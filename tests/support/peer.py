@@ -1,14 +1,16 @@
-"""torch's own analysis of flight recorders, ``torchfrtrace``, and the ranks that it names."""
+"""Others' analyses of flight recorders, torch's and NVRx's, and the ranks that they name."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import json
 import logging
 import pickle
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +49,34 @@ def torchfrtrace(directory: Path) -> Said:
     for some in re.findall(r"missed FR dumps from ranks \(\{([\d, ]+)\}\)", text):
         ranks |= {int(rank) for rank in some.split(",")}
     return Said(text, ranks, error)
+
+
+def fr_attribution(directory: Path) -> Said:
+    """Run NVRx's, without a language model; it must be importable (0.6 or later)."""
+    from nvidia_resiliency_ext.attribution.trace_analyzer import fr_attribution as theirs
+
+    said = io.StringIO()
+    text, error = "", ""
+    with contextlib.redirect_stderr(said):
+        try:
+            given = {"fr_path": str(directory), "pattern": "trace_*", "llm_analyze": False}
+            result = theirs.CollectiveAnalyzer(given).run_sync(given)
+            text = str(result[0]["hanging_ranks"])
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return Said(text, set(map(int, re.findall(r"\d+", text))), error)
+
+
+def with_members(directory: Path, groups: Sequence[tuple[str, tuple[str, Sequence[int]]]]) -> None:
+    """Write the members of all groups into dumps, as gloo's have none."""
+    for path in directory.glob("trace_*"):
+        data = pickle.loads(path.read_bytes())
+        data["pg_config"] = {
+            name: {"name": name, "desc": label, "ranks": json.dumps(ranks)}
+            for name, (label, ranks) in groups
+            if int(path.name[6:]) in ranks
+        }
+        path.write_bytes(pickle.dumps(data, 2))
 
 
 def completed(directory: Path, to: Path) -> Path:

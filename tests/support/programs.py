@@ -26,6 +26,7 @@ OTHER_CALLS = ("skip", "extra", "swap", "group", "peer", "size", "dtype", "opera
 FAULTS = (*OTHER_CALLS, *NO_COMMUNICATION)
 _TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 _BUFFERS = "/job/megatron/core/distributed/param_and_grad_buffer.py"
+_RECORDED = {"_allgather_base": "_all_gather_base"}  # as recorders and their readers call it
 _SHARED = ("all_reduce", "all_gather", "_allgather_base", "_reduce_scatter_base", "broadcast")
 
 
@@ -398,8 +399,10 @@ class Run:
         p2p = op.peer >= 0 or bool(op.inside)
         host.seq[name, p2p] += 1
         call = Call(op, name, host.seq[name, p2p], host.clock, left=max(1, len(op.inside)))
-        for each in op.inside:
-            host.calls.append(Call(each, name, call.seq, host.clock, of=call))
+        for place, each in enumerate(op.inside):
+            if not self.program.nccl and place:  # NCCL's have one number, gloo's one each
+                host.seq[name, p2p] += 1
+            host.calls.append(Call(each, name, host.seq[name, p2p], host.clock, of=call))
         host.calls.append(call)
         return [call]
 
@@ -533,6 +536,7 @@ def write(run: Run, directory: Path) -> None:
             continue
         entries = _entries(run, host)
         trace = {"version": "2.10", "pg_config": _config(run, host), "entries": entries}
+        trace["pg_status"] = _status(run, host)
         (directory / f"trace_{host.rank}").write_bytes(pickle.dumps(trace, 2))
         if run.program.stacks:
             (directory / f"stack_{host.rank}.json").write_text(json.dumps(_stack(run, host)))
@@ -564,6 +568,22 @@ def _config(run: Run, host: _Host) -> dict[str, Any]:
     }
 
 
+def _status(run: Run, host: _Host) -> dict[str, dict[str, int]]:
+    """The last numbers of each group, as recorders have them."""
+    found: dict[str, dict[str, int]] = {}
+    for place, name in enumerate(sorted(run.mine[host.rank].values())):
+        calls = [c for c in host.calls if c.group == name and c.op.peer < 0 and not c.op.inside]
+        found[str(place)] = {
+            f"last_{what}_collective": max((c.seq for c in calls if getattr(c, at)), default=-1)
+            for what, at in (
+                ("enqueued", "created"),
+                ("started", "started"),
+                ("completed", "completed"),
+            )
+        }
+    return found
+
+
 def _entries(run: Run, host: _Host, p2p: bool | None = None) -> list[dict[str, Any]]:
     """Of gloo, either only sends and receives or only collectives."""
     nccl = run.program.nccl
@@ -581,12 +601,17 @@ def _entry(run: Run, host: _Host, call: Call, number: int, p2p: bool) -> dict[st
     label, members = run.names[call.group]
     mine = members.index(host.rank)
     detail = {"send": f" {mine}->{op.peer}", "recv": f" {mine}<-{op.peer}"}.get(op.do, "")
-    name = "coalesced" if op.inside else op.do
+    name = "coalesced" if op.inside else _RECORDED.get(op.do, op.do)
+    name = "all_reduce_barrier" if nccl and op.do == "barrier" else name
     times = nccl and not call.of
     done = bool(call.completed) and (times or not nccl)
     started = (times and run.program.timing and call.started) or None
     sizes = [] if op.inside or op.do == "barrier" else [[op.size]]
-    out = [[op.size * len(members)]] if op.do in ("all_gather", "_allgather_base") else sizes
+    out, all_of_them = sizes, [[op.size * len(members)]]
+    if op.do in ("all_gather", "_allgather_base"):
+        out = all_of_them
+    elif op.do == "_reduce_scatter_base":
+        sizes = all_of_them
     state = "completed" if nccl and done else "started" if started else "scheduled"
     return {
         "frames": _frames(op, label) if run.program.frames else [],

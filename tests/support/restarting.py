@@ -1,7 +1,10 @@
 """A program like NVRx's basic example, with our Abort: gloo ranks, one of which fails.
 
 The wrapped function starts torch's default group itself. Each rank prints a line of JSON for each
-iteration: its rank, the world, the sum over all.
+iteration: its rank, the world, the sum over all. To see it run:
+
+    PYTHONPATH=.cache/resiliency:. python -c \
+        "from tests.support.restarting import job; job('kill', '/tmp')"; cat /tmp/out.*
 """
 
 import json
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from nvidia_resiliency_ext import inprocess
 
 from compat import parallel_state as ps
-from compat.resiliency import Abort
+from compat.resiliency import Abort, Initialize
 
 QUICK = {
     "monitor_thread_interval": timedelta(seconds=0.2),
@@ -80,6 +83,16 @@ def basic(how: str) -> None:
     say(ended=os.environ["RANK"])
 
 
+def port_taken() -> None:
+    """NVRx's store gets no port of its own, and takes MASTER_PORT."""
+
+    @inprocess.Wrapper(initialize=Initialize(backend="gloo"), abort=Abort(), **QUICK)
+    def train() -> None:
+        say(trains=os.environ["RANK"])
+
+    train()
+
+
 def job(how: str, folder: str) -> None:
     """Three ranks, forked from this process; waits until all have ended."""
     torch.set_num_threads(1)
@@ -93,7 +106,7 @@ def job(how: str, folder: str) -> None:
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT), number)
             try:
-                basic(how)
+                port_taken() if how == "port" else basic(how)
             except BaseException:
                 traceback.print_exc()
             finally:
