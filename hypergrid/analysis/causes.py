@@ -10,9 +10,9 @@ no other rank can have caused the same recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
 from hypergrid.analysis.history import Departure, History
@@ -95,7 +95,7 @@ class Rules:
         waiting = self.waiting
         kind: Kind = "never entered"
         waits = [wait for wait in waiting.waits if not free.isdisjoint(wait.missed)]
-        gone, away = free & waiting.gone, {rank for rank in free if waiting.is_away(rank)}
+        gone = free & waiting.gone
         if free & waiting.raised:
             kind, named = "raised", free & waiting.raised
             begun = min(self.ranks[rank].written for rank in named)
@@ -104,37 +104,26 @@ class Rules:
             suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
             found = self._departures(suspects, alone=bool(gone))
             fatal = [each for each in found if self._is_proven(each) or self._is_fatal(each, gone)]
-            odd = self._departed(fatal, waits) or self._minority(waits, gone, found)
+            odd = self._departed(fatal, waits) or self._minority(waits, found)
             if odd:
                 return odd
-            if waiting.gone and not gone and self._is_hidden(free):
-                free = gone = waiting.gone  # they say less than those who are gone
             there = free - waiting.gone
             if 2 * len(waiting.gone) > waiting.recording.world_size:
                 named = there or waiting.gone
-            elif waits and len(there) > len(waiting.of):
-                # At most one rank is wrong that waits for nobody; the others have done all.
-                named = {rank for wait in waits for rank in wait.inside}
-                return Cause("order", _sorted(named), waits[0], waits[1:], doubt="either")
             else:
-                named = gone or away or free - waiting.blind or free
+                named = gone or free - waiting.blind or free
             kind = "no dump" if named <= waiting.gone else kind
         waits = [wait for wait in waits if not named.isdisjoint(wait.missed)]
-        wait = self._nearest(waits, named) if waits else None
+        wait = max(waits, key=partial(self._nearness, named), default=None)
         doubt = self._doubt(kind, named, waits)
         if wait and doubt != "few":
             named = named.intersection(wait.missed)
         behind = waiting.behind(wait, named) if wait else ()
-        return Cause(kind, _sorted(named), wait, behind, doubt=doubt)
+        return Cause(kind, tuple(sorted(named)), wait, behind, doubt=doubt)
 
-    def _minority(
-        self, waits: Sequence[Wait], gone: set[int], found: Sequence[Departure]
-    ) -> Cause | None:
+    def _minority(self, waits: Sequence[Wait], found: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
         waiting = self.waiting
-        for wait in waits if gone else ():  # where it ended with an error, it looks done
-            for seq in range(wait.seq - _BEFORE, wait.seq):
-                waiting.alike(wait.group, seq, {*waiting.members(wait.group)} - waiting.gone)
         for (group, seq), (*odd, most) in waiting.unequal.items():
             named = set().union(*odd)
             there = next((wait for wait in waits if wait.group == group), None)
@@ -142,7 +131,9 @@ class Rules:
                 there = there._replace(seq=seq)
                 doubt: Doubt = "" if len(most) >= _MANY * len(named) else "either"
                 left = next((each for each in found if each.rank in named), None)
-                return Cause("mismatch", _sorted(named), there, waiting.waits, (), left, doubt)
+                return Cause(
+                    "mismatch", tuple(sorted(named)), there, waiting.waits, (), left, doubt
+                )
         return None
 
     def _is_fatal(self, found: Departure, gone: set[int]) -> bool:
@@ -174,14 +165,13 @@ class Rules:
             return "either"
         for rank in named:
             # One rank may wait in a call that should not be, for ranks that have done all.
-            sure, most = set[int](), 0
+            most = 0
             for wait in waits:
                 if rank in wait.absent + wait.unlike:
                     usual = self.history.is_usual(wait.rank, wait.at)
                     makers = self.history.makers(wait.rank, wait.at)
                     most = max(most, makers * (usual is not False or makers >= _MANY * len(named)))
-                    sure.update(wait.inside if usual else ())
-            if max(most, len(sure)) <= max(1, len(named)):
+            if most <= max(1, len(named)):
                 return "either"
         return ""
 
@@ -209,15 +199,11 @@ class Rules:
             for rank in ranks & self.ranks.keys()
         )
 
-    def _nearest(self, waits: Sequence[Wait], first: set[int]) -> Wait:
-        """Where most of them are missed; of several, the call that is due, or the first."""
-
-        def key(wait: Wait) -> tuple[int, ...]:
-            missed = first.intersection(wait.missed)
-            due = self.history.is_due(min(missed), wait.call)
-            return (len(missed), due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
-
-        return max(waits, key=key)
+    def _nearness(self, first: set[int], wait: Wait) -> tuple[int, ...]:
+        """How many of them are missed there; then whether the call is due, and its age."""
+        missed = first.intersection(wait.missed)
+        due = self.history.is_due(min(missed), wait.call)
+        return (len(missed), due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
 
     def _departures(self, ranks: set[int], *, alone: bool = True) -> list[Departure]:
         found = self.history.departures(sorted(ranks), alone=alone)
@@ -229,7 +215,7 @@ class Rules:
         found = self._departures(within)
         waits = [w for rank in sorted(within) for w in waiting.of.get(rank, ())]
         strong = [each for each in found if each.weight[0] > 2]
-        odd = self._departed(strong, waits) or self._minority(waits, set(), found)
+        odd = self._departed(strong, waits) or self._minority(waits, found)
         odd = odd or self._departed(found, waits)
         if odd:
             return odd
@@ -242,15 +228,15 @@ class Rules:
             behind = waiting.behind(wait, wait.absent)
             return Cause("never entered", wait.absent, wait, behind, doubt="hidden")
         if unseen:
-            return Cause("order", _sorted(unseen), None, waiting.waits, doubt="hidden")
+            return Cause("order", tuple(sorted(unseen)), None, waiting.waits, doubt="hidden")
         circle = waiting.circle(within)
-        away = {rank for rank in within if waiting.is_away(rank)}
-        named = away if away and 2 * len(away) <= len(within) else {rank for rank, *_ in circle}
         in_circle = [wait for *_, wait in circle if wait]
         first = next(iter(in_circle), None)
         kind: Kind = "mismatch" if first and first.unlike else "order"
         others = [each for each in waiting.waits if each not in in_circle]
-        return Cause(kind, _sorted(named), first, others, circle, doubt="either")
+        return Cause(
+            kind, tuple(sorted(each for each, *_ in circle)), first, others, circle, doubt="either"
+        )
 
     def _is_proven(self, found: Departure) -> bool:
         """Without its sends and receives, a stage looks as another until others wait for it."""
@@ -280,9 +266,5 @@ class Rules:
         sure = all(self._is_proven(each) for each in found if each.rank in named)
         kind: Kind = "mismatch" if unlike else "order"
         return Cause(
-            kind, _sorted(named), wait, behind, circle, first, doubt="" if sure else "either"
+            kind, tuple(sorted(named)), wait, behind, circle, first, doubt="" if sure else "either"
         )
-
-
-def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(ranks))

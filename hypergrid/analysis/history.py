@@ -31,7 +31,7 @@ class Departure(NamedTuple):
     others: int  # ranks that did the same until then and made the due call
     alike: int  # ranks that did the same until then and departed as this one
     before: bool | None  # whether it made the due call itself, earlier; None: nothing is known
-    is_new: bool  # it never made such a call before, and ranks of another role do
+    is_new: bool = False  # it never made such a call before, and ranks of another role do
 
     @property
     def is_proven(self) -> bool:
@@ -129,11 +129,9 @@ class History:
         if rank not in self._tokens:
             return False
         mine = self.recording.ranks[rank].calls
-        kinds = self._kind[mine.title]
-        due, length = _expected(kinds, len(kinds))
-        return length > 0 and self._role(int(mine.title[due])) == self._role(
-            self.recording.titles.index(call.title)
-        )
+        due, length = _expected(self._kind[mine.title], len(mine))
+        now = self.recording.titles.index(call.title)
+        return length > 0 and self._role(int(mine.title[due])) == self._role(now)
 
     def steps(self) -> Steps | None:
         """The steps that all ranks end with the same call, if there is one at equal distances."""
@@ -238,7 +236,7 @@ class History:
             if kinds[due] != kinds[at] and not known and not self._is_shared(rank, first + at):
                 how = _how(kinds[at : at + 2].tolist(), kinds[due : due + 2].tolist())
                 usual, after = calls[first + due], calls[first + at - 1]
-                yield Departure(rank, first + at, usual, after, how, 0, 1, True, False)
+                yield Departure(rank, first + at, usual, after, how, 0, 1, True)
 
 
 def _expected(kinds: Any, at: int) -> tuple[int, int]:

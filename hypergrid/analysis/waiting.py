@@ -152,19 +152,6 @@ class Waiting:
             rank = to
         return [*came.values()][[*came].index(rank) :]
 
-    def is_away(self, rank: int) -> bool:
-        """Whether its stack is outside of all communication."""
-        mine = self.ranks.get(rank)
-        if mine is None or not mine.stack or self.p2p_frame(rank):
-            return False
-        if any("distributed" in f.file and "torch" in f.file for f in mine.stack[:4]):
-            return False
-        last = self.last.get(rank)
-        # The call that it is in was made from a line that it still is at.
-        lines = {(f.file, f.function) for f in last.frames[:4]} if last else set()
-        here = {(f.file, f.function) for f in mine.stack[:2]}
-        return not (last and not last.done and lines & here)
-
     def p2p_frame(self, rank: int) -> Frame | None:
         """The frame of a send or recv that its main thread is in."""
         mine = self.ranks.get(rank)
@@ -350,29 +337,14 @@ class Waiting:
                     yield from self._wait(group, each.seq, {rank: each.at}, (), (), (other,))
 
     def _guesses(self) -> dict[int, tuple[int, ...]]:
-        """The ranks that unseen ranks and victims may need: idle neighbours, else all neighbours.
-
-        Without neighbours, all idle ranks, else all. Neighbours are next to each other in a group
-        that has no collectives.
-        """
+        """The ranks that unseen ranks and victims may need: who waits for nobody, else all."""
         waiting = self.unseen | self.victims - self.of.keys()
-        near: dict[int, set[int]] = defaultdict(set)
-        for key, group in self.recording.groups.items() if waiting else ():
-            if group.ranks and len(group.ranks) < self.recording.world_size:
-                for rank in waiting.intersection(group.ranks):
-                    if key not in self.top[rank]:
-                        place = group.ranks.index(rank)
-                        near[rank].update(group.ranks[max(0, place - 1) : place + 2])
         busy = self.of.keys() | waiting | self.gone
         idle = {rank for rank in self.ranks.keys() - busy if self.ranks[rank].stack}
         idle |= self.gone | self.raised
-        # Of a group whose members are not known, a rank without a dump may be one.
-        groups, gone = self.recording.groups, tuple(sorted(self.gone))
-        unknown = [w for w in self.running if gone and not groups[w.group].ranks]
-        guessed = {rank: gone for wait in unknown for rank in wait.inside}
+        guessed: dict[int, tuple[int, ...]] = {}
         for rank in waiting:
-            found = near[rank] & idle
-            found = found or (near[rank] or idle or {*self.ranks} if rank in self.unseen else idle)
+            found = idle or {*self.ranks} if rank in self.unseen else idle
             if found - {rank}:
                 guessed[rank] = tuple(sorted(found - {rank}))
         return guessed
