@@ -120,7 +120,11 @@ class Rules:
                 named = gone or away or free - waiting.blind or free
             kind = "no dump" if named <= waiting.gone else kind
         waits = [wait for wait in waits if not named.isdisjoint(wait.missed)]
-        wait = self._nearest(waits, named) if waits else None
+        wait = max(
+            waits,  # where most of them are missed; of several, a collective, and the first of them
+            key=lambda w: (len(named & {*w.missed}), not w.call.p2p, -w.at, w.ns),
+            default=None,
+        )
         doubt = self._doubt(kind, named, waits)
         if wait and doubt != "few":
             named = named.intersection(wait.missed)
@@ -208,16 +212,6 @@ class Rules:
             not self.ranks[rank].stack and not waiting.sees_p2p(rank)
             for rank in ranks & self.ranks.keys()
         )
-
-    def _nearest(self, waits: Sequence[Wait], first: set[int]) -> Wait:
-        """Where most of them are missed; of several, the call that is due, or the first."""
-
-        def key(wait: Wait) -> tuple[int, ...]:
-            missed = first.intersection(wait.missed)
-            due = self.history.is_due(min(missed), wait.call)
-            return (len(missed), due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
-
-        return max(waits, key=key)
 
     def _departures(self, ranks: set[int], *, alone: bool = True) -> list[Departure]:
         found = self.history.departures(sorted(ranks), alone=alone)

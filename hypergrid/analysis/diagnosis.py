@@ -200,11 +200,9 @@ class _Words:
     def _slow(self, cause: Cause) -> str:
         wait = cause.wait
         assert wait is not None
-        left = (
-            "all of its ranks are in it"
-            if len(wait.inside) == len(self.waiting.members(wait.group))
-            else f"every rank has entered it, and {_ranks(wait.inside, 'has', 'have')} not finished"
-        )
+        left = f"every rank has entered it, and {_ranks(wait.inside, 'has', 'have')} not finished"
+        if len(wait.inside) == len(self.waiting.members(wait.group)):
+            left = "all of its ranks are in it"
         return (
             f"{self._call(wait)} has been running{self._lasting(wait)}: {left}, with equal calls, "
             f"so nobody is missing. It is slow, or the network under it does not answer."
@@ -294,10 +292,8 @@ class _Words:
         return f"{named_ranks} {text}; {where}{more}"
 
     def _circle(self, cause: Cause) -> str:
-        went = ""
-        if cause.departure:
-            went = self._departed(cause.departure)
-            went = f"{self._named(cause.ranks)} {went}{self._evidence(cause.departure)}"
+        went, left = self._named(cause.ranks), cause.departure
+        went = f"{went} {self._departed(left)}{self._evidence(left)}" if left else ""
         if went and not cause.circle:
             return f"{went} It is in {self._call(cause.wait)}." if cause.wait else went
         if not cause.circle:
