@@ -294,7 +294,7 @@ class _Words:
     def _circle(self, cause: Cause) -> str:
         went, left = self._named(cause.ranks), cause.departure
         went = f"{went} {self._departed(left)}{self._evidence(left)}" if left else ""
-        if not cause.circle and went:
+        if went and not cause.circle:
             return f"{went} It is in {self._call(cause.wait)}." if cause.wait else went
         if not cause.circle:
             waiting = {rank for wait in cause.waits for rank in wait.inside}
