@@ -107,11 +107,9 @@ class Rules:
             odd = self._departed(fatal, waits) or self._minority(waits, found)
             if odd:
                 return odd
-            there = free - waiting.gone
+            named = gone or free - waiting.blind or free
             if 2 * len(waiting.gone) > waiting.recording.world_size:
-                named = there or waiting.gone
-            else:
-                named = gone or free - waiting.blind or free
+                named = free - waiting.gone or waiting.gone
             kind = "no dump" if named <= waiting.gone else kind
         waits = [wait for wait in waits if not named.isdisjoint(wait.missed)]
         wait = max(
@@ -127,17 +125,14 @@ class Rules:
 
     def _minority(self, waits: Sequence[Wait], found: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
-        waiting = self.waiting
-        for (group, seq), (*odd, most) in waiting.unequal.items():
-            named = set().union(*odd)
+        for (group, seq), (*odd, most) in self.waiting.unequal.items():
+            named = sorted(set().union(*odd))
             there = next((wait for wait in waits if wait.group == group), None)
             if there and len(named) < len(most):
                 there = there._replace(seq=seq)
                 doubt: Doubt = "" if len(most) >= _MANY * len(named) else "either"
                 left = next((each for each in found if each.rank in named), None)
-                return Cause(
-                    "mismatch", tuple(sorted(named)), there, waiting.waits, (), left, doubt
-                )
+                return Cause("mismatch", tuple(named), there, self.waiting.waits, (), left, doubt)
         return None
 
     def _is_fatal(self, found: Departure, gone: set[int]) -> bool:

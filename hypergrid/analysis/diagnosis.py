@@ -255,9 +255,8 @@ class _Words:
             same = f"{_many(found.others, 'other rank')} that had done the same until then"
             also = f", as {rank} did in earlier steps" * bool(found.before)
             return f" There {same} called {due}{also}."
-        return f" There {rank} called {due.partition(' #')[0]} in earlier steps." * bool(
-            found.before
-        )
+        earlier = f" There {rank} called {due.partition(' #')[0]} in earlier steps."
+        return earlier * bool(found.before)
 
     def _absent(self, cause: Cause) -> str:
         wait, named_ranks = cause.wait, self._named(cause.ranks)
@@ -286,10 +285,8 @@ class _Words:
         else:
             text = f"never entered {what.format(f', which {inside} been in')}"
         behind = len({each.group for each in cause.waits})
-        more = f" {_many(behind, 'other group')} wait{'s' * (behind == 1)} behind it." * bool(
-            behind
-        )
-        return f"{named_ranks} {text}; {where}{more}"
+        more = f" {_many(behind, 'other group')} wait{'s' * (behind == 1)} behind it."
+        return f"{named_ranks} {text}; {where}{more * bool(behind)}"
 
     def _circle(self, cause: Cause) -> str:
         went, left = self._named(cause.ranks), cause.departure

@@ -231,8 +231,7 @@ class Waiting:
                 if not titles[self.ranks[rank].calls.title[each.at]].p2p:
                     meets[each.group, each.seq].setdefault(rank, each)
         for (group, seq), inside in meets.items():
-            absent: list[int] = []
-            there: list[int] = []
+            absent, there = list[int](), list[int]()
             for rank in self.members(group):
                 come = rank not in self.gone and self.top[rank].get(group, _NOWHERE) >= seq
                 (there if come else absent).append(rank)
@@ -299,11 +298,10 @@ class Waiting:
         Where both recorders reach back to the first call, also those that ended are counted.
         """
         titles = self.recording.titles
-        used = {at for mine in self.ranks.values() for at in {*mine.calls.title.tolist()}}
         pairs = {
-            at: (titles[at].group, pair_of(titles[at].what, self.members(titles[at].group)))
-            for at in used
-            if titles[at].p2p
+            at: (title.group, pair_of(title.what, self.members(title.group)))
+            for at, title in enumerate(titles)
+            if title.p2p
         }
         left: dict[Any, dict[str, list[_Pending]]] = {}  # that have not ended
         ended: Counter[Any] = Counter()
@@ -373,10 +371,8 @@ def pair_of(what: What, members: Sequence[int]) -> tuple[int, int] | None:
 
 def _last_components(graph: Graph) -> Iterator[list[int]]:
     """The strongly connected components from which no edge leads out, by Tarjan's algorithm."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    closed: set[int] = set()
+    index, low = dict[int, int](), dict[int, int]()
+    stack, closed = list[int](), set[int]()
     for root in graph:
         todo = [(root, iter(graph.get(root, ())))] if root not in index else []
         while todo:
