@@ -60,8 +60,8 @@ def test_a_job_whose_scripts_have_ended_is_well_though_the_last_call_was_not_wai
         stack(job.directory, rank, [], reason="ended")
     found = job.verdict()
     assert found.ok and found.sentence == (
-        "Nothing is wrong: 4 ranks made 26 calls, and the script of every rank ended without an "
-        "error."
+        "Nothing is wrong: 4 ranks made 26 calls, and the script of every rank ended, none by "
+        "an exception."
     )
 
 
