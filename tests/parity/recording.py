@@ -210,6 +210,7 @@ def observed(recorder: Recorder) -> Iterator[None]:
             *((module, "barrier", recorder.barrier) for module in (dist, c10d)),
             *((module, "ProcessGroupNCCL", _ProcessGroupNCCL) for module in (dist, c10d)),
             (c10d, "_set_pg_timeout", recorder.set_timeout),
+            (dist, "set_timeout", recorder.set_timeout),  # torch 2.14 and later
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda *_: None),
         ]
