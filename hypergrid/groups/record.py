@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hypergrid.files import check_private, replace
-from hypergrid.groups import of_torch, point_to_point, pool
+from hypergrid.groups import of_torch, point_to_point, pool, store
 from hypergrid.groups.dump import taken
 from hypergrid.messages import in_words, shown
 
@@ -400,7 +400,8 @@ class Recorder:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_TEXT]
+    freed = " after hypergrid.abort() freed this rank" * store.was_aborted()  # torch blames a peer
+    return f"{type(error).__name__}{freed}: {error}"[:_TEXT]
 
 
 def _outwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:

@@ -305,6 +305,21 @@ def test_an_uncaught_exception_is_written_and_printed_as_ever(tmp_path):
     assert [function for *_, function in said["threads"][0]["frames"]] == ["deep", "<module>"]
 
 
+@on_ranks(2)
+def test_what_an_abort_freed_does_not_read_as_if_another_rank_had_crashed(rank, tmp_path):
+    recorder, grid = hypergrid.record(tmp_path), HyperCommGrid([2], ["tp"])
+    group = grid.create_pg("tp")
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(1, hypergrid.abort).start()
+        with pytest.raises(RuntimeError) as freed:
+            dist.all_reduce(torch.ones(1), group=group)
+        recorder.write("exception", freed.value)
+        assert "Error after hypergrid.abort() freed this rank: " in stacks(tmp_path, 0)["error"]
+    dist.barrier()
+    recorder.close()
+
+
 def test_a_script_that_ends_without_an_error_leaves_a_mark(tmp_path):
     script = SCRIPT.format(directory=str(tmp_path)).removesuffix("deep()\n") + (
         "import torch.distributed as dist\n"
