@@ -112,11 +112,7 @@ class Rules:
                 named = free - waiting.gone or waiting.gone
             kind = "no dump" if named <= waiting.gone else kind
         waits = [wait for wait in waits if not named.isdisjoint(wait.missed)]
-        wait = max(
-            waits,  # where most of them are missed; of several, a collective, and the first of them
-            key=lambda w: (len(named & {*w.missed}), not w.call.p2p, -w.at, w.ns),
-            default=None,
-        )
+        wait = max(waits, key=lambda each: self._nearness(named, each), default=None)
         doubt = self._doubt(kind, named, waits)
         if wait and doubt != "few":
             named = named.intersection(wait.missed)
@@ -197,6 +193,12 @@ class Rules:
             not self.ranks[rank].stack and not waiting.sees_p2p(rank)
             for rank in ranks & self.ranks.keys()
         )
+
+    def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:
+        """How many of them are missed there; then whether the call is due, and its age."""
+        missed = named.intersection(wait.missed)
+        due = self.history.is_due(min(missed), wait.call)
+        return (len(missed), due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
 
     def _departures(self, ranks: set[int], *, alone: bool = True) -> list[Departure]:
         found = self.history.departures(sorted(ranks), alone=alone)

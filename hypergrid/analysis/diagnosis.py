@@ -175,11 +175,10 @@ class _Words:
 
     def _well(self, cause: Cause) -> str:
         calls = sum(len(mine.calls) for mine in self.ranks.values())
-        ranks = _many(len(self.ranks), "rank")
         well = "nobody is stuck"
         if all(mine.ended for mine in self.ranks.values()) and not self.waiting.gone:
             well = "the script of every rank ended, none by an exception"
-        said = f"{ranks} made {calls:,} calls, and {well}."
+        said = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
         said = f"nothing is wrong: {said}" if not cause.doubt else said
         return f"{said} Not all could be used." if self.waiting.recording.problems else said
 

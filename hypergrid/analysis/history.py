@@ -124,6 +124,15 @@ class History:
         due, length = _expected(kinds, at)
         return bool(kinds[due] == kinds[at]) if length >= _LONG else None
 
+    def is_due(self, rank: int, call: Call) -> bool:
+        """Whether a rank usually makes such a call after its last one."""
+        if rank not in self._tokens:
+            return False
+        mine = self.recording.ranks[rank].calls
+        due, length = _expected(self._kind[mine.title], len(mine))
+        now = self.recording.titles.index(call.title)
+        return length > 0 and self._role(int(mine.title[due])) == self._role(now)
+
     def steps(self) -> Steps | None:
         """The steps that all ranks end with the same call, if there is one at equal distances."""
         ranks = self.recording.ranks

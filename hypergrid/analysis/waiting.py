@@ -279,8 +279,7 @@ class Waiting:
             yield Wait(group, seq, *called, (*inside,), absent, unlike, behind, ns)
 
     def _ns(self, rank: int, call: Call) -> int:
-        end = self.ranks[rank].written or self._end
-        return max(0, end - call.created) if call.created else 0
+        return max(0, (self.ranks[rank].written or self._end) - call.created) if call.created else 0
 
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
