@@ -84,14 +84,6 @@ class GroupRow:
     traffic: str = ""
     separate: bool = False
 
-    def __post_init__(self) -> None:
-        if self.chunk is not None and self.chunk < 1:
-            raise LayoutError(
-                f"a row cannot have chunk={self.chunk}: cut runs of at least 1 member."
-            )
-        if self.explicit == ():
-            raise LayoutError(f"the row {shown(self.label)} lists its groups, and lists none.")
-
     @property
     def kind(self) -> Kind | None:
         """What must be equal for another label to share its communicator; None if none may."""
@@ -148,6 +140,12 @@ class GroupPlan:
                     f"has {', '.join(self.layouts)}."
                 )
             self.layouts[row.layout].axes(row.dims)  # refuses unknown dims
+            if row.chunk is not None and row.chunk < 1:
+                raise LayoutError(
+                    f"a row cannot have chunk={row.chunk}: cut runs of at least 1 member."
+                )
+            if row.explicit == ():
+                raise LayoutError(f"the row {shown(row.label)} lists its groups, and lists none.")
         for what, names in (
             ("grids", self.grids),
             *((f"the link {link.name}", (link.source, link.target)) for link in self.links),

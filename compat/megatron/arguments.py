@@ -271,7 +271,7 @@ class Arguments:
         """The grid of the encoder, which lies in front of the decoder's; None without one."""
         return self._lay_out(*self._grid("encoder")) if self._encoder_sizes[1] else None
 
-    @property
+    @cached_property
     def _encoder_sizes(self) -> tuple[int, int]:
         tensor, stages = (getattr(self, name) for name in (encoder.TENSOR, encoder.STAGES))
         return encoder.sizes(tensor, stages or 0, self.tensor_model_parallel_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,18 +90,20 @@ class Row:
     sharp: str = ""  # made while NCCL_COLLNET_ENABLE=1, if use_sharp picks this name
     sharp_barrier: bool = False  # ... and connected before SHARP is switched off again
 
-    @property
-    def label(self) -> str:
-        """The group's description; with ``{}`` for its key where the global holds several."""
-        if self.levels:
-            return f"HIERARCHICAL_{self.levels}_L{'{}' if self.holds == 'levels' else self.level}"
-        return self.desc or self.slot.lstrip("_")
+    # The description of the group, with {} for its key where the global holds several; and of its
+    # gloo twin.
+    label: str = dataclasses.field(init=False)
+    twin_label: str = dataclasses.field(init=False)
 
-    @property
-    def twin_label(self) -> str:
+    def __post_init__(self) -> None:
+        label = self.desc or self.slot.lstrip("_")
+        twin = label + "_GLOO"
         if self.levels:
-            return f"HIERARCHICAL_{self.levels}_GLOO_L{self.level}"
-        return self.label + "_GLOO"
+            level = "{}" if self.holds == "levels" else self.level
+            label = f"HIERARCHICAL_{self.levels}_L{level}"
+            twin = f"HIERARCHICAL_{self.levels}_GLOO_L{self.level}"
+        object.__setattr__(self, "label", label)
+        object.__setattr__(self, "twin_label", twin)
 
 
 @dataclass(frozen=True, eq=False)
