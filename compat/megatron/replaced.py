@@ -54,7 +54,7 @@ def pretended_world() -> int | None:
 
     from hypergrid.groups import creation  # here, for plans on machines without torch
 
-    told = any(map(creation.is_replaced, (getattr(dist, name) for name in WORLD)))
+    told = any(map(creation.is_replaced, [getattr(dist, name) for name in WORLD]))
     if not told or not dist.is_initialized():
         return None
     real = dist.group.WORLD
