@@ -312,7 +312,8 @@ def test_what_an_abort_freed_does_not_read_as_if_another_rank_had_crashed(rank, 
     dist.barrier()
     if rank == 0:
         threading.Timer(1, hypergrid.abort).start()
-        with pytest.raises(RuntimeError) as freed:
+        # The other where torch's logger of errors asks for the group when it is gone already.
+        with pytest.raises((RuntimeError, ValueError)) as freed:
             dist.all_reduce(torch.ones(1), group=group)
         recorder.write("exception", freed.value)
         assert "Error after hypergrid.abort() freed this rank: " in stacks(tmp_path, 0)["error"]
