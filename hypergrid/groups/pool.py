@@ -33,6 +33,7 @@ before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
 # Called with each AgreementError and CreationError, before it leaves the pool.
 after_failure: set[Callable[[BaseException], None]] = set()
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
+_kept: set[GroupPool] = set()  # whoever holds them: torch keeps groups of theirs
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class GroupPool:
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
+        live_pools()  # lets go of those whose groups outside code has destroyed
         _live.add(self)
 
     @contextmanager
@@ -190,6 +192,7 @@ class GroupPool:
                     made = self._make_all(label, mine, everyone(), kind, options)
                 for ranks, group, shares in made:
                     self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
+                    _kept.add(self)
                     gloo.note(group)
                     closing.watch(group)
                     raise_if_waits_ended()
@@ -483,6 +486,10 @@ def _warn(text: str) -> None:
 
 def live_pools() -> list[GroupPool]:
     """Every pool of this process that has groups, or has closed them until ``resume``."""
+    known = of_torch.known()
+    for pool in [*_kept]:
+        if not any(each.group in known for each in pool.groups):
+            _kept.discard(pool)
     while True:
         try:
             return [pool for pool in [*_live] if pool.groups or pool.suspended is not None]

@@ -1,6 +1,8 @@
 """The core's HyperCommGrid: enumerations, refusals, and groups of real processes."""
 
+import gc
 import itertools
+import threading
 from unittest import mock
 
 import pytest
@@ -9,7 +11,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hypergrid
 from hypergrid import AgreementError, HyperCommGrid
+from hypergrid.groups.pool import live_pools
 from tests.support.forked import from_all, on_ranks
 from tests.support.stock import MAIN, load_stock_grid
 
@@ -141,3 +145,20 @@ def test_ranks_that_disagree_all_say_why_not(rank):
         HyperCommGrid([4, 2] if rank == 5 else [2, 4], ["tp", "dp"]).create_pg("tp")
     (text,) = {*from_all(str(raised.value))}
     assert "tp=4-dp=2, ranks 0..7)' on rank 5" in text and "on rank 0" in text
+
+
+@on_ranks(2)
+def test_the_groups_of_a_grid_that_nobody_holds_are_known_as_long_as_torch_knows_them(rank):
+    group = HyperCommGrid([2], ["tp"]).create_pg("tp")
+    gc.collect()
+    assert [pooled.label for pool in live_pools() for pooled in pool.groups] == ["tp"]
+    if rank == 0:
+        threading.Timer(0.5, hypergrid.abort).start()
+        with pytest.raises((RuntimeError, ValueError)):
+            dist.all_reduce(torch.ones(1), group=group)
+    from_all(None)
+    HyperCommGrid([2], ["dp"]).create_pg("dp")
+    dist.destroy_process_group()
+    live_pools()
+    gc.collect()
+    assert live_pools() == []
