@@ -48,8 +48,8 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     """End every group of this process, also while another thread waits in one. *Local*.
 
     Waits for no other rank, and may be called in any thread. A thread that waits in a collective
-    on the CPU raises torch's error (RuntimeError, or ValueError where torch logs an error of a group
-    that is gone by then); one that creates groups raises ``AbortedError``, in seconds.
+    on the CPU raises torch's error: RuntimeError, or ValueError where torch's logger asks for a
+    group that is gone by then. One that creates groups raises ``AbortedError``, in seconds.
     NCCL's kernels end without an error: until new groups are created, ``raise_if_aborted`` and
     Megatron's getters raise. All groups are destroyed, and what was built on them is as before
     it was initialised. Only this rank is freed: each rank has to call it. Ranks that wait for this
