@@ -27,6 +27,7 @@ from hypergrid.groups import rendezvous, sockets
 from hypergrid.groups.prepare import Agreement
 from hypergrid.policy import Policy
 from tests.support import forked
+from tests.support.backends import SPLITS
 from tests.support.forked import from_all, on_ranks
 
 
@@ -63,7 +64,7 @@ def known_to_torch():
 
 
 @pytest.mark.parametrize("connect", ["torch", "lazy"])
-@pytest.mark.parametrize("creation", ["members", "split", "everyone"])
+@pytest.mark.parametrize("creation", ["members", pytest.param("split", marks=SPLITS), "everyone"])
 @on_ranks(3, backend="")
 def test_a_rank_that_waits_in_a_collective_comes_out_with_torchs_error(rank, connect, creation):
     forked.join(rank, 3)

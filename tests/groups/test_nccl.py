@@ -236,6 +236,7 @@ def test_eager_connects_the_pipeline_but_for_unbatched_sends_that_have_a_pair_of
     from_all(None)
 
 
+@SPLITS
 @on_ranks(3, backend="")
 def test_a_rank_that_fails_before_its_split_is_an_error_on_all_if_connecting_does_not_block(rank):
     start(rank, 3, kind="nccl, bound")
@@ -252,6 +253,7 @@ def test_a_rank_that_fails_before_its_split_is_an_error_on_all_if_connecting_doe
     from_all(None)
 
 
+@SPLITS
 @on_ranks(2, backend="")
 def test_without_that_it_waits_and_no_abort_ends_the_wait(rank):
     start(rank, 2, kind="nccl, bound")
