@@ -111,7 +111,7 @@ class Calls(Sequence[Call]):
         frames: Mapping[int, tuple[Frame, ...]] | None = None,
     ) -> None:
         self.titles, self.frames = titles if titles is not None else [], dict(frames or {})
-        self.columns = np.array(columns, np.int64)
+        self.columns = np.stack([np.asarray(each, np.int64) for each in columns])
         self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
 
     @property
