@@ -444,10 +444,10 @@ def _shown(call: Call, other: Call) -> str:
         return what.name
     if what.detail != than.detail:
         return f"{what.name} with {what.detail or 'no root'}"
-    sizes = what[2:4] != than[2:4]
-    values = [e[1:-1].replace("'", "") or "none" for e in (what[2:4] if sizes else what[4:])]
-    text = " -> ".join(dict.fromkeys(values))
-    return f"{what.name} of {'size' if sizes else 'dtype'} {text[:80]}"
+    sizes, dtypes = (what.inputs, what.outputs), (what.input_dtypes, what.output_dtypes)
+    kind, values = ("size", sizes) if sizes != (than.inputs, than.outputs) else ("dtype", dtypes)
+    plain = [value[1:-1].replace("'", "") or "none" for value in values]
+    return f"{what.name} of {kind} {' -> '.join(dict.fromkeys(plain))[:80]}"
 
 
 def _at(stack: Sequence[Frame]) -> str:

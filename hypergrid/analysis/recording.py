@@ -34,7 +34,7 @@ _NAMES = (
 _FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
 _REPEATS = "it says the same again and again, which no recorder does"
 DEFAULT = "default_pg"  # torch's description of the default group
-ENDED = "ended"  # the reason of ``hypergrid.record`` where a script ended without an error
+ENDED = "ended"  # the reason that ``hypergrid.record`` gives where no exception ended the script
 
 
 class Frame(NamedTuple):
@@ -187,7 +187,7 @@ class RankRecording:
 
     @property
     def ended(self) -> bool:
-        """Whether its script has ended, and without an error."""
+        """Whether its script has ended, and not by an exception."""
         return self.reason == ENDED
 
     @property

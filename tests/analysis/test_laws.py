@@ -46,6 +46,18 @@ def test_what_two_programs_with_other_culprits_leave_alike_is_not_certain():
     assert cases > 100
 
 
+def test_what_most_ranks_do_is_the_program_as_no_dump_can_say_otherwise():
+    """That two of three skip a call, and that the third makes one too many, is one recording."""
+    step = [Op("all_reduce", "world", size) for size in (1, 2, 3, 4)]
+    groups = {"world": [(0, 1, 2)]}
+    two_skip = [step * 2 + step[1:] + step, step * 2 + step[1:] + step, step * 4]
+    usual = step * 2 + step[1:] + step
+    one_adds = [usual, usual, usual[:8] + step[:1] + usual[8:]]
+    assert two_skip == one_adds
+    found = verdict(Run(Program(two_skip, groups, [], nccl=True, stacks=True), random.Random(1)))
+    assert found.ranks == (2,), found.sentence
+
+
 # Hangs of a GPT that were found by hand. tp=2 dp=2 pp=2: rank 5 is of the last stage, with 7.
 
 GROUPS = {

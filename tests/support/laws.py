@@ -1,7 +1,9 @@
 """The two laws of a verdict, measured on random programs (tests/support/programs.py).
 
 Whoever is named with certainty is guilty, always. And of programs with one fault that hang, the
-guilty rank is named first in nine of ten. ``compared`` measures others' analyses on them, too.
+guilty rank is named first in nine of ten. What most ranks do is the program: where most made the
+same fault, equal dumps come of a program in which the others are guilty, so neither law asks who
+it was. ``compared`` measures others' analyses on them, too.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ class Case:
     @property
     def guilty(self) -> dict[int, str]:
         return self.run.program.guilty
+
+    @property
+    def outvoted(self) -> bool:
+        """Whether most ranks are guilty of the same fault."""
+        return len({*self.guilty.values()}) == 1 and 2 * len(self.guilty) > self.run.program.world
 
     @property
     def accuses(self) -> bool:
@@ -98,6 +105,7 @@ class Tally:
     """What the verdicts on many programs were."""
 
     cases: int = 0
+    outvoted: int = 0  # which are none of the cases
     first: int = 0
     alone: int = 0
     certain: int = 0
@@ -106,6 +114,9 @@ class Tally:
     by_fault: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def add(self, case: Case) -> None:
+        if case.outvoted:
+            self.outvoted += 1
+            return
         self.cases += 1
         self.first += bool(case.first)
         self.alone += case.alone
@@ -118,6 +129,7 @@ class Tally:
     def merge(self, other: Tally) -> None:
         self.cases, self.first = self.cases + other.cases, self.first + other.first
         self.alone, self.certain = self.alone + other.alone, self.certain + other.certain
+        self.outvoted += other.outvoted
         self.wrong += other.wrong
         self.missed += other.missed
         self.by_fault += other.by_fault
@@ -132,7 +144,8 @@ class Tally:
         )
         yield (
             f"{self.cases:,} programs hang: a guilty rank is named first in {first}, only guilty "
-            f"ranks in {alone}, with certainty in {certain}; {len(self.wrong)} wrong"
+            f"ranks in {alone}, with certainty in {certain}; {len(self.wrong)} wrong; in "
+            f"{self.outvoted} more, most ranks made the same fault"
         )
         for fault in programs.FAULTS:
             right, wrong = self.by_fault[fault, True], self.by_fault[fault, False]
