@@ -29,8 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.groups import store as connection
 from hypergrid.groups.commit import all_or_none
-from hypergrid.groups.creation import Abilities
-from hypergrid.groups.prepare import _Memory, _Round
+from hypergrid.groups.prepare import Abilities, _Memory, _Round
 from hypergrid.groups.rendezvous import Phase
 from hypergrid.policy import Policy
 from tests.support.counting import CountingStore

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid.groups import backends, closing, gloo, of_torch
+from hypergrid.groups.prepare import Abilities, Agreement, accept, choose
 from hypergrid.policy import Policy
 
 Ranks: TypeAlias = Sequence[int]
@@ -115,21 +115,6 @@ def disjoint(groups: Sequence[Ranks]) -> bool:
     return len(members) == len(set(members))
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """What this process can do, as ranks tell each other in the prepare phase.
-
-    ``obstacle`` says why no group can be created by its members alone; ``bound`` why none of the
-    default group's backend can: it is bound to a device, and each new group is split from it.
-    """
-
-    obstacle: str | None = None
-    bound: str | None = None
-    can_split: bool = False
-    can_connect_lazily: bool = True
-    suspends: bool = True  # told by ``GroupPool.suspend`` alone
-
-
 def abilities(policy: Policy | None = None) -> Abilities:
     """What torch, its default group and the environment allow, for this ``policy``.
 
@@ -156,6 +141,17 @@ def abilities(policy: Policy | None = None) -> Abilities:
     elif policy.creation == "split":  # NCCL may not have connected yet, and then cannot be split
         can_split = backends.can_split() and not backends.splits_at_creation()
     return Abilities(_obstacle(), reason, can_split, gloo.can_connect_lazily())
+
+
+def expected(policy: Policy) -> Agreement:
+    """What the ranks will probably agree on, as seen from this one; or AgreementError. *Local*."""
+    return accept(choose("", policy, [abilities(policy)]))
+
+
+def way_of(agreement: Agreement, backend: str | None) -> str:
+    """Who creates groups of ``backend`` under ``agreement``; the same on all ranks."""
+    same = agreement.way == agreement.others
+    return agreement.way if same or backends.split_off(backend) else agreement.others
 
 
 def _obstacle() -> str | None:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import of_torch
+from hypergrid.groups import creation, of_torch
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement, expected, refusing_together
+from hypergrid.groups.prepare import Agreement, refusing_together
 from hypergrid.groups.subgroups import Subgroups
 from hypergrid.groups.suspension import Suspended
 from hypergrid.layout import Dims, LayoutError, RankLayout, listed
@@ -205,13 +205,13 @@ class HyperCommGrid:
                 f"compared. Call get_pg({_call(key)}) for the group of this rank."
             )
         options["backend"] = self.backend
-        rank, made = dist.get_rank(), list[ProcessGroup]()
-        if rank in self.participants():
+        rank, made, ranks = dist.get_rank(), list[ProcessGroup](), self.participants()
+        if rank in ranks:
             views = {f"view {name}": repr(each) for name, each in self.views.items()}
             proposal = {**views, "backend": self.backend, "groups over": label}
             mine = {label: layout.group(rank, names)} if rank in layout else {}
             everyone = lambda: layout.groups(names).tolist()  # noqa: E731
-            with self.agreed(proposal, timeout=options.get("timeout")) as pool:
+            with self.agreed(proposal, timeout=options.get("timeout"), ranks=ranks) as pool:
                 made = pool.make(label, mine, everyone, dims=tuple(names), **options)
         self._pgs[key] = made[0] if made else None
         return self._pgs[key]
@@ -331,7 +331,7 @@ class HyperCommGrid:
         ``TORCH_DIST_INIT_BARRIER=1`` or where the default group is bound to a device.
         """
         policy = _policy() if self.pool is None else self.pool.policy
-        alone = expected(policy).way_of(self.backend) == "members"
+        alone = creation.way_of(creation.expected(policy), self.backend) == "members"
         return self.layout.ranks if alone else range(dist.get_world_size())
 
     def begin(
@@ -349,15 +349,17 @@ class HyperCommGrid:
         proposal: Mapping[str, Any],
         owner: str | None = None,
         timeout: timedelta | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> Iterator[GroupPool]:
         """Create groups inside, in the pool it yields, as ``GroupPool.agreed`` does.
 
-        ``hold`` then tells the grid which dims they are over.
+        ``ranks`` are ``participants()``, for callers that have asked for them. ``hold`` then tells
+        the grid which dims they are over.
         """
         first = self.pool is None
         pool = self.pool or self.begin(Agreement(""), _policy(), owner)
         try:
-            with pool.agreed(self.participants(), proposal, timeout):
+            with pool.agreed(ranks or self.participants(), proposal, timeout):
                 yield pool
         except BaseException:
             if first:

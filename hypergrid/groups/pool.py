@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -104,7 +104,8 @@ class GroupPool:
         if self.prefix:
             proposal = {**proposal, "grid of the assembly": self.prefix.rstrip("/")}
         with _telling(), one_thread(ranks, proposal) as turn, abortable():
-            self.agreement = agree(ranks, proposal, self.policy, timeout, life)
+            can = creation.abilities(self.policy)
+            self.agreement = agree(ranks, proposal, self.policy, can, timeout, life)
             timeout = timeout or of_torch.default_timeout()
             self._devices = gloo.Devices() if one_device else None
             try:
@@ -186,7 +187,7 @@ class GroupPool:
             options["timeout"] = shorter
         try:
             with self._rolling_back(), self.connecting():
-                if self.agreement.way_of(options.get("backend")) == "members":
+                if creation.way_of(self.agreement, options.get("backend")) == "members":
                     made = self._make_mine(label, mine, kind, options)
                 else:
                     made = self._make_all(label, mine, everyone(), kind, options)
@@ -274,7 +275,7 @@ class GroupPool:
         # Every rank leaves out the same groups, including those that it is not in.
         owners = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
         missing = [ranks for ranks in groups if owners[tuple(ranks)] is None]
-        way = self.agreement.way_of(options.get("backend"))
+        way = creation.way_of(self.agreement, options.get("backend"))
         fresh = creation.by_world(way, label, missing, self.agreement.epoch, **options)
         for ranks in mine.values():
             owner = owners[tuple(ranks)]
@@ -383,8 +384,9 @@ class GroupPool:
         proposal = {"groups, suspended": ", ".join(label for label, *_ in self._calls)}
         with _telling(), abortable():
             with telling_others(lambda: ranks):
-                can = found.start(labels, how)  # true of a rank that has used no communicator
-            return agree(ranks, proposal, self.policy, suspends=can).suspends
+                # True of a rank that has used no communicator.
+                can = replace(creation.abilities(self.policy), suspends=found.start(labels, how))
+            return agree(ranks, proposal, self.policy, can).suspends
 
     def _check_repeatable(self) -> None:
         known = {label for label, *_ in self._calls}

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,8 +17,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
 from hypergrid.errors import AbortedError, AgreementError
-from hypergrid.groups.backends import split_off
-from hypergrid.groups.creation import Abilities, abilities
 from hypergrid.groups.rendezvous import Phase, digest_of
 from hypergrid.groups.store import (
     another_connection,
@@ -36,6 +34,21 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
+class Abilities:
+    """What this process can do, as ranks tell each other in the prepare phase.
+
+    ``obstacle`` says why no group can be created by its members alone; ``bound`` why none of the
+    default group's backend can: it is bound to a device, and each new group is split from it.
+    """
+
+    obstacle: str | None = None
+    bound: str | None = None
+    can_split: bool = False
+    can_connect_lazily: bool = True
+    suspends: bool = True  # told by ``GroupPool.suspend`` alone
+
+
+@dataclass(frozen=True)
 class Agreement:
     """What the ranks of a window have agreed on."""
 
@@ -46,20 +59,16 @@ class Agreement:
     lazy: bool = False  # whether gloo connects on first use
     suspends: bool = True  # whether no rank has said that a backend of its groups cannot
 
-    def way_of(self, backend: str | None) -> str:
-        """Who creates groups of ``backend``; the same on all ranks."""
-        return self.way if self.way == self.others or split_off(backend) else self.others
-
 
 def agree(
     ranks: Sequence[int],
     proposal: Mapping[str, Any],
     policy: Policy,
+    can: Abilities,
     timeout: timedelta | None = None,
     life: int | None = None,
-    suspends: bool = True,
 ) -> Agreement:
-    """Compare ``proposal`` and what each process can do over ``ranks``. *Collective* over them.
+    """Compare ``proposal`` and what each process ``can`` do over ``ranks``. *Collective* over them.
 
     Each rank adds a digest to one sum in the store; the last one sees from it whether all are
     equal. With the commit phase that costs six round trips to the store per rank, and a seventh
@@ -74,13 +83,13 @@ def agree(
         What this rank will create, as values that JSON can hold.
     policy : Policy
         Compared too. "auto" is the best way that all ranks support.
+    can : Abilities
+        Of this process, under this policy.
     timeout : timedelta, optional
         How long to wait for the last rank. Default 30 minutes.
     life : int, optional
         For windows of which a rank is in one at a time: this process's n-th one. Windows that
         overlap in the same life are refused, as one would wait for the ranks of the other.
-    suspends : bool, optional
-        Whether this process can suspend its groups, for the result's ``suspends``.
 
     Raises
     ------
@@ -91,7 +100,6 @@ def agree(
     """
     with one_thread(ranks, proposal) as turn:
         try:
-            can = replace(abilities(policy), suspends=suspends)
             return _agree(ranks, proposal, policy, can, timeout, life)
         finally:
             turn.decided.set()
@@ -107,7 +115,7 @@ def _agree(
 ) -> Agreement:
     store = shared_store()
     if store is None:
-        return _accept(_choose(f"{span_of(ranks)}/alone/{_counted(ranks)}", policy, [can]))
+        return accept(choose(f"{span_of(ranks)}/alone/{_counted(ranks)}", policy, [can]))
     everything = {**proposal, **asdict(policy), "hypergrid": __version__}
     timeout = bounded(DEFAULT_TIMEOUT if timeout is None else timeout)
     with noticing_a_dead_link(store, timeout), telling_of_a_lost_store():
@@ -117,18 +125,13 @@ def _agree(
             refused.outcome(timeout)
         here = _Round(store, ranks, memory, life)
         here.arrive(everything, can, policy)
-        return _accept(here.outcome(timeout))
+        return accept(here.outcome(timeout))
 
 
 def _counted(ranks: Sequence[int]) -> int:
     count, span = _memory().alone, span_of(ranks)
     count[span] += 1
     return count[span]
-
-
-def expected(policy: Policy) -> Agreement:
-    """What the ranks will probably agree on, as seen from this one; or AgreementError. *Local*."""
-    return _accept(_choose("", policy, [abilities(policy)]))
 
 
 def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
@@ -187,7 +190,7 @@ def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
         if dist.is_initialized() and dist.get_rank() in ranks:
             with suppress(Exception):  # the refusal itself is what the caller must see
                 text = f"{type(error).__name__}: {error}"
-                agree(ranks, {"refused": text}, policy, timedelta(minutes=1))
+                agree(ranks, {"refused": text}, policy, Abilities(), timedelta(minutes=1))
         raise
 
 
@@ -314,7 +317,7 @@ class _Round:
             return
         if count == len(self.ranks):
             if self.phase.all_equal(self.digest) and "refused" not in self.proposal:
-                self.phase.publish(json.dumps(_choose(self.epoch, self.policy, [self.can])))
+                self.phase.publish(json.dumps(choose(self.epoch, self.policy, [self.can])))
             else:
                 self.phase.ask()
 
@@ -398,10 +401,10 @@ class _Round:
         if "refused" in said[0][0] or any(each[0] != said[0][0] for each in said):
             return json.dumps({"error": _difference(said, self.span)})
         everybody = [Abilities(**can) for _, (*_, can) in entries]
-        return json.dumps(_choose(self.epoch, self.policy, everybody))
+        return json.dumps(choose(self.epoch, self.policy, everybody))
 
 
-def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[str, Any]:
+def choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[str, Any]:
     """The best way of creation that all ranks can use, or why the requested one is impossible."""
     obstacle = next((can.obstacle for can in everybody if can.obstacle), None)
     bound = next((can.bound for can in everybody if can.bound), None)
@@ -431,7 +434,7 @@ def _choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[
     )
 
 
-def _accept(outcome: dict[str, Any]) -> Agreement:
+def accept(outcome: dict[str, Any]) -> Agreement:
     if "error" in outcome:
         raise AgreementError(outcome["error"])
     return Agreement(**outcome)

@@ -105,7 +105,7 @@ class Subgroups:
                 f"init_process_group(device_id=...) has bound the default group to a {device} "
                 f"device, and torch connects each new group at once"
             )
-        if self._first.way_of(backend) != "members":
+        if creation.way_of(self._first, backend) != "members":
             return self._first.why or "creation was set so that members do not create alone"
         if "gloo" in backends.devices_of(backend).values() and not gloo.can_connect_lazily():
             return "this torch's gloo connects at once"

@@ -63,7 +63,7 @@ def test_all_three_ways_give_the_same_membership():
 def _obstacle(rank):
     """Rank 5 alone cannot create by members."""
     can = creation.Abilities("an old torch" if rank == 5 else None)
-    return mock.patch("hypergrid.groups.prepare.abilities", return_value=can)
+    return mock.patch("hypergrid.groups.creation.abilities", return_value=can)
 
 
 @on_ranks(8)
@@ -93,7 +93,7 @@ def test_a_way_that_is_not_open_to_all_is_refused_by_all(rank):
 @on_ranks(8)
 def test_where_some_are_bound_and_some_are_not_everyone_creates_but_gloo_twins_go_by_members(rank):
     can = creation.Abilities(bound="a device" if rank else None, can_split=bool(rank))
-    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
+    with mock.patch("hypergrid.groups.creation.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT)
     _check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
@@ -309,7 +309,7 @@ def test_what_cannot_connect_is_a_creation_error_on_every_rank_only_where_it_is_
 @on_ranks(4)
 def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported(rank):
     can = creation.Abilities(can_connect_lazily=rank != 2)
-    with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
+    with mock.patch("hypergrid.groups.creation.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT, connect="lazy")
     assert not ps.current_state().pool.agreement.lazy
     text = report(ps.current_state())

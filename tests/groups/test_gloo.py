@@ -16,7 +16,7 @@ from compat.report import report
 from hypergrid import CreationError, HyperCommGrid
 from hypergrid.analysis.summary import descriptors as descriptors_of
 from hypergrid.groups import backends, gloo
-from hypergrid.groups.creation import Abilities
+from hypergrid.groups.prepare import Abilities
 from hypergrid.policy import LARGEST_MESH
 from tests.support.forked import descriptors, from_all, on_ranks, sockets
 
@@ -85,7 +85,7 @@ def test_auto_connects_groups_up_to_a_size_at_once_and_the_others_on_first_use(r
 def test_auto_is_as_torch_where_a_rank_cannot_wait_and_below_the_size(rank):
     with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 2):
         can = Abilities(can_connect_lazily=rank != 2)
-        with mock.patch("hypergrid.groups.prepare.abilities", return_value=can):
+        with mock.patch("hypergrid.groups.creation.abilities", return_value=can):
             listening, connected = _opened(rank, connect="auto")
         assert (listening, connected) == (1, sum(n - 1 for n in _sizes()))
         assert "not every rank's torch can connect on first use" in report(ps.current_state())

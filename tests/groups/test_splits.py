@@ -16,8 +16,8 @@ from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
 from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid
 from hypergrid.groups import backends, closing, creation, of_torch
+from hypergrid.groups.creation import expected
 from hypergrid.groups.pool import before_closing, live_pools
-from hypergrid.groups.prepare import expected
 from hypergrid.policy import Policy
 from tests.support.backends import SPLITS
 from tests.support.backends import splitting as register_splitting

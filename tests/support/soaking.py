@@ -30,8 +30,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.state import SLOTS, ParallelState
 from hypergrid.groups import pool
-from hypergrid.groups.creation import Abilities
-from hypergrid.groups.prepare import _Memory, _Round
+from hypergrid.groups.prepare import Abilities, _Memory, _Round
 from hypergrid.policy import Policy
 from tests.support import OURS, own_keys
 from tests.support.counting import CountingStore
