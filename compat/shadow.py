@@ -22,6 +22,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from hypergrid.messages import few
+
 VARIABLE = "HYPERGRID_SHADOW"
 _NAME = "megatron.core.parallel_state"
 _LINES_OF_A_RANK, _LINES_IN_ALL = 8, 20
@@ -187,7 +189,7 @@ class _Matching:
         same = (each for each in self._left if (each.label, each.ranks) == (label, ranks))
         created = next(same, None)
         if created is None:
-            self.differences.append(f"{label} of ranks {_short(ranks)}: stock has not created it")
+            self.differences.append(f"{label} of ranks [{few(ranks)}]: stock has not created it")
             return object()
         self._left.remove(created)
         self.found.append(created)
@@ -281,20 +283,14 @@ def _shown(value: Any) -> str:
     from torch.distributed import ProcessGroup, get_process_group_ranks
 
     if isinstance(value, ProcessGroup):
-        return f"{value.group_desc} of ranks {_short(get_process_group_ranks(value))}"
+        return f"{value.group_desc} of ranks [{few(get_process_group_ranks(value))}]"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value[:8]))}{', ...' if len(value) > 8 else ''}]"
+        return f"[{few([*map(_shown, value)])}]"
     if isinstance(value, dict):
         return f"groups of sizes {[*value]}"
     if isinstance(value, type):
         return f"a {value.__name__}"
     return "a group that stock has not created" if type(value) is object else repr(value)
-
-
-def _short(ranks: Sequence[int]) -> str:
-    from hypergrid.messages import few
-
-    return f"[{few(ranks)}]"
 
 
 def _report(call: int, ranks: Sequence[int], summary: str, differences: list[str]) -> None:
@@ -325,18 +321,18 @@ def _report(call: int, ranks: Sequence[int], summary: str, differences: list[str
         answered = shared.add(f"{key}/ranks", 0)
         wrong = shared.add(f"{key}/different", 0)
         lines = stores.lines(shared, f"{key}/lines") if wrong else []
-    answers = "" if answered == len(ranks) else f" ({len(ranks) - answered} did not answer)"
-    if not wrong:
-        of = f"all {answered} ranks" if not answers else f"{answered} of {len(ranks)} ranks"
-        said = [f"hypergrid (shadow): would have created the same groups on {of}: {summary}."]
-    else:
+    heard = f"{answered} ranks"
+    if answered < len(ranks):
+        heard += f" that answered, of {len(ranks)}"
+    said = [f"hypergrid (shadow): would have created the same groups on all {heard}: {summary}."]
+    if wrong:
+        more = len(lines) - _LINES_IN_ALL
         said = [
-            f"hypergrid (shadow): would differ from stock on {wrong} of {len(ranks)} ranks"
-            f"{answers}. Stock's groups are used.",
+            f"hypergrid (shadow): would differ from stock on {wrong} of {heard}. "
+            f"Stock's groups are used.",
             *lines[:_LINES_IN_ALL],
+            *([f"and {more} more."] if more > 0 else []),
         ]
-        if len(lines) > _LINES_IN_ALL:
-            said.append(f"and {len(lines) - _LINES_IN_ALL} more.")
     if rank == ranks[0]:
         print("\n".join(said), flush=True)
     if wrong and strict:

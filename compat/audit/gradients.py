@@ -1,7 +1,7 @@
 """Whether each parameter's gradient is summed over the right ranks, and counted once in the norm.
 
-Nothing is believed: gradients are filled with numbers that say where they come from,
-megatron-core's own functions reduce and count them, and what comes out says who took part.
+Gradients are filled with numbers that say which rank they come from; megatron-core's own functions
+reduce and count them, and the results say which ranks took part.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from compat.state import ParallelState
+from hypergrid.messages import few
 
 # Ranks that one reduction tells apart by powers of two: in bfloat16 too, and of four a multiple
 # may be the sum of other ranks.
@@ -35,18 +36,17 @@ class GradientFinding:
     ranks: tuple[int, ...]  # where it is so
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
         subject = f"{self.parameter} ({self.kind})" if self.parameter else "the gradient norm"
-        return f"{subject}: {self.what}; on ranks {ranks}"
+        return f"{subject}: {self.what}; on ranks {few(self.ranks)}"
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """What one rank says of one of its parameters."""
+    """One rank's part of one of the model's parameters."""
 
     name: str
     kind: str
-    place: str  # which part of the whole model it is of
+    place: str  # the part of the whole model that has it
     key: tuple[Any, ...]  # equal on ranks that hold the same elements of the whole model
     numel: int
     wanted: frozenset[int]  # ranks whose gradients must be summed
@@ -98,7 +98,7 @@ def check_gradients(
         everyone = dict(_from_all((dist.get_rank(), here), state))
         found = list(_wrongly_reduced(everyone))
         if optimizer is not None:
-            found += _norm(own, here, optimizer, everyone, state)
+            found += _wrongly_counted(own, here, optimizer, everyone, state)
     return found
 
 
@@ -150,9 +150,6 @@ def _from_all(value: Any, state: ParallelState) -> list[Any]:
         dist.all_gather_object(parts, stage, group=group)
         stage = [each for part in parts for each in part]
     return stage
-
-
-# Which ranks' gradients are summed.
 
 
 def _reduced(
@@ -251,44 +248,29 @@ def _described(
 
 
 def _wrongly_reduced(everyone: dict[int, list[_Parameter]]) -> Iterator[GradientFinding]:
-    told: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, parameters in sorted(everyone.items()):
         for at, parameter in enumerate(parameters):
             # The distributed optimizer's sums are spread: the rank that has a part knows it.
-            mates = [
-                everyone[mate][at].summed
-                for mate in parameter.wanted
-                if _same(everyone, mate, at, parameter)
-            ]
-            summed = max([parameter.summed, *mates], key=len)
+            others = [each for mate in parameter.wanted for each in everyone[mate][at : at + 1]]
+            sums = [other.summed for other in others if other.key == parameter.key]
+            summed = max([parameter.summed, *sums], key=len)
             if summed != parameter.wanted:
-                got = f"summed over the ranks {_few(summed)} instead of {_few(parameter.wanted)}"
-                told[parameter.name, parameter.kind, got].append(rank)
-    for (name, kind, what), ranks in told.items():
+                got, wanted = few(sorted(summed)), few(sorted(parameter.wanted))
+                what = f"summed over the ranks [{got}] instead of [{wanted}]"
+                found[parameter.name, parameter.kind, what].append(rank)
+    for (name, kind, what), ranks in found.items():
         yield GradientFinding(name, kind, what, tuple(ranks))
 
 
-def _same(everyone: dict[int, list[_Parameter]], rank: int, at: int, parameter: _Parameter) -> bool:
-    others = everyone.get(rank, [])
-    return at < len(others) and others[at].key == parameter.key
-
-
-def _few(ranks: frozenset[int]) -> str:
-    listed = sorted(ranks)
-    return "[" + ", ".join(map(str, listed[:8])) + ", ..." * (len(listed) > 8) + "]"
-
-
-# How often the norm counts what.
-
-
-def _norm(
+def _wrongly_counted(
     own: Sequence[tuple[int, str, Any]],
     here: list[_Parameter],
     optimizer: Any,
     everyone: dict[int, list[_Parameter]],
     state: ParallelState,
 ) -> Iterator[GradientFinding]:
-    children = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    children = _children(optimizer)
     counted = [_counted(child, optimizer, own) for child in children]
     groups = [_norm_ranks(child, optimizer) for child in children]
     norms = _norm_of_ones(own, optimizer)
@@ -344,8 +326,11 @@ def _norm_of_ones(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> float:
     for *_, parameter in own:
         parameter.main_grad.fill_(1.0)
     optimizer.prepare_grads()
-    children = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    return float(optimizer.get_grad_norm()) * _scaled(torch.ones(1), children[0])
+    return float(optimizer.get_grad_norm()) * _scaled(torch.ones(1), _children(optimizer)[0])
+
+
+def _children(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
 def _norm_ranks(child: Any, optimizer: Any) -> list[int] | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,16 +53,9 @@ class ForbiddenReadError(RuntimeError):
     """A read that ``forbid()`` does not allow."""
 
 
-class _Watch(threading.local):
-    """Per thread: the group behind the read in progress."""
-
-    group: Any = None
-
-
-_watch = _Watch()
+_read_by_thread = threading.local()  # its ``group``: the one behind the read in progress
 _logs: list[Log] = []
-_rules: list[_Forbidding] = []
-_strict: list[object] = []
+_rules: list[_Rule] = []
 _functions: dict[str, FunctionType] = {}  # the getters
 _inner: dict[str, FunctionType] = {}  # as they are without the audit
 _lock = threading.RLock()
@@ -75,7 +68,7 @@ _warned: set[str] = set()
 def _switch() -> None:
     """Put the audit in if something needs it, take it out if nothing does."""
     with _lock:
-        wanted = bool(_logs or _rules or _strict)
+        wanted = bool(_logs or _rules)
         if wanted and not _inner:
             _put_in()
         elif not wanted and _inner:
@@ -161,16 +154,16 @@ def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
     if frame is None:  # one function of ours calls another
         result = _inner[name](*args, **kwargs)
         if isinstance(result, ProcessGroup):
-            _watch.group = result
+            _read_by_thread.group = result
         return result
     _refuse(name, frame)
-    _watch.group = None
+    _read_by_thread.group = None
     result = None
     try:
         result = _inner[name](*args, **kwargs)
         return result
     finally:
-        group = result if isinstance(result, ProcessGroup) else _watch.group
+        group = result if isinstance(result, ProcessGroup) else _read_by_thread.group
         _record(name, name.startswith(SETTERS), frame, group)
 
 
@@ -190,8 +183,13 @@ def _is_guard(frame: FrameType) -> bool:
 
 
 def _open_logs() -> Iterable[Log]:
-    """The innermost of each directory, as their files are added up."""
-    return {log.directory: log for log in _logs}.values()
+    """This process's innermost log of each directory, as the files are added up."""
+    process = os.getpid()  # not of the process that it was forked from, whose thread had the lock
+    return {log.directory: log for log in _logs if log.process == process}.values()
+
+
+def _is_strict() -> bool:
+    return any(rule.is_strict for rule in _rules)
 
 
 def _refuse(name: str, frame: FrameType) -> None:
@@ -207,13 +205,19 @@ def _record(name: str, changes: bool, frame: FrameType, group: Any) -> None:
     place = owners.look_around(frame)
     phase, state = _phase(place), current()
     if _logs:
-        module = frame.f_globals.get("__name__", "?")
-        desc = slot.lstrip("_") if slot else ""
-        called = state.name if state.request is not None else "none"
-        key = (frame.f_lineno, place.outermost, phase, called, desc)
+        use = {
+            "module": frame.f_globals.get("__name__", "?"),
+            "line": frame.f_lineno,
+            "outermost": place.outermost,
+            "name": name,
+            "writes": changes,
+            "phase": phase,
+            "state": state.name if state.request is not None else "none",
+            "group": slot.lstrip("_") if slot else "",
+        }
         for log in _open_logs():
-            log.site(frame.f_code, module, key, name, changes)
-    if not changes and (_logs or _strict):
+            log.site(frame.f_code, use)
+    if not changes and (_logs or _is_strict()):
         _judge(name, slot, group, frame, place, phase)
 
 
@@ -301,7 +305,7 @@ def _ranks(group: Any) -> str:
 def _tell(kind: str, text: str, ranks: str) -> None:
     for log in _open_logs():
         log.problem(kind, text, ranks)
-    if _strict:
+    if _is_strict():
         raise WrongStateError(f"rank {_rank()} {ranks}: {text}")
     if text not in _warned:
         _warned.add(text)
@@ -344,17 +348,18 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
         log.close()
 
 
-class _Raising(AbstractContextManager[Any]):
-    """From the call on, for the process; as a context manager until its end."""
+class _Rule(AbstractContextManager[Any]):
+    """Raises at reads from the call on, for the process; as a context manager until its end."""
 
-    _all: ClassVar[list[Any]]  # of this kind, that have not ended
-
-    def __init__(self) -> None:
+    def __init__(
+        self, patterns: Sequence[str] = (), allow: Sequence[str] = (), is_strict: bool = False
+    ) -> None:
+        self.patterns, self.allow, self.is_strict = patterns, allow, is_strict
         self.__enter__()
 
     def __enter__(self) -> Any:
-        if self not in self._all:
-            self._all.append(self)
+        if self not in _rules:
+            _rules.append(self)
             _switch()
         return self
 
@@ -363,29 +368,12 @@ class _Raising(AbstractContextManager[Any]):
 
     def end(self) -> None:
         """Raise no longer; idempotent."""
-        if self in self._all:
-            self._all.remove(self)
+        if self in _rules:
+            _rules.remove(self)
             _switch()
 
-
-class strict(_Raising):
-    """Raise WrongStateError where a read is of another state than the reader's. *Local*.
-
-    From the call on, for the process; as a context manager until its end.
-    """
-
-    _all = _strict
-
-
-class _Forbidding(_Raising):
-    _all = _rules
-
-    def __init__(self, patterns: Sequence[str], allow: Sequence[str]) -> None:
-        self.patterns, self.allow = patterns, allow
-        super().__init__()
-
     def check(self, name: str, frame: FrameType) -> None:
-        """Refuse a read of ``name`` by ``frame``, if it is one of those."""
+        """Refuse a read of ``name`` by ``frame``, if a pattern matches its module."""
         module = frame.f_globals.get("__name__", "")
         rule = next((p for p in self.patterns if fnmatch.fnmatchcase(module, p)), None)
         if rule is None or any(
@@ -403,7 +391,15 @@ class _Forbidding(_Raising):
         )
 
 
-def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> _Forbidding:
+def strict() -> _Rule:
+    """Raise WrongStateError where a read is of another state than the reader's. *Local*.
+
+    From the call on, for the process; as a context manager, or with ``end()``, until its end.
+    """
+    return _Rule(is_strict=True)
+
+
+def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> _Rule:
     """Raise ForbiddenReadError where a module uses parallel_state. *Local*.
 
     From the call on, for the process; as a context manager, or with ``end()``, until its end.
@@ -424,22 +420,17 @@ def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> 
     ValueError
         There is no pattern, or one that is no module's name.
     """
-    given = {"modules": modules, "allow": allow}
     lists: dict[str, list[Any]] = {}
-    for name, value in given.items():
+    for name, value in (("modules", modules), ("allow", allow)):
         several = isinstance(value, Iterable) and not isinstance(value, str)
         lists[name] = [*value] if several else [value]
         for each in lists[name]:
+            invalid = f"invalid value in {name}: {each!r}"
+            allowed = "allowed: patterns of modules' names such as 'megatron.core.transformer.*'."
             if not isinstance(each, str):
-                raise TypeError(
-                    f"invalid value in {name}: {each!r} is no string; allowed: patterns of "
-                    f"modules' names such as 'megatron.core.transformer.*'."
-                )
+                raise TypeError(f"{invalid} is no string; {allowed}")
             if not each or set(each) & set("/\\ " if name == "allow" else "/\\ :"):
-                raise ValueError(
-                    f"invalid value in {name}: {each!r} matches no module; allowed: patterns of "
-                    f"modules' names such as 'megatron.core.transformer.*'."
-                )
+                raise ValueError(f"{invalid} matches no module; {allowed}")
     if not lists["modules"]:
         raise ValueError("forbid() needs at least one pattern of modules' names.")
-    return _Forbidding(lists["modules"], lists["allow"])
+    return _Rule(lists["modules"], lists["allow"])
