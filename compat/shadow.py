@@ -102,7 +102,7 @@ class Created:
 
 @dataclass
 class Record:
-    """What stock asked torch for while it initialised: every call, and this rank's groups."""
+    """The calls of stock's initialisation: how many there were, and this rank's groups."""
 
     calls: int = 0
     groups: list[Created] = field(default_factory=list)

@@ -16,7 +16,7 @@ _BUFFERS = ("_set_global_memory_buffer", "_set_global_symmetric_memory_buffer")
 AUDITED = (*(n for n in FUNCTIONS if not n.startswith("_") and n != "missing"), *_BUFFERS)
 _OF_RANKS = {row.ranks: row.slot for row in ROWS if row.ranks}
 _FIELDS = {slot: field for field, slot in SLOTS.items() if slot}
-# They ask whether there are groups at all: right in any state.
+# These getters ask whether there are groups at all, and are right in any state.
 _STATELESS = ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
 
 
@@ -49,7 +49,7 @@ def field_of(slot: str) -> str:
 
 
 def instead_of(name: str, slot: str | None = None) -> str:
-    """What to pass instead of reading ``name``, in words."""
+    """Advice in words: the value to pass instead of reading ``name``."""
     slots = [slot] if slot else [*slots_behind(name)]
     fields = [field for each in slots if (field := field_of(each))]
     if not fields:

@@ -185,7 +185,7 @@ def _reduce(chunks: list[Any], own: Sequence[tuple[int, str, Any]], value: float
         if getattr(config, "overlap_grad_reduce", False):
             chunk.start_grad_sync()
     finalize_model_grads(chunks)
-    # Of a sum that is spread over ranks each has a part; elsewhere there is less.
+    # Where a sum is spread over ranks, each rank has a part of it and smaller values elsewhere.
     return [float(parameter.main_grad.max()) for *_, parameter in own]
 
 

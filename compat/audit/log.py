@@ -1,4 +1,4 @@
-"""What one process recorded, and its file."""
+"""The reads and problems that one process recorded, and their file."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Log:
 
 
 def function_of(code: CodeType) -> str:
-    """Its name, with its class where Python (from 3.11 on) tells it."""
+    """The function's name, with its class where Python (from 3.11 on) tells it."""
     name: str = getattr(code, "co_qualname", code.co_name)
     return name
 

@@ -34,9 +34,9 @@ from hypergrid.groups import of_torch
 
 _MODULE = "compat.parallel_state"
 _HOOK = "_hypergrid_audit"  # in the globals of the getters, while something is on
-_OWN = ("compat", "hypergrid")
-# What reads for its caller: the caller is who lacks a group. All of a module, or one function.
-_THROUGH = frozenset(
+_OUR_PACKAGES = ("compat", "hypergrid")
+# Modules and functions that read for their caller, which is the one that lacks a group.
+_READ_FOR_CALLERS = frozenset(
     {
         "megatron.core.process_groups_config",
         "megatron.core.utils:get_tensor_model_parallel_group_if_none",
@@ -60,9 +60,6 @@ _functions: dict[str, FunctionType] = {}  # the getters
 _inner: dict[str, FunctionType] = {}  # as they are without the audit
 _lock = threading.RLock()
 _warned: set[str] = set()
-
-
-# On and off.
 
 
 def _switch() -> None:
@@ -143,11 +140,8 @@ class _Watched(ModuleType):
             _record(name, True, frame, value if isinstance(value, ProcessGroup) else None)
 
 
-# One read.
-
-
 def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """What a getter calls while something is on."""
+    """The code of every audited getter while something is on."""
     if torch.compiler.is_dynamo_compiling():  # it cannot trace what follows
         return _inner[name](*args, **kwargs)
     frame = _caller(sys._getframe(1).f_back)  # None also where no Python code calls
@@ -171,8 +165,9 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     """The frame that reads; None if it is ours."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module not in _THROUGH and f"{module}:{frame.f_code.co_name}" not in _THROUGH:
-            return None if module.partition(".")[0] in _OWN else frame
+        reader = {module, f"{module}:{frame.f_code.co_name}"}
+        if not reader & _READ_FOR_CALLERS:
+            return None if module.partition(".")[0] in _OUR_PACKAGES else frame
         frame = frame.f_back
     return None
 
@@ -241,9 +236,6 @@ def _phase(place: Place) -> str:
     return place.phase or "elsewhere"
 
 
-# Whether it is the right state.
-
-
 def _judge(
     name: str, slot: str | None, group: Any, frame: FrameType, place: Place, phase: str
 ) -> None:
@@ -259,41 +251,36 @@ def _judge(
         source = owners.state_of(group) if group is not None else current()
         built = "given groups of" if owner.was_given else "built under"
         text = (
-            f"{type(place.reader).__name__} {built} {owner.name} {read} of {_name(source)} at "
-            f"{_where(frame)}, by {name}(). Read inside `with state.activate():` of its own "
+            f"{type(place.reader).__name__} {built} {owner.name} {read} of {_state_name(source)} "
+            f"at {_location(frame)}, by {name}(). Read inside `with state.activate():` of its own "
             f"state, or {remedy}"
         )
         got, wanted = _ranks(group), _ranks(given)
-        if got == wanted:
-            _tell(_OTHER, text, f"got another group of the same ranks {got}")
-        else:
-            _tell(_OTHER, text, f"got the ranks {got} instead of {wanted}")
+        same = f"got another group of the same ranks {got}"
+        _report(_OTHER, text, same if got == wanted else f"got the ranks {got} instead of {wanted}")
         return
     is_open, ended = activations()
     states = all_states()
     if is_open or len(states) < 2:
         return
-    names = ", ".join(sorted(map(_name, states)))
-    got = f"got that of {_name(current())}, of the states {names}"
+    kind, when = _NONE_OPEN, "while no activate() is open"
+    advice = "Read inside `with state.activate():`"
     if phase == "backward" and ended:
-        text = (
-            f"{_where(frame)} {read} by {name}() in backward, after activate() of {ended!r} has "
-            f"ended: {got}. Run forward and backward inside one activate(), or {remedy}"
-        )
-        _tell(_ENDED, text, f"got the ranks {_ranks(group)}")
-    else:
-        text = (
-            f"{_where(frame)} {read} by {name}() while no activate() is open: {got}. Read inside "
-            f"`with state.activate():`, or {remedy}"
-        )
-        _tell(_NONE_OPEN, text, f"got the ranks {_ranks(group)}")
+        kind, when = _ENDED, f"in backward, after activate() of {ended!r} has ended"
+        advice = "Run forward and backward inside one activate()"
+    names = ", ".join(sorted(map(_state_name, states)))
+    text = (
+        f"{_location(frame)} {read} by {name}() {when}: got that of {_state_name(current())}, of "
+        f"the states {names}. {advice}, or {remedy}"
+    )
+    _report(kind, text, f"got the ranks {_ranks(group)}")
 
 
-def _name(state: Any) -> str:
+def _state_name(state: Any) -> str:
     return repr(state.name) if state is not None and state.name else "no state"
 
 
-def _where(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     module = frame.f_globals.get("__name__", "")
     return f"{file_of(frame.f_code, module)}:{frame.f_lineno}"
 
@@ -302,7 +289,7 @@ def _ranks(group: Any) -> str:
     return str(dist.get_process_group_ranks(group)) if group is not None else "none"
 
 
-def _tell(kind: str, text: str, ranks: str) -> None:
+def _report(kind: str, text: str, ranks: str) -> None:
     for log in _open_logs():
         log.problem(kind, text, ranks)
     if _is_strict():
@@ -314,9 +301,6 @@ def _tell(kind: str, text: str, ranks: str) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
-# What users call.
 
 
 def begin(directory: str | os.PathLike[str]) -> None:
@@ -384,7 +368,7 @@ class _Rule(AbstractContextManager[Any]):
             return
         called = name if name.startswith("_") else f"{name}()"
         raise ForbiddenReadError(
-            f"rank {_rank()}: {module} used {called} of parallel_state at {_where(frame)}, in "
+            f"rank {_rank()}: {module} used {called} of parallel_state at {_location(frame)}, in "
             f"{function_of(frame.f_code)}, which forbid({rule!r}) does not allow. What to do: "
             f"{instead_of(name)}. To allow it for now: forbid({rule!r}, "
             f"allow=[{f'{module}:{name}'!r}])."

@@ -148,7 +148,7 @@ class Job:
     shape: Shape | None = None  # of the model, where all of it is known
     user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
-    # Of a launch line: the flags that were used, those without effect, and those not known.
+    # The flags of a launch line, by "used", "without effect" and "not known".
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     def request(self) -> Request:
@@ -166,7 +166,7 @@ class Job:
         return self.request().plan
 
     def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
-        """Its layouts under another order, or None where Megatron refuses that order."""
+        """The job's layouts under another order, or None where Megatron refuses that order."""
         try:
             return replace(self, arguments={**self.arguments, "order": order}).request().layouts
         except JobError:
@@ -196,7 +196,7 @@ def weight(words: Sequence[Word]) -> int:
 
 
 def taken(default: str) -> str:
-    """That a variable's default was taken, ``NAME=VALUE``, as an assumption in words."""
+    """The assumption, in words, that a variable has its default ``NAME=VALUE``."""
     return f"{default}, its default; --set {default.partition('=')[0]}=VALUE changes it"
 
 
@@ -445,7 +445,7 @@ def _expert_layers(text: str, layers: int) -> int:
 
 
 def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """As Megatron's arguments: from the layers of each virtual stage; none with one stage."""
+    """Set the number of virtual stages from their layers, as Megatron does; none with one stage."""
     stages = arguments.get("pipeline_model_parallel_size", 1)
     name = "virtual_pipeline_model_parallel_size"
     if stages == 1:

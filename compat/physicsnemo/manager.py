@@ -56,7 +56,9 @@ def _kept(attribute: str, warning: str = "") -> Any:
 
 
 class DistributedManager:
-    """What this process knows about the job, as nvidia-physicsnemo 1.3: one for all objects.
+    """The rank, device, groups and mesh of this process, as nvidia-physicsnemo 1.3.
+
+    All objects share one state.
 
     Call ``initialize()`` first, on every rank; ``DistributedManager()`` then returns the manager
     anywhere. Groups are created by their members alone, after all ranks have compared them, and

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 GroupSource: TypeAlias = "AnyGrid | ParallelState"
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
-# What Transformer Engine takes: over which dims, whether of expert layers, and a state's getter.
+# The groups that Transformer Engine takes: dims, whether of expert layers, and a state's getter.
 _GROUPS: dict[tuple[str, bool], Callable[[ParallelState], ProcessGroup]] = {
     ("tp", False): lambda state: state.get_tensor_model_parallel_group(),
     ("cp", False): lambda state: state.get_context_parallel_group(),
@@ -47,7 +47,7 @@ _stream_of = functools.cache(torch.cuda.Stream)
 
 
 class ContextParallel(NamedTuple):
-    """What ``set_context_parallel_group`` takes, in its order.
+    """The arguments of ``set_context_parallel_group``, in its order.
 
     ``cp_group`` is [a2a, p2p] for "a2a+p2p". ``cp_global_ranks`` are all ranks of cp in their
     order, a2a fastest: rank r of the ring sends to
@@ -85,7 +85,7 @@ def cp_args(
     *,
     cp_stream: Any = None,
 ) -> ContextParallel:
-    """What ``set_context_parallel_group(*cp_args(grid))`` takes.
+    """The arguments for ``set_context_parallel_group(*cp_args(grid))``.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def _hierarchy(source: GroupSource, a2a_size: int | None) -> list[ProcessGroup]:
 
 
 def _dims(grid: AnyGrid, dims: str, expert: bool = False) -> tuple[list[str], str]:
-    """Those of ``dims`` that the grid has, and the view that they are of."""
+    """The dims among ``dims`` that the grid has, and their view."""
     views = core_of(grid).views
     view = "expert" if expert and "expert" in views else BASE
     return [dim for dim in dims.split("-") if dim in views[view].dims], view
