@@ -20,7 +20,7 @@ from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypergrid.messages import few
 
@@ -48,6 +48,9 @@ class _Watched(SourceFileLoader):
         watch(module)
 
 
+_finder = _Finder()
+
+
 def is_wanted() -> bool:
     """Whether the environment asks for a shadow run."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
@@ -64,8 +67,8 @@ def install() -> None:
             f"the shadow run begins too late: {_NAME} is already imported, and other modules may "
             f"hold its functions. Start the script with `python -m compat.launch --shadow SCRIPT`."
         )
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def watch(stock: ModuleType, report: Callable[..., None] | None = None) -> None:
@@ -88,15 +91,12 @@ def watch(stock: ModuleType, report: Callable[..., None] | None = None) -> None:
     stock.initialize_model_parallel = compared  # type: ignore[attr-defined]
 
 
-@dataclass
-class Created:
-    """A call of ``torch.distributed.new_group`` and the group of this rank that it returned."""
+class Created(NamedTuple):
+    """A call of ``torch.distributed.new_group`` that returned a group of this rank."""
 
     label: str
     ranks: tuple[int, ...]
-    backend: str | None
-    timeout: timedelta | None
-    options: Any
+    arguments: dict[str, Any]
     group: Any
 
 
@@ -122,15 +122,9 @@ def _recorded() -> Iterator[Record]:
         record.calls += 1
         if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
             members = given.get("ranks")
-            created = Created(
-                label=given.get("group_desc") or "",
-                ranks=tuple(range(dist.get_world_size()) if members is None else sorted(members)),
-                backend=given.get("backend"),
-                timeout=given.get("timeout"),
-                options=given.get("pg_options"),
-                group=group,
-            )
-            record.groups.append(created)
+            ranks = range(dist.get_world_size()) if members is None else sorted(members)
+            label = given.get("group_desc") or ""
+            record.groups.append(Created(label, tuple(ranks), given, group))
         return group
 
     dist.new_group = listening
@@ -193,25 +187,24 @@ class _Matching:
             return object()
         self._left.remove(created)
         self.found.append(created)
-        pairs = {
-            "backend": (created.backend, asked["backend"]),
-            "timeout": (created.timeout, asked["timeout"]),
-            "options": (_content(created.options), _content(asked["pg_options"])),
-        }
-        self.differences += [
-            f"{label}: {name} is {stocks} with stock, and would be {ours}"
-            for name, (stocks, ours) in pairs.items()
-            if stocks != ours
-        ]
+        for name in ("backend", "timeout", "pg_options"):
+            stocks, ours = _content(created.arguments.get(name)), _content(asked[name])
+            if stocks != ours:
+                self.differences.append(
+                    f"{label}: {name} is {stocks} with stock, and would be {ours}"
+                )
         return created.group
 
 
-def _content(options: Any) -> Any:
-    config = getattr(options, "config", None)
+def _content(value: Any) -> Any:
+    """An argument of ``new_group`` that can be compared: of NCCL's options the fields."""
+    if value is None or isinstance(value, str | timedelta):
+        return value
+    config = getattr(value, "config", None)
     if config is None:
-        return None if options is None else type(options).__name__
+        return type(value).__name__
     fields = {name: getattr(config, name, None) for name in _NCCL_FIELDS}
-    return {"is_high_priority_stream": options.is_high_priority_stream, **fields}
+    return {"is_high_priority_stream": value.is_high_priority_stream, **fields}
 
 
 def _globals(stock: ModuleType, ours: dict[str, Any]) -> Iterator[str]:

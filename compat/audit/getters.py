@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dis
 import functools
-from types import CodeType
 
 from compat.collection import SLOTS
 from compat.megatron.getters import FUNCTIONS, SETTERS
@@ -29,18 +27,9 @@ def slots_behind(name: str) -> tuple[str, ...]:
         return (_OF_RANKS[name],)
     if name not in FUNCTIONS or name in _STATELESS or name.startswith(SETTERS):
         return ()
-    found: dict[str, None] = {}
-    asked, seen = [name], set()
-    while asked:
-        function = FUNCTIONS[asked.pop(0)]
-        for used in _names(function.__code__):
-            if used in FUNCTIONS and used not in seen:
-                seen.add(used)
-                asked.append(used)
-            slot = _OF_RANKS.get(used, used)
-            if slot in GROUP_SLOTS:
-                found[slot] = None
-    return tuple(found)
+    # The getter's own globals come before those of the getters that it calls.
+    used = sorted(FUNCTIONS[name].__code__.co_names, key=FUNCTIONS.__contains__)
+    return tuple(dict.fromkeys(slot for each in used for slot in slots_behind(each)))
 
 
 def field_of(slot: str) -> str:
@@ -59,7 +48,3 @@ def instead_of(name: str, slot: str | None = None) -> str:
         what = method if name.endswith(ending) else what
     choice = " or ".join(f"pg_collection.{field}{what}" for field in fields[:4])
     return f"pass {choice}"
-
-
-def _names(code: CodeType) -> list[str]:
-    return [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]

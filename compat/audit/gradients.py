@@ -220,31 +220,23 @@ def _described(
     where: dict[int, dict[str, list[int]]],
     summed: frozenset[int],
 ) -> _Parameter:
-    here = where[dist.get_rank()]
-    expert = "experts" in name.split(".") or "local_experts" in name.split(".")
-    expert = expert or not getattr(parameter, "allreduce", True)
-    split = bool(getattr(parameter, "tensor_model_parallel", False))
-    shared = bool(getattr(parameter, "shared_embedding", False))
-    spread = bool(getattr(parameter, "sequence_parallel", False)) and not expert
-    stage, place = state.get_pipeline_model_parallel_rank(), (chunk, name)
-    if expert:
-        kind, wanted = "expert", [*here["expert"]]
-        tp, ep = state.get_expert_tensor_parallel_rank(), state.get_expert_model_parallel_rank()
-        key: tuple[Any, ...] = (stage, *place, ep, tp if split else -1)
-        part = f"pp={stage} ep={ep}"
+    rank, stage = dist.get_rank(), state.get_pipeline_model_parallel_rank()
+    place, key = f"pp={stage}", tuple[Any, ...]((stage, chunk, name))
+    is_split = bool(getattr(parameter, "tensor_model_parallel", False))
+    in_experts = not {"experts", "local_experts"}.isdisjoint(name.split("."))
+    if in_experts or not getattr(parameter, "allreduce", True):
+        ep, tp = state.get_expert_model_parallel_rank(), state.get_expert_tensor_parallel_rank()
+        kind, place, key, wanted = "expert", f"{place} ep={ep}", (*key, ep), where[rank]["expert"]
     else:
-        part = f"pp={stage}"
-        kind = "tensor-parallel" if split else "replicated"
-        kind = "sequence-parallel" if spread else kind
-        around = [dist.get_rank()]
-        if shared:
-            kind, around = "shared embedding", here["embeddings"]
-        elif spread:
-            around = here["tp"]
-        wanted = [rank for each in around for rank in where[each]["dense"]]
-        tp = state.get_tensor_model_parallel_rank() if split else -1
-        key = ("shared", tp) if shared else (stage, *place, tp)
-    return _Parameter(name, kind, part, key, parameter.numel(), frozenset(wanted), summed)
+        tp, around = state.get_tensor_model_parallel_rank(), [rank]
+        kind = "tensor-parallel" if is_split else "replicated"
+        if getattr(parameter, "shared_embedding", False):
+            kind, key, around = "shared embedding", ("shared",), where[rank]["embeddings"]
+        elif getattr(parameter, "sequence_parallel", False):
+            kind, around = "sequence-parallel", where[rank]["tp"]
+        wanted = [each for one in around for each in where[one]["dense"]]
+    key += (tp if is_split else -1,)
+    return _Parameter(name, kind, place, key, parameter.numel(), frozenset(wanted), summed)
 
 
 def _wrongly_reduced(everyone: dict[int, list[_Parameter]]) -> Iterator[GradientFinding]:
