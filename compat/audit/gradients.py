@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from compat.state import ParallelState
 from hypergrid.messages import few
 
+# This rank's trained parameters, each with the number of its chunk and its name.
+Parameters: TypeAlias = Sequence[tuple[int, str, Any]]
 # Ranks that one reduction tells apart by powers of two: in bfloat16 too, and of four a multiple
 # may be the sum of other ranks.
 _BITS = 2
@@ -126,7 +128,7 @@ def _check_arguments(chunks: list[Any], state: Any, optimizer: Any) -> None:
 
 
 @contextmanager
-def _restored(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> Iterator[None]:
+def _restored(own: Parameters, optimizer: Any) -> Iterator[None]:
     # Where it stays True, the next backward does not add its gradients.
     kept = [(p.main_grad.clone(), getattr(p, "grad_added_to_main_grad", False)) for *_, p in own]
     try:
@@ -152,9 +154,7 @@ def _from_all(value: Any, state: ParallelState) -> list[Any]:
     return stage
 
 
-def _reduced(
-    chunks: list[Any], own: Sequence[tuple[int, str, Any]], state: ParallelState
-) -> list[_Parameter]:
+def _reduced(chunks: list[Any], own: Parameters, state: ParallelState) -> list[_Parameter]:
     rank = dist.get_rank()
     ranks = sorted(_from_all(rank, state))
     rounds: list[list[float]] = []
@@ -172,7 +172,7 @@ def _reduced(
     ]
 
 
-def _reduce(chunks: list[Any], own: Sequence[tuple[int, str, Any]], value: float) -> list[float]:
+def _reduce(chunks: list[Any], own: Parameters, value: float) -> list[float]:
     """Each parameter's gradient after megatron-core's reductions, if it was ``value`` before."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -256,7 +256,7 @@ def _wrongly_reduced(everyone: dict[int, list[_Parameter]]) -> Iterator[Gradient
 
 
 def _wrongly_counted(
-    own: Sequence[tuple[int, str, Any]],
+    own: Parameters,
     here: list[_Parameter],
     optimizer: Any,
     everyone: dict[int, list[_Parameter]],
@@ -292,7 +292,7 @@ def _wrongly_counted(
         yield GradientFinding("", "", what, tuple(off))
 
 
-def _counted(child: Any, optimizer: Any, own: Sequence[tuple[int, str, Any]]) -> dict[int, int]:
+def _counted(child: Any, optimizer: Any, own: Parameters) -> dict[int, int]:
     """How many elements of each of this rank's parameters one optimizer counts."""
     found: Counter[int] = Counter()
     for start in range(0, len(own), _EXACT):
@@ -314,7 +314,7 @@ def _scaled(gradient: torch.Tensor, child: Any) -> float:
     return float(gradient.flatten()[0]) * float(scale)
 
 
-def _norm_of_ones(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> float:
+def _norm_of_ones(own: Parameters, optimizer: Any) -> float:
     for *_, parameter in own:
         parameter.main_grad.fill_(1.0)
     optimizer.prepare_grads()
