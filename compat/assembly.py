@@ -23,7 +23,7 @@ from hypergrid.plan import GroupRow
 
 Key: TypeAlias = tuple[tuple[int, ...], ...]  # groups, in ascending order
 _OUTSIDE: Any = dist.GroupMember.NON_GROUP_MEMBER
-_OWN = ("rank_offset", "local_world_size", "job_size", "life", "members", "helpers")
+_SET_BY_RANKS = ("rank_offset", "local_world_size", "job_size", "life", "members", "helpers")
 
 
 class MegatronPart:
@@ -48,7 +48,7 @@ class MegatronPart:
     """
 
     def __init__(self, ranks: Iterable[int], **arguments: Any) -> None:
-        for name in _OWN:
+        for name in _SET_BY_RANKS:
             if name in arguments:
                 raise TypeError(f"a MegatronPart takes no {name}: its ranks say it.")
         listed = list(ranks)
@@ -70,7 +70,7 @@ class MegatronPart:
 
     @cached_property
     def rows(self) -> Sequence[GroupRow]:
-        """Its groups, in Megatron's order."""
+        """The part's groups, in Megatron's order."""
         return self.request.plan.rows
 
     def proposal(self) -> dict[str, Any]:

@@ -1,21 +1,30 @@
-"""The groups of one rank as text: one line per group."""
+"""What ``--report`` prints: the groups of one rank, a line each, and how ranks lie on hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch.distributed as dist
 
 from compat.megatron.planning import Request
-from compat.megatron.releases import HAS
 from compat.megatron.replaced import in_words
+from compat.megatron.traffic import flows_of
 from compat.state import ParallelState
 from hypergrid import policy
+from hypergrid.analysis.placement import interleaved, place
 from hypergrid.analysis.summary import dims_in_words, long_dims
 from hypergrid.groups import of_torch
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import RankLayout
+from hypergrid.groups.store import get_all, shared_store
+from hypergrid.layout import LayoutError
+from hypergrid.messages import few
+from hypergrid.network import Network
+from hypergrid.network_text import from_addresses, hostlist
 
 
 def report(state: ParallelState) -> str:
@@ -24,22 +33,19 @@ def report(state: ParallelState) -> str:
     if request is None or pool is None:
         return "hypergrid: no groups on this rank"
     made, live = pool.agreement, [pooled for pooled in pool.groups if pooled.shares is None]
+    chosen = {"order": request.order, **asdict(request.policy)}
     lines = [
-        f"hypergrid: rank {dist.get_rank()} of {_grid(request.decoder)}; "
-        f"expert grid {_grid(request.expert)}"
-        + (f"; encoder {_grid(request.encoder)}" if request.encoder else ""),
-        f"hypergrid: {len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
+        f"rank {dist.get_rank()} of {request.decoder.trimmed}; "
+        f"expert grid {request.expert.trimmed}"
+        + (f"; encoder {request.encoder.trimmed}" if request.encoder else ""),
+        f"{len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
         + (f" ({made.why})" if made.why else "")
         + _connected(pool),
+        ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in chosen.items()),
     ]
-    chosen = {"order": request.order, **asdict(request.policy)}
-    lines.append(
-        "hypergrid: "
-        + ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in chosen.items())
-    )
     if request.helpers:
-        lines.append(f"hypergrid: outside code has replaced {in_words(request.helpers)}")
-    lines += map("hypergrid: {}".format, [*of_torch.lacking(), *_on_hosts(request)])
+        lines.append(f"outside code has replaced {in_words(request.helpers)}")
+    lines = [f"hypergrid: {line}" for line in (*lines, *of_torch.lacking(), *_on_hosts(request))]
     rows = {p.group.label: p for p in request.planned}
     for pooled in pool.groups:
         planned = rows.get(pooled.label)
@@ -50,7 +56,7 @@ def report(state: ParallelState) -> str:
             backend = planned.group.backend or backend
         lines.append(
             f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
-            f"{_short(pooled.ranks)}"
+            f"{few(pooled.ranks)}"
             + (f"  = {pooled.shares}" if pooled.shares else "")
             + ("  connects on first use" if pool.waits(pooled) else "")
         )
@@ -58,31 +64,50 @@ def report(state: ParallelState) -> str:
 
 
 def tell_host() -> None:
-    """Say where this rank is, for the report of another. *Local*."""
-    from hypergrid.groups import machines
+    """Say in the store on which host this rank is. *Local*; before the ranks agree on groups."""
+    store = shared_store()
+    if store is not None:
+        address = [os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN")]
+        said = [socket.gethostname(), " ".join(address).strip()]
+        store.set(_host_key(dist.get_rank()), json.dumps(said))
 
-    machines.tell_host()
+
+def _hosts_of_ranks(ranks: Sequence[int]) -> tuple[list[str], Network | None] | None:
+    """The host of each rank, and the network where SLURM knows it; None if a rank did not say it.
+
+    Hosts of the network come in the order of their first rank.
+    """
+    store, keys = shared_store(), [_host_key(rank) for rank in ranks]
+    if store is None or not store.check(keys):
+        return None
+    said = [json.loads(text) for text in get_all(store, keys)]
+    hosts, addresses = [str(host) for host, _ in said], dict(said)
+    if not all(addresses.values()):
+        return hosts, None
+    many = Counter(hosts)
+    try:
+        units = from_addresses(addresses.values(), 1).units
+        return hosts, Network(tuple(many), tuple(many.values()), units)
+    except LayoutError:  # a report must not end the job
+        return hosts, None
+
+
+def _host_key(rank: int) -> str:
+    return f"hypergrid/machine/{rank}"
 
 
 def _on_hosts(request: Request) -> Iterator[str]:
     """What is expensive about how the ranks lie on hosts, where the ranks have said it."""
-    from compat.megatron.traffic import flows_of  # here: every training script imports this file
-    from hypergrid.analysis.placement import interleaved, place
-    from hypergrid.groups.machines import told_hosts
-    from hypergrid.network_text import hostlist
-
-    ranks = range(request.plan.window.stop)
-    told = told_hosts(ranks)
-    if told is None:
+    said = _hosts_of_ranks(range(request.plan.window.stop))
+    if said is None:
         return
-    hosts, network = told
-    layouts = request.layouts
-    flows = flows_of(layouts)
-    apart = interleaved(layouts, hosts, flows)
+    hosts, network = said
+    flows = flows_of(request.layouts)
+    apart = interleaved(request.layouts, hosts, flows)
     if apart is not None:
         yield apart
     elif network is not None:
-        found = place(layouts, network, flows)
+        found = place(request.layouts, network, flows)
         if found.cost < found.given:
             names = hostlist(network.hosts[i] for i in found.order)
             yield (
@@ -100,15 +125,3 @@ def _connected(pool: GroupPool) -> str:
     if pool.agreement.lazy:
         return f", {waiting}connected on first use"
     return ", connected at once: not every rank's torch can connect on first use"
-
-
-def _grid(layout: RankLayout) -> str:
-    # A release without gtp_remat does not show it, unless it was set all the same.
-    sizes = dict(zip(layout.dims, layout.sizes, strict=True))
-    if not HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
-        del sizes["gtp_remat"]
-    return repr(RankLayout(tuple(sizes), tuple(sizes.values())).on(layout.ranks))
-
-
-def _short(ranks: tuple[int, ...], most: int = 8) -> str:
-    return ", ".join(map(str, ranks[:most])) + (", ..." if len(ranks) > most else "")

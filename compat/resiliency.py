@@ -114,9 +114,10 @@ class Initialize(_Initialize):
             return state
         rank, ranks = state.active_rank, range(state.active_world_size)
         here = dist.PrefixStore(f"{_LIVES}/{state.iteration}", self.store)
-        said = {"iteration": state.iteration, "ranks": len(ranks), **_choices()}
+        choices = {k: v for k, v in os.environ.items() if k.startswith("HYPERGRID_")}
+        compared = {"iteration": state.iteration, "ranks": len(ranks), **choices}
         try:
-            meet(here, ranks, rank, said, self.timeout)
+            meet(here, ranks, rank, compared, self.timeout)
         except DifferentError as error:
             raise RestartAbort(str(error)) from error
         if rank == 0 and state.iteration > 1:  # all have left it
@@ -165,34 +166,26 @@ class WholeReplicas(RankAssignment):
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         self.layout, self.hosts, self.timeout = layout, hosts, timeout
-        self._rules: dict[str, Any] = {
-            "replicas": replicas,
-            "together": tuple(together),
-            "accepts": accepts,
-        }
-        self._now: Replicas | None = None
-
-    @property
-    def now(self) -> Replicas | None:
+        rules = {"replicas": replicas, "together": tuple(together), "accepts": accepts}
+        self._rules: dict[str, Any] = rules
+        self.now: Replicas | None = None
         """The replicas of this iteration; None before the first."""
-        return self._now
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         state = ctx.state
         try:
-            if state.mode is inprocess.Mode.INITIALIZED or self._now is None:
-                self._now = self._first(ctx)
+            now = self.now
+            if state.mode is inprocess.Mode.INITIALIZED or now is None:
+                now = self._first(ctx)
                 lost, order = {*ctx.terminated_ranks}, tuple(range(state.world_size))
             else:
-                order = (*self._now.active, *self._now.reserves)
+                order = (*now.active, *now.reserves)
                 lost = {order[rank] for rank in ctx.terminated_ranks}
             if state.rank in ctx.terminated_ranks:
                 raise RankDiscarded(f"process {order[state.rank]} is among the lost {lost}")
-            if lost:
-                self._now = self._now.without(lost)
+            self.now = now = now.without(lost) if lost else now
         except NoReplicaError as error:
             raise RestartAbort(str(error)) from error
-        now = self._now
         rank = (*now.active, *now.reserves).index(order[state.rank])
         active = rank < len(now.active)
         ctx.state = dataclasses.replace(
@@ -229,10 +222,6 @@ def _everyones_host(ctx: RankAssignmentCtx, timeout: timedelta) -> list[str]:
     return [name.decode() for name in store.multi_get(keys)]
 
 
-def _choices() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k.startswith("HYPERGRID_")}
-
-
 def _own_store(state: inprocess.FrozenState, timeout: timedelta) -> Any:
     """The store at MASTER_PORT. Raises RestartAbort on all ranks if the first cannot serve it."""
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -244,9 +233,7 @@ def _own_store(state: inprocess.FrozenState, timeout: timedelta) -> Any:
     except RuntimeError as error:
         if not serves or "EADDRINUSE" not in str(error):
             raise
-        store = dist.TCPStore(
-            address, port, is_master=False, **options
-        )  # the others are told there
+        store = dist.TCPStore(address, port, is_master=False, **options)  # to tell the others
         why = (
             f"The store of this job cannot be served at MASTER_PORT ({port}): the port is taken. "
             f"NVRx serves its own store there unless it gets another port: "

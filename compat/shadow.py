@@ -20,7 +20,9 @@ from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from hypergrid.messages import few
 
 VARIABLE = "HYPERGRID_SHADOW"
 _NAME = "megatron.core.parallel_state"
@@ -46,6 +48,9 @@ class _Watched(SourceFileLoader):
         watch(module)
 
 
+_finder = _Finder()
+
+
 def is_wanted() -> bool:
     """Whether the environment asks for a shadow run."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
@@ -62,8 +67,8 @@ def install() -> None:
             f"the shadow run begins too late: {_NAME} is already imported, and other modules may "
             f"hold its functions. Start the script with `python -m compat.launch --shadow SCRIPT`."
         )
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def watch(stock: ModuleType, report: Callable[..., None] | None = None) -> None:
@@ -86,21 +91,18 @@ def watch(stock: ModuleType, report: Callable[..., None] | None = None) -> None:
     stock.initialize_model_parallel = compared  # type: ignore[attr-defined]
 
 
-@dataclass
-class Created:
-    """A call of ``torch.distributed.new_group`` and the group of this rank that it returned."""
+class Created(NamedTuple):
+    """A call of ``torch.distributed.new_group`` that returned a group of this rank."""
 
     label: str
     ranks: tuple[int, ...]
-    backend: str | None
-    timeout: timedelta | None
-    options: Any
+    arguments: dict[str, Any]
     group: Any
 
 
 @dataclass
 class Record:
-    """What stock asked torch for while it initialised: every call, and this rank's groups."""
+    """The calls of stock's initialisation: how many there were, and this rank's groups."""
 
     calls: int = 0
     groups: list[Created] = field(default_factory=list)
@@ -120,15 +122,9 @@ def _recorded() -> Iterator[Record]:
         record.calls += 1
         if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
             members = given.get("ranks")
-            created = Created(
-                label=given.get("group_desc") or "",
-                ranks=tuple(range(dist.get_world_size()) if members is None else sorted(members)),
-                backend=given.get("backend"),
-                timeout=given.get("timeout"),
-                options=given.get("pg_options"),
-                group=group,
-            )
-            record.groups.append(created)
+            ranks = range(dist.get_world_size()) if members is None else sorted(members)
+            label = given.get("group_desc") or ""
+            record.groups.append(Created(label, tuple(ranks), given, group))
         return group
 
     dist.new_group = listening
@@ -187,29 +183,28 @@ class _Matching:
         same = (each for each in self._left if (each.label, each.ranks) == (label, ranks))
         created = next(same, None)
         if created is None:
-            self.differences.append(f"{label} of ranks {_short(ranks)}: stock has not created it")
+            self.differences.append(f"{label} of ranks [{few(ranks)}]: stock has not created it")
             return object()
         self._left.remove(created)
         self.found.append(created)
-        pairs = {
-            "backend": (created.backend, asked["backend"]),
-            "timeout": (created.timeout, asked["timeout"]),
-            "options": (_content(created.options), _content(asked["pg_options"])),
-        }
-        self.differences += [
-            f"{label}: {name} is {stocks} with stock, and would be {ours}"
-            for name, (stocks, ours) in pairs.items()
-            if stocks != ours
-        ]
+        for name in ("backend", "timeout", "pg_options"):
+            stocks, ours = _content(created.arguments.get(name)), _content(asked[name])
+            if stocks != ours:
+                self.differences.append(
+                    f"{label}: {name} is {stocks} with stock, and would be {ours}"
+                )
         return created.group
 
 
-def _content(options: Any) -> Any:
-    config = getattr(options, "config", None)
+def _content(value: Any) -> Any:
+    """An argument of ``new_group`` that can be compared: of NCCL's options the fields."""
+    if value is None or isinstance(value, str | timedelta):
+        return value
+    config = getattr(value, "config", None)
     if config is None:
-        return None if options is None else type(options).__name__
+        return type(value).__name__
     fields = {name: getattr(config, name, None) for name in _NCCL_FIELDS}
-    return {"is_high_priority_stream": options.is_high_priority_stream, **fields}
+    return {"is_high_priority_stream": value.is_high_priority_stream, **fields}
 
 
 def _globals(stock: ModuleType, ours: dict[str, Any]) -> Iterator[str]:
@@ -281,20 +276,14 @@ def _shown(value: Any) -> str:
     from torch.distributed import ProcessGroup, get_process_group_ranks
 
     if isinstance(value, ProcessGroup):
-        return f"{value.group_desc} of ranks {_short(get_process_group_ranks(value))}"
+        return f"{value.group_desc} of ranks [{few(get_process_group_ranks(value))}]"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value[:8]))}{', ...' if len(value) > 8 else ''}]"
+        return f"[{few([*map(_shown, value)])}]"
     if isinstance(value, dict):
         return f"groups of sizes {[*value]}"
     if isinstance(value, type):
         return f"a {value.__name__}"
     return "a group that stock has not created" if type(value) is object else repr(value)
-
-
-def _short(ranks: Sequence[int]) -> str:
-    from hypergrid.messages import few
-
-    return f"[{few(ranks)}]"
 
 
 def _report(call: int, ranks: Sequence[int], summary: str, differences: list[str]) -> None:
@@ -325,18 +314,18 @@ def _report(call: int, ranks: Sequence[int], summary: str, differences: list[str
         answered = shared.add(f"{key}/ranks", 0)
         wrong = shared.add(f"{key}/different", 0)
         lines = stores.lines(shared, f"{key}/lines") if wrong else []
-    answers = "" if answered == len(ranks) else f" ({len(ranks) - answered} did not answer)"
-    if not wrong:
-        of = f"all {answered} ranks" if not answers else f"{answered} of {len(ranks)} ranks"
-        said = [f"hypergrid (shadow): would have created the same groups on {of}: {summary}."]
-    else:
+    heard = f"{answered} ranks"
+    if answered < len(ranks):
+        heard += f" that answered, of {len(ranks)}"
+    said = [f"hypergrid (shadow): would have created the same groups on all {heard}: {summary}."]
+    if wrong:
+        more = len(lines) - _LINES_IN_ALL
         said = [
-            f"hypergrid (shadow): would differ from stock on {wrong} of {len(ranks)} ranks"
-            f"{answers}. Stock's groups are used.",
+            f"hypergrid (shadow): would differ from stock on {wrong} of {heard}. "
+            f"Stock's groups are used.",
             *lines[:_LINES_IN_ALL],
+            *([f"and {more} more."] if more > 0 else []),
         ]
-        if len(lines) > _LINES_IN_ALL:
-            said.append(f"and {len(lines) - _LINES_IN_ALL} more.")
     if rank == ranks[0]:
         print("\n".join(said), flush=True)
     if wrong and strict:

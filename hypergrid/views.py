@@ -24,20 +24,22 @@ class Views:
     def register(self, name: str, layout: RankLayout, shared: Sequence[str] | None) -> None:
         """Add a view. Raises ValueError as ``HyperCommGrid.register_view`` says."""
         if name in self.layouts:
-            raise ValueError(f"the view {name!r} is already registered. Take another name.")
+            raise ValueError(f"View {name!r} is already registered. Choose another name.")
         base, shared = self.layouts[BASE], tuple(shared or ())
         if layout.size != base.size:
             raise LayoutError(
-                f"the view {name!r} has {layout.size} ranks, {layout.sizes} multiplied, and the "
-                f"grid has {base.size}. A view lays out the same ranks."
+                f"View {name!r} has {layout.size} ranks, {layout.sizes} multiplied, but the grid "
+                f"size is {base.size}. A view lays out the same ranks."
             )
         if len(set(shared)) != len(shared):
-            raise LayoutError(f"shared dims must not repeat, got {list(shared)}.")
-        for where, each in (("the grid", base), (f"the view {name!r}", layout)):
+            raise LayoutError(
+                f"View {name!r} has duplicate shared_dims: {list(shared)}. Name each dim once."
+            )
+        for where, each in (("the base view", base), ("the view's dim_names", layout)):
             for dim in shared:
                 if dim not in each.dims:
                     raise LayoutError(
-                        f"shared dim {dim!r} is not a dim of {where}, which has "
+                        f"Shared dim {dim!r} of view {name!r} is not in {where} "
                         f"{list(each.dims)}. Leave it out of shared_dims."
                     )
         for dim in shared:
@@ -46,8 +48,8 @@ class Views:
             if base.group(base.offset, (dim,)) != layout.group(base.offset, (dim,)):
                 ours, theirs = (each.groups((dim,))[:4].tolist() for each in (base, layout))
                 raise LayoutError(
-                    f"shared dims {[dim]} have different members: {ours} in the grid and {theirs} "
-                    f"in the view {name!r}. Only groups that are the same can be shared."
+                    f"Shared dim {dim!r} has different membership: {ours} in the grid and {theirs} "
+                    f"in view {name!r}. Only groups that are the same can be shared."
                 )
         self.layouts[name], self.shared[name] = layout, shared
 

@@ -14,14 +14,3 @@ from compat.audit.watch import begin as begin
 from compat.audit.watch import forbid as forbid
 from compat.audit.watch import recording as recording
 from compat.audit.watch import strict as strict
-
-__all__ = [
-    "ForbiddenReadError",
-    "GradientFinding",
-    "WrongStateError",
-    "begin",
-    "check_gradients",
-    "forbid",
-    "recording",
-    "strict",
-]

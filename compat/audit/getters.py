@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dis
 import functools
-from types import CodeType
 
 from compat.collection import SLOTS
 from compat.megatron.getters import FUNCTIONS, SETTERS
@@ -16,7 +14,7 @@ _BUFFERS = ("_set_global_memory_buffer", "_set_global_symmetric_memory_buffer")
 AUDITED = (*(n for n in FUNCTIONS if not n.startswith("_") and n != "missing"), *_BUFFERS)
 _OF_RANKS = {row.ranks: row.slot for row in ROWS if row.ranks}
 _FIELDS = {slot: field for field, slot in SLOTS.items() if slot}
-# They ask whether there are groups at all: right in any state.
+# These getters ask whether there are groups at all, and are right in any state.
 _STATELESS = ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
 
 
@@ -29,18 +27,9 @@ def slots_behind(name: str) -> tuple[str, ...]:
         return (_OF_RANKS[name],)
     if name not in FUNCTIONS or name in _STATELESS or name.startswith(SETTERS):
         return ()
-    found: dict[str, None] = {}
-    asked, seen = [name], set()
-    while asked:
-        function = FUNCTIONS[asked.pop(0)]
-        for used in _names(function.__code__):
-            if used in FUNCTIONS and used not in seen:
-                seen.add(used)
-                asked.append(used)
-            slot = _OF_RANKS.get(used, used)
-            if slot in GROUP_SLOTS:
-                found[slot] = None
-    return tuple(found)
+    # The getter's own globals come before those of the getters that it calls.
+    used = sorted(FUNCTIONS[name].__code__.co_names, key=FUNCTIONS.__contains__)
+    return tuple(dict.fromkeys(slot for each in used for slot in slots_behind(each)))
 
 
 def field_of(slot: str) -> str:
@@ -49,7 +38,7 @@ def field_of(slot: str) -> str:
 
 
 def instead_of(name: str, slot: str | None = None) -> str:
-    """What to pass instead of reading ``name``, in words."""
+    """Advice in words: the value to pass instead of reading ``name``."""
     slots = [slot] if slot else [*slots_behind(name)]
     fields = [field for each in slots if (field := field_of(each))]
     if not fields:
@@ -59,7 +48,3 @@ def instead_of(name: str, slot: str | None = None) -> str:
         what = method if name.endswith(ending) else what
     choice = " or ".join(f"pg_collection.{field}{what}" for field in fields[:4])
     return f"pass {choice}"
-
-
-def _names(code: CodeType) -> list[str]:
-    return [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]

@@ -1,7 +1,7 @@
 """Whether each parameter's gradient is summed over the right ranks, and counted once in the norm.
 
-Nothing is believed: gradients are filled with numbers that say where they come from,
-megatron-core's own functions reduce and count them, and what comes out says who took part.
+Gradients are filled with numbers that say which rank they come from; megatron-core's own functions
+reduce and count them, and the results say which ranks took part.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from compat.state import ParallelState
+from hypergrid.messages import few
 
+# This rank's trained parameters, each with the number of its chunk and its name.
+Parameters: TypeAlias = Sequence[tuple[int, str, Any]]
 # Ranks that one reduction tells apart by powers of two: in bfloat16 too, and of four a multiple
 # may be the sum of other ranks.
 _BITS = 2
@@ -35,18 +38,17 @@ class GradientFinding:
     ranks: tuple[int, ...]  # where it is so
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
         subject = f"{self.parameter} ({self.kind})" if self.parameter else "the gradient norm"
-        return f"{subject}: {self.what}; on ranks {ranks}"
+        return f"{subject}: {self.what}; on ranks {few(self.ranks)}"
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """What one rank says of one of its parameters."""
+    """One rank's part of one of the model's parameters."""
 
     name: str
     kind: str
-    place: str  # which part of the whole model it is of
+    place: str  # the part of the whole model that has it
     key: tuple[Any, ...]  # equal on ranks that hold the same elements of the whole model
     numel: int
     wanted: frozenset[int]  # ranks whose gradients must be summed
@@ -98,7 +100,7 @@ def check_gradients(
         everyone = dict(_from_all((dist.get_rank(), here), state))
         found = list(_wrongly_reduced(everyone))
         if optimizer is not None:
-            found += _norm(own, here, optimizer, everyone, state)
+            found += _wrongly_counted(own, here, optimizer, everyone, state)
     return found
 
 
@@ -126,7 +128,7 @@ def _check_arguments(chunks: list[Any], state: Any, optimizer: Any) -> None:
 
 
 @contextmanager
-def _restored(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> Iterator[None]:
+def _restored(own: Parameters, optimizer: Any) -> Iterator[None]:
     # Where it stays True, the next backward does not add its gradients.
     kept = [(p.main_grad.clone(), getattr(p, "grad_added_to_main_grad", False)) for *_, p in own]
     try:
@@ -152,12 +154,7 @@ def _from_all(value: Any, state: ParallelState) -> list[Any]:
     return stage
 
 
-# Which ranks' gradients are summed.
-
-
-def _reduced(
-    chunks: list[Any], own: Sequence[tuple[int, str, Any]], state: ParallelState
-) -> list[_Parameter]:
+def _reduced(chunks: list[Any], own: Parameters, state: ParallelState) -> list[_Parameter]:
     rank = dist.get_rank()
     ranks = sorted(_from_all(rank, state))
     rounds: list[list[float]] = []
@@ -175,7 +172,7 @@ def _reduced(
     ]
 
 
-def _reduce(chunks: list[Any], own: Sequence[tuple[int, str, Any]], value: float) -> list[float]:
+def _reduce(chunks: list[Any], own: Parameters, value: float) -> list[float]:
     """Each parameter's gradient after megatron-core's reductions, if it was ``value`` before."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -188,7 +185,7 @@ def _reduce(chunks: list[Any], own: Sequence[tuple[int, str, Any]], value: float
         if getattr(config, "overlap_grad_reduce", False):
             chunk.start_grad_sync()
     finalize_model_grads(chunks)
-    # Of a sum that is spread over ranks each has a part; elsewhere there is less.
+    # Where a sum is spread over ranks, each rank has a part of it and smaller values elsewhere.
     return [float(parameter.main_grad.max()) for *_, parameter in own]
 
 
@@ -223,72 +220,49 @@ def _described(
     where: dict[int, dict[str, list[int]]],
     summed: frozenset[int],
 ) -> _Parameter:
-    here = where[dist.get_rank()]
-    expert = "experts" in name.split(".") or "local_experts" in name.split(".")
-    expert = expert or not getattr(parameter, "allreduce", True)
-    split = bool(getattr(parameter, "tensor_model_parallel", False))
-    shared = bool(getattr(parameter, "shared_embedding", False))
-    spread = bool(getattr(parameter, "sequence_parallel", False)) and not expert
-    stage, place = state.get_pipeline_model_parallel_rank(), (chunk, name)
-    if expert:
-        kind, wanted = "expert", [*here["expert"]]
-        tp, ep = state.get_expert_tensor_parallel_rank(), state.get_expert_model_parallel_rank()
-        key: tuple[Any, ...] = (stage, *place, ep, tp if split else -1)
-        part = f"pp={stage} ep={ep}"
+    rank, stage = dist.get_rank(), state.get_pipeline_model_parallel_rank()
+    place, key = f"pp={stage}", tuple[Any, ...]((stage, chunk, name))
+    is_split = bool(getattr(parameter, "tensor_model_parallel", False))
+    in_experts = not {"experts", "local_experts"}.isdisjoint(name.split("."))
+    if in_experts or not getattr(parameter, "allreduce", True):
+        ep, tp = state.get_expert_model_parallel_rank(), state.get_expert_tensor_parallel_rank()
+        kind, place, key, wanted = "expert", f"{place} ep={ep}", (*key, ep), where[rank]["expert"]
     else:
-        part = f"pp={stage}"
-        kind = "tensor-parallel" if split else "replicated"
-        kind = "sequence-parallel" if spread else kind
-        around = [dist.get_rank()]
-        if shared:
-            kind, around = "shared embedding", here["embeddings"]
-        elif spread:
-            around = here["tp"]
-        wanted = [rank for each in around for rank in where[each]["dense"]]
-        tp = state.get_tensor_model_parallel_rank() if split else -1
-        key = ("shared", tp) if shared else (stage, *place, tp)
-    return _Parameter(name, kind, part, key, parameter.numel(), frozenset(wanted), summed)
+        tp, around = state.get_tensor_model_parallel_rank(), [rank]
+        kind = "tensor-parallel" if is_split else "replicated"
+        if getattr(parameter, "shared_embedding", False):
+            kind, key, around = "shared embedding", ("shared",), where[rank]["embeddings"]
+        elif getattr(parameter, "sequence_parallel", False):
+            kind, around = "sequence-parallel", where[rank]["tp"]
+        wanted = [each for one in around for each in where[one]["dense"]]
+    key += (tp if is_split else -1,)
+    return _Parameter(name, kind, place, key, parameter.numel(), frozenset(wanted), summed)
 
 
 def _wrongly_reduced(everyone: dict[int, list[_Parameter]]) -> Iterator[GradientFinding]:
-    told: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, parameters in sorted(everyone.items()):
         for at, parameter in enumerate(parameters):
             # The distributed optimizer's sums are spread: the rank that has a part knows it.
-            mates = [
-                everyone[mate][at].summed
-                for mate in parameter.wanted
-                if _same(everyone, mate, at, parameter)
-            ]
-            summed = max([parameter.summed, *mates], key=len)
+            others = [each for mate in parameter.wanted for each in everyone[mate][at : at + 1]]
+            sums = [other.summed for other in others if other.key == parameter.key]
+            summed = max([parameter.summed, *sums], key=len)
             if summed != parameter.wanted:
-                got = f"summed over the ranks {_few(summed)} instead of {_few(parameter.wanted)}"
-                told[parameter.name, parameter.kind, got].append(rank)
-    for (name, kind, what), ranks in told.items():
+                got, wanted = few(sorted(summed)), few(sorted(parameter.wanted))
+                what = f"summed over the ranks [{got}] instead of [{wanted}]"
+                found[parameter.name, parameter.kind, what].append(rank)
+    for (name, kind, what), ranks in found.items():
         yield GradientFinding(name, kind, what, tuple(ranks))
 
 
-def _same(everyone: dict[int, list[_Parameter]], rank: int, at: int, parameter: _Parameter) -> bool:
-    others = everyone.get(rank, [])
-    return at < len(others) and others[at].key == parameter.key
-
-
-def _few(ranks: frozenset[int]) -> str:
-    listed = sorted(ranks)
-    return "[" + ", ".join(map(str, listed[:8])) + ", ..." * (len(listed) > 8) + "]"
-
-
-# How often the norm counts what.
-
-
-def _norm(
-    own: Sequence[tuple[int, str, Any]],
+def _wrongly_counted(
+    own: Parameters,
     here: list[_Parameter],
     optimizer: Any,
     everyone: dict[int, list[_Parameter]],
     state: ParallelState,
 ) -> Iterator[GradientFinding]:
-    children = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    children = _children(optimizer)
     counted = [_counted(child, optimizer, own) for child in children]
     groups = [_norm_ranks(child, optimizer) for child in children]
     norms = _norm_of_ones(own, optimizer)
@@ -318,7 +292,7 @@ def _norm(
         yield GradientFinding("", "", what, tuple(off))
 
 
-def _counted(child: Any, optimizer: Any, own: Sequence[tuple[int, str, Any]]) -> dict[int, int]:
+def _counted(child: Any, optimizer: Any, own: Parameters) -> dict[int, int]:
     """How many elements of each of this rank's parameters one optimizer counts."""
     found: Counter[int] = Counter()
     for start in range(0, len(own), _EXACT):
@@ -340,12 +314,15 @@ def _scaled(gradient: torch.Tensor, child: Any) -> float:
     return float(gradient.flatten()[0]) * float(scale)
 
 
-def _norm_of_ones(own: Sequence[tuple[int, str, Any]], optimizer: Any) -> float:
+def _norm_of_ones(own: Parameters, optimizer: Any) -> float:
     for *_, parameter in own:
         parameter.main_grad.fill_(1.0)
     optimizer.prepare_grads()
-    children = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    return float(optimizer.get_grad_norm()) * _scaled(torch.ones(1), children[0])
+    return float(optimizer.get_grad_norm()) * _scaled(torch.ones(1), _children(optimizer)[0])
+
+
+def _children(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
 def _norm_ranks(child: Any, optimizer: Any) -> list[int] | None:

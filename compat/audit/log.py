@@ -1,4 +1,4 @@
-"""What one process recorded, and its file."""
+"""The reads and problems that one process recorded, and their file."""
 
 from __future__ import annotations
 
@@ -30,38 +30,34 @@ class Log:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()  # scripts change the current one
-        self._pid, self._written = os.getpid(), time.monotonic()
+        self.process, self._written = os.getpid(), time.monotonic()
         self._rank = int(os.environ.get("RANK", "0"))
         # Processes of two hosts may have one number, and each may record several times.
-        self._name = f"reads.{self._rank}.{self._pid}.{secrets.token_hex(4)}"
+        self._name = f"reads.{self._rank}.{self.process}.{secrets.token_hex(4)}"
         self.directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=self.directory).close()
         self._lock = threading.RLock()  # a signal's handler may read
-        # By id, since code compares by its bytes; the code itself is kept in the value.
-        self._sites: dict[tuple[Any, ...], list[Any]] = {}
-        self._problems: dict[tuple[str, str], list[Any]] = {}
+        # By the code's id, since code compares by its bytes; the value keeps the code alive.
+        self._sites: dict[tuple[Any, ...], tuple[CodeType, dict[str, Any]]] = {}
+        self._problems: dict[tuple[str, str], dict[str, Any]] = {}
         atexit.register(self.write)
 
-    def site(
-        self, code: CodeType, module: str, key: tuple[Any, ...], name: str, writes: bool
-    ) -> None:
-        """Count one read: ``key`` is line, outermost class, phase, state, group."""
-        if os.getpid() != self._pid:  # forked, perhaps while a thread had the lock
-            return
-        full = (id(code), name, *key)
+    def site(self, code: CodeType, use: dict[str, Any]) -> None:
+        """Count one read or write in ``code``; ``use`` is all else that the file says of it."""
+        key = (id(code), *use.values())
         with self._lock:
-            known = self._sites.setdefault(full, [0, code, module, name, writes, *key])
-            known[0] += 1
+            if key not in self._sites:
+                where = {"file": file_of(code, use["module"]), "function": function_of(code)}
+                self._sites[key] = (code, {**use, **where, "count": 0})
+            self._sites[key][1]["count"] += 1
             if time.monotonic() - self._written > _EVERY:
                 self.write()
 
     def problem(self, kind: str, text: str, example: str) -> None:
         """Count one read of a wrong state; ``example`` is what this rank got."""
-        if os.getpid() != self._pid:
-            return
+        problem = {"kind": kind, "text": text, "count": 0, "example": example}
         with self._lock:
-            known = self._problems.setdefault((kind, text), [0, example])
-            known[0] += 1
+            self._problems.setdefault((kind, text), problem)["count"] += 1
 
     def close(self) -> None:
         """Write for the last time."""
@@ -73,24 +69,19 @@ class Log:
 
         What the file system refuses is a RuntimeWarning: it is no reason to end the job.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self.process:
             return
         if dist.is_initialized():  # it may be gone when the process ends
             self._rank = dist.get_rank()
         with self._lock:
             self._written = time.monotonic()
-            sites = [_site(*each) for each in [*self._sites.values()]]
-            problems = [
-                {"kind": kind, "text": text, "count": count, "example": example}
-                for (kind, text), (count, example) in [*self._problems.items()]
-            ]
             data = {
                 "schema": SCHEMA,
                 "rank": self._rank,
-                "process": self._pid,
+                "process": self.process,
                 "release": ".".join(map(str, RELEASE)),
-                "sites": sites,
-                "problems": problems,
+                "sites": [site for _, site in [*self._sites.values()]],
+                "problems": [*self._problems.values()],
             }
             try:
                 part = self.directory / f"{self._name}.part"
@@ -101,35 +92,8 @@ class Log:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def _site(
-    count: int,
-    code: CodeType,
-    module: str,
-    name: str,
-    writes: bool,
-    line: int,
-    outermost: str,
-    phase: str,
-    state: str,
-    group: str,
-) -> dict[str, Any]:
-    return {
-        "module": module,
-        "file": file_of(code, module),
-        "line": line,
-        "function": function_of(code),
-        "outermost": outermost,
-        "name": name,
-        "writes": writes,
-        "phase": phase,
-        "state": state,
-        "group": group,
-        "count": count,
-    }
-
-
 def function_of(code: CodeType) -> str:
-    """Its name, with its class where Python (from 3.11 on) tells it."""
+    """The function's name, with its class where Python (from 3.11 on) tells it."""
     name: str = getattr(code, "co_qualname", code.co_name)
     return name
 

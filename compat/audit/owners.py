@@ -22,7 +22,7 @@ UNKNOWN = object()
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """What one object was built with."""
+    """The groups that one object was built with."""
 
     state: ParallelState | None  # whose groups they are, if a state has them
     collections: tuple[Any, ...] = ()
@@ -149,7 +149,7 @@ class Place:
 
 
 def look_around(frame: FrameType) -> Place:
-    """What the callers are doing, from the innermost."""
+    """The place of a read: the callers are searched, from the innermost."""
     place = Place("", "", None, None)
     last = None
     for candidate, name in _walk(frame):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,9 @@ from hypergrid.groups import of_torch
 
 _MODULE = "compat.parallel_state"
 _HOOK = "_hypergrid_audit"  # in the globals of the getters, while something is on
-_OWN = ("compat", "hypergrid")
-# What reads for its caller: the caller is who lacks a group. All of a module, or one function.
-_THROUGH = frozenset(
+_OUR_PACKAGES = ("compat", "hypergrid")
+# Modules and functions that read for their caller, which is the one that lacks a group.
+_READ_FOR_CALLERS = frozenset(
     {
         "megatron.core.process_groups_config",
         "megatron.core.utils:get_tensor_model_parallel_group_if_none",
@@ -53,29 +53,19 @@ class ForbiddenReadError(RuntimeError):
     """A read that ``forbid()`` does not allow."""
 
 
-class _Watch(threading.local):
-    """Per thread: the group behind the read in progress."""
-
-    group: Any = None
-
-
-_watch = _Watch()
+_read_by_thread = threading.local()  # its ``group``: the one behind the read in progress
 _logs: list[Log] = []
-_rules: list[_Forbidding] = []
-_strict: list[object] = []
+_rules: list[_Rule] = []
 _functions: dict[str, FunctionType] = {}  # the getters
 _inner: dict[str, FunctionType] = {}  # as they are without the audit
 _lock = threading.RLock()
 _warned: set[str] = set()
 
 
-# On and off.
-
-
 def _switch() -> None:
     """Put the audit in if something needs it, take it out if nothing does."""
     with _lock:
-        wanted = bool(_logs or _rules or _strict)
+        wanted = bool(_logs or _rules)
         if wanted and not _inner:
             _put_in()
         elif not wanted and _inner:
@@ -150,27 +140,24 @@ class _Watched(ModuleType):
             _record(name, True, frame, value if isinstance(value, ProcessGroup) else None)
 
 
-# One read.
-
-
 def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """What a getter calls while something is on."""
+    """The code of every audited getter while something is on."""
     if torch.compiler.is_dynamo_compiling():  # it cannot trace what follows
         return _inner[name](*args, **kwargs)
     frame = _caller(sys._getframe(1).f_back)  # None also where no Python code calls
     if frame is None:  # one function of ours calls another
         result = _inner[name](*args, **kwargs)
         if isinstance(result, ProcessGroup):
-            _watch.group = result
+            _read_by_thread.group = result
         return result
     _refuse(name, frame)
-    _watch.group = None
+    _read_by_thread.group = None
     result = None
     try:
         result = _inner[name](*args, **kwargs)
         return result
     finally:
-        group = result if isinstance(result, ProcessGroup) else _watch.group
+        group = result if isinstance(result, ProcessGroup) else _read_by_thread.group
         _record(name, name.startswith(SETTERS), frame, group)
 
 
@@ -178,8 +165,9 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     """The frame that reads; None if it is ours."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module not in _THROUGH and f"{module}:{frame.f_code.co_name}" not in _THROUGH:
-            return None if module.partition(".")[0] in _OWN else frame
+        reader = {module, f"{module}:{frame.f_code.co_name}"}
+        if not reader & _READ_FOR_CALLERS:
+            return None if module.partition(".")[0] in _OUR_PACKAGES else frame
         frame = frame.f_back
     return None
 
@@ -190,8 +178,13 @@ def _is_guard(frame: FrameType) -> bool:
 
 
 def _open_logs() -> Iterable[Log]:
-    """The innermost of each directory, as their files are added up."""
-    return {log.directory: log for log in _logs}.values()
+    """This process's innermost log of each directory, as the files are added up."""
+    process = os.getpid()  # not of the process that it was forked from, whose thread had the lock
+    return {log.directory: log for log in _logs if log.process == process}.values()
+
+
+def _is_strict() -> bool:
+    return any(rule.is_strict for rule in _rules)
 
 
 def _refuse(name: str, frame: FrameType) -> None:
@@ -207,13 +200,19 @@ def _record(name: str, changes: bool, frame: FrameType, group: Any) -> None:
     place = owners.look_around(frame)
     phase, state = _phase(place), current()
     if _logs:
-        module = frame.f_globals.get("__name__", "?")
-        desc = slot.lstrip("_") if slot else ""
-        called = state.name if state.request is not None else "none"
-        key = (frame.f_lineno, place.outermost, phase, called, desc)
+        use = {
+            "module": frame.f_globals.get("__name__", "?"),
+            "line": frame.f_lineno,
+            "outermost": place.outermost,
+            "name": name,
+            "writes": changes,
+            "phase": phase,
+            "state": state.name if state.request is not None else "none",
+            "group": slot.lstrip("_") if slot else "",
+        }
         for log in _open_logs():
-            log.site(frame.f_code, module, key, name, changes)
-    if not changes and (_logs or _strict):
+            log.site(frame.f_code, use)
+    if not changes and (_logs or _is_strict()):
         _judge(name, slot, group, frame, place, phase)
 
 
@@ -237,9 +236,6 @@ def _phase(place: Place) -> str:
     return place.phase or "elsewhere"
 
 
-# Whether it is the right state.
-
-
 def _judge(
     name: str, slot: str | None, group: Any, frame: FrameType, place: Place, phase: str
 ) -> None:
@@ -255,41 +251,36 @@ def _judge(
         source = owners.state_of(group) if group is not None else current()
         built = "given groups of" if owner.was_given else "built under"
         text = (
-            f"{type(place.reader).__name__} {built} {owner.name} {read} of {_name(source)} at "
-            f"{_where(frame)}, by {name}(). Read inside `with state.activate():` of its own "
+            f"{type(place.reader).__name__} {built} {owner.name} {read} of {_state_name(source)} "
+            f"at {_location(frame)}, by {name}(). Read inside `with state.activate():` of its own "
             f"state, or {remedy}"
         )
         got, wanted = _ranks(group), _ranks(given)
-        if got == wanted:
-            _tell(_OTHER, text, f"got another group of the same ranks {got}")
-        else:
-            _tell(_OTHER, text, f"got the ranks {got} instead of {wanted}")
+        same = f"got another group of the same ranks {got}"
+        _report(_OTHER, text, same if got == wanted else f"got the ranks {got} instead of {wanted}")
         return
     is_open, ended = activations()
     states = all_states()
     if is_open or len(states) < 2:
         return
-    names = ", ".join(sorted(map(_name, states)))
-    got = f"got that of {_name(current())}, of the states {names}"
+    kind, when = _NONE_OPEN, "while no activate() is open"
+    advice = "Read inside `with state.activate():`"
     if phase == "backward" and ended:
-        text = (
-            f"{_where(frame)} {read} by {name}() in backward, after activate() of {ended!r} has "
-            f"ended: {got}. Run forward and backward inside one activate(), or {remedy}"
-        )
-        _tell(_ENDED, text, f"got the ranks {_ranks(group)}")
-    else:
-        text = (
-            f"{_where(frame)} {read} by {name}() while no activate() is open: {got}. Read inside "
-            f"`with state.activate():`, or {remedy}"
-        )
-        _tell(_NONE_OPEN, text, f"got the ranks {_ranks(group)}")
+        kind, when = _ENDED, f"in backward, after activate() of {ended!r} has ended"
+        advice = "Run forward and backward inside one activate()"
+    names = ", ".join(sorted(map(_state_name, states)))
+    text = (
+        f"{_location(frame)} {read} by {name}() {when}: got that of {_state_name(current())}, of "
+        f"the states {names}. {advice}, or {remedy}"
+    )
+    _report(kind, text, f"got the ranks {_ranks(group)}")
 
 
-def _name(state: Any) -> str:
+def _state_name(state: Any) -> str:
     return repr(state.name) if state is not None and state.name else "no state"
 
 
-def _where(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     module = frame.f_globals.get("__name__", "")
     return f"{file_of(frame.f_code, module)}:{frame.f_lineno}"
 
@@ -298,10 +289,10 @@ def _ranks(group: Any) -> str:
     return str(dist.get_process_group_ranks(group)) if group is not None else "none"
 
 
-def _tell(kind: str, text: str, ranks: str) -> None:
+def _report(kind: str, text: str, ranks: str) -> None:
     for log in _open_logs():
         log.problem(kind, text, ranks)
-    if _strict:
+    if _is_strict():
         raise WrongStateError(f"rank {_rank()} {ranks}: {text}")
     if text not in _warned:
         _warned.add(text)
@@ -310,9 +301,6 @@ def _tell(kind: str, text: str, ranks: str) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
-# What users call.
 
 
 def begin(directory: str | os.PathLike[str]) -> None:
@@ -344,17 +332,18 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
         log.close()
 
 
-class _Raising(AbstractContextManager[Any]):
-    """From the call on, for the process; as a context manager until its end."""
+class _Rule(AbstractContextManager[Any]):
+    """Raises at reads from the call on, for the process; as a context manager until its end."""
 
-    _all: ClassVar[list[Any]]  # of this kind, that have not ended
-
-    def __init__(self) -> None:
+    def __init__(
+        self, patterns: Sequence[str] = (), allow: Sequence[str] = (), is_strict: bool = False
+    ) -> None:
+        self.patterns, self.allow, self.is_strict = patterns, allow, is_strict
         self.__enter__()
 
     def __enter__(self) -> Any:
-        if self not in self._all:
-            self._all.append(self)
+        if self not in _rules:
+            _rules.append(self)
             _switch()
         return self
 
@@ -363,29 +352,12 @@ class _Raising(AbstractContextManager[Any]):
 
     def end(self) -> None:
         """Raise no longer; idempotent."""
-        if self in self._all:
-            self._all.remove(self)
+        if self in _rules:
+            _rules.remove(self)
             _switch()
 
-
-class strict(_Raising):
-    """Raise WrongStateError where a read is of another state than the reader's. *Local*.
-
-    From the call on, for the process; as a context manager until its end.
-    """
-
-    _all = _strict
-
-
-class _Forbidding(_Raising):
-    _all = _rules
-
-    def __init__(self, patterns: Sequence[str], allow: Sequence[str]) -> None:
-        self.patterns, self.allow = patterns, allow
-        super().__init__()
-
     def check(self, name: str, frame: FrameType) -> None:
-        """Refuse a read of ``name`` by ``frame``, if it is one of those."""
+        """Refuse a read of ``name`` by ``frame``, if a pattern matches its module."""
         module = frame.f_globals.get("__name__", "")
         rule = next((p for p in self.patterns if fnmatch.fnmatchcase(module, p)), None)
         if rule is None or any(
@@ -396,14 +368,22 @@ class _Forbidding(_Raising):
             return
         called = name if name.startswith("_") else f"{name}()"
         raise ForbiddenReadError(
-            f"rank {_rank()}: {module} used {called} of parallel_state at {_where(frame)}, in "
+            f"rank {_rank()}: {module} used {called} of parallel_state at {_location(frame)}, in "
             f"{function_of(frame.f_code)}, which forbid({rule!r}) does not allow. What to do: "
             f"{instead_of(name)}. To allow it for now: forbid({rule!r}, "
             f"allow=[{f'{module}:{name}'!r}])."
         )
 
 
-def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> _Forbidding:
+def strict() -> _Rule:
+    """Raise WrongStateError where a read is of another state than the reader's. *Local*.
+
+    From the call on, for the process; as a context manager, or with ``end()``, until its end.
+    """
+    return _Rule(is_strict=True)
+
+
+def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> _Rule:
     """Raise ForbiddenReadError where a module uses parallel_state. *Local*.
 
     From the call on, for the process; as a context manager, or with ``end()``, until its end.
@@ -424,22 +404,17 @@ def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> 
     ValueError
         There is no pattern, or one that is no module's name.
     """
-    given = {"modules": modules, "allow": allow}
     lists: dict[str, list[Any]] = {}
-    for name, value in given.items():
+    for name, value in (("modules", modules), ("allow", allow)):
         several = isinstance(value, Iterable) and not isinstance(value, str)
         lists[name] = [*value] if several else [value]
         for each in lists[name]:
+            invalid = f"invalid value in {name}: {each!r}"
+            allowed = "allowed: patterns of modules' names such as 'megatron.core.transformer.*'."
             if not isinstance(each, str):
-                raise TypeError(
-                    f"invalid value in {name}: {each!r} is no string; allowed: patterns of "
-                    f"modules' names such as 'megatron.core.transformer.*'."
-                )
+                raise TypeError(f"{invalid} is no string; {allowed}")
             if not each or set(each) & set("/\\ " if name == "allow" else "/\\ :"):
-                raise ValueError(
-                    f"invalid value in {name}: {each!r} matches no module; allowed: patterns of "
-                    f"modules' names such as 'megatron.core.transformer.*'."
-                )
+                raise ValueError(f"{invalid} matches no module; {allowed}")
     if not lists["modules"]:
         raise ValueError("forbid() needs at least one pattern of modules' names.")
-    return _Forbidding(lists["modules"], lists["allow"])
+    return _Rule(lists["modules"], lists["allow"])

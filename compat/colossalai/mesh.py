@@ -65,7 +65,6 @@ class ProcessGroupMesh:
         self._coord = self.unravel(self._rank, self._shape)
         # Groups of other ranks too: every rank knows all groups of the mesh.
         self._known: dict[tuple[str | None, Ranks], ProcessGroup] = {}
-        self._asked: dict[str, ProcessGroup] = {}
 
     def __repr__(self) -> str:
         return f"ProcessGroupMesh{self._shape} (rank {self._rank} at {self._coord})"
@@ -184,7 +183,6 @@ class ProcessGroupMesh:
         """Destroy every group of this mesh. *Local*; they can be created again."""
         self.grid.destroy()
         self._known.clear()
-        self._asked.clear()
 
     def _axis(self, axis: Any) -> int:
         count = len(self._shape)
@@ -221,15 +219,13 @@ class ProcessGroupMesh:
             for at, given in chosen.items()
         ]
         label = "-".join(axes or ["alone"]) + (f"/{backend}" if backend else "")
-        if label in self._asked and not collective:
-            return self._asked[label]
         layout, dims = self.grid.layout, tuple(f"axis{axis}" for axis in chosen)
         # Which members of a whole line the indices pick is the same on every line.
         whole = np.arange(layout.dim_size(dims)).reshape([self._shape[axis] for axis in chosen])
         places = whole[np.ix_(*chosen.values())].ravel()
         line = tuple(np.array(layout.group(self._rank, dims))[places].tolist())
         lines = [tuple(each) for each in layout.groups(dims)[:, places].tolist()]
-        # Those of other ranks too: a rank that lacks a group would wait for those that have it.
+        # Groups of other ranks too: a rank that lacks one would wait for the ranks that have it.
         missing = [each for each in lines if (backend, each) not in self._known]
         if missing or collective:
             proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
@@ -241,14 +237,14 @@ class ProcessGroupMesh:
             self._known |= {(backend, each): NOT_A_MEMBER for each in missing}
             if made:
                 self._known[backend, line] = made[0]
-        group = self._asked[label] = self._known[backend, line]
+        group = self._known[backend, line]
         if dims and backend is None and len(places) == whole.size:
             self.grid.hold(dims, group)
         return group
 
 
 def _layout(shape: Sequence[int]) -> RankLayout:
-    """Its dims are the axes, the last and fastest one first."""
+    """The layout whose dims are the axes, the last and fastest one first."""
     names = [f"axis{axis}" for axis in range(len(shape))]
     return RankLayout(tuple(names[::-1]), tuple(shape)[::-1])
 

@@ -39,7 +39,7 @@ def faults(
     domains: Topology | None = None,
     user_buffers: bool = False,
 ) -> Iterator[Finding]:
-    """What is expensive about ``layouts``.
+    """Findings: what is expensive about ``layouts``.
 
     ``racks`` and NVLink ``domains`` of several hosts are for where they are known, ``user_buffers``
     whether Transformer Engine's are on.

@@ -54,7 +54,6 @@ _SETTINGS = {
     "_layers_per_stage": (_NUMBER, "num-layers-per-virtual-pipeline-stage"),
     "_with_embedding": (_YES, "account-for-embedding-in-pipeline-split"),
     "_with_loss": (_YES, "account-for-loss-in-pipeline-split"),
-    "_stages": (_TEXT, "pipeline-model-parallel-layout"),
     # Where the ranks are; launchers have their own flags.
     "_world": (_NUMBER, "world-size"),
     "_hosts": (_NUMBER, "nnodes"),
@@ -81,26 +80,23 @@ _SETTINGS = {
 _OF_MODEL = tuple(_SETTINGS)[list(_SETTINGS).index("_hidden") :]
 _MICRO_BATCHES = 32  # of a job that does not say
 _KEYS = {flag: key for key, (_, flags) in _SETTINGS.items() for flag in flags.split()}
-# By launcher, how its flags give the number of ranks and hosts; else what must be given.
-_LAUNCHERS: Mapping[str, Mapping[str, str]] = {
-    "torchrun": {"nnodes": "_hosts", "nproc-per-node": "_per_host"},
-    "srun": {
-        **dict.fromkeys(("N", "nodes"), "_hosts"),
-        **dict.fromkeys(("n", "ntasks"), "_world"),
-        "ntasks-per-node": "_per_host",
-    },
-    "mpirun": {
-        **dict.fromkeys(("n", "np"), "_world"),
-        **dict.fromkeys(("npernode", "ppn", "N"), "_per_host"),
-    },
-    "deepspeed": {"num-gpus": "_per_host", "num-nodes": "_hosts"},
-    "accelerate": {"num-processes": "_world", "num-machines": "_hosts"},
+# By launcher, the flags that give the number of ranks and hosts.
+_LAUNCHERS = {
+    launcher: {flag: key for key, flags in table.items() for flag in flags.split()}
+    for launcher, table in {
+        "torchrun": {"_hosts": "nnodes", "_per_host": "nproc-per-node"},
+        "srun": {"_hosts": "N nodes", "_world": "n ntasks", "_per_host": "ntasks-per-node"},
+        "mpirun": {"_world": "n np", "_per_host": "npernode ppn N"},
+        "deepspeed": {"_hosts": "num-nodes", "_per_host": "num-gpus"},
+        "accelerate": {"_hosts": "num-machines", "_world": "num-processes"},
+    }.items()
 }
 _NAMES = {
     **{name: name for name in _LAUNCHERS},
     **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
     "mpiexec": "mpirun",
 }
+# What must be given where a launcher's line does not say the number of ranks.
 _RANKS = {
     "srun": "--ntasks, or --nodes and --ntasks-per-node",
     "mpirun": "-n",
@@ -152,7 +148,7 @@ class Job:
     shape: Shape | None = None  # of the model, where all of it is known
     user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
-    # Of a launch line: the flags that were used, those without effect, and those not known.
+    # The flags of a launch line, by "used", "without effect" and "not known".
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     def request(self) -> Request:
@@ -170,7 +166,7 @@ class Job:
         return self.request().plan
 
     def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
-        """Its layouts under another order, or None where Megatron refuses that order."""
+        """The job's layouts under another order, or None where Megatron refuses that order."""
         try:
             return replace(self, arguments={**self.arguments, "order": order}).request().layouts
         except JobError:
@@ -200,7 +196,7 @@ def weight(words: Sequence[Word]) -> int:
 
 
 def taken(default: str) -> str:
-    """That a variable's default was taken, ``NAME=VALUE``, as an assumption in words."""
+    """The assumption, in words, that a variable has its default ``NAME=VALUE``."""
     return f"{default}, its default; --set {default.partition('=')[0]}=VALUE changes it"
 
 
@@ -227,7 +223,7 @@ def from_words(
 
     Raises JobError on a value that is missing, not a number, or not decided by the text.
     """
-    variables, asked, owned = variables or {}, _by_key(given), list(_owned(words))
+    variables, overrides, owned = variables or {}, _by_key(given), list(_owned(words))
     launcher = next((owner for _, owner in owned[::-1] if owner in _LAUNCHERS), "")
     written: dict[str, tuple[str, list[Word]]] = {}
     flags: dict[str, list[str]] = {"used": [], "without effect": [], "not known": []}
@@ -258,35 +254,35 @@ def from_words(
     for name, key in (_VARIABLES | _OF_SRUN if launcher == "srun" else _VARIABLES).items():
         if name in variables and not (launcher and name == "WORLD_SIZE"):
             written.setdefault(key, (name, [variables[name]]))
-    said, assumed = dict(asked), list[str]()
-    if "_world" not in asked:
-        _refuse_likeness(flags["not known"], asked)
+    settings, assumed = dict(overrides), list[str]()
+    if "_world" not in overrides:
+        _refuse_likeness(flags["not known"], overrides)
     for key, (flag, values) in written.items():
-        spared = key in asked or ("_world" in asked and key == "_hosts")
+        spared = key in overrides or ("_world" in overrides and key == "_hosts")
         # A line may leave to variables what only the traffic needs.
         if not spared and not (key in _OF_MODEL and any(word.unknown for word in values)):
-            said[key] = _read(key, flag, values, variables)
+            settings[key] = _read(key, flag, values, variables)
             flags["used"].append(" ".join(filter(None, (flag, *(word.text for word in values)))))
             assumed += [taken(text) for word in values for text in word.assumed]
-    if launcher == "torchrun" and "_world" not in said:
-        said = {"_hosts": 1, "_per_host": 1, **said}
-    elif launcher and not said.keys() & {"_world", "_per_host"}:
+    if launcher == "torchrun" and "_world" not in settings:
+        settings = {"_hosts": 1, "_per_host": 1, **settings}
+    elif launcher and not settings.keys() & {"_world", "_per_host"}:
         raise JobError(f"{launcher} is not told the number of ranks. Give {_RANKS[launcher]}.")
-    job = _job(said, asked)
+    job = _job(settings, overrides)
     return replace(job, assumed=(*job.assumed, *dict.fromkeys(assumed)), flags=flags)
 
 
 def from_sizes(**given: Any) -> Job:
     """The job with these settings, named as flags with ``_`` for ``-``: ``tp=4, world_size=64``."""
-    said = _by_key(given)
-    return _job(said, said)
+    settings = _by_key(given)
+    return _job(settings, settings)
 
 
 def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
-    said = {_KEYS[name.replace("_", "-")]: v for name, v in given.items() if v is not None}
-    switches = {key for key in said if _SETTINGS[key][0] in (_YES, _NO)}
-    on = {key: _SETTINGS[key][0] == _YES for key in switches if said[key]}
-    return {key: value for key, value in said.items() if key not in switches} | on
+    settings = {_KEYS[name.replace("_", "-")]: v for name, v in given.items() if v is not None}
+    switches = {key for key in settings if _SETTINGS[key][0] in (_YES, _NO)}
+    on = {key: _SETTINGS[key][0] == _YES for key in switches if settings[key]}
+    return {key: value for key, value in settings.items() if key not in switches} | on
 
 
 def _read(key: str, flag: str, words: Sequence[Word], variables: Mapping[str, Word]) -> Any:
@@ -332,32 +328,31 @@ def _undecided(what: str, word: Word) -> JobError:
     return JobError(f"{said}{where}, which only the job can tell. Write its value in its place.")
 
 
-def _refuse_likeness(unknown: Sequence[str], asked: Mapping[str, Any]) -> None:
+def _refuse_likeness(unknown: Sequence[str], overrides: Mapping[str, Any]) -> None:
     """A flag that is almost one that decides something is misspelt: Megatron refuses it too."""
-    long = [flag for flag, key in _KEYS.items() if len(flag) > 8 and key not in asked]
+    long = [flag for flag, key in _KEYS.items() if len(flag) > 8 and key not in overrides]
     for flag in unknown:
         like = get_close_matches(flag[2:].replace("_", "-"), long, 1, 0.88)
         if like:
             raise JobError(f"{flag} is no flag of Megatron. Did you mean --{like[0]}?")
 
 
-def _job(said: dict[str, Any], asked: Mapping[str, Any]) -> Job:
-    """The job of all settings, of which ``asked`` were given beside a launch line or without it."""
-    arguments = {key: value for key, value in said.items() if not key.startswith("_")}
+def _job(settings: dict[str, Any], overrides: Mapping[str, Any]) -> Job:
+    """The job of all settings, of which ``overrides`` come from no launch line."""
+    arguments = {key: value for key, value in settings.items() if not key.startswith("_")}
     assumed = []
     if "order" not in arguments:
-        found, source = order.asked(TP_PP_DP if said.get("_tp_pp_dp") else None)
+        found, source = order.asked(TP_PP_DP if settings.get("_tp_pp_dp") else None)
         if found is not None:
             arguments["order"] = found
             assumed += [f"the order {found}, from {source}"] * ("argument" not in source)
-    per_host, hosts, world = said.get("_per_host"), said.get("_hosts"), said.get("_world")
+    per_host, hosts, world = (settings.get(key) for key in ("_per_host", "_hosts", "_world"))
     if world is None and per_host is not None:
         world = per_host * (1 if hosts is None else hosts)
         if hosts is None:
             assumed.append(f"the {world} ranks of one host are the whole job")
     if world is None:
-        models = ("tensor_model", "pipeline_model", "context")
-        least = prod(arguments.get(f"{name}_parallel_size", 1) for name in models)
+        least = _ranks_of_a_replica(arguments)
         of = f" (a multiple of {least}, the product of the sizes)" if least > 1 else ""
         raise JobError(
             f"the number of ranks is missing. Give --world-size{of}, or torchrun's --nnodes and "
@@ -370,33 +365,34 @@ def _job(said: dict[str, Any], asked: Mapping[str, Any]) -> Job:
     for name, value in (("world-size", world), ("gpus-per-node", per_host)):
         if value < 1:
             raise JobError(f"--{name} must be at least 1, got {value}.")
-    if hosts is not None and said.get("_per_host") is not None and world > per_host * hosts:
+    if hosts is not None and settings.get("_per_host") is not None and world > per_host * hosts:
         raise JobError(
             f"{world} ranks do not fit on {hosts} hosts of {per_host}, which are "
             f"{per_host * hosts}. Change one of the three numbers."
         )
-    _add_virtual_stages(arguments, said)
-    shape = _shape(said, asked, arguments, world, assumed)
-    racks, pods, domain = (
-        said.get(f"_{n}") for n in ("hosts_per_rack", "racks_per_pod", "nvlink_domain")
+    _add_virtual_stages(arguments, settings)
+    shape = _shape(settings, overrides, arguments, world, assumed)
+    levels = ("hosts_per_rack", "racks_per_pod", "nvlink_domain")
+    units: dict[str, Any] = {name: settings.get(f"_{name}") for name in levels}
+    buffers, sentences = bool(settings.get("_user_buffers")), tuple(assumed)
+    return Job(
+        arguments, world, per_host, **units, shape=shape, user_buffers=buffers, assumed=sentences
     )
-    buffers = bool(said.get("_user_buffers"))
-    return Job(arguments, world, per_host, racks, pods, domain, shape, buffers, tuple(assumed))
 
 
 def _shape(
-    said: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     arguments: Mapping[str, Any],
     world: int,
     assumed: list[str],
 ) -> Shape | None:
     """The model's shape; None where it is not known. A JobError if it was begun and not ended."""
     needed = {"_hidden": "hidden", "_layers": "layers", "_sequence": "seq"}
-    missing = [flag for key, flag in needed.items() if key not in said]
-    begun = [key for key in (*_OF_MODEL, "_layers") if key in asked]
+    missing = [flag for key, flag in needed.items() if key not in settings]
+    begun = [key for key in (*_OF_MODEL, "_layers") if key in overrides]
     numbers = [key for key in (*_OF_MODEL, "_layers") if _SETTINGS[key][0] == _NUMBER]
-    wrong = [key for key in numbers if said.get(key, 1) < 1]
+    wrong = [key for key in numbers if settings.get(key, 1) < 1]
     if missing and begun:
         raise JobError(
             f"the shape of a model needs --hidden, --layers and --seq: --{missing[0]} is missing."
@@ -405,32 +401,36 @@ def _shape(
         return None
     if wrong:
         flag = _SETTINGS[wrong[0]][1].split()[-1]
-        raise JobError(f"--{flag} must be at least 1, got {said[wrong[0]]}.")
-    names = ("tensor_model", "pipeline_model", "context")
-    replicas = max(1, world // prod(arguments.get(f"{name}_parallel_size", 1) for name in names))
-    micro_batch = said.get("_micro_batch", 1)
-    many = said.get("_micro_batches")
-    if many is None and "_batch" in said:
-        many = max(1, said["_batch"] // (micro_batch * replicas))
+        raise JobError(f"--{flag} must be at least 1, got {settings[wrong[0]]}.")
+    replicas = max(1, world // _ranks_of_a_replica(arguments))
+    micro_batch = settings.get("_micro_batch", 1)
+    many = settings.get("_micro_batches")
+    if many is None and "_batch" in settings:
+        many = max(1, settings["_batch"] // (micro_batch * replicas))
     if many is None:
         many = _MICRO_BATCHES
         assumed.append(f"{many} micro-batches in a step; --micro-batches changes it")
     optional = {
-        name: said[f"_{name}"]
+        name: settings[f"_{name}"]
         for name in ("ffn", "experts", "topk", "expert_ffn")
-        if f"_{name}" in said
+        if f"_{name}" in settings
     }
-    if "experts" in optional and "_expert_layers" in said:
-        optional["expert_layers"] = _expert_layers(said["_expert_layers"], said["_layers"])
-    if said.get("_grouped") and "_heads" in said and "_kv_heads" in said:
-        optional["kv_share"] = min(1.0, said["_kv_heads"] / said["_heads"])
-    optional["gated"] = bool(said.get("_gated"))
+    if "experts" in optional and "_expert_layers" in settings:
+        optional["expert_layers"] = _expert_layers(settings["_expert_layers"], settings["_layers"])
+    if settings.get("_grouped") and "_heads" in settings and "_kv_heads" in settings:
+        optional["kv_share"] = min(1.0, settings["_kv_heads"] / settings["_heads"])
+    optional["gated"] = bool(settings.get("_gated"))
     ep = arguments.get("expert_model_parallel_size", 1)
     if ep > 1 and "experts" not in optional:
         optional["experts"] = ep
         assumed.append(f"{ep} experts; --experts changes it")
-    sizes = (said["_hidden"], said["_layers"], said["_sequence"], many, micro_batch)
+    sizes = (settings["_hidden"], settings["_layers"], settings["_sequence"], many, micro_batch)
     return Shape(*sizes, **optional)
+
+
+def _ranks_of_a_replica(arguments: Mapping[str, Any]) -> int:
+    names = ("tensor_model", "pipeline_model", "context")
+    return prod(arguments.get(f"{name}_parallel_size", 1) for name in names)
 
 
 def _expert_layers(text: str, layers: int) -> int:
@@ -444,24 +444,16 @@ def _expert_layers(text: str, layers: int) -> int:
     return min(layers, sum(run.count("1") * int(times or 1) for run, times in runs))
 
 
-def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> None:
-    """As Megatron's arguments: from the layers of each virtual stage; none with one stage."""
+def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set the number of virtual stages from their layers, as Megatron does; none with one stage."""
     stages = arguments.get("pipeline_model_parallel_size", 1)
     name = "virtual_pipeline_model_parallel_size"
     if stages == 1:
         arguments.pop(name, None)
         return
-    if "_stages" in said:
-        many = _stages_of(said["_stages"])
-        if many % stages:
-            raise JobError(
-                f"--pipeline-model-parallel-layout {said['_stages']} has {many} stages, which is "
-                f"no multiple of pp={stages}."
-            )
-        arguments[name] = many // stages
-    layers, each = said.get("_layers"), said.get("_layers_per_stage")
+    layers, each = settings.get("_layers"), settings.get("_layers_per_stage")
     if each is not None and name not in arguments:
-        more = sum(bool(said.get(key)) for key in ("_with_embedding", "_with_loss"))
+        more = sum(bool(settings.get(key)) for key in ("_with_embedding", "_with_loss"))
         if layers is None or each < 1 or (layers + more) % (stages * each):
             counted = f"{layers} + {more} for the embedding and the loss" if more else layers
             raise JobError(
@@ -471,20 +463,3 @@ def _add_virtual_stages(arguments: dict[str, Any], said: Mapping[str, Any]) -> N
         arguments[name] = (layers + more) // stages // each
     if arguments.get(name) == 1:
         del arguments[name]
-
-
-def _stages_of(layout: str) -> int:
-    """How many stages ``Et*3|(tt|)*29,m|L`` has: one more than it has ``|``."""
-    if not re.fullmatch(r"[EtmL|,()*\d]{1,9999}", layout):
-        raise JobError(
-            f"--pipeline-model-parallel-layout {shown(layout)} is not like Et|(tt|)*29,L."
-        )
-    return 1 + _bars(layout)
-
-
-def _bars(layout: str) -> int:
-    found = re.finditer(r"\(([^()]+)\)\*(\d{1,4})|(.)(?:\*(\d{1,4}))?", layout)
-    return sum(
-        _bars(m[1]) * int(m[2]) if m[1] is not None else (m[3] == "|") * int(m[4] or 1)
-        for m in found
-    )

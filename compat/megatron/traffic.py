@@ -72,7 +72,7 @@ class Shape:
     gated: bool = False  # an MLP has three matrices (SwiGLU), not two
 
     def flows(self, layouts: Layouts, virtual_stages: int = 1) -> list[Flow]:
-        """What is sent in a step, in GB of a rank; docs/placement.md has the formulas.
+        """The flows of a step, in GB of a rank; docs/placement.md has the formulas.
 
         Sequences are cut by tp, as Megatron does with experts and with --sequence-parallel.
         """
@@ -105,7 +105,7 @@ class Shape:
             if layout not in layouts or not volumes[name]:
                 continue
             n = layouts[layout].dim_size([dim for dim in dims if dim in layouts[layout].dims])
-            # What a member of a ring of n passes on of the whole: its neighbour's part it keeps.
+            # A member of a ring of n passes on the whole but for its neighbour's part.
             part = (n - 1) / n if pattern == "ring" else 1
             found.append(Flow(name, layout, dims, pattern, volumes[name] * part, name in _HIDDEN))
         return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from compat.physicsnemo.manager import DistributedManager as DistributedManager
 from compat.physicsnemo.manager import (
-    DistributedManager,
     PhysicsNeMoUndefinedGroupError,
     PhysicsNeMoUninitializedDistributedManagerWarning,
 )
@@ -22,14 +22,3 @@ class ProcessGroupConfig(GroupTree[ProcessGroupNode]):
 
     As in nvidia-physicsnemo 1.3, but not a treelib tree: there is no ``config.tree``.
     """
-
-
-__all__ = [
-    "DistributedManager",
-    "ModulusUndefinedGroupError",
-    "ModulusUninitializedDistributedManagerWarning",
-    "PhysicsNeMoUndefinedGroupError",
-    "PhysicsNeMoUninitializedDistributedManagerWarning",
-    "ProcessGroupConfig",
-    "ProcessGroupNode",
-]

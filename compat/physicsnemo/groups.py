@@ -13,11 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import span_of
-from hypergrid.policy import Policy
 from hypergrid.tree import GroupNode, Placement
 
 OWNER = "DistributedManager"
@@ -106,17 +103,15 @@ def create_mesh(layout: RankLayout, device_type: str) -> tuple[HyperCommGrid, De
         raise
 
 
-def create_flattened(mesh: DeviceMesh) -> tuple[GroupPool, ProcessGroup]:
-    """The group of all ranks of ``mesh``, and the pool that owns it. *Collective* over them."""
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+def create_flattened(mesh: DeviceMesh) -> tuple[HyperCommGrid, ProcessGroup]:
+    """The group of all ranks of ``mesh``, and the grid that owns it. *Collective* over them."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    grid = HyperCommGrid.over(RankLayout(("mesh",), (len(ranks),)).on(ranks))
+    if len(grid.participants()) > len(ranks):
+        raise RuntimeError(
+            f"rank {dist.get_rank()} cannot create a group of {len(ranks)} of "
+            f"{dist.get_world_size()} ranks: members alone cannot create one here, so every rank "
+            f"would have to take part. Create it with create_process_subgroup()."
+        )
     name = "mesh " + "-".join(mesh.mesh_dim_names or ())
-    pool = GroupPool(Agreement(""), Policy.resolve(), OWNER)
-    with pool.agreed(ranks, {"mesh": name}):
-        if pool.agreement.way != "members" and len(ranks) < dist.get_world_size():
-            raise RuntimeError(
-                f"rank {dist.get_rank()} cannot create a group of {len(ranks)} of "
-                f"{dist.get_world_size()} ranks: every rank would have to take part, because "
-                f"{pool.agreement.why}. Create it with create_process_subgroup()."
-            )
-        (group,) = pool.make(name, {name: ranks}, lambda: [ranks])
-    return pool, group
+    return grid, create(grid, {name: [ranks]}, {})[name]

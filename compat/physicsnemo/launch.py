@@ -1,4 +1,4 @@
-"""What the launcher says about this process: the variables of torchrun, SLURM or OpenMPI."""
+"""The variables by which torchrun, SLURM or OpenMPI describe this process."""
 
 from __future__ import annotations
 

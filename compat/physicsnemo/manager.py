@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo import groups, launch
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import telling_others
 from hypergrid.layout import RankLayout
 from hypergrid.topology import Hosts
@@ -56,7 +55,9 @@ def _kept(attribute: str, warning: str = "") -> Any:
 
 
 class DistributedManager:
-    """What this process knows about the job, as nvidia-physicsnemo 1.3: one for all objects.
+    """The rank, device, groups and mesh of this process, as nvidia-physicsnemo 1.3.
+
+    All objects share one state.
 
     Call ``initialize()`` first, on every rank; ``DistributedManager()`` then returns the manager
     anywhere. Groups are created by their members alone, after all ranks have compared them, and
@@ -83,7 +84,7 @@ class DistributedManager:
     _group_ranks: groups.Ranks
     _mesh_dims: dict[str, int]
     _mesh_groups: dict[DeviceMesh, ProcessGroup]
-    _owners: list[GroupPool | HyperCommGrid]
+    _grids: list[HyperCommGrid]
 
     def __init__(self) -> None:
         known = self.__dict__ = DistributedManager._shared_state  # also after cleanup()
@@ -91,7 +92,7 @@ class DistributedManager:
             raise PhysicsNeMoUninitializedDistributedManagerWarning()
         known.setdefault("_cuda", torch.cuda.is_available())
         known.setdefault("_device", torch.device("cuda:0" if self._cuda else "cpu"))
-        known.setdefault("_owners", [])
+        known.setdefault("_grids", [])
         for name in ("groups", "group_names", "group_ranks", "mesh_dims", "mesh_groups"):
             known.setdefault(f"_{name}", {})
 
@@ -260,8 +261,8 @@ class DistributedManager:
             if manager.distributed and dist.is_initialized():
                 if barrier:
                     dist.barrier(device_ids=[manager.local_rank] if manager.cuda else None)
-                for owner in reversed(manager._owners):
-                    owner.destroy()
+                for grid in reversed(manager._grids):
+                    grid.destroy()
                 if manager._owns_default_group:
                     dist.destroy_process_group()
         DistributedManager._shared_state = {}
@@ -407,7 +408,7 @@ class DistributedManager:
         with _checking() as manager:
             layout = groups.mesh_layout(mesh_shape, mesh_dim_names, manager.world_size)
         grid, mesh = groups.create_mesh(layout, "cuda" if manager.cuda else "cpu")
-        manager._owners.append(grid)
+        manager._grids.append(grid)
         manager._mesh_dims = dict(zip(layout.dims[::-1], layout.sizes[::-1], strict=True))
         manager._global_mesh = mesh
         return mesh
@@ -421,8 +422,8 @@ class DistributedManager:
         if mesh.ndim == 1:
             return mesh.get_group()
         if mesh not in self._mesh_groups:
-            pool, self._mesh_groups[mesh] = groups.create_flattened(mesh)
-            self._owners.append(pool)
+            grid, self._mesh_groups[mesh] = groups.create_flattened(mesh)
+            self._grids.append(grid)
         return self._mesh_groups[mesh]
 
     def _check_new(self, name: str, error: type[Exception]) -> None:
@@ -444,7 +445,7 @@ class DistributedManager:
     ) -> None:
         grid = grid or HyperCommGrid.over(RankLayout(("world",), (self.world_size,)))
         made = groups.create(grid, ranks, dims or {})
-        self._owners.append(grid)
+        self._grids.append(grid)
         self._groups.update(made)
         self._group_ranks.update(ranks)
         self._group_names.update((group, name) for name, group in made.items())

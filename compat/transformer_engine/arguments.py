@@ -1,6 +1,6 @@
 """Transformer Engine without Megatron: the groups that it takes, from a grid or a state.
 
-``where`` is a ``HyperCommGrid`` with dims tp, cp and dp (as many as there are), or a
+``source`` is a ``HyperCommGrid`` with dims tp, cp and dp (as many as there are), or a
 ``ParallelState``. All functions are *local* except ``create_groups``; only ``probe`` imports
 Transformer Engine. A function that needs a group that the grid has not created raises KeyError,
 which names the call that creates it.
@@ -9,15 +9,15 @@ which names the call that creates it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.hyper_comm_grid import AnyGrid
-from compat.transformer_engine.groups import OfGrid, Where, source
+from compat.hyper_comm_grid import AnyGrid, core_of
+from compat.megatron.suspended import is_suspended
 from compat.transformer_engine.process import Installation as Installation
 from compat.transformer_engine.process import empty_meta_package as empty_meta_package
 from compat.transformer_engine.process import forget_sizes, release
@@ -25,15 +25,29 @@ from compat.transformer_engine.process import probe as probe
 from hypergrid.groups.pool import before_closing
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
+from hypergrid.views import BASE
 
+if TYPE_CHECKING:
+    from compat.state import ParallelState
+
+GroupSource: TypeAlias = "AnyGrid | ParallelState"
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+# The groups that Transformer Engine takes: dims, whether of expert layers, and a state's getter.
+_GROUPS: dict[tuple[str, bool], Callable[[ParallelState], ProcessGroup]] = {
+    ("tp", False): lambda state: state.get_tensor_model_parallel_group(),
+    ("cp", False): lambda state: state.get_context_parallel_group(),
+    ("tp-cp", False): lambda state: state.get_amax_reduction_group(True, tp_only_amax_red=True),
+    ("tp-dp-cp", False): lambda state: state.get_amax_reduction_group(True),
+    ("tp", True): lambda state: state.get_expert_tensor_parallel_group(),
+}
 
 before_closing.add(release)
 _stream_of = functools.cache(torch.cuda.Stream)
 
 
 class ContextParallel(NamedTuple):
-    """What ``set_context_parallel_group`` takes, in its order.
+    """The arguments of ``set_context_parallel_group``, in its order.
 
     ``cp_group`` is [a2a, p2p] for "a2a+p2p". ``cp_global_ranks`` are all ranks of cp in their
     order, a2a fastest: rank r of the ring sends to
@@ -52,13 +66,26 @@ def create_groups(grid: AnyGrid, *, a2a_size: int | None = None) -> None:
     *Collective* over the grid. They are over tp, cp, tp-cp, tp-dp-cp and, in its view "expert", tp;
     with ``a2a_size`` also the two of hierarchical context parallelism. A state has all already.
     """
-    OfGrid(grid).create(a2a_size)
+    core, wanted = core_of(grid), [_dims(grid, *each) for each in _GROUPS]
+    if a2a_size is not None:
+        view, rings = f"a2a={a2a_size}", _rings(core.layout, a2a_size)
+        if view not in core.views:
+            split = core.layout.split("cp", {"a2a": a2a_size, "p2p": rings})
+            core.register_view(view, split.sizes, split.dims)
+        wanted += [(["a2a"], view), (["p2p"], view)]
+    for dims, view in wanted:
+        if dims and core.name(dims, view=view) not in core.groups:
+            core.create_pg(dims, view=view)
 
 
 def cp_args(
-    where: Where, comm_type: str = "p2p", a2a_size: int | None = None, *, cp_stream: Any = None
+    source: GroupSource,
+    comm_type: str = "p2p",
+    a2a_size: int | None = None,
+    *,
+    cp_stream: Any = None,
 ) -> ContextParallel:
-    """What ``set_context_parallel_group(*cp_args(grid))`` takes.
+    """The arguments for ``set_context_parallel_group(*cp_args(grid))``.
 
     Parameters
     ----------
@@ -75,23 +102,22 @@ def cp_args(
         )
     if a2a_size is not None and comm_type != "a2a+p2p":
         raise ValueError(f"a2a_size={shown(a2a_size)} is for 'a2a+p2p' only, not {comm_type!r}.")
-    groups = source(where)
-    group = groups.hierarchy(a2a_size) if comm_type == "a2a+p2p" else groups.group("cp")
+    group = _hierarchy(source, a2a_size) if comm_type == "a2a+p2p" else _group(source, "cp")
     if group is None:
-        raise ValueError(f"there is no context parallelism: {groups.layout} has no dim cp.")
+        raise ValueError(f"there is no context parallelism: {_layout(source)} has no dim cp.")
     if cp_stream is None and torch.cuda.is_available():
         cp_stream = _stream_of(torch.cuda.current_device())
-    return ContextParallel(group, list(groups.cp_ranks), cp_stream, comm_type)
+    return ContextParallel(group, _cp_ranks(source), cp_stream, comm_type)
 
 
-def amax_group(where: Where, tp_only: bool = False) -> ProcessGroup:
+def amax_group(source: GroupSource, tp_only: bool = False) -> ProcessGroup:
     """The group over which maxima of quantised tensors are reduced: tp x dp x cp, or tp x cp.
 
     Always the same object, since Transformer Engine keeps state for each object; and never None,
     which means the world to it: ValueError if the grid has none of these dims.
     """
     dims = "tp-cp" if tp_only else "tp-dp-cp"
-    group = source(where).group(dims)
+    group = _group(source, dims)
     if group is None:
         raise ValueError(
             f"the grid has no dim of {dims.split('-')}, and None means the world to Transformer "
@@ -102,7 +128,7 @@ def amax_group(where: Where, tp_only: bool = False) -> ProcessGroup:
 
 def apply(
     module: torch.nn.Module,
-    where: Where,
+    source: GroupSource,
     *,
     experts: Iterable[torch.nn.Module] = (),
     comm_type: str = "p2p",
@@ -129,7 +155,7 @@ def apply(
     given = []
     # Experts last: a layer's own setter also sets the experts that it contains.
     for expert in (False, True) if of_experts else (False,):
-        group = source(where).group("tp", expert)
+        group = _group(source, "tp", expert)
         size = 1 if group is None else group.size()
         for name, m in named:
             if (m in of_experts) == expert and hasattr(m, "set_tensor_parallel_group"):
@@ -140,8 +166,8 @@ def apply(
             f"no module of {type(module).__name__} takes a group after it was built. Pass groups "
             f"to modules of te.ops when you build them."
         )
-    several = attention and len(source(where).cp_ranks) > 1
-    context = cp_args(where, comm_type, a2a_size, cp_stream=cp_stream) if several else None
+    several = attention and len(_cp_ranks(source)) > 1
+    context = cp_args(source, comm_type, a2a_size, cp_stream=cp_stream) if several else None
     for m, group in given:
         m.set_tensor_parallel_group(group)
     if context is not None:
@@ -149,14 +175,14 @@ def apply(
             m.set_context_parallel_group(*context)
 
 
-def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) -> None:
+def check_userbuffers(source: GroupSource | RankLayout, world_size: int | None = None) -> None:
     """Refuse a layout for which ``initialize_ub`` would choose other ranks than those of tp.
 
     It takes no group: it uses ranks ``i * tp ... i * tp + tp - 1`` of the world. So tp must be the
     fastest dim, and start at a multiple of its size. The ValueError names the ranks that it would
     choose, and those of tp.
     """
-    layout = where if isinstance(where, RankLayout) else source(where).layout
+    layout = source if isinstance(source, RankLayout) else _layout(source)
     dims = {"tp"}.intersection(layout.dims)
     size = layout.dim_size(dims)
     ours = layout.group(layout.offset, dims)
@@ -174,6 +200,95 @@ def check_userbuffers(where: Where | RankLayout, world_size: int | None = None) 
             f"Userbuffers divide the world of {world} ranks into parts of tp={size}, which leaves "
             f"a remainder of {world % size}."
         )
+
+
+def _group(source: GroupSource, dims: str, expert: bool = False) -> ProcessGroup | None:
+    """The group over ``dims``; of a grid without any of them None."""
+    if not isinstance(source, AnyGrid):
+        return _usable(_GROUPS[dims, expert](_state(source)))
+    known, view = _dims(source, dims, expert)
+    return _of_grid(source, known, view) if known else None
+
+
+def _hierarchy(source: GroupSource, a2a_size: int | None) -> list[ProcessGroup]:
+    """The groups of the two levels of context parallelism, a2a and p2p."""
+    if isinstance(source, AnyGrid):
+        _rings(_layout(source), a2a_size)
+        view = f"a2a={a2a_size}"
+        if view not in core_of(source).views:
+            raise KeyError(
+                f"the groups of cp in parts of {a2a_size} have not been created: call "
+                f"create_groups(grid, a2a_size={a2a_size}) on every rank of the grid first."
+            )
+        return [_of_grid(source, [dim], view) for dim in ("a2a", "p2p")]
+    groups: list[ProcessGroup] = _usable(_state(source).get_hierarchical_context_parallel_groups())
+    if len(groups) != 2:
+        raise ValueError(
+            f"Transformer Engine takes two levels of context parallelism, a2a and p2p, and this "
+            f"state has {len(groups)}: initialise it with two hierarchical_context_parallel_sizes."
+        )
+    if a2a_size not in (None, groups[0].size()):
+        raise ValueError(
+            f"a2a_size={shown(a2a_size)}, and hierarchical_context_parallel_sizes[0] is "
+            f"{groups[0].size()}. Leave it out."
+        )
+    return groups
+
+
+def _dims(grid: AnyGrid, dims: str, expert: bool = False) -> tuple[list[str], str]:
+    """The dims among ``dims`` that the grid has, and their view."""
+    views = core_of(grid).views
+    view = "expert" if expert and "expert" in views else BASE
+    return [dim for dim in dims.split("-") if dim in views[view].dims], view
+
+
+def _of_grid(grid: AnyGrid, dims: list[str], view: str) -> ProcessGroup:
+    group = core_of(grid).get_pg(dims, view=view)
+    if group is None:
+        raise RuntimeError(f"rank {dist.get_rank()} is outside {grid}: it has no groups.")
+    return group
+
+
+def _rings(layout: RankLayout, a2a_size: int | None) -> int:
+    """How many ranks a ring has. ValueError if ``a2a_size`` does not divide cp."""
+    size = layout.dim_size({"cp"}.intersection(layout.dims))
+    if a2a_size is None or a2a_size < 1 or size % a2a_size:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"a2a_size={shown(a2a_size)} does not divide cp={size}: a2a+p2p needs the number of "
+            f"consecutive ranks that exchange heads. Allowed: {divisors}."
+        )
+    return size // a2a_size
+
+
+def _cp_ranks(source: GroupSource) -> list[int]:
+    if not isinstance(source, AnyGrid):
+        return list(_state(source).get_context_parallel_global_ranks())
+    layout = _layout(source)
+    return layout.group(dist.get_rank(), {"cp"}.intersection(layout.dims))
+
+
+def _layout(source: GroupSource) -> RankLayout:
+    grid = source if isinstance(source, AnyGrid) else _state(source).grid
+    if grid is None:
+        raise RuntimeError(f"there is no layout to check: {source!r} has no groups.")
+    return core_of(grid).layout
+
+
+def _state(source: Any) -> ParallelState:
+    if not hasattr(source, "get_amax_reduction_group"):
+        raise TypeError(
+            f"groups come from a HyperCommGrid or a ParallelState, not from a "
+            f"{type(source).__name__}."
+        )
+    return source  # type: ignore[no-any-return]
+
+
+def _usable(group: Any) -> Any:
+    # Transformer Engine ignores a group of another type without an error.
+    if is_suspended(group):
+        raise RuntimeError(f"{group!r}.")
+    return group
 
 
 def _check_size(name: str, module: Any, size: int) -> None:

@@ -73,7 +73,7 @@ def warn_of_an_empty_package(stacklevel: int = 2) -> None:
 
 
 def remedy() -> str:
-    """What to do about an empty installation."""
+    """A sentence: how to repair an empty installation."""
     return (
         f"Either uninstall it (pip uninstall transformer-engine), or install all of it (pip "
         f"install --no-build-isolation 'transformer-engine[pytorch]=="

@@ -42,7 +42,7 @@ class _Family(NamedTuple):
 
 
 class EnvironmentTable:
-    """What ColossalAI's issue 3051 proposed: one object to ask about ranks, groups and meshes.
+    """One object to ask about ranks, groups and meshes, as ColossalAI's issue 3051 proposed.
 
     The name of a group is its dims in any order (``"dp-tp"``), after the mesh or view that they
     are of (``"train/dp"``, ``"moe/ep"``), or the label it was given. No group is created twice:

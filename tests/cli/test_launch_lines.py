@@ -211,14 +211,12 @@ def test_each_flag_is_used_known_to_have_no_effect_or_named_as_not_known():
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             4,
         ),
-        ("--num-layers 61 --pipeline-model-parallel-layout 'Et*3|(tt|)*29,m|L'", 2),
-        ("--num-layers 61 --pipeline-model-parallel-layout 'Et|(tt|)*14L'", None),
         ("--num-virtual-stages-per-pipeline-rank 3", 3),
     ],
 )
 def test_virtual_stages_are_counted_as_megatron_counts_them(flags, virtual):
     line = f"torchrun --nnodes 16 --nproc-per-node 8 x.py --pipeline-model-parallel-size 16 {flags}"
-    if virtual is None and "126" in flags:
+    if virtual is None:
         with pytest.raises(JobError, match="multiple of 16 stages x 8, got 126"):
             from_line(line)
     else:

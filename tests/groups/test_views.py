@@ -78,13 +78,13 @@ def test_views_answer_as_upstreams_and_refuse_as_upstreams():
     ("arguments", "says"),
     [
         (("base", [8], ["x"]), "already registered"),
-        (("v", [4], ["x"]), r"has 4 ranks.*the grid has 8"),
+        (("v", [4], ["x"]), r"has 4 ranks.*the grid size is 8"),
         (("v", [2, 4], ["x"]), "one size per name"),
         (("v", [2, 4], ["x", "x"]), "must not repeat"),
-        (("v", [2, 4], ["ep", "dp"], ["ep"]), "'ep' is not a dim of the grid"),
-        (("v", [2, 4], ["ep", "dp"], ["tp"]), "'tp' is not a dim of the view 'v'"),
-        (("v", [4, 2], ["dp", "tp"], ["tp"]), "different members"),
-        (("v", [2, 4], ["tp", "dp"], ["tp", "tp"]), "must not repeat"),
+        (("v", [2, 4], ["ep", "dp"], ["ep"]), "'ep' of view 'v' is not in the base view"),
+        (("v", [2, 4], ["ep", "dp"], ["tp"]), "'tp' of view 'v' is not in the view's"),
+        (("v", [4, 2], ["dp", "tp"], ["tp"]), "different membership"),
+        (("v", [2, 4], ["tp", "dp"], ["tp", "tp"]), "duplicate shared_dims"),
     ],
 )
 def test_a_view_that_cannot_be_is_refused_and_not_kept(arguments, says):

@@ -149,13 +149,6 @@ def test_a_view_that_cannot_be_is_refused_in_such_words_and_not_kept(views, eigh
     assert list(grid._views) == list(grid.core.views) == ["base"]
 
 
-def test_dims_that_are_shared_one_by_one_must_be_so_together(views, eight):
-    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
-    grid._gen_rank_enum_for = lambda shape, names, dims: [dims] if len(dims) == 1 else [names]
-    with pytest.raises(ValueError, match=r"Shared dims \['tp', 'dp'\] has different membership"):
-        grid.register_view("v", [2, 2, 2], ["tp", "dp", "x"], ["tp", "dp"])
-
-
 def test_keys_and_views_are_stored_as_stock_stores_them(views, eight, enumeration):
     grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
     shape, names, shared = [2, 2, 2], ["expt_tp", "ep", "pp"], ["pp"]

@@ -402,15 +402,13 @@ REPORTS = """
 """
 
 
-@pytest.mark.parametrize(("release", "has"), [("0.16.1", False), ("0.19.2", True)])
-def test_the_report_speaks_as_the_release_and_as_plan_does(tmp_path, release, has):
-    asked = {"HYPERGRID_MEGATRON_RELEASE": release}
-    out = launch("--report", script(tmp_path, REPORTS), cwd=tmp_path, **asked)
+def test_the_report_names_dims_as_plan_does(tmp_path):
+    out = launch("--report", script(tmp_path, REPORTS), cwd=tmp_path)
     rows = {line.split()[0]: line.split("default")[0].split()[1:] for line in out.splitlines()[2:]}
     assert rows["EMBEDDING_GROUP"] == ["pp", "ends"]
     assert rows["POSITION_EMBEDDING_GROUP"] == ["chosen"]
     assert rows["CONTEXT_PARALLEL_GROUP"] == ["alone"]
-    assert ("gtp_remat=1" in out) is has and "tp=2" in out
+    assert "of RankLayout(tp=2-dp=2-pp=2, ranks 0..7); expert grid" in out
 
 
 CHOOSES = """
