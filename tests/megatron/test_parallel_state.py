@@ -76,7 +76,7 @@ def test_eight_real_ranks_pass_collectives_on_every_group(rank, arguments):
     assert len(c10d._world.pg_map) == 1
 
 
-@on_ranks(8)
+@on_ranks(8, timeout=120)
 def test_ten_lives_with_other_sizes_in_one_process(rank):
     files = []
     for life in range(10):
