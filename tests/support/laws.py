@@ -30,6 +30,7 @@ class Case:
     seed: int
     run: programs.Run
     found: Diagnosis
+    same: bool = False  # all guilty ranks met one condition, in one line
 
     @property
     def guilty(self) -> dict[int, str]:
@@ -37,8 +38,8 @@ class Case:
 
     @property
     def outvoted(self) -> bool:
-        """Whether most ranks are guilty of the same fault."""
-        return len({*self.guilty.values()}) == 1 and 2 * len(self.guilty) > self.run.program.world
+        """Whether most ranks are guilty of the same fault in the same line."""
+        return self.same and 2 * len(self.guilty) > self.run.program.world
 
     @property
     def accuses(self) -> bool:
@@ -47,7 +48,7 @@ class Case:
     @property
     def wrong(self) -> bool:
         """Whether an innocent is named with certainty, or waiting ranks are said to be well."""
-        innocent = not set(self.found.ranks) <= self.guilty.keys()
+        innocent = not self.outvoted and not set(self.found.ranks) <= self.guilty.keys()
         waits = any(host.now or host.open for host in self.run.hosts)
         return self.found.certain and (innocent or (self.found.ok and waits))
 
@@ -70,8 +71,11 @@ class Case:
         )
 
 
-def faulty(seed: int, several: bool = False) -> programs.Run | None:
-    """A random program with one fault, or with two to three, that has come to rest."""
+def faulty(seed: int, several: bool = False) -> tuple[programs.Run | None, bool]:
+    """A random program with one fault, or with two to three, that has come to rest.
+
+    And whether several ranks made one fault in one line.
+    """
     rng = random.Random(seed)
     program = programs.random_program(rng, steps=rng.randint(2, 5))
     changed: programs.Program | None = program
@@ -84,13 +88,13 @@ def faulty(seed: int, several: bool = False) -> programs.Run | None:
         fault = fault if same else rng.choice(programs.FAULTS)
         chance = random.Random(lines) if same else rng
         changed = changed and programs.injected(changed, fault, rank, chance)
-    return programs.Run(changed, rng) if changed else None
+    return (programs.Run(changed, rng) if changed else None), same and several
 
 
 def judged(seed: int, several: bool = False) -> Case | None:
     """The verdict on it; None if the fault does not fit or nobody hangs because of it."""
-    run = faulty(seed, several)
-    return None if run is None or run.finished else Case(seed, run, verdict(run))
+    run, same = faulty(seed, several)
+    return None if run is None or run.finished else Case(seed, run, verdict(run), same)
 
 
 def verdict(run: programs.Run) -> Diagnosis:
@@ -105,7 +109,7 @@ class Tally:
     """What the verdicts on many programs were."""
 
     cases: int = 0
-    outvoted: int = 0  # which are none of the cases
+    outvoted: int = 0
     first: int = 0
     alone: int = 0
     certain: int = 0
@@ -114,10 +118,8 @@ class Tally:
     by_fault: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def add(self, case: Case) -> None:
-        if case.outvoted:
-            self.outvoted += 1
-            return
         self.cases += 1
+        self.outvoted += case.outvoted
         self.first += bool(case.first)
         self.alone += case.alone
         self.certain += case.accuses
@@ -145,7 +147,7 @@ class Tally:
         yield (
             f"{self.cases:,} programs hang: a guilty rank is named first in {first}, only guilty "
             f"ranks in {alone}, with certainty in {certain}; {len(self.wrong)} wrong; in "
-            f"{self.outvoted} more, most ranks made the same fault"
+            f"{self.outvoted} most ranks made the same fault"
         )
         for fault in programs.FAULTS:
             right, wrong = self.by_fault[fault, True], self.by_fault[fault, False]
@@ -164,7 +166,7 @@ def compared(seeds: Iterable[int]) -> Counter[tuple[str, str, str]]:
     tools = {"torchfrtrace": peer.torchfrtrace, "fr_attribution": peer.fr_attribution}
     found: Counter[tuple[str, str, str]] = Counter()
     for seed in seeds:
-        run = faulty(seed)
+        run, _ = faulty(seed)
         if run is None or run.finished:
             continue
         with tempfile.TemporaryDirectory() as name:
