@@ -48,6 +48,21 @@ def fake_world():
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def clean_state():
+    """Destroy the current state afterwards, in this process."""
+    yield
+    from compat import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def world_without_torch(monkeypatch):
+    """4096 ranks by WORLD_SIZE, for grids that are laid out and create nothing."""
+    monkeypatch.setenv("WORLD_SIZE", "4096")
+
+
 @pytest.fixture(autouse=True)
 def nothing_aborted():
     """Forget an abort() in this process, as ranks that are forked from it would remember it."""

@@ -83,7 +83,7 @@ def test_the_loss_over_shards_of_the_vocabulary_reads_the_other_models_group(on)
 
 
 @pytest.mark.parametrize("layout", GRADIENTS)
-def test_each_parameter_of_the_demo_is_reduced_and_counted_once_and_training_goes_on(on, layout):
+def test_each_parameter_of_the_demo_is_reduced_and_counted_once_and_it_trains_on(on, layout):
     results = on("0.16.1")[GRADIENTS[layout]][0]
     assert [found for found, _ in results] == [[]] * 8
     first, second, _ = results[0][1]

@@ -61,7 +61,7 @@ def test_a_module_that_reads_another_state_is_told_with_both_names(seen):
     assert strict.startswith("rank 6 got the ranks [6, 7] instead of [4, 5, 6, 7]: Head built")
 
 
-def test_a_read_without_activate_and_one_in_backward_after_it_are_kinds_of_their_own(seen):
+def test_a_read_without_activate_and_one_in_backward_after_it_are_kinds_apart(seen):
     _, found = seen["wrong_states"]
     kinds = {each.kind: each for each in found.problems if each.kind != "another state"}
     assert kinds.keys() == {"no activate() is open", "activate() has ended"}

@@ -296,7 +296,7 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
     ("release", "content", "warned"),
     [((0, 19), "", True), ((0, 16), "", False), ((0, 19), "__version__ = '0.7'", False)],
 )
-def test_the_doctor_names_a_resiliency_package_that_megatron_cannot_be_imported_beside(
+def test_the_doctor_names_a_resiliency_package_that_breaks_megatrons_import(
     release, content, warned, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("compat.megatron.releases.RELEASE", release)

@@ -90,7 +90,7 @@ def test_groups_without_recorders_say_how_ranks_write(tmp_path):
     assert "No rank has written what it was doing" in run(f"diagnose {tmp_path}", status=1)
 
 
-def test_files_that_cannot_be_read_are_named_and_a_directory_without_dumps_is_refused(left):
+def test_files_that_cannot_be_read_are_named_and_no_dumps_is_a_refusal(left):
     (left / "trace_1").write_bytes(b"\x80\x02")
     assert "Not used:\n  trace_1 cannot be read" in run(f"diagnose {left}", status=1)
     (left / "empty").mkdir()

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 import hypergrid
 from compat.colossalai import ProcessGroupMesh
 from tests.support.forerunners import colossalai_mesh
-from tests.support.forked import descriptors, run_ranks
+from tests.support.forked import descriptors, open_groups, run_ranks
 
 SHAPES = {4: [(4,), (2, 2), (1, 2, 2)], 8: [(2, 2, 2), (4, 2), (2, 1, 4)]}
 
@@ -112,7 +112,7 @@ def _beside_home(rank, home, environment):
             compared += 1
         theirs.destroy_mesh_process_groups()
         ours.destroy_mesh_process_groups()
-        assert len(c10d._world.pg_map) == 1
+        assert len(open_groups()) == 1
     return compared
 
 
@@ -153,7 +153,7 @@ def _plugin(mesh_class, pp, dp, tp, sp, ring):
             sums[name] = (total.item(), dist.get_rank(group), dist.get_world_size(group))
     same = groups["p2p"] is groups["pp"], mesh.coordinate(pp_axis), mesh.size(pp_axis)
     mesh.destroy_mesh_process_groups()
-    return members, sums, around, same, len(c10d._world.pg_map)
+    return members, sums, around, same, len(open_groups())
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def _given_back(rank):
         mesh.destroy_mesh_process_groups()
         mesh.destroy_mesh_process_groups()
         opened = descriptors(at_most=seen[1][1] if len(seen) == 2 else None)
-        seen.append((len(c10d._world.pg_map), opened))
+        seen.append((len(open_groups()), opened))
         kept = mesh
     dist.destroy_process_group()
     kept.destroy_mesh_process_groups()
@@ -263,7 +263,7 @@ def test_refusals_are_sentences_of_colossalais_types(fake_world, ask, error, say
     fake_world(8, rank=3)
     with pytest.raises(error, match=says):
         ask(ProcessGroupMesh)
-    assert len(c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1
     with pytest.raises(at_home or error):
         ask(colossalai_mesh())
 
@@ -280,7 +280,7 @@ def _disagreeing(rank):
         with pytest.raises((hypergrid.AgreementError, IndexError)) as caught:
             mesh.get_group_along_axis(axis)
         texts.append(str(caught.value))
-        assert len(c10d._world.pg_map) == 1
+        assert len(open_groups()) == 1
     total = torch.tensor([rank])
     dist.all_reduce(total, group=mesh.get_group_along_axis(1))
     return total.item(), texts
@@ -324,7 +324,7 @@ def _some_miss_groups(rank):
         with pytest.raises(hypergrid.AgreementError) as caught:
             mesh.create_group_along_axis(1, indices)
         texts.append(str(caught.value))
-    assert len(c10d._world.pg_map) == 3
+    assert len(open_groups()) == 3
     assert mesh.create_group_along_axis(1) is whole[1]
     return texts, _members(mesh.create_group_along_axis(1, [rank // 9]))
 
@@ -363,7 +363,7 @@ def _one_cannot_create(rank):
         new_group.side_effect = RuntimeError("no route") if rank == 2 else real
         with pytest.raises(hypergrid.CreationError) as caught:
             mesh.get_group_along_axis(1)
-    assert len(c10d._world.pg_map) == 2 and list(mesh.grid.groups) == ["axis0"]
+    assert len(open_groups()) == 2 and list(mesh.grid.groups) == ["axis0"]
     total = torch.tensor([rank])
     dist.all_reduce(total, group=mesh.get_group_along_axis(1))
     return total.item(), str(caught.value)

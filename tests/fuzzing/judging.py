@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from tests.fuzzing.wild import CHOICES, FLAGS, MARKER, NUMBERS, ArgumentSet, Hang, Made
 from tests.parity.breaking import is_nonsense
@@ -28,6 +27,7 @@ from tests.parity.recording import Recorder, is_deliberate, observed
 from tests.parity.repairs import repaired_stocks
 from tests.parity.surface import parameters
 from tests.support import OURS
+from tests.support.forked import open_groups
 from tests.support.stock import load_stock
 
 # What a message may name besides an argument.
@@ -114,7 +114,7 @@ def _left(
 
 
 def _groups() -> Iterator[str]:
-    for group in c10d._world.pg_map:
+    for group in open_groups():
         if group is not dist.group.WORLD:
             yield f"the group {group.group_desc} is left"
 

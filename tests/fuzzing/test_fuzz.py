@@ -40,11 +40,7 @@ quick = settings(
     deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
-
-@pytest.fixture(autouse=True)
-def _clean_state():
-    yield
-    ps.destroy_model_parallel()
+pytestmark = pytest.mark.usefixtures("clean_state")
 
 
 def as_release(release, *command):

@@ -19,7 +19,7 @@ from hypergrid import (
 )
 from hypergrid.analysis.diff import against_dump
 from hypergrid.groups import creation
-from tests.support.forked import descriptors, from_all, on_ranks
+from tests.support.forked import descriptors, from_all, on_ranks, open_groups
 
 PARTS = {
     "vision": GridPart({"dp": 3}, (0, 1, 5)),
@@ -96,7 +96,7 @@ def test_grids_on_the_same_ranks_have_groups_and_names_of_their_own(rank):
 
 @on_ranks(4)
 def test_ranks_that_declare_something_else_all_say_so_and_nothing_is_left(rank):
-    alive = len(dist.distributed_c10d._world.pg_map)
+    alive = len(open_groups())
     sizes = {"dp": 4} if rank == 3 else {"tp": 4}
     with pytest.raises(AgreementError, match=r"the grid a is 'RankLayout\(dp=4.* on rank 3"):
         Assembly({"a": GridPart(sizes, range(4))}).create()
@@ -121,7 +121,7 @@ def test_ranks_that_declare_something_else_all_say_so_and_nothing_is_left(rank):
         Assembly({"a": GridPart({"dp": 4}, range(4))}, links).create()
     with pytest.raises(RuntimeError, match=r"the grid a is .* and the world has 4 ranks"):
         Assembly({"a": GridPart({"dp": 2}, (0, 9))}).create()
-    assert len(dist.distributed_c10d._world.pg_map) == alive
+    assert len(open_groups()) == alive
 
 
 @on_ranks(4)

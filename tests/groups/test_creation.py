@@ -11,42 +11,34 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.report import report
-from compat.state import GROUP_SLOTS
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups import creation, gloo, of_torch
 from hypergrid.policy import Policy
 from tests.support.backends import SPLITS
-from tests.support.forked import descriptors, from_all, join, on_ranks, run_ranks, sockets
+from tests.support.forked import (
+    descriptors,
+    from_all,
+    join,
+    on_ranks,
+    open_groups,
+    run_ranks,
+    sockets,
+)
+from tests.support.groups import check_all_reduce, state_groups
 
+pytestmark = pytest.mark.usefixtures("clean_state")
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
-@pytest.fixture(autouse=True)
-def _clean_state():
-    yield
-    ps.destroy_model_parallel()
-
-
-def _groups():
-    return {s: getattr(ps, s) for s in GROUP_SLOTS if isinstance(getattr(ps, s), dist.ProcessGroup)}
-
-
-def _check_all_reduce(rank):
-    for slot, group in _groups().items():
-        members = torch.tensor([2.0**rank])
-        dist.all_reduce(members, group=group)
-        assert members.item() == sum(2.0**r for r in dist.get_process_group_ranks(group)), slot
-
-
 def _membership():
-    return {slot: dist.get_process_group_ranks(group) for slot, group in _groups().items()}
+    return {slot: dist.get_process_group_ranks(group) for slot, group in state_groups().items()}
 
 
 def _by(rank, way):
     join(rank, 8)
     ps.initialize_model_parallel(**LAYOUT, expert_model_parallel_size=2, creation=way)
     pool, membership = ps.current_state().pool, _membership()
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     return pool.agreement.way, membership
 
 
@@ -70,7 +62,7 @@ def _obstacle(rank):
 def test_one_rank_that_cannot_decides_for_all(rank):
     with _obstacle(rank):
         ps.initialize_model_parallel(**LAYOUT)
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
     assert (agreed.way, agreed.others, agreed.why) == ("everyone", "everyone", "an old torch")
 
@@ -91,11 +83,11 @@ def test_a_way_that_is_not_open_to_all_is_refused_by_all(rank):
 
 
 @on_ranks(8)
-def test_where_some_are_bound_and_some_are_not_everyone_creates_but_gloo_twins_go_by_members(rank):
+def test_where_only_some_are_bound_everyone_creates_but_gloo_twins_go_by_members(rank):
     can = creation.Abilities(bound="a device" if rank else None, can_split=bool(rank))
     with mock.patch("hypergrid.groups.creation.abilities", return_value=can):
         ps.initialize_model_parallel(**LAYOUT)
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
     assert (agreed.way, agreed.others) == ("everyone", "members")
 
@@ -170,12 +162,12 @@ def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):
 
 def _shares(rank, share):
     ps.initialize_model_parallel(**LAYOUT, share=share)
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     pool = ps.current_state().pool
     sharing = {p.label: p.shares for p in pool.groups if p.shares}
     sizes = {p.label: len(p.ranks) for p in pool.groups}
-    live = len(c10d._world.pg_map) - 1
-    for slot, group in _groups().items():
+    live = len(open_groups()) - 1
+    for slot, group in state_groups().items():
         assert (group.rank(), group.size()) == (
             dist.get_process_group_ranks(group).index(rank),
             sizes.get(slot[1:], group.size()),
@@ -183,7 +175,7 @@ def _shares(rank, share):
     assert live == len(pool.groups) - len(sharing)
     answers = ps.get_all_ranks(), ps.get_data_parallel_src_rank(), _membership()
     ps.destroy_model_parallel()
-    assert len(c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1
     return sharing, sizes, answers
 
 
@@ -203,7 +195,7 @@ def test_sharing_gives_every_name_the_same_answers_on_fewer_communicators():
 
 def _shares_in_lockstep(rank):
     ps.initialize_model_parallel(**LAYOUT, share="all", creation="everyone")
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     return {p.label: p.shares for p in ps.current_state().pool.groups}
 
 
@@ -240,7 +232,7 @@ def _lazily(rank, connect, environment=None):
     opened -= before
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == environment
     dist.barrier()
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     return opened, ps.current_state().pool.agreement.lazy
 
 
@@ -300,7 +292,7 @@ def test_eager_connects_every_backend_in_creation_but_no_rank_alone():
     assert run_ranks(4, _eager, "torch", False) == [[]] * 4
 
 
-def test_what_cannot_connect_is_a_creation_error_on_every_rank_only_where_it_is_tried():
+def test_what_cannot_connect_is_a_creation_error_on_all_only_where_it_is_tried():
     assert run_ranks(4, _eager, "torch", True) == [[]] * 4
     for kind, text in run_ranks(4, _eager, "eager", True, expect="errors"):
         assert kind == "CreationError" and "tp of ranks 2..3 with late" in text

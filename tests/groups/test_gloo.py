@@ -6,7 +6,6 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -19,14 +18,9 @@ from hypergrid.groups import backends, gloo
 from hypergrid.groups.prepare import Abilities
 from hypergrid.policy import LARGEST_MESH
 from tests.support.forked import descriptors, from_all, on_ranks, sockets
+from tests.support.groups import check_pool
 
-
-@pytest.fixture(autouse=True)
-def _clean_state():
-    yield
-    ps.destroy_model_parallel()
-
-
+pytestmark = pytest.mark.usefixtures("clean_state")
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
@@ -45,19 +39,12 @@ def _sizes():
     return [len(pooled.ranks) for pooled in ps.current_state().pool.groups if not pooled.shares]
 
 
-def _use_all(rank):
-    for pooled in ps.current_state().pool.groups:
-        members = torch.tensor([2.0**rank], dtype=torch.double)
-        dist.all_reduce(members, group=pooled.group)
-        assert members.item() == sum(2.0**r for r in pooled.ranks), pooled.label
-
-
 @pytest.mark.parametrize("connect", ["torch", "eager"])
 @on_ranks(8)
-def test_groups_that_connect_at_once_have_one_device_and_a_connection_to_each_member(rank, connect):
+def test_groups_that_connect_at_once_have_one_device_and_a_connection_per_member(rank, connect):
     listening, connected = _opened(rank, connect=connect)
     assert (listening, connected) == (1, sum(n - 1 for n in _sizes()))
-    _use_all(rank)
+    check_pool(rank)
 
 
 @on_ranks(8)
@@ -65,7 +52,7 @@ def test_a_group_that_connects_on_first_use_has_its_own_device_and_no_connection
     listening, connected = _opened(rank, connect="lazy")
     alone = _sizes().count(1)  # have nobody to wait for
     assert (listening, connected) == (len(_sizes()) - alone + bool(alone), 0)
-    _use_all(rank)
+    check_pool(rank)
 
 
 @on_ranks(8)
@@ -78,7 +65,7 @@ def test_auto_connects_groups_up_to_a_size_at_once_and_the_others_on_first_use(r
     assert "gloo groups of more than 2 ranks connected on first use" in text[1]
     waiting = [line for line in text if line.endswith("connects on first use")]
     assert len(waiting) == large and all(" 4 ranks:" in x or " 8 ranks:" in x for x in waiting)
-    _use_all(rank)
+    check_pool(rank)
 
 
 @on_ranks(4)
@@ -111,7 +98,7 @@ def test_where_a_variable_forbids_it_no_device_is_shared(rank, variables):
         assert os.environ == before
     assert listening == len(_sizes())
     assert (connected == 0) == ("TORCH_GLOO_LAZY_INIT" in variables)
-    _use_all(rank)
+    check_pool(rank)
 
 
 @on_ranks(2)
@@ -136,7 +123,7 @@ def test_what_torch_gives_gloo_and_options_do_not_have_goes_to_torch_with_a_warn
 
 
 @on_ranks(4)
-def test_reads_of_the_store_wait_as_long_as_the_group_may_and_nobody_elses_timeout_changes(rank):
+def test_reads_of_the_store_wait_for_the_groups_timeout_and_change_no_other(rank):
     store = c10d._get_default_store()
     store.set_timeout(timedelta(minutes=9))
     grid = HyperCommGrid([4], ["tp"])
@@ -174,7 +161,7 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
     from_all(rank)
     assert sockets() == before, raised  # although the error and its traceback are held
     ps.initialize_model_parallel(**LAYOUT)
-    _use_all(rank)
+    check_pool(rank)
 
 
 def test_the_descriptors_of_a_rank_are_computed_for_any_plan(fake_world):
@@ -197,7 +184,7 @@ def test_sixty_four_real_ranks_open_the_descriptors_that_were_computed(rank):
         assert after - before == descriptors_of(state.plan, "gloo")["auto"][0]
         waiting = sum(n > 31 for _, n in _kinds(rank))
         assert report(state).count("connects on first use") == waiting
-        _use_all(rank)
+        check_pool(rank)
 
 
 def _kinds(rank):

@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 import hypergrid
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups.pool import live_pools
-from tests.support.forked import from_all, on_ranks
+from tests.support.forked import from_all, on_ranks, open_groups
 from tests.support.stock import MAIN, load_stock_grid
 
-
-@pytest.fixture(autouse=True)
-def _a_world_without_torch(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4096")
+pytestmark = pytest.mark.usefixtures("world_without_torch")
 
 
 @st.composite
@@ -104,10 +101,10 @@ def test_a_combination_is_created_once_whatever_the_order_of_its_dims(fake_world
 def test_a_failed_creation_leaves_the_grid_as_it_was(fake_world):
     fake_world(4)
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    alive = len(dist.distributed_c10d._world.pg_map)
+    alive = len(open_groups())
     with pytest.raises(Exception, match="timeout"):
         grid.create_pg("tp", timeout="soon")
-    assert grid.groups == {} and len(dist.distributed_c10d._world.pg_map) == alive
+    assert grid.groups == {} and len(open_groups()) == alive
     assert grid.create_pg("tp") is not None
 
 
@@ -122,7 +119,7 @@ def test_collectives_over_every_combination_of_dims(rank):
             (expected,) = (g for g in grid.get_rank_enum(list(dims)) if rank in g)
             assert members.item() == sum(2**r for r in expected)
     grid.destroy()
-    assert len(dist.distributed_c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1
 
 
 @on_ranks(8)

@@ -20,7 +20,7 @@ from hypergrid import AbortedError, HyperCommGrid
 from hypergrid.groups.suspension import Suspended
 from tests.support import nccl_rules
 from tests.support.backends import SPLITS
-from tests.support.forked import from_all, join, on_ranks
+from tests.support.forked import from_all, join, on_ranks, open_groups
 from tests.support.nccl_rules import DEVICE, PAIR, SENDS
 
 
@@ -57,12 +57,12 @@ def test_an_abort_ends_all_groups_at_the_same_time(rank):
         assert time.monotonic() - begin < 3
         freed.join(1)
         assert not freed.is_alive() and not DEVICE.running
-        assert not dist.is_initialized() and not c10d._world.pg_map and not c10d._world.tags_to_pg
+        assert not dist.is_initialized() and not open_groups() and not c10d._world.tags_to_pg
     from_all(None)
 
 
 @on_ranks(2, backend="")
-def test_what_an_abort_cannot_end_in_time_is_named_unregistered_and_left_to_the_next(rank):
+def test_what_abort_cannot_end_in_time_is_named_unregistered_and_left_to_the_next(rank):
     start(rank, 2)
     ps.initialize_model_parallel(create_gloo_process_groups=False)
     world, groups = dist.group.WORLD, several()
@@ -71,10 +71,10 @@ def test_what_an_abort_cannot_end_in_time_is_named_unregistered_and_left_to_the_
         dist.all_reduce(torch.ones(1), group=groups[0], async_op=True)
         with pytest.warns(RuntimeWarning, match="could not abort DATA_PARALLEL_GROUP: its abort"):
             hypergrid.abort(timeout=timedelta(seconds=1))
-        assert {*c10d._world.pg_map} == {world} and not ps.model_parallel_is_initialized()
+        assert {*open_groups()} == {world} and not ps.model_parallel_is_initialized()
         with warnings.catch_warnings(action="error"):
             hypergrid.abort(default=True)
-        assert not DEVICE.running and not c10d._world.pg_map
+        assert not DEVICE.running and not open_groups()
         assert hypergrid.abort(default=True) == ((), 0)
     from_all(None)
 
@@ -199,7 +199,7 @@ def bind(world):
 
 @SPLITS
 @on_ranks(2, backend="")
-def test_each_split_has_options_of_its_own_so_that_no_timeout_changes_another_groups(rank):
+def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_groups(rank):
     start(rank, 2, kind="nccl, bound")
     world = dist.group.WORLD
     bind(world)
@@ -220,9 +220,7 @@ def test_each_split_has_options_of_its_own_so_that_no_timeout_changes_another_gr
 
 @pytest.mark.parametrize("kind", SENDS)
 @on_ranks(2, backend="")
-def test_eager_connects_the_pipeline_but_for_unbatched_sends_that_have_a_pair_of_their_own(
-    rank, kind
-):
+def test_eager_connects_the_pipeline_but_not_unbatched_sends_that_have_own_pairs(rank, kind):
     start(rank, 2, kind=kind)
     ps.initialize_model_parallel(1, 2, connect="eager", create_gloo_process_groups=False)
     group, one = ps.get_pipeline_model_parallel_group(), torch.ones(1)
@@ -238,7 +236,7 @@ def test_eager_connects_the_pipeline_but_for_unbatched_sends_that_have_a_pair_of
 
 @SPLITS
 @on_ranks(3, backend="")
-def test_a_rank_that_fails_before_its_split_is_an_error_on_all_if_connecting_does_not_block(rank):
+def test_a_rank_that_fails_before_its_split_fails_all_if_connecting_does_not_block(rank):
     start(rank, 3, kind="nccl, bound")
     bind(dist.group.WORLD)
     os.environ.update(TORCH_NCCL_USE_COMM_NONBLOCKING="1", TORCH_NCCL_NONBLOCKING_TIMEOUT="3")
@@ -249,7 +247,7 @@ def test_a_rank_that_fails_before_its_split_is_an_error_on_all_if_connecting_doe
         by_splits()
     assert (caught.type is MemoryError) == (rank == 1)
     assert rank == 1 or "NCCL timeout" in str(caught.value) or "rank 1" in str(caught.value)
-    assert {*c10d._world.pg_map} == {dist.group.WORLD}
+    assert {*open_groups()} == {dist.group.WORLD}
     from_all(None)
 
 

@@ -79,7 +79,7 @@ def made(how):
 
 
 @on_ranks(4, backend="")
-def test_with_connect_torch_each_name_is_one_split_with_the_whole_world_as_torch_splits(rank):
+def test_with_connect_torch_each_name_is_one_split_with_the_world_as_torch_splits(rank):
     start(rank, 4)
     ps.initialize_model_parallel(**LAYOUT)
     state = ps.current_state()
@@ -127,7 +127,7 @@ def test_options_that_are_given_are_copied_and_only_wait_in_addition(rank):
 
 
 @on_ranks(4, backend="")
-def test_members_alone_are_refused_with_connect_torch_and_connect_at_once_with_eager(rank):
+def test_members_alone_are_refused_with_connect_torch_and_connected_with_eager(rank):
     start(rank, 4)
     with pytest.raises(
         AgreementError, match="every rank; with connect='lazy' members create alone"

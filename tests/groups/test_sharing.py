@@ -57,9 +57,7 @@ EXPERTS = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
     ids=["tp8 ep8 etp1", "tp1 ep8", "dense"],
 )
 @on_ranks(8)
-def test_expert_tokens_wait_behind_no_gradients_and_the_default_group_serves_no_name(
-    rank, sizes, apart
-):
+def test_expert_tokens_wait_behind_no_gradients_and_the_default_serves_no_name(rank, sizes, apart):
     ps.initialize_model_parallel(**sizes, share="all")
     named = {
         "DP": ps.get_data_parallel_group(),

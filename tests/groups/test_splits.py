@@ -21,7 +21,7 @@ from hypergrid.groups.pool import before_closing, live_pools
 from hypergrid.policy import Policy
 from tests.support.backends import SPLITS
 from tests.support.backends import splitting as register_splitting
-from tests.support.forked import from_all, join, on_ranks
+from tests.support.forked import from_all, join, on_ranks, open_groups
 
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -45,7 +45,7 @@ def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(ran
     join(rank, 8)
     if rank < 3:
         dist.new_group([0, 1, 2], use_local_synchronization=True)
-    known, named = len(c10d._world.pg_map), {}
+    known, named = len(open_groups()), {}
     for life in (0, 1):
         ps.initialize_model_parallel(**LAYOUT, creation="split")
         pool = ps.current_state().pool
@@ -56,13 +56,13 @@ def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(ran
             for what, name in names.items():
                 assert named.setdefault((life, what), name) == name, what
         ps.destroy_model_parallel()
-        assert len(c10d._world.pg_map) == known
+        assert len(open_groups()) == known
     assert len(named) == len(set(named.values()))
 
 
 @SPLITS
 @on_ranks(4, backend="")
-def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default_groups_alone(rank):
+def test_a_split_has_options_and_entries_of_new_group_and_leaves_the_default_alone(rank):
     join(rank, 4)
     theirs = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
     told = {"timeout": timedelta(minutes=7), "group_desc": "ours"}
@@ -94,7 +94,7 @@ def test_a_split_has_the_options_and_entries_of_new_group_and_leaves_the_default
 
 @SPLITS
 @on_ranks(4, backend="")
-def test_with_debug_detail_a_split_of_gloo_has_its_options_and_is_not_checked_as_torchs_own(rank):
+def test_with_debug_detail_a_gloo_split_has_its_options_and_no_checks_as_torchs_own(rank):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     join(rank, 4)
     ps.initialize_model_parallel(2, creation="split")
@@ -108,7 +108,7 @@ def test_with_debug_detail_a_split_of_gloo_has_its_options_and_is_not_checked_as
 
 @SPLITS
 @on_ranks(4, backend="")
-def test_a_group_with_two_backends_is_not_split_so_that_each_half_has_options_of_its_own(rank):
+def test_a_group_with_two_backends_is_not_split_and_each_half_has_its_own_options(rank):
     """A split hands the options of one backend to the other, which torch asserts against."""
     parts = []
     register_splitting("old", parts)
@@ -139,7 +139,7 @@ def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too(rank)
         _use(ps.current_state().pool.groups)
         dist.destroy_process_group()
         ps.destroy_model_parallel()
-    assert len(c10d._world.pg_map) == 0
+    assert len(open_groups()) == 0
 
 
 @on_ranks(2, backend="")
@@ -188,9 +188,7 @@ def test_gloo_is_split_on_request_alone_also_off_a_bound_default_group(rank):
 
 @pytest.mark.parametrize("lacks", ["splits", pytest.param(None, marks=SPLITS)])
 @on_ranks(4, backend="")
-def test_torch_before_2_13_creates_group_by_group_where_its_split_could_join_two_groups(
-    rank, lacks
-):
+def test_torch_before_2_13_creates_group_by_group_where_a_split_could_join_two(rank, lacks):
     """In 2.9 and 2.10 the color of a split is a weak hash of its ranks: of 128 groups two collide.
 
     A call of new_group splits one group off, so that no other has a color.
@@ -258,9 +256,7 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
     ids=str,
 )
 @on_ranks(4, backend="", timeout=30)
-def test_a_window_whose_groups_need_every_rank_is_refused_by_all_its_ranks_before_any_is_made(
-    rank, cause, why
-):
+def test_a_window_whose_groups_need_every_rank_is_refused_by_all_before_creation(rank, cause, why):
     register_splitting("old", [])
     join(rank, 4, backend="cpu:gloo,cuda:old" if cause == "a bound NCCL" else "gloo")
     window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
@@ -276,7 +272,7 @@ def test_a_window_whose_groups_need_every_rank_is_refused_by_all_its_ranks_befor
         with pytest.raises(RuntimeError) as caught:
             ParallelState.create(**window, distributed_timeout_minutes=0.5)
     assert time.monotonic() - start < 5 and not asked
-    assert list(c10d._world.pg_map) == [default] and live_pools() == []
+    assert open_groups() == [default] and live_pools() == []
     default.bound_device_id = None
     text = str(caught.value)
     assert "a window of 2 of 4 ranks is only possible where the members of a group create" in text
@@ -328,10 +324,10 @@ def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(ran
     finally:
         before_closing.discard(broken)
     assert told == [abort] * (rank == 2)
-    assert (len(c10d._world.pg_map) == 1) == (rank == 2)
+    assert (len(open_groups()) == 1) == (rank == 2)
     dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
     ps.destroy_model_parallel(abort=abort)
-    assert len(c10d._world.pg_map) == 1 and {*c10d._world.tags_to_pg} <= {"", "ptd:0"}
+    assert len(open_groups()) == 1 and {*c10d._world.tags_to_pg} <= {"", "ptd:0"}
 
 
 @on_ranks(4)
@@ -346,4 +342,4 @@ def test_states_grids_and_pools_can_be_closed_without_waiting(rank):
         for each in (state, grid, theirs):
             each.destroy(abort=True)
             each.destroy(abort=True)
-    assert len(c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1

@@ -5,13 +5,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from compat.state import ParallelState
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups.suspension import Suspended
 from tests.support import backends
-from tests.support.forked import descriptors, join, on_ranks
+from tests.support.forked import descriptors, join, on_ranks, open_groups
 
 KEPT = {"gloo": Suspended("keep", 2, 0)}
 
@@ -51,7 +50,7 @@ def test_closed_groups_are_created_again_and_the_old_ones_say_so(rank):
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     tp, dp = grid.create_pg("tp"), grid.create_pg("dp", group_desc="mine")
     assert grid.suspend("recreate") == {"gloo": Suspended("recreate", 2)}
-    assert grid.groups == {} and len(c10d._world.pg_map) == 1
+    assert grid.groups == {} and len(open_groups()) == 1
     assert "call resume() on every rank" in _text(lambda: grid.get_pg("tp"), RuntimeError)
     renewed = grid.resume()
     assert renewed == {tp.group_name: grid.get_pg("tp"), dp.group_name: grid.get_pg("dp")}
@@ -97,7 +96,7 @@ def test_a_backend_that_suspends_is_called_in_one_order_and_the_objects_stay(ran
 
 
 @on_ranks(4)
-def test_the_first_refusal_means_unsupported_and_changes_nothing_a_later_one_is_an_error(rank):
+def test_a_first_refusal_means_unsupported_and_changes_nothing_a_later_is_an_error(rank):
     calls, made, broken = [], [], {0}
     backends.native(calls, made, lambda number: number in broken and "out of order")
     grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
@@ -146,7 +145,7 @@ def test_a_group_that_sleeps_is_woken_before_all_are_closed_because_of_another(r
 
 
 @on_ranks(4, backend="")
-def test_a_state_with_one_backend_that_cannot_suspend_is_created_again_gloos_groups_too(rank):
+def test_if_one_backend_cannot_suspend_all_are_created_again_gloos_groups_too(rank):
     backends.register("plain", [])
     join(rank, 4, backend="plain")
     state = ParallelState.create(tensor_model_parallel_size=2)
@@ -158,12 +157,12 @@ def test_a_state_with_one_backend_that_cannot_suspend_is_created_again_gloos_gro
         listed = len(state._global_process_group_list)
         report = state.suspend()
         assert report["gloo"].how == report["plain"].how == "recreate"
-        assert len(c10d._world.pg_map) == 1
+        assert len(open_groups()) == 1
         for get in (state.get_data_parallel_group_gloo, state.get_tensor_model_parallel_group):
             assert "suspended: call resume()" in repr(get())
         with mock.patch("torch.distributed.new_group", side_effect=MemoryError):
             _text(state.resume, MemoryError)
-        assert len(c10d._world.pg_map) == 1 and "suspended" in repr(state)
+        assert len(open_groups()) == 1 and "suspended" in repr(state)
         renewed = state.resume()
         assert len(state._global_process_group_list) == listed
         assert renewed[twin.group_name] is state.get_data_parallel_group_gloo() is not twin
@@ -173,7 +172,7 @@ def test_a_state_with_one_backend_that_cannot_suspend_is_created_again_gloos_gro
         assert _sum(tp) == 2 and _sum(extra) == 4 and _sum(twin) == 2
         assert tp in state._global_process_group_list
     state.destroy()
-    assert len(c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1
 
 
 @on_ranks(4, backend="")
@@ -200,4 +199,4 @@ def test_a_native_state_has_placeholders_meanwhile_and_then_the_same_groups(rank
         half = len(calls) // 2
         assert [number for _, number in calls[:half]] == [number for _, number in calls[half:]]
     state.destroy()
-    assert len(c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1

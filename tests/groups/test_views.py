@@ -7,19 +7,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import distributed_c10d as c10d
 
 from compat import hyper_comm_grid
 from hypergrid import HyperCommGrid, LayoutError, RankLayout, validate_grids
-from tests.support.forked import run_ranks
+from tests.support.forked import open_groups, run_ranks
 from tests.support.stock import load_stock_grid
 
 NAMES = ("tp", "cp", "ep", "pp", "dp")
 
 
-@pytest.fixture(autouse=True)
-def _a_world_without_torch(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4096")
+pytestmark = pytest.mark.usefixtures("world_without_torch")
 
 
 @st.composite
@@ -105,7 +102,7 @@ def _two_views(rank):
     dist.all_reduce(total, group=ep)
     shown = repr(grid)
     grid.destroy()
-    return total.item(), len(c10d._world.pg_map), shown
+    return total.item(), len(open_groups()), shown
 
 
 def test_groups_of_two_views_on_real_ranks():
@@ -157,7 +154,7 @@ def _mesh(rank):
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
     for dim in ("tp", "cp", "dp"):
         grid.create_pg(dim)
-    before = len(c10d._world.pg_map)
+    before = len(open_groups())
     mesh = grid.device_mesh()
     assert mesh.mesh_dim_names == ("dp", "cp", "tp") and mesh.device_type == "cpu"
     assert mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
@@ -172,7 +169,7 @@ def _mesh(rank):
     back = HyperCommGrid.from_device_mesh(mesh)
     assert back.layout == grid.layout and back.get_pg("cp") is grid.get_pg("cp")
     back.destroy()
-    assert len(c10d._world.pg_map) == before
+    assert len(open_groups()) == before
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     whole = torch.arange(32.0).reshape(8, 4)
@@ -182,7 +179,7 @@ def _mesh(rank):
     return (
         torch.equal(replicated.to_local(), whole) and torch.equal(turned, whole),
         sharded.to_local().tolist() == whole.chunk(2)[rank // 4].chunk(2, 1)[rank % 2].tolist(),
-        len(c10d._world.pg_map) - before,
+        len(open_groups()) - before,
     )
 
 

@@ -167,7 +167,7 @@ def test_a_node_and_its_orthogonal_are_over_the_scope_together(case, data):
     assert placed.orthogonal(whole, scope) == ()
 
 
-def test_an_orthogonal_group_may_be_in_the_scope_of_an_ancestor_and_there_may_be_several():
+def test_several_orthogonal_groups_may_be_in_the_scope_of_an_ancestor():
     tree = world(spatial=2, channel=3, data=4)
     tree.get_node("spatial").orthogonal_group = {"others": None, "rest_of_model": "model"}
     placed = tree.place()

@@ -261,9 +261,7 @@ def trained():
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_gpt_built_with_explicit_groups_trains_to_the_same_bits_and_asks_no_global_group(
-    trained, name
-):
+def test_a_gpt_with_explicit_groups_trains_to_the_same_bits_and_asks_no_global_one(trained, name):
     ordinary, explicit = trained[0][name]
     losses, digests, _ = explicit[0]
     assert (losses, digests) == tuple(ordinary[0][:2])

@@ -79,7 +79,7 @@ def test_the_verdict_on_a_real_hang_is_right(left, fault):
 
 
 @pytest.mark.parametrize("fault", VERDICTS)
-def test_without_sends_and_receives_the_verdict_is_right_or_says_what_it_cannot_know(left, fault):
+def test_without_sends_and_receives_the_verdict_is_right_or_says_what_is_unknown(left, fault):
     kind, rank, *_ = VERDICTS[fault]
     recording = read(left / fault.replace(" ", "_"))
     for mine in recording.ranks.values():
@@ -117,9 +117,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("fault", VERDICTS)
-def test_the_simulator_stops_where_the_real_ranks_stopped_and_the_verdict_is_the_same(
-    left, fault, tmp_path
-):
+def test_the_simulator_stops_where_real_ranks_stopped_with_the_same_verdict(left, fault, tmp_path):
     """The calls that the real ranks made, as programs."""
     real = read(left / fault.replace(" ", "_"))
     kind, rank, *_ = VERDICTS[fault]

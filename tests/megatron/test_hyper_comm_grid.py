@@ -17,7 +17,7 @@ from compat.hyper_comm_grid import HyperCommGrid
 from compat.megatron.releases import HAS
 from compat.state import ParallelState
 from tests.parity.grids import compare_grids
-from tests.support.forked import run_ranks
+from tests.support.forked import open_groups, run_ranks
 from tests.support.stock import RELEASES, have_stock, load_stock_grid, source, source_dir
 
 FUNCTION = "torch.distributed.new_subgroups_by_enumeration"
@@ -241,7 +241,7 @@ def _own_ways(rank):
     assert grid.core.get_pg("tp") is grid.get_pg("tp") is tp is grid._pgs["tp"]
     assert [each.group for each in grid.core.pool.groups] == [tp, dp]
     grid.destroy()
-    return made, total.item(), len(c10d._world.pg_map), grid._pgs
+    return made, total.item(), len(open_groups()), grid._pgs
 
 
 def test_unreplaced_a_rank_creates_only_its_own_groups():
@@ -312,11 +312,11 @@ def test_what_is_in_the_dict_is_closed_once_and_what_is_not_stays_open(fake_worl
     assert sorted(map(id, (call.args[0] for call in closing.call_args_list))) == sorted(
         [id(tp), id(mine)]
     )
-    assert grid._pgs == {} and taken is cp in c10d._world.pg_map
-    assert tp not in c10d._world.pg_map and mine not in c10d._world.pg_map
+    assert grid._pgs == {} and taken is cp in open_groups()
+    assert tp not in open_groups() and mine not in open_groups()
     assert grid.create_pg("tp") is not tp
     grid.core.destroy()
-    assert cp not in c10d._world.pg_map
+    assert cp not in open_groups()
 
 
 def _after(kind, changes):
@@ -398,12 +398,12 @@ def _state_as_megatrons_grid(rank):
     assert state.grid.get_pg("pp-cp") is both
     state.destroy()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
-    before = len(c10d._world.pg_map)
+    before = len(open_groups())
     grid = HyperCommGrid.from_core(hypergrid.HyperCommGrid.from_device_mesh(mesh))
     assert grid.get_pg("x") is mesh.get_group("x")
     grid.create_pg(["x", "y"])
     grid.destroy()
-    return len(c10d._world.pg_map) - before, grid._pgs
+    return len(open_groups()) - before, grid._pgs
 
 
 def test_a_core_grid_is_given_to_megatrons_code_with_its_views_and_groups():

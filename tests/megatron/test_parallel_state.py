@@ -12,16 +12,13 @@ from torch.distributed import distributed_c10d as c10d
 from compat import members_only
 from compat import parallel_state as ps
 from compat.megatron.releases import PUBLISHED, RELEASE
-from compat.state import GROUP_SLOTS, SLOTS
+from compat.state import SLOTS
 from tests.support import warm
-from tests.support.forked import descriptors, from_all, on_ranks
+from tests.support.forked import descriptors, from_all, on_ranks, open_groups
+from tests.support.groups import check_all_reduce, state_groups
 from tests.support.stock import load_stock
 
-
-@pytest.fixture(autouse=True)
-def _clean_state():
-    yield
-    ps.destroy_model_parallel()
+pytestmark = pytest.mark.usefixtures("clean_state")
 
 
 @pytest.fixture
@@ -32,17 +29,6 @@ def initialized(fake_world):
         ps.initialize_model_parallel(**arguments)
 
     return start
-
-
-def _groups():
-    """Every group that a slot holds, by slot."""
-    found = {}
-    for slot in GROUP_SLOTS:
-        value = getattr(ps, slot)
-        several = value.values() if isinstance(value, dict) else value
-        several = several if isinstance(value, (dict, list)) else [value]
-        found.update({f"{slot}/{i}": g for i, g in enumerate(several) if g is not None})
-    return found
 
 
 CONFIGURATIONS = [
@@ -66,14 +52,12 @@ CONFIGURATIONS = [
 @on_ranks(8)
 def test_eight_real_ranks_pass_collectives_on_every_group(rank, arguments):
     ps.initialize_model_parallel(**arguments)
-    for slot, group in _groups().items():
-        members = torch.tensor([2.0**rank])
-        dist.all_reduce(members, group=group)
-        assert members.item() == sum(2.0**r for r in dist.get_process_group_ranks(group)), slot
+    check_all_reduce(rank)
+    for group in state_groups().values():
         expected = dist.get_process_group_ranks(group).index(rank)
         assert (group.rank(), group.size()) == (expected, len(dist.get_process_group_ranks(group)))
     ps.destroy_model_parallel()
-    assert len(c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1
 
 
 @on_ranks(8, timeout=120)
@@ -87,7 +71,7 @@ def test_ten_lives_with_other_sizes_in_one_process(rank):
         tp = arguments.get("tensor_model_parallel_size", 1)
         assert ps.get_tensor_model_parallel_world_size() == tp
         ps.destroy_model_parallel()
-        assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
+        assert not ps.is_initialized() and len(open_groups()) == 1
         files.append(descriptors(at_most=files[2] if life == 9 else None))
     assert files[-1] <= files[2], files
 
@@ -101,18 +85,11 @@ def test_histories_that_differ_between_ranks_neither_hang_nor_cross_talk(rank):
         dist.new_group([0, 5, 7], use_local_synchronization=True)
         c10d._world.group_count += rank
     ps.initialize_model_parallel(2, 2)
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     ps.destroy_model_parallel()
     dist.barrier()
     ps.initialize_model_parallel(4)
-    _check_all_reduce(rank)
-
-
-def _check_all_reduce(rank):
-    for slot, group in _groups().items():
-        members = torch.tensor([2.0**rank])
-        dist.all_reduce(members, group=group)
-        assert members.item() == sum(2.0**r for r in dist.get_process_group_ranks(group)), slot
+    check_all_reduce(rank)
 
 
 @on_ranks(8)
@@ -121,7 +98,7 @@ def test_two_windows_hold_two_models(rank):
     ps.initialize_model_parallel(
         2 if offset else 4, rank_offset=offset, local_world_size=4, create_gloo_process_groups=True
     )
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     ranks = dist.get_process_group_ranks(ps.get_data_parallel_group())
     assert ranks == [[0], [1], [2], [3], [4, 6], [5, 7], [4, 6], [5, 7]][rank]
 
@@ -130,7 +107,7 @@ def test_two_windows_hold_two_models(rank):
 def test_where_torch_waits_for_the_world_every_rank_takes_part(rank):
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     ps.initialize_model_parallel(2, 2)
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
     assert (agreed.way, agreed.others) == ("everyone", "everyone")
     assert "TORCH_DIST_INIT_BARRIER" in agreed.why
@@ -142,9 +119,9 @@ def test_arguments_that_differ_are_refused_by_all_and_can_be_corrected(rank):
         ps.initialize_model_parallel(2 if rank == 3 else 4)
     (text,) = {*from_all(str(raised.value))}
     assert "tensor_model_parallel_size is 2 on rank 3 and 4 on rank 0" in text
-    assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
+    assert not ps.is_initialized() and len(open_groups()) == 1
     ps.initialize_model_parallel(2)  # a corrected start works in the same processes
-    _check_all_reduce(rank)
+    check_all_reduce(rank)
 
 
 def test_a_rank_makes_only_the_groups_that_it_belongs_to(fake_world):
@@ -252,7 +229,7 @@ def test_a_failure_half_way_leaves_nothing(fake_world, fails_at, monkeypatch):
         ps.initialize_model_parallel(
             2, 2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
         )
-    assert len(c10d._world.pg_map) == 1 and not ps.is_initialized()
+    assert len(open_groups()) == 1 and not ps.is_initialized()
     assert ps.get_virtual_pipeline_model_parallel_world_size() is None
     assert os.environ["NCCL_COLLNET_ENABLE"] == "1"
     ps.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
@@ -263,11 +240,11 @@ def test_destroying_twice_or_after_torch_is_quiet(initialized):
     initialized()
     ps.destroy_model_parallel()
     ps.destroy_model_parallel()
-    assert len(c10d._world.pg_map) == 1
+    assert len(open_groups()) == 1
     initialized()
     dist.destroy_process_group()
     ps.destroy_model_parallel()
-    assert not ps.is_initialized() and not c10d._world.pg_map
+    assert not ps.is_initialized() and not open_groups()
 
 
 def test_groups_that_a_caller_made_stay_the_callers(initialized):
@@ -275,7 +252,7 @@ def test_groups_that_a_caller_made_stay_the_callers(initialized):
     own = ps.create_group([0, 1], group_desc="MINE")
     assert ps._global_process_group_list[-1] is own
     ps.destroy_model_parallel()
-    assert own in c10d._world.pg_map
+    assert own in open_groups()
 
 
 def test_second_all_gather_groups_follow_the_order_and_window_of_the_state(initialized):
@@ -295,7 +272,7 @@ def test_second_all_gather_groups_follow_the_order_and_window_of_the_state(initi
     assert dense is not ps.get_data_parallel_group(with_context_parallel=True)
     with pytest.raises(RuntimeError, match="needs an initialized state"):
         ps.destroy_model_parallel()
-        ps.create_all_gather_groups()
+        ps.create_all_gatherstate_groups()
 
 
 def test_timeouts_can_be_changed_on_all_groups(initialized):

@@ -16,7 +16,8 @@ from compat.megatron import getters, releases, replaced, sources
 from compat.report import report
 from tests.parity.surface import parameters, private_globals, public_functions
 from tests.support import ROOT, warm
-from tests.support.forked import run_ranks
+from tests.support.forked import open_groups, run_ranks
+from tests.support.groups import check_pool
 from tests.support.stock import PUBLISHED, RELEASES, following, have_stock, source, source_dir
 
 
@@ -327,7 +328,7 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
         state.resume()
         assert ps.get_pipeline_model_parallel_next_rank() == [4, 5]
         assert [group.size() for group in ps.get_pipeline_model_parallel_group()] == [2, 2]
-        assert {*state._global_process_group_list[1:]} <= {*dist.distributed_c10d._world.pg_map}
+        assert {*state._global_process_group_list[1:]} <= {*open_groups()}
     finally:
         ps.destroy_model_parallel()
 
@@ -352,10 +353,7 @@ def _collectives(rank):
         2, encoder_tensor_model_parallel_size=1, encoder_pipeline_model_parallel_size=2
     )
     # By the pool: of the groups that share an encoder's rank, the getters know the last alone.
-    for pooled in ps.current_state().pool.groups:
-        total = torch.tensor([2.0**rank])
-        dist.all_reduce(total, group=pooled.group)
-        assert total.item() == sum(2.0**member for member in pooled.ranks), pooled
+    check_pool(rank)
     pipelines = ps.get_pipeline_model_parallel_group()
     ps.destroy_model_parallel()
     return len(pipelines) if isinstance(pipelines, list) else 1

@@ -9,12 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.megatron import getters
 from compat.state import ParallelState, make_current
-from tests.support.forked import descriptors, on_ranks, run_ranks
+from tests.support.forked import descriptors, on_ranks, open_groups, run_ranks
 
 GETTERS = [
     name
@@ -192,7 +191,7 @@ def test_destroying_one_leaves_the_other_whole(rank):
     actor.destroy()
     total = torch.ones(1)
     dist.all_reduce(total, group=critic.get_tensor_model_parallel_group())
-    assert total.item() == 4 and len(c10d._world.pg_map) == 1 + len(critic.pool.groups)
+    assert total.item() == 4 and len(open_groups()) == 1 + len(critic.pool.groups)
     critic.destroy()
 
 
@@ -222,7 +221,7 @@ def test_the_grid_of_a_state_has_its_groups_dense_and_expert_as_two_views(two):
         grid.get_pg("ep-dp", view="expert")
     extra = grid.create_pg("ep-dp", view="expert", group_desc="mine")
     two[1].destroy()
-    assert extra not in c10d._world.pg_map
+    assert extra not in open_groups()
 
 
 @on_ranks(8, timeout=60)
@@ -277,18 +276,18 @@ def test_resume_needs_a_suspension_and_keeps_it_when_it_fails(two):
     state.suspend("recreate")
     with pytest.raises(RuntimeError, match="suspended already"):
         state.suspend()
-    groups = len(c10d._world.pg_map)
+    groups = len(open_groups())
     with (
         mock.patch("torch.distributed.new_group", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
         state.resume()
-    assert len(c10d._world.pg_map) == groups
+    assert len(open_groups()) == groups
     assert "suspended" in repr(state.get_tensor_model_parallel_group())
     assert repr(state).endswith("ranks 0..7), suspended)")
     assert state.get_tensor_model_parallel_rank() == 1
     state.resume()
-    assert state.get_tensor_model_parallel_group() in c10d._world.pg_map
+    assert state.get_tensor_model_parallel_group() in open_groups()
     state.suspend("recreate")
     state.destroy()
     with pytest.raises(RuntimeError, match="no groups to suspend"):

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import hypergrid
@@ -23,7 +22,7 @@ from compat import physicsnemo as pn
 from compat.physicsnemo import DistributedManager, ProcessGroupConfig, ProcessGroupNode
 from hypergrid.groups.pool import live_pools
 from tests.support import ROOT, physicsnemo_stock
-from tests.support.forked import run_ranks
+from tests.support.forked import open_groups, run_ranks
 
 stock_needed = pytest.mark.skipif(
     bool(physicsnemo_stock.MISSING), reason=physicsnemo_stock.MISSING or "it is there"
@@ -109,7 +108,7 @@ def _example(rank, sizes, topology_mapping):
     seen = {name: dist.get_process_group_ranks(manager.group(name)) for name in manager.group_names}
     gradient = names["model"].module.weight.grad[0].item()
     DistributedManager.cleanup()
-    return printed, seen, gradient, len(c10d._world.pg_map)
+    return printed, seen, gradient, len(open_groups())
 
 
 @pytest.mark.parametrize(
@@ -316,7 +315,7 @@ def _both(rank, sizes):
     stock = physicsnemo_stock.load()
     theirs, ours = physicsnemo_stock.started(stock, rank, world), start(rank, world)
     theirs.create_groups_from_config(tree(stock, **sizes))
-    before = len(c10d._world.pg_map)
+    before = len(open_groups())
     with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as calls:
         ours.create_groups_from_config(tree(pn, **sizes))
         ours.create_process_subgroup("halves", world // 2)
@@ -332,7 +331,7 @@ def _both(rank, sizes):
     labels = [entry["label"] for entry in record if entry["owner"] == "DistributedManager"]
     assert sorted(labels) == sorted(ours.group_names)
     DistributedManager.cleanup()
-    return calls.call_count, len(c10d._world.pg_map) - before, dist.is_initialized()
+    return calls.call_count, len(open_groups()) - before, dist.is_initialized()
 
 
 @stock_needed
@@ -357,7 +356,7 @@ def _given_to_different_ranks(rank):
             attempt()
         except Exception as error:
             outcomes.append(f"{type(error).__name__}: {error}")
-    left = len(c10d._world.pg_map), list(manager.group_names)
+    left = len(open_groups()), list(manager.group_names)
     manager.create_process_subgroup("pairs", 2)
     return outcomes, left, dist.get_process_group_ranks(manager.group("pairs"))
 
@@ -394,7 +393,7 @@ def _a_group_that_fails(rank):
             manager.create_groups_from_config(tree(spatial=1, channel=4, data=-1))
         text = str(raised.value)
     config = tree(spatial=1, channel=4, data=-1)
-    left = len(c10d._world.pg_map), list(manager.group_names)
+    left = len(open_groups()), list(manager.group_names)
     grid = manager.create_groups_from_config(config)
     mesh = grid.device_mesh()
     assert mesh.get_group("data_parallel").group_name == manager.group("data_parallel").group_name

@@ -1,4 +1,30 @@
-"""What tests share: real ranks, stock Megatron, other projects' own classes, pages of the docs."""
+"""What tests share: real ranks, stock Megatron, other projects' own classes, pages of the docs.
+
+Ranks
+    forked          a world of forked ranks: `on_ranks`, `run_ranks`, `from_all`, `open_groups`
+    groups          the groups of the current Megatron state: do they connect who they should?
+    warm            Python commands without a start of Python
+    backends        backends over gloo, as outside code registers them
+    nccl_rules      a backend over gloo that keeps NCCL's rules
+    counting        a store that counts what a rank does in it
+Oracles
+    stock           Megatron's own modules, of each release
+    forerunners     the classes that ours replaces in other projects
+    physicsnemo_stock, te_on_cpu, te_for_pages      theirs, without a GPU
+    peer            torch's and NVRx's analyses of flight recorders
+Hangs and failures
+    hung            real ranks that hang, and what they leave
+    hanging         the demo's GPT, hung in one way after the other
+    programs        random programs of many ranks, simulated; `laws` measures the verdicts on them
+    replay          a real hang's calls as such a program
+    recorded        flight recorder dumps in NCCL's form
+    soaking         promises about failures, tried as often as asked
+    restarting      a program that NVRx begins again after a failure
+    hostile         garbled and absurd files for the command line
+Programs and pages
+    audited, consumers, te_program                  programs over megatron-core or its neighbours
+    pages, commands, run_pages                      the blocks of README and docs, run
+"""
 
 import re
 from pathlib import Path

@@ -150,9 +150,7 @@ def sends_to(context):
 
 @fetched
 @pytest.mark.parametrize("name", RINGS)
-def test_the_ring_that_transformer_engine_computes_stays_inside_p2p_and_a2a_are_neighbours(
-    fake_world, name
-):
+def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(fake_world, name):
     sizes, a2a = RINGS[name]
     nexts = {}
     for rank in range(16):
