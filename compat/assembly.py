@@ -23,7 +23,7 @@ from hypergrid.plan import GroupRow
 
 Key: TypeAlias = tuple[tuple[int, ...], ...]  # groups, in ascending order
 _OUTSIDE: Any = dist.GroupMember.NON_GROUP_MEMBER
-_SET_BY_RANKS = ("rank_offset", "local_world_size", "job_size", "life", "members", "helpers")
+_SET_BY_RANKS = ("rank_offset", "local_world_size", "job_size", "init_count", "members", "helpers")
 
 
 class MegatronPart:

@@ -14,7 +14,7 @@ import numpy as np  # noqa: F401 (a name of stock's module)
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
@@ -211,7 +211,7 @@ class HyperCommGrid:
             return False
 
     def _find(self, dims: Dims, view: str | None) -> tuple[Key, _RankViewSpec, list[str]]:
-        if view is None and not HAS["grid_views"]:
+        if view is None and not RELEASE_HAS["grid_views"]:
             ordered, key = self._order_dims(dims)
             return key, self._views[BASE], ordered
         spec = self._resolve_view(view)
@@ -219,7 +219,7 @@ class HyperCommGrid:
         return self._canonical_pg_key_and_enum_view(spec, ordered)
 
     def _enumerate(self, spec: _RankViewSpec, ordered: list[str]) -> list[list[int]]:
-        if spec.name == BASE and not HAS["grid_views"]:
+        if spec.name == BASE and not RELEASE_HAS["grid_views"]:
             return self._gen_rank_enum(ordered)
         return self._gen_rank_enum_for(spec.shape, spec.dim_names, ordered)
 

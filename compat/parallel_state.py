@@ -43,7 +43,7 @@ from compat.megatron.rank_generator import (
 )
 from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.releases import as_released, drop_absent
-from compat.state import ParallelState, current, lives, make_current, speak_through
+from compat.state import ParallelState, current, init_counts, make_current, publish_into
 from compat.swap import warn_of_a_second_state
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,9 @@ def initialize_model_parallel(
     arguments = dict(locals())
     arguments["order"], source = asked(order)
     helpers = replaced.found()
-    request = Request(**arguments, life=next(lives), helpers=helpers, order_source=source)
+    request = Request(
+        **arguments, init_count=next(init_counts), helpers=helpers, order_source=source
+    )
     before = current()
     with request.telling_others():
         request.check()
@@ -219,7 +221,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 
 drop_absent(globals())
-speak_through(globals())  # the getters too: their globals are this module's
+publish_into(globals())  # the getters too: their globals are this module's
 replaced.watch(globals())
 if "compat.audit.watch" in sys.modules:
     sys.modules["compat.audit.watch"].renew()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import hypergrid
 from hypergrid.groups import closing, gloo
-from hypergrid.groups.survivors import DifferentError, forget_life, meet
+from hypergrid.groups.survivors import DifferentError, forget_life, meet_survivors
 from hypergrid.layout import RankLayout
 from hypergrid.messages import install_command, shown
 from hypergrid.replicas import NoReplicaError, Replicas, any_number
@@ -117,7 +117,7 @@ class Initialize(_Initialize):
         choices = {k: v for k, v in os.environ.items() if k.startswith("HYPERGRID_")}
         compared = {"iteration": state.iteration, "ranks": len(ranks), **choices}
         try:
-            meet(here, ranks, rank, compared, self.timeout)
+            meet_survivors(here, ranks, rank, compared, self.timeout)
         except DifferentError as error:
             raise RestartAbort(str(error)) from error
         if rank == 0 and state.iteration > 1:  # all have left it

@@ -226,12 +226,12 @@ def _globals(stock: ModuleType, ours: dict[str, Any]) -> Iterator[str]:
 
 def _getters(stock: ModuleType, built: Any, request: Any) -> Iterator[str]:
     """Differences between what stock's getters return and what ours return for the same groups."""
-    from compat.megatron.getters import known, over
+    from compat.megatron.getters import bind_getters_to, cached_sizes
     from compat.state import OTHER_SLOTS, SLOTS
 
     others = {name: getattr(stock, name, None) for name in OTHER_SLOTS}
     names = {"__name__": __name__, **dict.fromkeys(SLOTS), **others, **built.slots}
-    ours = over({**names, **known(built.numbers, request)})
+    ours = bind_getters_to({**names, **cached_sizes(built.numbers, request)})
     for name, function in ours.items():
         getter = getattr(stock, name, None)
         if getter is None or not name.startswith(("get_", "is_", "has_", "model_")):

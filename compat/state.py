@@ -24,7 +24,7 @@ from compat.megatron import replaced
 from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import FUNCTIONS, SETTERS, known, over
+from compat.megatron.getters import FUNCTIONS, SETTERS, bind_getters_to, cached_sizes
 from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import ALL, RELEASE, has
@@ -60,14 +60,16 @@ OVERRIDE_SLOTS = tuple(
     for number in ("RANK", "WORLD_SIZE")
 )
 SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS)))
-_KEPT = frozenset((*SLOTS, *known({}, None)))  # what is a state's own among the names of a module
+_KEPT = frozenset(
+    (*SLOTS, *cached_sizes({}, None))
+)  # what is a state's own among the names of a module
 _current: Any = None  # the state that compat.parallel_state answers from
-_home: dict[str, Any] = {"__builtins__": __builtins__}  # where its values are
-_at_home = over(_home)  # the functions over them
+_module_values: dict[str, Any] = {"__builtins__": __builtins__}  # where its values are
+_module_functions = bind_getters_to(_module_values)  # the functions over them
 _activated: list[ParallelState] = []  # by activate(), the innermost last
 _ended = ""  # the name of the one whose activation ended last
 _counted = itertools.count(1)
-lives = itertools.count(1)  # of the module: a reload does not begin to count anew
+init_counts = itertools.count(1)  # of the module: a reload does not begin to count anew
 _switching = threading.RLock()  # held while the values of one state replace those of another
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -89,15 +91,15 @@ class ParallelState:
     def __init__(self, name: str = "") -> None:
         self.name = name
         # Without __name__: torch.compile would ask the module of that name instead.
-        self._own: dict[str, Any] = {"__builtins__": __builtins__}
-        over(self._own)
+        self._values: dict[str, Any] = {"__builtins__": __builtins__}
+        bind_getters_to(self._values)
         self._forget()
         _states.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in SLOTS:
             with _unswitched():
-                names = _home if self is _current else self._own
+                names = _module_values if self is _current else self._values
                 if name in names:
                     return names[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -111,30 +113,30 @@ class ParallelState:
     def _put(self, values: dict[str, Any]) -> None:
         values = {name: value for name, value in values.items() if name in _KEPT}
         with _switching:
-            self._own.update(values)
+            self._values.update(values)
             if self is _current:
-                _home.update(values)
+                _module_values.update(values)
 
     def __delattr__(self, name: str) -> None:
         if name not in SLOTS:
             object.__delattr__(self, name)
             return
         with _switching:
-            self._own.pop(name, None)
+            self._values.pop(name, None)
             if self is _current:
-                _home.pop(name, None)
+                _module_values.pop(name, None)
 
     def _forget(self) -> None:
         self.request: Request | None = None
         self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
-        self._away: dict[SuspendedGroup, str] = {}  # placeholder -> name of its group
+        self._suspended_groups: dict[SuspendedGroup, str] = {}  # placeholder -> name of its group
         self._global_process_group_list: list[ProcessGroup | None] | None = None
         self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
         self._take(Built())
 
     def _take(self, built: Built) -> None:
         self._grid, self._numbered = built.grid, built.numbers
-        self._put(built.slots | known(built.numbers, self.request))
+        self._put(built.slots | cached_sizes(built.numbers, self.request))
 
     @classmethod
     def create(cls, *, name: str = "", **arguments: Any) -> ParallelState:
@@ -302,7 +304,9 @@ class ParallelState:
         for each in self.pool.usable():
             groups.pop(each.group, None)
         self._exchange(groups)
-        self._away = {placeholder: names[group] for group, placeholder in groups.items()}
+        self._suspended_groups = {
+            placeholder: names[group] for group, placeholder in groups.items()
+        }
         return report
 
     def resume(self) -> dict[str, ProcessGroup]:
@@ -334,8 +338,8 @@ class ParallelState:
         for each in pool.groups if new else ():
             if (each.label, each.ranks) in self._timeouts:
                 of_torch.set_timeout(self._timeouts[each.label, each.ranks], each.group)
-        self._exchange({each: renewed[name] for each, name in self._away.items()})
-        self._away = {}
+        self._exchange({each: renewed[name] for each, name in self._suspended_groups.items()})
+        self._suspended_groups = {}
         return renewed
 
     def _exchange(self, others: dict[Any, Any]) -> None:
@@ -347,7 +351,7 @@ class ParallelState:
             slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
             for slot, (group, rank, size) in self._numbered.items()
         }
-        self._put(known(self._numbered, self.request))
+        self._put(cached_sizes(self._numbered, self.request))
 
     @property
     def _is_suspended(self) -> bool:
@@ -450,9 +454,9 @@ def _method(name: str, function: FunctionType) -> Any:
     @functools.wraps(function)
     def method(self: ParallelState, *args: Any, **kwargs: Any) -> Any:
         if self is not _current and not changes:  # no activation changes these values
-            return self._own[name](*args, **kwargs)
+            return self._values[name](*args, **kwargs)
         with _switching if changes else _unswitched():
-            return (_at_home if self is _current else self._own)[name](*args, **kwargs)
+            return (_module_functions if self is _current else self._values)[name](*args, **kwargs)
 
     signature = inspect.signature(function)
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -506,7 +510,7 @@ def all_states() -> list[ParallelState]:
 
 def namespace() -> dict[str, Any]:
     """Where the values of the current state are: the globals of ``compat.parallel_state``."""
-    return _home
+    return _module_values
 
 
 def make_current(state: ParallelState) -> None:
@@ -515,24 +519,26 @@ def make_current(state: ParallelState) -> None:
     with _switching:
         if _current is not None:
             # Outside code may have written its values, or deleted one.
-            _current._own.update({name: _home[name] for name in _KEPT if name in _home})
+            _current._values.update(
+                {name: _module_values[name] for name in _KEPT if name in _module_values}
+            )
         _current = state
-        _home.update({name: state._own.get(name) for name in _KEPT})
+        _module_values.update({name: state._values.get(name) for name in _KEPT})
 
 
-def speak_through(names: dict[str, Any]) -> None:
+def publish_into(names: dict[str, Any]) -> None:
     """Move the values of the current state into ``names``, the globals of a module.
 
     If a module had them before, it was reloaded, or deleted and imported again: the state ends
     without waiting for anybody, and a fresh one is current, as upstream's module begins anew.
     """
-    global _home, _at_home
-    if "__name__" in _home:
+    global _module_values, _module_functions
+    if "__name__" in _module_values:
         _current.destroy(abort=True)
         make_current(ParallelState())
     with _switching:
-        names.update({name: _home[name] for name in _KEPT})
-        _home, _at_home = names, over(names)
+        names.update({name: _module_values[name] for name in _KEPT})
+        _module_values, _module_functions = names, bind_getters_to(names)
 
 
 make_current(ParallelState())

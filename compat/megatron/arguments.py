@@ -14,7 +14,7 @@ from typing import Any
 
 from compat.megatron import communicators, encoder, replaced
 from compat.megatron.rank_generator import RankGenerator, inject_gtp_remat_axis, lay_out
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown, span_of
 from hypergrid.policy import CHOICES, Policy, outermost
@@ -42,7 +42,7 @@ def _dist() -> Any:
     return torch.distributed
 
 
-NO_ARGUMENTS = ("life", "job_size", "members", "helpers", "order_source")
+NO_ARGUMENTS = ("init_count", "job_size", "members", "helpers", "order_source")
 RankChooser = Callable[[list[int]], list[int]]
 
 
@@ -107,7 +107,7 @@ class Arguments:
     # Not arguments: this process's n-th initialisation; the number of ranks of a job that is only
     # planned (without it, torch is asked); ranks that are not consecutive; parallel_state's
     # functions that outside code has replaced, by name; where the order comes from.
-    life: int | None = None
+    init_count: int | None = None
     job_size: int | None = None
     members: tuple[int, ...] | None = None
     helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Arguments:
             return nullcontext()
         from hypergrid.groups.prepare import telling_others
 
-        return telling_others(self._window, self.life)
+        return telling_others(self._window, self.init_count)
 
     def _window(self) -> Sequence[int]:
         if self.members is not None:
@@ -319,7 +319,7 @@ class Arguments:
             if token == "gtp_remat":
                 given = generator.get_gtp_ranks(size)
             else:
-                known = HAS["gtp_remat"] or size > 1
+                known = RELEASE_HAS["gtp_remat"] or size > 1
                 given = generator.get_ranks(token if known else token.replace("gtp_remat-", ""))
             self._asked[grid, token] = [list(map(operator.index, ranks)) for ranks in given]
         return self._asked[grid, token]
@@ -331,7 +331,7 @@ class Arguments:
         for name in ("encoder", "decoder", "expert") if self.encoder else ("decoder", "expert"):
             sizes, after, behind = self._grid(name)
             order = inject_gtp_remat_axis(self.order, after)
-            if not HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
+            if not RELEASE_HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
                 order = self.order
                 del sizes["gtp_remat"]
             made[name] = make(**sizes, order=order, rank_offset=self.rank_offset + behind)
@@ -341,7 +341,7 @@ class Arguments:
     def layouts(self) -> dict[str, RankLayout]:
         """Every layout that the table's rows refer to."""
         layouts = {"decoder": self.decoder, "expert": self.expert}
-        if HAS["instances_in_expert"]:
+        if RELEASE_HAS["instances_in_expert"]:
             within = self.expert.dim_size("dp") // self.instances
             parts = {"dp_intra": within, "dp_inter": self.instances}
             layouts["expert_instances"] = self.expert.split("dp", parts)
@@ -351,7 +351,7 @@ class Arguments:
         return layouts
 
     def _lay_out(self, sizes: dict[str, int], after: str, behind: int = 0) -> RankLayout:
-        named = HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
+        named = RELEASE_HAS["gtp_remat"] and "gtp_remat" in self.order.lower()
         own = {name: size for name, size in sizes.items() if named or name != "gtp_remat"}
         offset = self.rank_offset + behind
         try:

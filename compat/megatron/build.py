@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from compat.megatron import calls, communicators, replaced
 from compat.megatron import helpers as group_helpers
 from compat.megatron.planning import Request, aliases, rows_of
-from compat.megatron.releases import HAS
-from compat.megatron.table import ROWS, Planned, Row, slots
+from compat.megatron.releases import RELEASE_HAS
+from compat.megatron.table import ROWS, PlannedGroup, Row, slots
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.prepare import Agreement
@@ -32,7 +32,7 @@ _COLLNET = "NCCL_COLLNET_ENABLE"
 
 
 def _empty() -> dict[str, Any]:
-    levels = [row.slot for row in ROWS if row.holds == "levels" and HAS["plain_levels"]]
+    levels = [row.slot for row in ROWS if row.holds == "levels" and RELEASE_HAS["plain_levels"]]
     return {row.slot: {} for row in ROWS if row.holds == "sizes"} | {slot: [] for slot in levels}
 
 
@@ -69,7 +69,7 @@ def build(
         plan, alone = request.plan, not replaced.creates(request.helpers)
         some = alone and (request.nccl_configs or "get_nccl_options" in request.helpers)
         options = [_options(p, request, rank) if some else None for p in request.planned]
-    if HAS["sharp_switched"]:
+    if RELEASE_HAS["sharp_switched"]:
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.prepare_ucc()
@@ -84,7 +84,7 @@ def build(
         owner += f", with {replaced.in_words(request.helpers)} replaced"
     pool = grid.begin(agreement or Agreement(""), policy, owner, prefix)
     try:
-        agreed = request.participants, request.proposal(), request.timeout, request.life
+        agreed = request.participants, request.proposal(), request.timeout, request.init_count
         with nullcontext() if agreement else pool.agreed(*agreed, one_device=alone):
             check_window(request, pool.agreement)
             if alone:
@@ -94,7 +94,7 @@ def build(
             else:
                 _call_helpers(built, pool, request)
             _assign_aliases(built, request)
-        _meet_on_each(built, request)  # when all ranks have all groups
+        _barrier_on_each(built, request)  # when all ranks have all groups
     except BaseException:
         grid.destroy(abort=True)
         for groups in (built.slots, built.numbers, built.groups):
@@ -121,7 +121,7 @@ def _rehearse(built: Built, request: Request) -> None:
             _place(built, p, group, ranks if p.chosen else list(ranks))
     built.groups = [None, *made] if made else []
     _assign_aliases(built, request)
-    _meet_on_each(built, request)
+    _barrier_on_each(built, request)
 
 
 def check_window(request: Request, agreement: Agreement) -> None:
@@ -170,7 +170,7 @@ def _make(
     built: Built,
     make: Callable[..., list[Any]],
     plan: GroupPlan,
-    p: Planned,
+    p: PlannedGroup,
     pg_options: Any,
     again: bool,
 ) -> None:
@@ -257,7 +257,7 @@ def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
         built.grid.hold(dims, group, view=view)
 
 
-def _place(built: Built, p: Planned, group: Any, known: Any) -> None:
+def _place(built: Built, p: PlannedGroup, group: Any, known: Any) -> None:
     built.groups.append(group)
     if p.row.holds == "sizes":
         built.slots[p.slot][p.key] = group
@@ -274,13 +274,13 @@ def _place(built: Built, p: Planned, group: Any, known: Any) -> None:
             built.slots[ranks] = known
 
 
-def _options(p: Planned, request: Request, rank: int) -> Any:
+def _options(p: PlannedGroup, request: Request, rank: int) -> Any:
     asked = "get_nccl_options" not in request.helpers or request.plan.mine(p.group, rank)
     return calls.options(request, p.row.options) if asked and calls.takes_options(p) else None
 
 
 @contextmanager
-def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[None]:
+def _sharp(rows: Sequence[PlannedGroup], request: Request, built: Built) -> Iterator[None]:
     """Switch SHARP on while the rows that it serves are created, and off after the last of them.
 
     With older releases the user switches it on, and only the 0 is written here.
@@ -292,29 +292,29 @@ def _sharp(rows: Sequence[Planned], request: Request, built: Built) -> Iterator[
     if not any(p in served for p in rows):
         yield
         return
-    if HAS["sharp_switched"]:
+    if RELEASE_HAS["sharp_switched"]:
         os.environ[_COLLNET] = "1"
     yield
     if served[-1] in rows:
         sharp = served[-1].row.sharp
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
         if slot in built.slots:  # not on a rank outside the window that a function chose
-            _meet(built.slots[slot])
+            _barrier(built.slots[slot])
         os.environ[_COLLNET] = "0"
-        if HAS["sharp_switched"]:
+        if RELEASE_HAS["sharp_switched"]:
             del os.environ[_COLLNET]
 
 
-def _meet_on_each(built: Built, request: Request) -> None:
+def _barrier_on_each(built: Built, request: Request) -> None:
     """Connect the groups of the rows that want it, from the smallest to all of dp x cp."""
     for row in rows_of(request):
-        everyone = built.slots.get(row.meet)
+        everyone = built.slots.get(row.barrier_with)
         if everyone is not None:
             for group in (*built.slots[row.slot].values(), everyone):
-                _meet(group)
+                _barrier(group)
 
 
-def _meet(group: ProcessGroup) -> None:
+def _barrier(group: ProcessGroup) -> None:
     dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
     torch.cuda.synchronize()
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from compat.megatron import communicators, helpers, rank_lists
 from compat.megatron.planning import Request, rows_of
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.replaced import LEVELS, by_members
-from compat.megatron.table import Planned, Row
+from compat.megatron.table import PlannedGroup, Row
 from hypergrid.groups import creation
 
 # A row of the plan, the ranks of one of its groups, and the group that a helper created.
-Made = tuple[Planned, Sequence[int], Any]
+Made = tuple[PlannedGroup, Sequence[int], Any]
 
 
 def options(request: Request, section: str) -> Any:
@@ -37,7 +37,9 @@ class Calls:
     rank: int
     what: str
     epoch: str
-    around: Callable[[Sequence[Planned]], AbstractContextManager[None]] = lambda rows: nullcontext()
+    around: Callable[[Sequence[PlannedGroup]], AbstractContextManager[None]] = lambda rows: (
+        nullcontext()
+    )
     numbers: Iterator[int] = field(default_factory=count)
 
     @property
@@ -78,7 +80,7 @@ class Calls:
                         if self.rank in members:
                             yield p, members, group
 
-    def _planned(self, rows: Iterable[Row]) -> list[Planned]:
+    def _planned(self, rows: Iterable[Row]) -> list[PlannedGroup]:
         return [p for row in rows for p in self.request.planned if p.row is row]
 
     def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
@@ -102,7 +104,7 @@ class Calls:
                     groups = rank_lists.cut(self.request, p, number, ranks)
                     yield p, next(each for each in groups if self.rank in each), group
 
-    def _create(self, p: Planned, members: Sequence[int]) -> Made:
+    def _create(self, p: PlannedGroup, members: Sequence[int]) -> Made:
         def arguments() -> dict[str, Any]:
             """Exactly those that upstream passes to ``create_group`` besides the ranks."""
             given: dict[str, Any] = {"group_desc": p.group.label}
@@ -118,7 +120,7 @@ class Calls:
 
         return p, members, self.create(p.group.label, members, arguments)
 
-    def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[Planned, Any]]:
+    def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[PlannedGroup, Any]]:
         """Call the helper that creates the groups of all sizes or levels at once."""
         request, row, planned = self.request, rows[0], self._planned(rows)
         if row.holds == "sizes":
@@ -127,7 +129,7 @@ class Calls:
             made = self._helper(row.creator)(self.rank, ranks, given, **least)
             return [(p, made[p.key]) for p in planned if p.key in made]
         sizes, twins = rank_lists.level_sizes(request, row), []
-        if HAS["plain_levels"]:
+        if RELEASE_HAS["plain_levels"]:
             size, given = request.context_parallel_size, options(request, row.options)
             levels = self._helper(LEVELS[1])(self.rank, ranks, size, sizes, given)
         else:
@@ -145,6 +147,6 @@ class Calls:
         return [(p, (twins if p.is_twin else levels)[rank_lists.level(p)]) for p in planned]
 
 
-def takes_options(p: Planned) -> bool:
+def takes_options(p: PlannedGroup) -> bool:
     """Whether upstream asks for communicator options for this group."""
     return p.row.twin_options if p.is_twin else p.group.backend != "ucc"

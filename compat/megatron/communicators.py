@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from hypergrid.messages import install_command, shown
 
 Configs = dict[str, dict[str, Any]]
@@ -74,7 +74,7 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
         return None
     given = _mapping(pg_name, configs)
     said = {key: given[key] for key in _TAKES if key in given}
-    if HAS["nccl_defaults"]:
+    if RELEASE_HAS["nccl_defaults"]:
         if not isinstance(said.get(_PRIORITY), _Asked):
             said.pop(_PRIORITY, None)
         said = _HOPPER | said
@@ -119,7 +119,7 @@ def read_configs(
     """The sections of the file at ``path``, with the high-priority groups set on top."""
     configs = {} if path is None else _read(path)
     for name in high_priority or ():
-        overwrite(configs, name, (_PRIORITY, _Asked(1) if HAS["nccl_defaults"] else True))
+        overwrite(configs, name, (_PRIORITY, _Asked(1) if RELEASE_HAS["nccl_defaults"] else True))
     return configs
 
 

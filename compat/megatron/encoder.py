@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.table import Row
 from hypergrid.messages import shown
 
@@ -17,7 +17,7 @@ STAGES = "encoder_pipeline_model_parallel_size"
 
 def warn_of_its_end(what: str, stacklevel: int = 2) -> None:
     """Warn, as upstream does, that this will be removed: a DeprecationWarning."""
-    if HAS["encoder_deprecated"]:
+    if RELEASE_HAS["encoder_deprecated"]:
         warnings.warn(
             f"{what} deprecated, as encoders with sizes of their own: lay out encoder and decoder "
             f"as two grids.",

@@ -1,14 +1,14 @@
 """Every getter and setter of the module, each written out: a plain function over globals.
 
-Their globals are not this module's. ``over`` gives them those of ``compat.parallel_state``, where
-the current state's values are, or those of another state. So outside code reads, writes and
+Their globals are not this module's. ``bind_getters_to`` gives them those of
+``compat.parallel_state``, where the current state's values are, or those of another state. So outside code reads, writes and
 replaces there what it likes, as on stock, and a getter costs what a global costs. Functions call
 each other by name: one that outside code has replaced counts.
 
 All are *local*: no communication.
 """
 
-# ruff: noqa: F821 - upstream's private globals are in the namespaces, see ``over``
+# ruff: noqa: F821 - upstream's private globals are in the namespaces, see ``bind_getters_to``
 # mypy: disable-error-code="name-defined,index"
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
 from compat.megatron.encoder import warn_of_its_end
-from compat.megatron.releases import HAS, as_released, drop_absent
+from compat.megatron.releases import RELEASE_HAS, as_released, drop_absent
 from hypergrid.errors import NoGroupsError
 from hypergrid.groups.store import was_aborted
 
@@ -459,10 +459,10 @@ def get_pipeline_model_parallel_rank() -> int:
     """This rank's pipeline stage."""
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    if not _numbers and HAS["stage_asks_torch"]:
+    if not _numbers and RELEASE_HAS["stage_asks_torch"]:
         dist.get_rank()
     group = get_pipeline_model_parallel_group()
-    return _pp[1] if group is _pp[0] else _rank_in(group, HAS["stage_from_torch"])
+    return _pp[1] if group is _pp[0] else _rank_in(group, RELEASE_HAS["stage_from_torch"])
 
 
 @as_released
@@ -611,7 +611,7 @@ def get_all_ranks() -> str:
     """This rank's places on the dims, joined by underscores; for names of files."""
     ranks = [
         get_tensor_model_parallel_rank(),
-        *([get_gtp_weight_remat_rank()] if HAS["gtp_remat"] else []),
+        *([get_gtp_weight_remat_rank()] if RELEASE_HAS["gtp_remat"] else []),
         get_data_parallel_rank(),
         get_context_parallel_rank(),
         get_pipeline_model_parallel_rank(),
@@ -668,7 +668,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     rank = dist.get_rank()
     if _EMBEDDING_GLOBAL_RANKS is None or rank not in _EMBEDDING_GLOBAL_RANKS:
         return False
-    staged = {"vp_stage": vp_stage} if HAS["vp_stage"] else {}
+    staged = {"vp_stage": vp_stage} if RELEASE_HAS["vp_stage"] else {}
     if not ignore_virtual and rank == _EMBEDDING_GLOBAL_RANKS[0]:
         return is_pipeline_first_stage(ignore_virtual=False, **staged)
     if not ignore_virtual and rank == _EMBEDDING_GLOBAL_RANKS[-1]:
@@ -778,7 +778,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the virtual stage. Deprecated: pass ``vp_stage`` instead."""
     global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-    if HAS["vp_stage"]:
+    if RELEASE_HAS["vp_stage"]:
         warnings.warn(
             "set_virtual_pipeline_model_parallel_rank is deprecated: pass vp_stage to "
             "is_pipeline_first_stage() and its like.",
@@ -888,7 +888,7 @@ def _of_encoder(name: str) -> None:
 
 def _data_parallel(with_cp: bool, partial: bool, remat: bool) -> ProcessGroup:
     """The group by its getter, with the arguments that the release has."""
-    if HAS["gtp_remat"] or not remat:
+    if RELEASE_HAS["gtp_remat"] or not remat:
         return get_data_parallel_group(
             with_context_parallel=with_cp, partial_data_parallel=partial, with_gtp_remat=remat
         )
@@ -896,11 +896,11 @@ def _data_parallel(with_cp: bool, partial: bool, remat: bool) -> ProcessGroup:
 
 
 def _expert_data_parallel(partial: bool, remat: bool) -> ProcessGroup:
-    if HAS["gtp_remat"] or not remat:
+    if RELEASE_HAS["gtp_remat"] or not remat:
         return get_expert_data_parallel_group(
             partial_expert_data_parallel=partial, with_gtp_remat=remat
         )
-    if HAS["instances_in_expert"]:
+    if RELEASE_HAS["instances_in_expert"]:
         return get_expert_data_parallel_group(partial_expert_data_parallel=partial)
     return get_expert_data_parallel_group()
 
@@ -911,7 +911,7 @@ def _rank_in(group: Any, from_torch: bool = False) -> int:
         return _numbers[group][0]
     except (KeyError, TypeError):  # not ours; not hashable
         group = group[0] if isinstance(group, list) else group
-    return dist.get_rank(group) if from_torch or HAS["numbers_from_torch"] else group.rank()
+    return dist.get_rank(group) if from_torch or RELEASE_HAS["numbers_from_torch"] else group.rank()
 
 
 def _size_of(group: Any) -> int:
@@ -920,7 +920,7 @@ def _size_of(group: Any) -> int:
     except (KeyError, TypeError):
         # An encoder's rank is in several pipelines, at the same stage of each.
         group = group[0] if isinstance(group, list) else group
-    return dist.get_world_size(group) if HAS["numbers_from_torch"] else group.size()
+    return dist.get_world_size(group) if RELEASE_HAS["numbers_from_torch"] else group.size()
 
 
 def _pipeline() -> list[Any]:
@@ -950,7 +950,7 @@ def _virtual_stage(vp_stage: int | None) -> tuple[int | None, int | None]:
     """Virtual stages per rank, and the one that is asked about."""
     stages = get_virtual_pipeline_model_parallel_world_size()
     if stages is not None and vp_stage is None:
-        if not HAS["vp_stage"]:
+        if not RELEASE_HAS["vp_stage"]:
             return stages, get_virtual_pipeline_model_parallel_rank()
         raise AssertionError(
             f"virtual pipelines are on ({stages} stages per rank): pass vp_stage, or "
@@ -970,7 +970,7 @@ SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that 
 _NO_GROUP = (object(), 0, 0)
 
 
-def over(names: dict[str, Any]) -> dict[str, FunctionType]:
+def bind_getters_to(names: dict[str, Any]) -> dict[str, FunctionType]:
     """Put the functions into ``names``, which become their globals; and give them by name."""
     made = {}
     for name, own in FUNCTIONS.items():
@@ -982,7 +982,7 @@ def over(names: dict[str, Any]) -> dict[str, FunctionType]:
     return made
 
 
-def known(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:
+def cached_sizes(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:
     """What the functions use besides upstream's private globals.
 
     The rank and size in each group that the state made, and for two groups at hand; whether a rank
@@ -994,8 +994,9 @@ def known(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, A
         "_numbers": {g: place for g, *place in numbers.values() if not isinstance(g, list)},
         "_tp": numbers.get("_TENSOR_MODEL_PARALLEL_GROUP", _NO_GROUP),
         "_pp": numbers.get("_PIPELINE_MODEL_PARALLEL_GROUP", _NO_GROUP),
-        "_several": HAS["splits"] or (request is not None and request.encoder is not None),
-        "_gtp_remat": HAS["gtp_remat"] or (request is not None and request.gtp_remat_size > 1),
-        "_expert_gtp_remat": HAS["gtp_remat"]
+        "_several": RELEASE_HAS["splits"] or (request is not None and request.encoder is not None),
+        "_gtp_remat": RELEASE_HAS["gtp_remat"]
+        or (request is not None and request.gtp_remat_size > 1),
+        "_expert_gtp_remat": RELEASE_HAS["gtp_remat"]
         or (request is not None and request.expert_gtp_remat_size > 1),
     }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.megatron.rank_lists import of_level, run_sizes
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.replaced import now
 from hypergrid.groups import creation
 
@@ -32,7 +32,7 @@ def create_group(
 
     The caller destroys it: ``destroy_model_parallel`` does not.
     """
-    group = dist.new_group(**creation.own(dict(locals())))
+    group = dist.new_group(**creation.copied_options(dict(locals())))
     if ranks is not None and dist.get_rank() not in ranks:
         return group
     if _made is not None:
@@ -76,7 +76,7 @@ def create_hierarchical_groups(
         )
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
     # A release whose levels have torch's timeout does not pass one, nor to a replaced create_group.
-    unnamed = HAS["plain_levels"] and timeout is None
+    unnamed = RELEASE_HAS["plain_levels"] and timeout is None
     waiting = {} if unnamed else {"timeout": timeout}
     groups: list[ProcessGroup] = []
     twins: list[ProcessGroup | None] = []

@@ -11,8 +11,8 @@ from typing import Any
 
 from compat.megatron import communicators, rank_lists, replaced
 from compat.megatron.arguments import NO_ARGUMENTS, Arguments
-from compat.megatron.releases import HAS, RELEASE, has
-from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Planned, Row
+from compat.megatron.releases import RELEASE, RELEASE_HAS, has
+from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, PlannedGroup, Row
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan, GroupRow
 
@@ -27,7 +27,7 @@ def aliases(request: Arguments) -> list[Alias]:
     return [each for each in ALIASES if has(each.slot) and each.when.holds(request)]
 
 
-def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
+def _plan(request: Arguments, row: Row) -> Iterator[PlannedGroup]:
     if row.check:
         _CHECKS[row.check](request, row)
     backend = getattr(request, row.backend) if row.backend else None
@@ -40,7 +40,7 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
         raise AssertionError(
             f"{row.backend}={shown(backend)} is not supported: use 'nccl', 'ucc' or None."
         )
-    torchs = HAS.get(str(row.torch_timeout), row.torch_timeout is True)
+    torchs = RELEASE_HAS.get(str(row.torch_timeout), row.torch_timeout is True)
     base = GroupRow(
         label=row.label,
         layout=row.grid,
@@ -58,13 +58,13 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
         least = getattr(request, row.least) if row.least else 2
         for size in rank_lists.run_sizes(_members(request), least):
             group = replace(base, label=row.label.format(size), chunk=size)
-            yield Planned(row, row.slot, size, group)
+            yield PlannedGroup(row, row.slot, size, group)
     elif row.holds == "levels":
         for i in range(len(rank_lists.level_sizes(request, row))):
             group = replace(base, label=row.label.format(i), dims=(f"cp{i}",))
-            yield Planned(row, row.slot, i, group)
+            yield PlannedGroup(row, row.slot, i, group)
     else:
-        yield Planned(row, row.slot, None, base, chosen)
+        yield PlannedGroup(row, row.slot, None, base, chosen)
     if row.gloo and _makes_gloo(request, row):
         twin = replace(
             base,
@@ -75,7 +75,7 @@ def _plan(request: Arguments, row: Row) -> Iterator[Planned]:
             traffic=TWINS,
             separate=True,
         )
-        yield Planned(row, row.slot + "_GLOO", None, twin)
+        yield PlannedGroup(row, row.slot + "_GLOO", None, twin)
 
 
 def _members(request: Arguments) -> int:
@@ -97,7 +97,7 @@ def _chosen(
     choose: Any = own if given is None else given
     if choose is default and (split is None or given is not None):
         return None
-    splits = given is None and (HAS["splits"] or split is not None)
+    splits = given is None and (RELEASE_HAS["splits"] or split is not None)
     if splits:
         choose = partial(own, split_rank=split)
     if not callable(choose):
@@ -155,7 +155,7 @@ def _check_instances(request: Arguments, what: str, size: int) -> None:
 
 
 def _check_expert_instances(request: Arguments, row: Row) -> None:
-    if HAS["instances_in_expert"]:
+    if RELEASE_HAS["instances_in_expert"]:
         _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
 
 
@@ -190,7 +190,7 @@ class Request(Arguments):
     """Arguments and the groups that they ask for."""
 
     @cached_property
-    def planned(self) -> list[Planned]:
+    def planned(self) -> list[PlannedGroup]:
         """The rows to create, in order.
 
         Refuses what upstream refuses while it creates groups, row by row in the same order, so
@@ -198,7 +198,7 @@ class Request(Arguments):
         """
         self.positive("num_distributed_optimizer_instances")
         rows = rows_of(self)
-        if HAS["dp_first"]:
+        if RELEASE_HAS["dp_first"]:
             communicators.section(rows[0].options, self.nccl_configs)
         _check_instances(self, "data x context parallel size", _members(self))
         communicators.section(rows[0].options, self.nccl_configs)
@@ -210,7 +210,7 @@ class Request(Arguments):
         return rank_lists.listed(self, [each for row in rows for each in _plan(self, row)])
 
     @cached_property
-    def sharp_rows(self) -> list[Planned]:
+    def sharp_rows(self) -> list[PlannedGroup]:
         """The rows whose groups use SHARP."""
         return [p for p in self.planned if p.row.sharp and p.row.sharp == self.sharp_group]
 
@@ -249,7 +249,7 @@ class Request(Arguments):
                 values[f"options of {p.row.label}"] = p.group.options
         return {**values, "megatron-core": RELEASE, "plan": self.plan.fingerprint()}
 
-    def _places(self, p: Planned, chosen: Sequence[Sequence[int]]) -> Any:
+    def _places(self, p: PlannedGroup, chosen: Sequence[Sequence[int]]) -> Any:
         """The chosen ranks as places in their pipelines, if the same in all: short for any W."""
         places = [
             [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]

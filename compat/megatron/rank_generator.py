@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from compat.megatron.releases import HAS, as_released
+from compat.megatron.releases import RELEASE_HAS, as_released
 from compat.megatron.replaced import now
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
@@ -96,7 +96,7 @@ class RankGenerator:
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.gtp_remat, self.rank_offset = gtp_remat, rank_offset
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        if HAS["gtp_remat"]:
+        if RELEASE_HAS["gtp_remat"]:
             self.name_to_size["gtp_remat"] = gtp_remat
         self.world_size = prod(self.name_to_size.values())
         self.layout = lay_out(order, self.name_to_size, max(rank_offset, 0))

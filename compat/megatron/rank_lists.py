@@ -9,7 +9,7 @@ from math import log2
 
 from compat.megatron import encoder
 from compat.megatron.arguments import Arguments
-from compat.megatron.table import Planned, Row
+from compat.megatron.table import PlannedGroup, Row
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupRow
 
@@ -34,7 +34,9 @@ def loops(request: Arguments, row: Row) -> list[list[int]]:
     return [list(chain.from_iterable(lists[at : at + many])) for at in starts]
 
 
-def cut(request: Arguments, p: Planned, number: int, ranks: list[int]) -> Sequence[Sequence[int]]:
+def cut(
+    request: Arguments, p: PlannedGroup, number: int, ranks: list[int]
+) -> Sequence[Sequence[int]]:
     """The groups of a row that are cut from ``ranks``, list ``number`` of its loop."""
     row = p.row
     if p.chosen is not None:
@@ -64,7 +66,7 @@ def level_sizes(request: Arguments, row: Row) -> list[int]:
     return [instance_size(request), request.instances]
 
 
-def level(p: Planned) -> int:
+def level(p: PlannedGroup) -> int:
     """The level that the group belongs to, innermost first."""
     return p.row.level if p.key is None else p.key
 
@@ -79,7 +81,7 @@ def run_sizes(members: int, least: int = 2) -> list[int]:
     return [2**i for i in range(int(log2(members))) if 2**i >= least]
 
 
-def listed(request: Arguments, planned: list[Planned]) -> list[Planned]:
+def listed(request: Arguments, planned: list[PlannedGroup]) -> list[PlannedGroup]:
     """The rows with their groups listed, where no one layout describes them.
 
     Over encoder and decoder, between 0.12's optimizer instances, and where outside code replaced

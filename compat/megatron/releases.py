@@ -246,7 +246,7 @@ def facts() -> dict[str, bool]:
     }
 
 
-HAS = facts()
+RELEASE_HAS = facts()
 
 
 def in_words() -> str:
@@ -300,7 +300,7 @@ def follow(text: str | None = None) -> None:
     global RELEASE, SOURCE, ORIGIN
     asked = "--megatron"
     RELEASE, SOURCE, ORIGIN = _FOUND if text is None else (_known(text, asked), None, asked)
-    HAS.update(facts())
+    RELEASE_HAS.update(facts())
 
 
 def as_released(function: F) -> F:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from hypergrid.plan import GroupRow
 
 
@@ -26,13 +26,13 @@ class Fact:
 
 
 ALWAYS = Fact(lambda request: True)
-DP_FIRST = Fact(lambda request: HAS["dp_first"])
-GTP = Fact(lambda request: HAS["gtp_remat"])
+DP_FIRST = Fact(lambda request: RELEASE_HAS["dp_first"])
+GTP = Fact(lambda request: RELEASE_HAS["gtp_remat"])
 GTP_AXIS = Fact(lambda request: request.gtp_remat_size > 1)
 EGTP_AXIS = Fact(lambda request: request.expert_gtp_remat_size > 1)
 INSTANCES = Fact(lambda request: request.instances > 1)
-IN_DENSE = Fact(lambda request: HAS["instances_in_dense"])
-IN_EXPERT = Fact(lambda request: HAS["instances_in_expert"])
+IN_DENSE = Fact(lambda request: RELEASE_HAS["instances_in_dense"])
+IN_EXPERT = Fact(lambda request: RELEASE_HAS["instances_in_expert"])
 ALL_GATHER = Fact(lambda request: request.create_all_gather_group)
 HYBRID = Fact(lambda request: request.hybrid_context_parallel)
 DYNAMIC = Fact(lambda request: request.dynamic_context_parallel)
@@ -74,7 +74,7 @@ class Row:
     creator: str = ""  # upstream's function that creates the groups of all "sizes"
     least: str = ""  # the argument that is the smallest of them; without one, it is 2
     # The global of the ranks that wait for each other after each of these groups has had a barrier.
-    meet: str = ""
+    barrier_with: str = ""
     pick: Literal["all", "ends", "first"] = "all"  # of the pipeline
     # cut into runs; "instance": one for each instance of the distributed optimizer, "between
     # instances": members with the same place in each
@@ -122,7 +122,7 @@ def slots(row: Row | Alias) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlannedGroup:
     """A row of the plan and where its group goes: a private global of upstream's."""
 
     row: Row
@@ -169,7 +169,7 @@ ROWS: tuple[Row, ...] = (
     Row("_DYNAMIC_DP_CP_GROUPS", "dp-cp",
         "context",                     "dp_cp",           when=DYNAMIC, check="even dp x cp",
         holds="sizes", desc="DYNAMIC_DP_CP_GROUP_{}", torch_timeout=True,
-        meet="_DATA_PARALLEL_GROUP_WITH_CP", creator="create_dynamic_dp_cp_groups",
+        barrier_with="_DATA_PARALLEL_GROUP_WITH_CP", creator="create_dynamic_dp_cp_groups",
         least="min_dynamic_context_parallel_size"),
     Row("_DATA_PARALLEL_GROUP", "dp",
         "gradients",                   "dp",              when=~DP_FIRST, field="dp", gloo=True,

@@ -141,7 +141,7 @@ def obstacle() -> str | None:
     return None
 
 
-def patience(backend: str | None, timeout: timedelta | None) -> timedelta | None:
+def creation_timeout(backend: str | None, timeout: timedelta | None) -> timedelta | None:
     """The timeout with which creation fails within ``timeout``; None: its own timeout.
 
     Gloo needs five times its timeout to give up a member that has published its address and does

@@ -45,7 +45,7 @@ def by_members(
         options["pg_options"] = backends.waiting(backend, options.get("pg_options"))
     with of_torch.numbered(group_name(label, ranks, epoch)):
         try:
-            group: ProcessGroup = dist.new_group(list(ranks), **own(options))
+            group: ProcessGroup = dist.new_group(list(ranks), **copied_options(options))
         except RuntimeError:
             # A dry run in which outside code has replaced new_group.
             if dist.get_backend() != "fake" or backend in (None, "fake"):
@@ -89,9 +89,9 @@ def by_everyone(
         try:
             if disjoint(groups):
                 every = [list(ranks) for ranks in groups]
-                mine, _ = dist.new_subgroups_by_enumeration(every, **own(options))
+                mine, _ = dist.new_subgroups_by_enumeration(every, **copied_options(options))
                 return [] if mine is None else [mine]
-            made = [dist.new_group(list(ranks), **own(options)) for ranks in groups]
+            made = [dist.new_group(list(ranks), **copied_options(options)) for ranks in groups]
         except BaseException:
             closing.abort(of_torch.known().keys() - before)
             raise
@@ -160,7 +160,7 @@ def _obstacle() -> str | None:
     return backends.obstacle()
 
 
-def own(options: dict[str, Any]) -> dict[str, Any]:
+def copied_options(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with a copy of the backend options: torch writes the group's name into them.
 
     Those that cannot be copied are gloo's, which torch does not read. In a dry run on a fake

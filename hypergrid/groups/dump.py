@@ -33,13 +33,13 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
         in the order of the group, ``backend``, ``name`` and ``description`` as torch's flight
         recorder writes them, and ``shared_with``: the label whose communicator it is, or null.
     """
-    text = json.dumps(taken(), indent=1)
+    text = json.dumps(group_records(), indent=1)
     if path is not None:
         Path(path).write_text(text + "\n")
     return text
 
 
-def taken() -> dict[str, Any]:
+def group_records() -> dict[str, Any]:
     """What ``dump`` writes, as data."""
     alive = dist.is_initialized()
     return {

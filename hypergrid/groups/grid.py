@@ -84,7 +84,7 @@ class HyperCommGrid:
         self.backend = backend
         self._views = Views(layout)
         self._pgs: dict[Key, ProcessGroup | None] = {}
-        self._away: dict[Key, str] = {}  # names of the groups that are suspended
+        self._suspended: dict[Key, str] = {}  # names of the groups that are suspended
         self.pool: GroupPool | None = None
         """The groups that this grid created; None before the first."""
         self._subgroups: Subgroups | None = None  # once asked for, until the next suspension
@@ -199,7 +199,7 @@ class HyperCommGrid:
         """
         key, layout, names = self._views.find(dims, view)
         label = name_of(key)
-        if key in self._pgs or key in self._away:
+        if key in self._pgs or key in self._suspended:
             raise KeyError(
                 f"the groups over {label!r} have already been created, and options cannot be "
                 f"compared. Call get_pg({_call(key)}) for the group of this rank."
@@ -376,7 +376,7 @@ class HyperCommGrid:
         KeyError if ``create_pg`` was not called for this combination, or there is no such view.
         """
         key, _, _ = self._views.find(dims, view)
-        if key in self._away:
+        if key in self._suspended:
             raise RuntimeError(
                 f"the groups over {name_of(key)!r} are suspended: call resume() on every rank."
             )
@@ -501,7 +501,7 @@ class HyperCommGrid:
                 groups.destroy(abort=abort)
         self.pool = self._subgroups = None
         self._pgs.clear()
-        self._away.clear()
+        self._suspended.clear()
 
     def suspend(
         self, how: str = "auto", ranks: Sequence[int] | None = None
@@ -521,8 +521,8 @@ class HyperCommGrid:
         self._subgroups, self._suspensions = None, self._suspensions + 1
         for each in self.pool.usable():
             names.pop(id(each.group), None)
-        self._away = {key: names[id(g)] for key, g in self._pgs.items() if id(g) in names}
-        self._pgs = {key: group for key, group in self._pgs.items() if key not in self._away}
+        self._suspended = {key: names[id(g)] for key, g in self._pgs.items() if id(g) in names}
+        self._pgs = {key: group for key, group in self._pgs.items() if key not in self._suspended}
         return report
 
     def resume(
@@ -536,8 +536,8 @@ class HyperCommGrid:
         if self.pool is None or self.pool.suspended is None:
             raise RuntimeError(f"there are no suspended groups: {self!r}.")
         renewed = self.pool.resume(ranks or self.participants(), timeout)
-        self._pgs |= {key: renewed[name] for key, name in self._away.items()}
-        self._away = {}
+        self._pgs |= {key: renewed[name] for key, name in self._suspended.items()}
+        self._suspended = {}
         return renewed
 
 

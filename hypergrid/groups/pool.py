@@ -77,7 +77,7 @@ class GroupPool:
         ranks: Sequence[int],
         proposal: Mapping[str, Any],
         timeout: timedelta | None = None,
-        life: int | None = None,
+        init_count: int | None = None,
         one_device: bool = False,
     ) -> Iterator[None]:
         """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
@@ -105,7 +105,7 @@ class GroupPool:
             proposal = {**proposal, "grid of the assembly": self.prefix.rstrip("/")}
         with _telling(), one_thread(ranks, proposal) as turn, abortable():
             can = creation.abilities(self.policy)
-            self.agreement = agree(ranks, proposal, self.policy, can, timeout, life)
+            self.agreement = agree(ranks, proposal, self.policy, can, timeout, init_count)
             timeout = timeout or of_torch.default_timeout()
             self._devices = gloo.Devices() if one_device else None
             try:
@@ -182,7 +182,7 @@ class GroupPool:
         call = label, (mine, everyone), {"dims": dims, "kind": kind, **options}
         options.setdefault("group_desc", self.prefix + label)
         before, timeout = len(self.groups), options.get("timeout")
-        shorter = backends.patience(options.get("backend"), timeout)
+        shorter = backends.creation_timeout(options.get("backend"), timeout)
         if shorter is not None:
             options["timeout"] = shorter
         try:
@@ -367,7 +367,7 @@ class GroupPool:
                 self._check_repeatable()
                 found.close(labels)
         except BaseException:
-            if not found.asleep:
+            if not found.suspended:
                 self.suspended = None
             raise
         if found.is_closed:
@@ -400,8 +400,8 @@ class GroupPool:
 
     def usable(self) -> list[PooledGroup]:
         """The groups that are not suspended."""
-        asleep = [group for group, _ in self.suspended.asleep] if self.suspended else []
-        return [each for each in self.groups if each.group not in asleep]
+        suspended = [group for group, _ in self.suspended.suspended] if self.suspended else []
+        return [each for each in self.groups if each.group not in suspended]
 
     def resume(
         self, ranks: Sequence[int], timeout: timedelta | None = None

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from hypergrid.files import check_private, replace
 from hypergrid.groups import of_torch, point_to_point, pool, store
-from hypergrid.groups.dump import taken
+from hypergrid.groups.dump import group_records
 from hypergrid.messages import in_words, shown
 
 SCHEMA = 1
@@ -331,7 +331,7 @@ class Recorder:
             groups = (list(of_torch.known().values()), labels) if alive else None
             if self._rank is not None and groups == self._groups:
                 return
-            said = taken()
+            said = group_records()
         except (KeyError, RuntimeError, ValueError):
             return  # groups are being created or destroyed: the next look sees them
         if not alive:
@@ -390,7 +390,7 @@ class Recorder:
                 "desc": group["description"],
                 "ranks": json.dumps(group["ranks"]),
             }
-            for group in taken()["groups"]
+            for group in group_records()["groups"]
         }
         whole["pg_config"] = {**configured, **whole.get("pg_config", {})}
         return pickle.dumps(whole, 2)

@@ -19,7 +19,7 @@ class DifferentError(AgreementError):
     """The ranks were started with different choices."""
 
 
-def meet(
+def meet_survivors(
     store: Store, ranks: Sequence[int], rank: int, said: Mapping[str, Any], timeout: timedelta
 ) -> None:
     """Compare ``said`` over ``ranks``, where no default group exists. *Collective* over them.

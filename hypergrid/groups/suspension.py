@@ -47,7 +47,7 @@ class Suspension:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.report: dict[str, Suspended] = {}
-        self.asleep: list[tuple[ProcessGroup, Any]] = []  # with the backends to wake
+        self.suspended: list[tuple[ProcessGroup, Any]] = []  # with the backends to wake
         self.is_closed = False  # all groups are, and ``resume`` must create new ones
 
     def start(self, groups: Mapping[ProcessGroup, str], how: str) -> bool:
@@ -84,12 +84,12 @@ class Suspension:
                     continue
                 if not freed and how == "auto":  # nothing of this backend has changed
                     return None
-                asleep = f" {len(self.asleep)} others are suspended: call resume()."
+                suspended = f" {len(self.suspended)} others are suspended: call resume()."
                 raise RuntimeError(
                     f"rank {dist.get_rank()} could not suspend {labels[group]} with {kind}: "
-                    f"{in_words(error)}{asleep if self.asleep else ''}"
+                    f"{in_words(error)}{suspended if self.suspended else ''}"
                 ) from error
-            self.asleep.append((group, backend))
+            self.suspended.append((group, backend))
             freed.append(size)
         known = [size for size in freed if size is not None]
         return Suspended("native", len(freed), sum(known) if len(known) == len(freed) else None)
@@ -102,9 +102,9 @@ class Suspension:
 
     def wake(self) -> None:
         """Let the backends resume, in the order in which they were suspended."""
-        while self.asleep:
-            self.asleep[0][1].resume()
-            del self.asleep[0]
+        while self.suspended:
+            self.suspended[0][1].resume()
+            del self.suspended[0]
 
 
 def _kind(backend: str | None) -> str:

@@ -219,9 +219,9 @@ def test_a_record_can_be_written_to_a_file_and_asked_for_before_there_is_anythin
 def _timeouts_that_groups_have(rank):
     ps.initialize_model_parallel(2, distributed_timeout_minutes=7)
     groups = [group.group for group in ps.current_state().pool.groups]
-    assert backends.patience("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
-    assert backends.patience(None, timedelta(seconds=9)) == timedelta(seconds=5)
-    assert backends.patience("nccl", timedelta(seconds=60)) is None
+    assert backends.creation_timeout("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
+    assert backends.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=5)
+    assert backends.creation_timeout("nccl", timedelta(seconds=60)) is None
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
@@ -229,7 +229,7 @@ def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(
     timeouts = set(run_ranks(2, _timeouts_that_groups_have)[0])
     assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout}
     fake_world(2)
-    assert backends.patience("gloo", timedelta(seconds=60)) is None
+    assert backends.creation_timeout("gloo", timedelta(seconds=60)) is None
 
 
 def _keeps_options(rank):

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 import hypergrid
 from compat import hyper_comm_grid, transformer_engine
 from compat.hyper_comm_grid import HyperCommGrid
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from compat.state import ParallelState
 from tests.parity.grids import compare_grids
 from tests.support.forked import open_groups, run_ranks
@@ -34,13 +34,13 @@ def release(request, monkeypatch):
     """A release that has the module, with ours speaking as it."""
     if not have_stock(request.param):
         pytest.skip(f"run scripts/fetch_megatron {request.param}")
-    monkeypatch.setitem(HAS, "grid_views", has_views(request.param))
+    monkeypatch.setitem(RELEASE_HAS, "grid_views", has_views(request.param))
     return request.param
 
 
 @pytest.fixture
 def views(monkeypatch):
-    monkeypatch.setitem(HAS, "grid_views", True)
+    monkeypatch.setitem(RELEASE_HAS, "grid_views", True)
 
 
 @pytest.fixture

@@ -31,19 +31,19 @@ def speaking(request, monkeypatch):
     monkeypatch.setattr(releases, "EVERY", False)
     monkeypatch.setattr(releases, "RELEASE", releases._nearest(source, releases.NEWEST))
     for fact, holds in releases.facts().items():
-        monkeypatch.setitem(releases.HAS, fact, holds)
+        monkeypatch.setitem(releases.RELEASE_HAS, fact, holds)
     # What the module tells of itself when it is loaded.
-    for name in ("_home", "_at_home"):
+    for name in ("_module_values", "_module_functions"):
         monkeypatch.setattr(state, name, getattr(state, name))
     monkeypatch.setattr(replaced, "_namespace", {})
-    monkeypatch.setattr(replaced, "_own", {})
+    monkeypatch.setattr(replaced, "_values", {})
     copies = []
     for name, original in ((getters.__name__, getters), ("speaking", ps)):
         spec = importlib.util.spec_from_file_location(name, original.__file__)
         copies.append(importlib.util.module_from_spec(spec))
         monkeypatch.setitem(sys.modules, name, copies[-1])
         spec.loader.exec_module(copies[-1])
-        monkeypatch.setattr(state, "over", copies[0].over)
+        monkeypatch.setattr(state, "bind_getters_to", copies[0].bind_getters_to)
     return request.param, copies[1]
 
 
@@ -335,7 +335,7 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
 
 @pytest.mark.parametrize("deprecated", [False, True])
 def test_from_0_13_on_an_encoder_is_told_to_go(fake_world, monkeypatch, deprecated):
-    monkeypatch.setitem(releases.HAS, "encoder_deprecated", deprecated)
+    monkeypatch.setitem(releases.RELEASE_HAS, "encoder_deprecated", deprecated)
     fake_world(4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

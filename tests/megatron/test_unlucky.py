@@ -220,8 +220,8 @@ def test_a_group_of_an_undefined_backend_is_given_up_in_its_timeout_if_gloo_serv
         world_size=2,
     )
     assert dist.get_backend() == "undefined"
-    assert backends.patience(None, timedelta(seconds=60)) == timedelta(seconds=12)
-    assert backends.patience("GLOO", None) == c10d.default_pg_timeout / 5
+    assert backends.creation_timeout(None, timedelta(seconds=60)) == timedelta(seconds=12)
+    assert backends.creation_timeout("GLOO", None) == c10d.default_pg_timeout / 5
 
 
 @on_ranks(2, backend="")

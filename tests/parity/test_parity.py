@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat.megatron import rank_generator
-from compat.megatron.releases import HAS
+from compat.megatron.releases import RELEASE_HAS
 from tests.parity import run
 from tests.parity.mutants import run_mutant
 from tests.parity.surface import compare_surface
@@ -74,7 +74,7 @@ def test_the_rank_generator_gives_every_combination_of_dims_stocks_groups(releas
     dims = dims_of(release)
     arguments = data.draw(generator_arguments(dims))
     theirs = stock(release).RankGenerator(**arguments)
-    with mock.patch.dict(HAS, gtp_remat="gtp_remat" in dims):
+    with mock.patch.dict(RELEASE_HAS, gtp_remat="gtp_remat" in dims):
         ours = rank_generator.RankGenerator(**arguments)
     for name in vars(theirs):
         assert getattr(ours, name) == getattr(theirs, name), name

@@ -219,7 +219,7 @@ def test_a_rank_that_has_failed_before_the_meeting_is_named_and_torch_does_not_w
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         start = time.monotonic()
         with pytest.raises(AgreementError, match=r"1 of 2 ranks \(1\) did not begin this life"):
-            survivors.meet(store, range(2), 0, {}, timedelta(seconds=1))
+            survivors.meet_survivors(store, range(2), 0, {}, timedelta(seconds=1))
         assert time.monotonic() - start < 10
     from_all(None)
 
@@ -232,7 +232,8 @@ def test_the_meeting_costs_each_rank_the_same_in_any_world(world):
 
     threads = [
         threading.Thread(
-            target=survivors.meet, args=(store, range(world), rank, {}, timedelta(seconds=30))
+            target=survivors.meet_survivors,
+            args=(store, range(world), rank, {}, timedelta(seconds=30)),
         )
         for rank, store in enumerate(stores)
     ]
