@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from compat.hyper_comm_grid import HyperCommGrid
 from compat.megatron.build import check_window
 from compat.state import ParallelState, request_of
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
+from hypergrid.agreement.prepare import Agreement
 from hypergrid.groups.assembly import Assembly
-from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 from hypergrid.plan import GroupRow

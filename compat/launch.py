@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hypergrid
-from compat import shadow, swap
-from compat.megatron import order
+from compat import swap
+from compat.swap import order, shadow
 from compat.transformer_engine.process import warn_of_an_empty_package
 from hypergrid.policy import CHOICES, take_flag
 

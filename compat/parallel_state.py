@@ -31,7 +31,6 @@ from compat.megatron.helpers import (
     create_hierarchical_parallel_groups as create_hierarchical_parallel_groups,
 )
 from compat.megatron.helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
-from compat.megatron.order import asked
 from compat.megatron.planning import Request
 from compat.megatron.rank_generator import RankGenerator as RankGenerator
 from compat.megatron.rank_generator import default_embedding_ranks as default_embedding_ranks
@@ -45,6 +44,7 @@ from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_
 from compat.megatron.releases import as_released, drop_absent
 from compat.state import ParallelState, current, init_counts, make_current, publish_into
 from compat.swap import warn_of_a_second_state
+from compat.swap.order import asked
 
 logger = logging.getLogger(__name__)
 

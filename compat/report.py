@@ -13,18 +13,17 @@ import torch.distributed as dist
 
 from compat.megatron.planning import Request
 from compat.megatron.replaced import in_words
-from compat.megatron.traffic import flows_of
+from compat.planned.traffic import flows_of
 from compat.state import ParallelState
-from hypergrid import policy
-from hypergrid.analysis.placement import interleaved, place
-from hypergrid.analysis.summary import dims_in_words, long_dims
-from hypergrid.groups import of_torch
+from hypergrid import of_torch, policy
+from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.store import get_all, shared_store
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few
-from hypergrid.network import Network
-from hypergrid.network_text import from_addresses, hostlist
+from hypergrid.network.files import from_addresses, hostlist
+from hypergrid.network.levels import Network
+from hypergrid.network.placement import interleaved, place
+from hypergrid.summary import dims_in_words, long_dims
 
 
 def report(state: ParallelState) -> str:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import hypergrid
+from hypergrid.agreement.survivors import DifferentError, forget_life, meet_survivors
 from hypergrid.groups import closing, gloo
-from hypergrid.groups.survivors import DifferentError, forget_life, meet_survivors
 from hypergrid.layout import RankLayout
 from hypergrid.messages import install_command, shown
 from hypergrid.replicas import NoReplicaError, Replicas, any_number

@@ -25,18 +25,18 @@ from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
 from compat.megatron.getters import FUNCTIONS, SETTERS, bind_getters_to, cached_sizes
-from compat.megatron.order import asked
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import ALL, RELEASE, has
 from compat.megatron.suspended import SuspendedGroup, exchanged
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
+from compat.swap.order import asked
 from compat.transformer_engine import process as te_process
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
+from hypergrid.agreement.prepare import Agreement
+from hypergrid.agreement.store import abortable, raise_if_waits_ended
 from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
-from hypergrid.groups.prepare import Agreement
-from hypergrid.groups.store import abortable, raise_if_waits_ended
 from hypergrid.groups.suspension import Suspended
 from hypergrid.plan import GroupPlan
 

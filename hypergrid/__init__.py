@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from hypergrid.groups.abort import abort as abort
     from hypergrid.groups.abort import raise_if_aborted as raise_if_aborted
     from hypergrid.groups.assembly import Assembly as Assembly
-    from hypergrid.groups.dump import dump as dump
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
     from hypergrid.groups.pool import GroupPool as GroupPool
-    from hypergrid.groups.record import record as record
     from hypergrid.groups.validate import validate_grids as validate_grids
+    from hypergrid.hangs.dump import dump as dump
+    from hypergrid.hangs.record import record as record
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
     from hypergrid.links import Link as Link
-    from hypergrid.network import Network as Network
+    from hypergrid.network.levels import Network as Network
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.topology import Topology as Topology
@@ -52,13 +52,13 @@ _HOMES = {
     "HyperCommGrid": "groups.grid",
     "LayoutError": "layout",
     "Link": "links",
-    "Network": "network",
+    "Network": "network.levels",
     "RankLayout": "layout",
     "Topology": "topology",
     "abort": "groups.abort",
-    "dump": "groups.dump",
+    "dump": "hangs.dump",
     "raise_if_aborted": "groups.abort",
-    "record": "groups.record",
+    "record": "hangs.record",
     "validate_grids": "groups.validate",
 }
 __all__ = [*_HOMES, "__version__"]

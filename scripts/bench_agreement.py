@@ -27,10 +27,10 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import store as connection
-from hypergrid.groups.commit import all_or_none
-from hypergrid.groups.prepare import Abilities, _Memory, _Round
-from hypergrid.groups.rendezvous import Phase
+from hypergrid.agreement import store as connection
+from hypergrid.agreement.commit import all_or_none
+from hypergrid.agreement.prepare import Abilities, _Memory, _Round
+from hypergrid.agreement.rendezvous import Phase
 from hypergrid.policy import Policy
 from tests.support.counting import CountingStore
 
@@ -44,7 +44,7 @@ def two_phases(store: dist.Store, ranks: range, memory: _Memory) -> None:
     here.arrive(PROPOSAL, Abilities(), Policy())
     epoch = here.outcome(MINUTE)["epoch"]
     with (
-        mock.patch("hypergrid.groups.commit.shared_store", lambda: store),
+        mock.patch("hypergrid.agreement.commit.shared_store", lambda: store),
         all_or_none(epoch, ranks, MINUTE),
     ):
         pass

@@ -222,8 +222,8 @@ def diagnosis(ranks: int, calls: int, repeats: int, seconds: float) -> dict[str,
     CPU seconds, without the collector of cycles on either side: it would hurt the loading more.
     """
     sys.path.insert(0, str(ROOT))
-    from hypergrid.analysis.diagnosis import diagnose
-    from hypergrid.analysis.recording import read
+    from hypergrid.hangs.reading import read
+    from hypergrid.hangs.verdict import diagnose
     from tests.support.recorded import Rank
 
     late = ranks // 2 + 1
@@ -269,10 +269,10 @@ def placement(worlds: list[int], repeats: int, seconds: float) -> dict[str, list
     sys.path.insert(0, str(ROOT))
     import random
 
-    from compat.megatron.job import from_sizes
-    from compat.megatron.traffic import flows_of
-    from hypergrid.analysis.placement import place
-    from hypergrid.network import Network
+    from compat.planned.job import from_sizes
+    from compat.planned.traffic import flows_of
+    from hypergrid.network.levels import Network
+    from hypergrid.network.placement import place
 
     times: dict[str, list[float]] = {str(world): [] for world in worlds}
     for _ in rounds(repeats, seconds):

@@ -19,7 +19,8 @@ hypothesis.settings.load_profile("hypergrid")
 
 # What `scripts/test --fast` runs; everything else is marked slow.
 FAST = (
-    *("hypergrid", "analysis", "cli", "show"),
+    *("hypergrid", "network", "cli", "show"),
+    *(f"hangs/test_{each}.py" for each in ("diagnosis", "laws", "recording", "stragglers")),
     *("groups/test_grid.py", "groups/test_splits.py", "groups/test_sharing.py"),
     *("megatron/test_job.py", "megatron/test_hyper_comm_grid.py"),
     *("transformer_engine/test_transformer_engine.py", "scripts/test_torch_lines.py"),
@@ -66,6 +67,6 @@ def world_without_torch(monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_aborted():
     """Forget an abort() in this process, as ranks that are forked from it would remember it."""
-    from hypergrid.groups import store
+    from hypergrid.agreement import store
 
     store._settled = store._aborts

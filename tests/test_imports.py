@@ -16,22 +16,25 @@ LEFT_OUT = {"hypergrid", "hypergrid.__main__"}
 # From the lowest to the highest. Modules and packages on one line do not import each other.
 ORDERS = {
     "hypergrid": (
-        ("errors", "messages"),
+        ("errors", "messages", "of_torch"),
         ("files",),
         ("layout",),
         ("topology", "policy", "views", "links"),
-        ("tree", "plan", "replicas", "network"),
-        ("network_text", "assembly"),
-        ("groups", "analysis"),
+        ("tree", "plan", "replicas"),
+        ("summary", "assembly"),
+        ("network", "agreement"),
+        ("groups",),
+        ("hangs",),
         ("show",),
         ("cli",),
     ),
     "compat": (
         ("megatron", "transformer_engine.process"),
         ("swap",),
+        ("planned",),
         ("",),  # compat/__init__ itself
         ("state", "hyper_comm_grid"),
-        ("shadow",),
+        ("swap.shadow",),
         ("launch", "swap.startup"),
         (
             "assembly",

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from compat.megatron.releases import RELEASE
-from hypergrid.analysis.audit import SCHEMA
+from hypergrid.show.audit import SCHEMA
 
 _EVERY = 10.0  # seconds between two writings, for processes that are killed
 

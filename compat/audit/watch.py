@@ -30,7 +30,7 @@ from compat.audit.log import Log, file_of, function_of
 from compat.audit.owners import UNKNOWN, Place
 from compat.megatron.getters import SETTERS
 from compat.state import SLOTS, activations, all_states, current, namespace
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
 
 _MODULE = "compat.parallel_state"
 _HOOK = "_hypergrid_audit"  # in the globals of the getters, while something is on

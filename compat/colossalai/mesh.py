@@ -12,10 +12,10 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypergrid.agreement.prepare import refusing_together
 from hypergrid.groups.backends import plain_backend
 from hypergrid.groups.creation import NOT_A_MEMBER
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.prepare import refusing_together
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import Ranks

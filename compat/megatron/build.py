@@ -20,9 +20,9 @@ from compat.megatron import helpers as group_helpers
 from compat.megatron.planning import Request, aliases, rows_of
 from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.table import ROWS, PlannedGroup, Row, slots
+from hypergrid.agreement.prepare import Agreement
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.views import BASE

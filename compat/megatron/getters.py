@@ -1,9 +1,9 @@
 """Every getter and setter of the module, each written out: a plain function over globals.
 
 Their globals are not this module's. ``bind_getters_to`` gives them those of
-``compat.parallel_state``, where the current state's values are, or those of another state. So outside code reads, writes and
-replaces there what it likes, as on stock, and a getter costs what a global costs. Functions call
-each other by name: one that outside code has replaced counts.
+``compat.parallel_state``, where the current state's values are, or those of another state. So
+outside code reads, writes and replaces there what it likes, as on stock, and a getter costs what a
+global costs. Functions call each other by name: one that outside code has replaced counts.
 
 All are *local*: no communication.
 """
@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup
 from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
 from compat.megatron.encoder import warn_of_its_end
 from compat.megatron.releases import RELEASE_HAS, as_released, drop_absent
+from hypergrid.agreement.store import was_aborted
 from hypergrid.errors import NoGroupsError
-from hypergrid.groups.store import was_aborted
 
 
 def get_global_memory_buffer() -> Any:

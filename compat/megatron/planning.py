@@ -225,7 +225,7 @@ class Request(Arguments):
         """The ranks that create groups: the window, and others that a caller's function chose."""
         window: Sequence[int] = self.decoder.ranks
         if self.decides_ranks:
-            from hypergrid.groups.of_torch import default_group
+            from hypergrid.of_torch import default_group
 
             world = default_group().size()  # get_world_size() may be replaced, and say more
             return range(self.rank_offset, min(self.decoder.stop, world))

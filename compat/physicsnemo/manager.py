@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo import groups, launch
+from hypergrid.agreement.prepare import telling_others
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.prepare import telling_others
 from hypergrid.layout import RankLayout
 from hypergrid.topology import Hosts
 from hypergrid.tree import OPEN, GroupNode, GroupTree

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from compat.megatron.order import DIMS, asked
+from compat.swap.order import DIMS, asked
 
 Wrap = Callable[[Any, str], Any]
 

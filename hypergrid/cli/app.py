@@ -15,14 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.megatron.checks import faults, host_order
-from compat.megatron.job import JobError
-from compat.megatron.traffic import SHARDS, VOLUMES, has_experts, shards_of
+from compat.planned.checks import faults, host_order
+from compat.planned.job import JobError
+from compat.planned.traffic import SHARDS, VOLUMES, has_experts, shards_of
 from hypergrid import __version__
-from hypergrid.analysis.checks import Finding, by_severity, findings, link_findings
-from hypergrid.analysis.diff import Dump, against_dump, difference, unfit
-from hypergrid.analysis.summary import communicators, descriptors, dims_in_words, summaries
-from hypergrid.analysis.traffic import ranked
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
@@ -30,8 +26,12 @@ from hypergrid.cli.source import Subject, Traffic, read, saved
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
-from hypergrid.network import Network
-from hypergrid.network_text import FORMATS
+from hypergrid.network.checks import Finding, by_severity, findings, link_findings
+from hypergrid.network.files import FORMATS
+from hypergrid.network.levels import Network
+from hypergrid.network.traffic import ranked
+from hypergrid.show.diff import Dump, against_dump, difference, unfit
+from hypergrid.summary import communicators, descriptors, dims_in_words, summaries
 
 __all__ = ["app"]
 
@@ -314,8 +314,8 @@ def diagnose(
 
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
-    from hypergrid.analysis import diagnosis, recording
-    from hypergrid.analysis.stragglers import stragglers as who_is_late
+    from hypergrid.hangs import reading, verdict
+    from hypergrid.hangs.stragglers import stragglers as who_is_late
 
     problems: tuple[str, ...] = ()
     if pids:
@@ -327,7 +327,7 @@ def diagnose(
         raise JobError("name the DIRECTORY of the dumps, or the processes by --pid.")
     if not directory.is_dir():
         raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
-    left = recording.read(directory)
+    left = reading.read(directory)
     left.problems += problems
     if not left.ranks:
         raise JobError(" ".join((_without_dumps(directory), *left.problems[:3])))
@@ -336,7 +336,7 @@ def diagnose(
     if wrong:
         left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
         layout = None
-    found = diagnosis.diagnose(left, layout)
+    found = verdict.diagnose(left, layout)
     late = who_is_late(left, layout) if stragglers or html is not None else []
     if as_json:
         more = {"stragglers": [asdict(each) for each in late]} if stragglers else {}
@@ -377,7 +377,7 @@ def audit(
     Exit status 0 if nothing is wrong, 1 if a wrong state was read, a site is new, or, with
     --against, a file cannot be read; 2 if there is nothing to read.
     """
-    from hypergrid.analysis import audit as reads
+    from hypergrid.show import audit as reads
 
     found = reads.read(directory)
     changes = None if against is None else reads.against(found, reads.baseline(against))

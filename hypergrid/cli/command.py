@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from compat.megatron import releases
-from compat.megatron.job import JobError, from_sizes
+from compat.planned.job import JobError, from_sizes
 from hypergrid.cli.source import Subject, Where, from_line, line_of, of_job, saved
 from hypergrid.files import FileError
 from hypergrid.layout import LayoutError

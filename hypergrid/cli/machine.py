@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from compat.megatron.job import Job, JobError
+from compat.planned.job import Job, JobError
 from compat.transformer_engine import process as te_process
 from hypergrid.messages import install_command
-from hypergrid.network import NDR, NVLINK4
+from hypergrid.network.levels import NDR, NVLINK4
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
 _REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
@@ -110,7 +110,7 @@ def _torch() -> Iterator[tuple[str, str, str]]:
 
 
 def _private_parts() -> tuple[str, str, str]:
-    from hypergrid.groups import of_torch
+    from hypergrid import of_torch
 
     lines = f"{of_torch.OLDEST} to {of_torch.NEWEST}"
     known = f"tested with torch {lines}"
@@ -134,7 +134,7 @@ def _creation() -> str:
     import torch.distributed as dist
 
     from hypergrid.groups.creation import abilities
-    from hypergrid.groups.of_torch import fake_store
+    from hypergrid.of_torch import fake_store
 
     if dist.is_initialized():
         can = abilities()

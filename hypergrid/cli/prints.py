@@ -16,14 +16,19 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from compat.megatron.traffic import SHARDS, has_experts
-from hypergrid.analysis.audit import Audit, Change
-from hypergrid.analysis.checks import Finding
-from hypergrid.analysis.diagnosis import Diagnosis
-from hypergrid.analysis.diff import Difference
-from hypergrid.analysis.placement import Placement
-from hypergrid.analysis.stragglers import Late
-from hypergrid.analysis.summary import (
+from compat.planned.traffic import SHARDS, has_experts
+from hypergrid.cli.source import Subject, Traffic
+from hypergrid.hangs.stragglers import Late
+from hypergrid.hangs.verdict import Diagnosis
+from hypergrid.messages import few, printable, span_of
+from hypergrid.network.checks import Finding
+from hypergrid.network.files import FORMATS, hostlist
+from hypergrid.network.levels import Network
+from hypergrid.network.placement import Placement
+from hypergrid.network.traffic import Estimate, Ranked
+from hypergrid.show.audit import Audit, Change
+from hypergrid.show.diff import Difference
+from hypergrid.summary import (
     communicators,
     descriptors,
     dims_in_words,
@@ -31,11 +36,6 @@ from hypergrid.analysis.summary import (
     sizes_in_words,
     summaries,
 )
-from hypergrid.analysis.traffic import Estimate, Ranked
-from hypergrid.cli.source import Subject, Traffic
-from hypergrid.messages import few, printable, span_of
-from hypergrid.network import Network
-from hypergrid.network_text import FORMATS, hostlist
 
 _LONGEST = 250  # characters of a name that are kept in one piece
 _SCHEMA = 1  # of what --json prints
@@ -295,7 +295,7 @@ def _explained(best: Ranked, asked: Ranked, many: int, unit: str) -> Iterable[st
     pace = "" if hosts else ", at the pace of the slowest level, on average over the ranks"
     yield (
         f"Unit: one activation tensor a layer and micro-batch{pace}; the model is in "
-        "compat/megatron/traffic.py, --volumes changes it."
+        "compat/planned/traffic.py, --volumes changes it."
     )
 
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from operator import add, eq, ge, gt, le, lt, mul, ne, sub
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from compat.megatron.job import VARIABLES, JobError, Word
+from compat.planned.job import VARIABLES, JobError, Word
 from hypergrid.messages import install_command, shown
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compat.megatron import releases
-from compat.megatron.job import RANKS_PER_HOST, Job, JobError, from_words, taken, weight
 from compat.megatron.planning import Request
-from compat.megatron.traffic import SHARDS, VOLUMES, flows_of
-from hypergrid.analysis.placement import Placement, place
-from hypergrid.analysis.traffic import Estimate, Flow, Layouts, estimate, ranked
+from compat.planned.job import RANKS_PER_HOST, Job, JobError, from_words, taken, weight
+from compat.planned.traffic import SHARDS, VOLUMES, flows_of
 from hypergrid.cli.shell import Command, commands
 from hypergrid.files import bytes_of, decoded, text_of
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
-from hypergrid.network import Network
-from hypergrid.network_text import expanded, from_data
-from hypergrid.network_text import read as read_network
+from hypergrid.network.files import expanded, from_data
+from hypergrid.network.files import read as read_network
+from hypergrid.network.levels import Network
+from hypergrid.network.placement import Placement, place
+from hypergrid.network.traffic import Estimate, Flow, Layouts, estimate, ranked
 from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.topology import Topology
 

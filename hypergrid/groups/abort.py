@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from hypergrid import of_torch
+from hypergrid.agreement import store
 from hypergrid.errors import AbortedError
-from hypergrid.groups import closing, of_torch, sockets, store
+from hypergrid.groups import closing, sockets
 from hypergrid.groups.pool import DEFAULT, live_pools
 
 # For code that holds what was built on groups: called when all of them are destroyed.

@@ -11,11 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypergrid.agreement.prepare import Agreement, telling_others
+from hypergrid.agreement.store import check_timeout
 from hypergrid.assembly import AssemblyPlan, Parts, link_rows
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement, telling_others
-from hypergrid.groups.store import check_timeout
 from hypergrid.layout import LayoutError
 from hypergrid.links import Ends, Link
 from hypergrid.messages import shown

@@ -16,7 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     get_debug_level,
 )
 
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
 
 
 def devices_of(backend: str | None) -> dict[str, str]:

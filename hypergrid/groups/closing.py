@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import of_torch
-from hypergrid.groups.store import end_waits
+from hypergrid import of_torch
+from hypergrid.agreement.store import end_waits
 from hypergrid.messages import in_words
 
 LIMIT = timedelta(seconds=30)  # that all aborts together may take

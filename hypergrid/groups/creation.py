@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import backends, closing, gloo, of_torch
-from hypergrid.groups.prepare import Abilities, Agreement, accept, choose
+from hypergrid import of_torch
+from hypergrid.agreement.prepare import Abilities, Agreement, accept, choose
+from hypergrid.groups import backends, closing, gloo
 from hypergrid.policy import Policy
 
 Ranks: TypeAlias = Sequence[int]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
+from hypergrid.agreement.prepare import Agreement, refusing_together
 from hypergrid.groups.backends import plain_backend
 from hypergrid.groups.creation import NOT_A_MEMBER
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement, refusing_together
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import Ranks

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
-from hypergrid.groups import of_torch, sockets
-from hypergrid.groups.store import wait
+from hypergrid import of_torch
+from hypergrid.agreement.store import wait
+from hypergrid.groups import sockets
 
 # For a group of that many members: whether it connects on first use; None: as torch is set.
 Lazily: TypeAlias = Callable[[int], bool | None]

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import creation, of_torch
+from hypergrid import of_torch
+from hypergrid.agreement.prepare import Agreement, refusing_together
+from hypergrid.groups import creation
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.prepare import Agreement, refusing_together
 from hypergrid.groups.subgroups import Subgroups
 from hypergrid.groups.suspension import Suspended
 from hypergrid.layout import Dims, LayoutError, RankLayout, listed

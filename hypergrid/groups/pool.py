@@ -15,12 +15,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypergrid import of_torch
+from hypergrid.agreement.commit import all_or_none
+from hypergrid.agreement.prepare import Agreement, agree, one_thread, telling_others
+from hypergrid.agreement.store import abortable, check_timeout, raise_if_waits_ended, settle
 from hypergrid.errors import AgreementError, CreationError
-from hypergrid.groups import backends, closing, creation, gloo, of_torch, sockets
-from hypergrid.groups.commit import all_or_none
+from hypergrid.groups import backends, closing, creation, gloo, sockets
 from hypergrid.groups.creation import Ranks
-from hypergrid.groups.prepare import Agreement, agree, one_thread, telling_others
-from hypergrid.groups.store import abortable, check_timeout, raise_if_waits_ended, settle
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
 from hypergrid.messages import in_words, shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Kind
@@ -82,7 +83,7 @@ class GroupPool:
     ) -> Iterator[None]:
         """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
 
-        Arguments as for ``hypergrid.groups.prepare.agree``; each call has an epoch of its own.
+        Arguments as for ``hypergrid.agreement.prepare.agree``; each call has an epoch of its own.
         ``one_device`` lets gloo groups that connect at once share a device, see ``gloo.Devices``:
         then the caller holds none of the groups when this raises.
 

@@ -20,8 +20,8 @@ from weakref import ReferenceType, ref
 
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import of_torch
-from hypergrid.groups.store import descriptors, duplicate, listens
+from hypergrid import of_torch
+from hypergrid.agreement.store import descriptors, duplicate, listens
 
 _OPEN, _INFO = "/proc/self/fd", "/proc/self/fdinfo"
 

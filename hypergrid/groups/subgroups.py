@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypergrid.agreement.store import abortable, check_timeout
 from hypergrid.groups import backends, creation, gloo
 from hypergrid.groups.pool import GroupPool, PooledGroup
-from hypergrid.groups.store import abortable, check_timeout
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import SUBGROUP, Ranks
 from hypergrid.policy import Policy

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
 from hypergrid.groups.backends import devices_of
 from hypergrid.messages import in_words
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from hypergrid.analysis.diagnosis import Diagnosis, lasting
-from hypergrid.analysis.recording import Call, RankRecording, Recording
-from hypergrid.analysis.stragglers import Late
+from hypergrid.hangs.reading import Call, RankRecording, Recording
+from hypergrid.hangs.stragglers import Late
+from hypergrid.hangs.verdict import Diagnosis, lasting
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
 

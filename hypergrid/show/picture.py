@@ -8,11 +8,11 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hypergrid.analysis.summary import sizes_in_words
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import install_command, shown
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import group_numbers, ranks_by_host
+from hypergrid.summary import sizes_in_words
 from hypergrid.topology import Hosts
 
 if TYPE_CHECKING:

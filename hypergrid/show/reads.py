@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from hypergrid.analysis.audit import PHASES, Audit, Site
+from hypergrid.show.audit import PHASES, Audit, Site
 from hypergrid.show.page import digest, part
 
 _STYLE = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from hypergrid.analysis.diagnosis import coordinate
-from hypergrid.analysis.recording import Call, Recording
+from hypergrid.hangs.reading import Call, Recording
+from hypergrid.hangs.verdict import coordinate
 from hypergrid.plan import GroupPlan
 
 

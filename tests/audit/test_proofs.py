@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from hypergrid.analysis.audit import read
+from hypergrid.show.audit import read
 from tests.support import ROOT, stock, warm
 
 LAYERS = "--layers 2 --global-batch-size 8 --seq-length 32"

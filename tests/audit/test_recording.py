@@ -11,7 +11,7 @@ from compat import audit
 from compat import parallel_state as ps
 from compat.audit import log
 from compat.state import ParallelState
-from hypergrid.analysis.audit import read
+from hypergrid.show.audit import read
 from tests.support import forked, warm
 
 DEMO = "--tp 2 --pp 2 --ep 2 --num-experts 4 --layers 2 --sequence-parallel --steps 2"

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hypergrid import AssemblyPlan, GridPart, GroupPlan, Link
-from hypergrid.analysis.diagnosis import coordinate
-from hypergrid.analysis.recording import Recording
 from hypergrid.cli.app import app
+from hypergrid.hangs.reading import Recording
+from hypergrid.hangs.verdict import coordinate
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hypergrid.analysis.recording import read
+from hypergrid.hangs.reading import read
 from tests.cli.test_cli import run
 from tests.show.test_show import browser, needs_browser  # noqa: F401 - a fixture
 from tests.support import ROOT

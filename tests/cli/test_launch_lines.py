@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compat.megatron.job import JobError, from_sizes
+from compat.planned.job import JobError, from_sizes
 from hypergrid.cli.shell import commands
 from hypergrid.cli.source import from_line
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from hypergrid.cli.machine import _ranks
-from hypergrid.network_text import FORMATS, expanded
+from hypergrid.network.files import FORMATS, expanded
 from tests.cli.test_cli import run
 
 NETWORK = """hosts:

@@ -23,8 +23,9 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.state import SLOTS, ParallelState
 from hypergrid import AbortedError, AgreementError, HyperCommGrid
-from hypergrid.groups import rendezvous, sockets
-from hypergrid.groups.prepare import Agreement
+from hypergrid.agreement import rendezvous
+from hypergrid.agreement.prepare import Agreement
+from hypergrid.groups import sockets
 from hypergrid.policy import Policy
 from tests.support import forked
 from tests.support.backends import SPLITS
@@ -133,7 +134,7 @@ def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_a
                 hypergrid.abort()
             return super().arrive(**arguments)
 
-    with mock.patch("hypergrid.groups.commit.Phase", Commit), pytest.raises(AbortedError):
+    with mock.patch("hypergrid.agreement.commit.Phase", Commit), pytest.raises(AbortedError):
         ps.initialize_model_parallel()
     assert not ps.model_parallel_is_initialized() and known_to_torch()
     if rank < 2:

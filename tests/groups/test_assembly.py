@@ -17,8 +17,8 @@ from hypergrid import (
     Link,
     dump,
 )
-from hypergrid.analysis.diff import against_dump
 from hypergrid.groups import creation
+from hypergrid.show.diff import against_dump
 from tests.support.forked import descriptors, from_all, on_ranks, open_groups
 
 PARTS = {

@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.report import report
-from hypergrid import AgreementError, HyperCommGrid
-from hypergrid.groups import creation, gloo, of_torch
+from hypergrid import AgreementError, HyperCommGrid, of_torch
+from hypergrid.groups import creation, gloo
 from hypergrid.policy import Policy
 from tests.support.backends import SPLITS
 from tests.support.forked import (

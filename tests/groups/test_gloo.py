@@ -13,10 +13,10 @@ import hypergrid.policy
 from compat import parallel_state as ps
 from compat.report import report
 from hypergrid import CreationError, HyperCommGrid
-from hypergrid.analysis.summary import descriptors as descriptors_of
+from hypergrid.agreement.prepare import Abilities
 from hypergrid.groups import backends, gloo
-from hypergrid.groups.prepare import Abilities
 from hypergrid.policy import LARGEST_MESH
+from hypergrid.summary import descriptors as descriptors_of
 from tests.support.forked import descriptors, from_all, on_ranks, sockets
 from tests.support.groups import check_pool
 

@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.report import report
-from hypergrid import AgreementError, HyperCommGrid
-from hypergrid.groups import backends, closing, creation, of_torch
+from hypergrid import AgreementError, HyperCommGrid, of_torch
+from hypergrid.groups import backends, closing, creation
 from tests.support.forked import from_all, join, on_ranks
 
 pytestmark = pytest.mark.skipif(not of_torch.has("lazy NCCL"), reason="torch has one NCCL backend")

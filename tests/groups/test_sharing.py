@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from compat import parallel_state as ps
-from compat.megatron.job import JobError, from_sizes
 from compat.megatron.table import ROWS, TWINS
+from compat.planned.job import JobError, from_sizes
 from compat.state import GROUP_SLOTS
-from hypergrid.analysis.summary import communicators
 from hypergrid.policy import Policy
+from hypergrid.summary import communicators
 from tests.support import ROOT
 from tests.support.forked import on_ranks
 

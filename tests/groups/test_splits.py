@@ -14,8 +14,8 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
-from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid
-from hypergrid.groups import backends, closing, creation, of_torch
+from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid, of_torch
+from hypergrid.groups import backends, closing, creation
 from hypergrid.groups.creation import expected
 from hypergrid.groups.pool import before_closing, live_pools
 from hypergrid.policy import Policy

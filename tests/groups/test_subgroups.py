@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from compat.state import ParallelState
 from hypergrid import AgreementError, GroupRow, HyperCommGrid, LayoutError, RankLayout, dump
-from hypergrid.analysis.diff import against_dump
 from hypergrid.groups import gloo
+from hypergrid.show.diff import against_dump
 from tests.support import ROOT
 from tests.support.forked import descriptors, from_all, on_ranks
 

@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.report import report
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
 from tests.support.forked import from_all, join, on_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -18,8 +18,8 @@ import hypergrid
 from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid.agreement import store as connection
 from hypergrid.groups import backends
-from hypergrid.groups import store as connection
 from tests.support import ROOT, own_keys, own_lines, soaking
 from tests.support.forked import run_ranks
 

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from hypergrid.analysis.diagnosis import diagnose
-from hypergrid.analysis.recording import read
+from hypergrid.hangs.reading import read
+from hypergrid.hangs.verdict import diagnose
 from tests.support import ROOT, programs, replay
 
 TENSOR = ("TENSOR_MODEL_PARALLEL_GROUP", (4, 5))

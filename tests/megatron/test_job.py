@@ -2,7 +2,7 @@
 
 import pytest
 
-from compat.megatron.job import Job, JobError, from_sizes
+from compat.planned.job import Job, JobError, from_sizes
 
 
 def test_a_setting_that_is_not_given_or_off_is_no_argument():

@@ -10,7 +10,7 @@ from compat import parallel_state
 from compat.assembly import MegatronPart, grids_of
 from compat.state import ParallelState
 from hypergrid import AgreementError, Assembly, AssemblyPlan, GridPart, LayoutError, Link, dump
-from hypergrid.analysis.diff import against_dump
+from hypergrid.show.diff import against_dump
 from tests.support.forked import descriptors, on_ranks
 
 

@@ -279,7 +279,7 @@ def test_timeouts_can_be_changed_on_all_groups(initialized):
     from datetime import timedelta
 
     initialized()
-    with mock.patch("hypergrid.groups.of_torch.set_timeout") as set_timeout:
+    with mock.patch("hypergrid.of_torch.set_timeout") as set_timeout:
         ps.update_pg_timeout(timedelta(seconds=9))
     assert [c.args[1] for c in set_timeout.call_args_list] == ps._global_process_group_list
 

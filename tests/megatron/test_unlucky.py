@@ -18,8 +18,8 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.state import ParallelState
 from hypergrid import AgreementError, CreationError
+from hypergrid.agreement import store as connection
 from hypergrid.groups import backends
-from hypergrid.groups import store as connection
 from tests.support import soaking
 from tests.support.counting import CountingStore
 from tests.support.forked import from_all, on_ranks, run_ranks, run_scripts
@@ -154,8 +154,8 @@ def _counting():
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     counting = CountingStore(dist.PrefixStore("counting", store))
     with (
-        mock.patch("hypergrid.groups.prepare.shared_store", lambda: counting),
-        mock.patch("hypergrid.groups.commit.shared_store", lambda: counting),
+        mock.patch("hypergrid.agreement.prepare.shared_store", lambda: counting),
+        mock.patch("hypergrid.agreement.commit.shared_store", lambda: counting),
     ):
         yield counting
 

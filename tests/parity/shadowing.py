@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from types import ModuleType
 
-from compat import shadow
+from compat.swap import shadow
 from tests.parity.breaking import is_nonsense
 from tests.parity.configurations import random_config
 from tests.parity.mutants import mutants_of, spelt

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from hypergrid import RankLayout
+from hypergrid.agreement import survivors
 from hypergrid.errors import AgreementError
-from hypergrid.groups import survivors
 from tests.support import ROOT
 from tests.support.counting import CountingStore
 from tests.support.forked import from_all, on_ranks, run_ranks

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
 from tests.support import ROOT, forked
 
 SCRIPT = str(ROOT / "scripts" / "gpu_check")

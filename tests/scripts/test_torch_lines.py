@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from hypergrid.groups import creation, of_torch
+from hypergrid import of_torch
+from hypergrid.groups import creation
 from tests.support import ROOT
 
 LINES = ["2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]

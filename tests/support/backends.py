@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hypergrid.groups import of_torch
+from hypergrid import of_torch
 
 SPLITS = pytest.mark.skipif(not of_torch.has("splits"), reason="this torch's split takes no name")
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hypergrid.analysis.diagnosis import Diagnosis, diagnose
-from hypergrid.analysis.recording import read
+from hypergrid.hangs.reading import read
+from hypergrid.hangs.verdict import Diagnosis, diagnose
 from tests.support import peer, programs
 
 

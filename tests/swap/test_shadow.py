@@ -123,7 +123,7 @@ def test_what_a_shadow_run_cannot_obey_is_refused(tmp_path):
 def test_arguments_that_hypergrid_refuses_are_a_difference_and_no_error():
     from types import ModuleType
 
-    from compat import shadow
+    from compat.swap import shadow
 
     stock = ModuleType("stock")
     found = []

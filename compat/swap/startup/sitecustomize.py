@@ -27,8 +27,8 @@ def _swap() -> None:
                 raise ImportError(f"there is no package {name} in {home}")
             sys.modules[name] = module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
-        from compat import shadow, swap
-        from compat.megatron import order
+        from compat import swap
+        from compat.swap import order, shadow
 
         (shadow if shadow.is_wanted() else swap).install()
     except Exception as error:

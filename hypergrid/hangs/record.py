@@ -1,0 +1,448 @@
+"""Writes what a hang is diagnosed from: live groups, torch's flight recorder, stacks.
+
+A thread does it, so that it works while the main thread sits in a collective, where Python runs
+no handler of a signal: the interpreter's C handler wakes the thread through a pipe.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from hypergrid import of_torch
+from hypergrid.agreement import store
+from hypergrid.files import check_private, replace
+from hypergrid.groups import pool
+from hypergrid.hangs import point_to_point
+from hypergrid.hangs.dump import group_records
+from hypergrid.messages import in_words, shown
+
+SCHEMA = 1
+SIGNAL = signal.SIGUSR1
+ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
+EARLIER = "earlier"  # a directory: what the previous run left
+ENDED = "ended"  # the reason that is written where no exception ended the script
+_TICK, _LOOK = 1.0, 5.0  # seconds between looks at the groups, at the directory and the calls
+_THREADS, _FRAMES, _TEXT = 100, 100, 20_000  # bounds of a file of stacks
+_HANDLED, _ENOUGH = 0, 255  # bytes that are no signal's number
+_Row = tuple[str, int, str]
+_current: Recorder | None = None
+
+
+def record(
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    after: float | None = None,
+    p2p: bool | None = None,
+) -> Recorder:
+    """Let this rank write its groups, flight recorder and stacks when the job hangs. *Local*.
+
+    Call it in the main thread of every rank, before the default group is created. ``hypergrid
+    diagnose`` and torch's ``torchfrtrace`` read the directory. The live groups are written at
+    once and whenever they change, the rest on SIGUSR1, on ``AgreementError`` and
+    ``CreationError``, on an uncaught exception, after ``after`` seconds in a collective, and when
+    another rank with the same directory did so for that reason; once more when the script ends.
+
+    Parameters
+    ----------
+    directory : path, optional
+        One for all ranks; default ``HYPERGRID_RECORD``. It is created. What an earlier run left
+        there moves to ``earlier/``.
+    after : float, optional
+        Seconds; default ``HYPERGRID_RECORD_AFTER``, else never.
+    p2p : bool, optional
+        Also record point-to-point operations of CPU tensors, which torch leaves out with gloo.
+        Default ``HYPERGRID_RECORD_P2P=1``.
+
+    Returns
+    -------
+    Recorder
+        Of this process; a further call with equal arguments gives the same one.
+
+    Raises
+    ------
+    ValueError
+        No directory, an invalid number of seconds, another recorder is open, or this is not the
+        main thread.
+    OSError
+        The directory cannot be created or written, or every user may replace files there.
+    """
+    global _current
+    if directory is None:
+        directory = os.environ.get("HYPERGRID_RECORD")
+    if not directory:
+        raise ValueError("record() needs a directory, as an argument or in HYPERGRID_RECORD.")
+    if after is None:
+        after = _seconds(os.environ.get("HYPERGRID_RECORD_AFTER") or None, "HYPERGRID_RECORD_AFTER")
+    else:
+        after = _seconds(after, "after")
+    if p2p is None:
+        p2p = os.environ.get("HYPERGRID_RECORD_P2P", "0") not in ("", "0")
+    wanted = (Path(directory).resolve(), after, p2p)
+    if _current is not None:
+        if _current.settings == wanted:
+            return _current
+        raise ValueError(
+            f"this process already records to {_current.settings[0]} (after="
+            f"{_current.settings[1]}, p2p={_current.settings[2]}); close that recorder first."
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("record() installs a signal handler: call it in the main thread.")
+    _current = Recorder(*wanted)
+    return _current
+
+
+def _seconds(given: str | float | None, name: str) -> float | None:
+    with suppress(TypeError, ValueError):
+        seconds = None if given is None else float(given)
+        if seconds is None or 0 < seconds < float("inf"):
+            return seconds
+    raise ValueError(f"invalid value for {name}: {shown(given)}; allowed: seconds above 0.")
+
+
+def _in_child() -> None:
+    if _current is not None:
+        _current._in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class Recorder:
+    """Writes ``groups_RANK.json``, ``trace_RANK`` and ``stack_RANK.json``, until it is closed.
+
+    ``record`` makes it. ``settings`` are the directory, the seconds and whether point-to-point
+    operations are recorded; ``thread`` is the one that watches.
+    """
+
+    def __init__(self, directory: Path, after: float | None, p2p: bool) -> None:
+        self.settings = (directory, after, p2p)
+        self._rank: int | None = None
+        self._writing = threading.Lock()
+        self._groups: object = None
+        self._told: set[str] = set()
+        self._pid = os.getpid()
+        self._asked = self._request()
+        # What ended the script: a process can stay for long after that.
+        self._raised: tuple[str, list[_Row]] | None = None
+        self._calls: object = None  # how many of each group, and since when
+        self._since: float | None = None  # None: this rank has written for these
+        directory.mkdir(parents=True, exist_ok=True)
+        check_private(directory)
+        self._write_groups()  # what fails, fails before anything is installed
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # of NCCL's own watchdog
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "trace_"))
+        self._p2p = point_to_point.PointToPoint() if p2p else None
+        self._closed = threading.Event()
+        self._out, self._in = os.pipe()
+        for end in (self._out, self._in):
+            os.set_blocking(end, False)
+        self._take_signals()
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        pool.after_failure.add(self._on_failure)
+        atexit.register(self._on_end)
+        self.thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
+        self.thread.start()
+
+    def write(self, reason: str, error: BaseException | None = None) -> None:
+        """Write all three files now, from any thread. *Local*. What cannot be written is warned of.
+
+        ``error`` is what ended this rank's work; the main thread's frames are then those where it
+        was raised.
+        """
+        with self._writing:
+            self._attempt(self._write_groups)
+            if self._rank is None:
+                return
+            self._attempt(lambda: self._replace(f"trace_{self._rank}", self._trace()))
+            self._attempt(lambda: self._write_stacks(reason, error))
+
+    def close(self) -> None:
+        """Stop recording; handlers and hooks are as before ``record``. *Local*, idempotent."""
+        global _current
+        if self._closed.is_set():
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("close a recorder in the main thread: its signal handler is there.")
+        self._closed.set()
+        self._give_signals_back()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+        pool.after_failure.discard(self._on_failure)
+        atexit.unregister(self._on_end)
+        if self._p2p is not None:
+            self._p2p.close()
+        if os.getpid() == self._pid:
+            os.write(self._in, bytes([_ENOUGH]))
+            self.thread.join()
+        os.close(self._out)
+        os.close(self._in)
+        if _current is self:
+            _current = None
+
+    # What wakes it.
+
+    def _take_signals(self) -> None:
+        self._handler = signal.getsignal(SIGNAL)
+        signal.signal(SIGNAL, self._on_signal)
+        if not callable(self._handler):  # nobody waits for a call to be interrupted
+            signal.siginterrupt(SIGNAL, False)
+        self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+
+    def _give_signals_back(self) -> None:
+        with suppress(ValueError):  # not the main thread
+            theirs = signal.set_wakeup_fd(self._wakeup)
+            if theirs not in (self._in, self._wakeup):
+                signal.set_wakeup_fd(theirs)
+            if signal.getsignal(SIGNAL) == self._on_signal:
+                signal.signal(SIGNAL, signal.SIG_DFL if self._handler is None else self._handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # The thread was woken for it before, unless other code has taken the wakeup descriptor.
+        if not self._closed.is_set():  # else the descriptor may be another file's
+            with suppress(OSError):
+                os.write(self._in, bytes([_HANDLED]))
+        if callable(self._handler):
+            self._handler(number, frame)
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not issubclass(kind, KeyboardInterrupt) and not self._closed.is_set():
+            self._raised = (_text(error), _rows(_outwards(trace)))
+            self.write("exception", error)
+        self._excepthook(kind, error, trace)
+
+    def _on_end(self) -> None:
+        if not hasattr(sys, "last_type"):  # of an uncaught exception
+            self.write(ENDED)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self.write(type(error).__name__, error)
+
+    def _in_child(self) -> None:
+        """A forked process is no rank: it would answer for this one, on this one's pipe."""
+        if self._closed.is_set() or os.getpid() == self._pid:
+            return
+        self.close()
+        if signal.getsignal(SIGNAL) is signal.SIG_DFL:  # a signal to all of a job would end it
+            with suppress(ValueError):
+                signal.signal(SIGNAL, signal.SIG_IGN)
+
+    def _watch(self) -> None:
+        heard, looked = False, time.monotonic()
+        look = min(_LOOK, (self.settings[1] or _LOOK) / 4)
+        poll = select.poll()  # of any descriptor; select knows 1,024
+        poll.register(self._out, select.POLLIN)
+        while not self._closed.is_set():
+            poll.poll(min(_TICK, look) * 1000)
+            with suppress(BlockingIOError):
+                for byte in os.read(self._out, 4096):
+                    if byte == SIGNAL or (byte == _HANDLED and not heard):
+                        self._asked = self._request()
+                        self._attempt(lambda: self.write(SIGNAL.name))
+                    heard = byte == SIGNAL or (heard and byte != _HANDLED)
+                    if byte not in (_HANDLED, _ENOUGH) and self._wakeup != -1:
+                        with suppress(OSError):
+                            os.write(self._wakeup, bytes([byte]))
+            with self._writing:
+                self._attempt(self._write_groups)
+            if time.monotonic() - looked >= look:
+                looked = time.monotonic()
+                self._attempt(self._look)
+
+    def _look(self) -> None:
+        asked = self._request()
+        if asked != self._asked:
+            self._asked = asked
+            self.write("asked in the directory")
+        after = self.settings[1]
+        if after is None:
+            return
+        calls, now = self._counts(), time.monotonic()
+        if calls != self._calls:
+            self._calls, self._since = calls, now
+        if self._since is None or now - self._since <= after:
+            return
+        # Only now, as this costs: a rank that communicates is not stuck, and CUDA is not asked for
+        # events while a graph may be captured.
+        newest, pending = 0, False
+        for entry in self._entries():
+            newest = max(newest, entry["time_created_ns"])
+            pending = pending or not (entry["retired"] or entry["state"] == "completed")
+        # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
+        age = (time.time_ns() - newest) / 1e9
+        self._since = now - age if pending and age <= after else now  # sends are not counted
+        if pending and age > after:
+            self._since = None
+            self.write(f"timeout: in a call for more than {after:g} s")
+            self._replace(ASKED, f"rank {self._rank}\n".encode())
+            self._asked = self._request()
+
+    def _counts(self) -> list[int | None]:
+        own = self._p2p.count if self._p2p is not None else None
+        return [own, *map(of_torch.calls_of, of_torch.known())]
+
+    def _request(self) -> int | None:
+        with suppress(OSError):
+            return (self.settings[0] / ASKED).stat().st_mtime_ns
+        return None
+
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        for each in of_torch.recorded_calls():
+            yield from json.loads(each).get("entries", ())
+        if self._p2p is not None:
+            yield from self._p2p.entries()
+
+    # What it writes.
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        """Nothing that goes wrong here ends a job: it is warned of, once each."""
+        try:
+            write()
+        except Exception as error:
+            if in_words(error) not in self._told:
+                self._told.add(in_words(error))
+                text = f"hypergrid.record to {self.settings[0]}: {in_words(error)}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _write_groups(self) -> None:
+        alive = dist.is_initialized()
+        try:
+            pools = pool.live_pools() if alive else []
+            labels = [pooled.label for each in pools for pooled in each.groups]
+            groups = (list(of_torch.known().values()), labels) if alive else None
+            if self._rank is not None and groups == self._groups:
+                return
+            said = group_records()
+        except (KeyError, RuntimeError, ValueError):
+            return  # groups are being created or destroyed: the next look sees them
+        if not alive:
+            said["rank"] = _number("RANK")
+            said["world_size"] = _number("WORLD_SIZE")
+        if said["rank"] is None:
+            return
+        if self._rank is None:
+            self._make_room(said["rank"])
+        self._rank, self._groups = said["rank"], groups
+        self._replace(f"groups_{self._rank}.json", json.dumps(said).encode())
+
+    def _make_room(self, rank: int) -> None:
+        earlier = self.settings[0] / EARLIER
+        for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
+            if os.path.lexists(self.settings[0] / name):
+                earlier.mkdir(exist_ok=True)
+                if earlier.is_symlink():
+                    raise PermissionError(f"{earlier} is a link: remove it.")
+                os.replace(self.settings[0] / name, earlier / name)
+
+    def _write_stacks(self, reason: str, error: BaseException | None) -> None:
+        main = threading.main_thread().ident
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        threads = []
+        for ident, frame in islice(sys._current_frames().items(), _THREADS):
+            rows = _rows(traceback.walk_stack(frame))
+            if ident == main and error is not None:
+                rows = _rows(_outwards(error.__traceback__))
+            elif ident == main and self._raised is not None:
+                rows = self._raised[1]
+            name = names.get(ident, "of outside Python")
+            threads.append({"name": name, "main": ident == main, "frames": rows})
+        text = _text(error) if error is not None else self._raised and self._raised[0]
+        said = {
+            "schema": SCHEMA,
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "written_ns": time.time_ns(),
+            "reason": reason,
+            "error": text,
+            "threads": sorted(threads, key=lambda each: not each["main"]),
+            "p2p": list(self._p2p.entries()) if self._p2p is not None else [],
+        }
+        self._replace(f"stack_{self._rank}.json", json.dumps(said).encode())
+
+    def _trace(self) -> bytes:
+        """What torch recorded, pickled as it does, with the members that it knows of NCCL only."""
+        # Torch looks up the stacks in torch._inductor: importing that takes seconds of CPU.
+        stacks = "torch._inductor.codecache" in sys.modules
+        whole = _joined(of_torch.recorded(stacks))
+        configured = {
+            group["name"]: {
+                "name": group["name"],
+                "desc": group["description"],
+                "ranks": json.dumps(group["ranks"]),
+            }
+            for group in group_records()["groups"]
+        }
+        whole["pg_config"] = {**configured, **whole.get("pg_config", {})}
+        return pickle.dumps(whole, 2)
+
+    def _replace(self, name: str, data: bytes) -> None:
+        replace(self.settings[0] / name, data)
+
+
+def _text(error: BaseException) -> str:
+    freed = " after hypergrid.abort() freed this rank" * store.was_aborted()  # torch blames a peer
+    return f"{type(error).__name__}{freed}: {error}"[:_TEXT]
+
+
+def _outwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """From where it was raised to the start of the thread."""
+    yield from [*traceback.walk_tb(trace)][::-1]
+    if trace is not None and trace.tb_frame.f_back is not None:
+        yield from traceback.walk_stack(trace.tb_frame.f_back)
+
+
+def _rows(walked: Iterable[tuple[FrameType, int]]) -> list[_Row]:
+    """File, line and function from the innermost frame on, as if nothing was recorded."""
+    codes = [(frame.f_code, line) for frame, line in islice(walked, _FRAMES)]
+    for i, (code, _) in enumerate(codes):
+        if code is Recorder._on_signal.__code__:  # the main thread had not left it yet
+            codes = codes[i + 1 :]
+            break
+    return [
+        (code.co_filename, line, code.co_name)
+        for code, line in codes
+        if code.co_filename != point_to_point.__file__
+    ]
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _joined(dumps: Sequence[bytes]) -> dict[str, Any]:
+    """NCCL and the other backends have a flight recorder each: one dump of all."""
+    whole: dict[str, Any] = {}
+    for each in map(pickle.loads, dumps):
+        for key, value in each.items():
+            if isinstance(value, dict):
+                whole[key] = {**whole.get(key, {}), **value}
+            elif isinstance(value, list):
+                whole[key] = [*whole.get(key, []), *value]
+            else:
+                whole.setdefault(key, value)
+    whole.get("entries", []).sort(key=lambda entry: entry["time_created_ns"])
+    return whole

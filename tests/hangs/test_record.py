@@ -1,0 +1,528 @@
+"""What `record` writes, and when: also while the main thread sits in a collective."""
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+
+import hypergrid
+from compat import parallel_state as ps
+from hypergrid import AgreementError, HyperCommGrid
+from hypergrid.cli.processes import AskError, ask
+from hypergrid.groups import pool
+from hypergrid.hangs.reading import read
+from hypergrid.hangs.verdict import diagnose
+from tests.support import ROOT
+from tests.support.forked import on_ranks
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    """Of this process, as rank 0 of a world that is not started."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    opened = hypergrid.record(tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_links_in_a_shared_directory_are_replaced_and_never_followed(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    elsewhere, shared = tmp_path / "elsewhere", tmp_path / "shared"
+    elsewhere.mkdir()
+    shared.mkdir()
+    victim = elsewhere / "groups_0.json"
+    victim.write_text("mine")
+    for name in "groups_0.json", "trace_0", "stack_0.json", "asked", "groups_0.json.guessed.part":
+        (shared / name).symlink_to(victim)
+    with monkeypatch.context() as guess:
+        guess.setattr("secrets.token_hex", lambda *_: "guessed")
+        with pytest.raises(FileExistsError, match="guessed"):
+            hypergrid.record(shared)
+    recorder = hypergrid.record(shared)
+    recorder.write("test")
+    recorder.close()
+    (shared / "earlier").rename(shared / "before")
+    (shared / "earlier").symlink_to(elsewhere)
+    with pytest.raises(PermissionError, match="earlier is a link"):
+        hypergrid.record(shared)
+    assert victim.read_text() == "mine" and [*elsewhere.iterdir()] == [victim]
+
+
+def test_a_directory_where_every_user_may_replace_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"every user may replace the files in .*chmod \+t"):
+        hypergrid.record(tmp_path)
+    tmp_path.chmod(0o1777)
+    hypergrid.record(tmp_path).close()
+
+
+def stacks(directory, rank):
+    return json.loads((directory / f"stack_{rank}.json").read_text())
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def written(directory, rank, reason=None):
+    """Whether the rank has written, for this reason."""
+    try:
+        return reason in (None, stacks(directory, rank)["reason"])
+    except FileNotFoundError:
+        return False
+
+
+@on_ranks(2)
+def test_a_signal_has_all_written_while_the_main_thread_sits_in_a_collective(rank, tmp_path):
+    recorder = hypergrid.record(tmp_path)
+    HyperCommGrid([2], ["tp"]).create_pg("tp", group_desc="TP")
+    if rank == 1:
+        wait_for(lambda: (tmp_path / "groups_0.json").exists())
+        pid = json.loads((tmp_path / "groups_0.json").read_text())["pid"]
+        wait_for(lambda: "TP" in (tmp_path / "groups_0.json").read_text())
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGUSR1)
+        wait_for(lambda: written(tmp_path, 0))
+    dist.all_reduce(torch.ones(3))
+    recorder.close()
+    if rank == 1:
+        said, trace = stacks(tmp_path, 0), pickle.loads((tmp_path / "trace_0").read_bytes())
+        assert said["reason"] == "SIGUSR1" and said["error"] is None
+        main, *others = said["threads"]
+        assert main["main"] and "hypergrid-record" in [each["name"] for each in others]
+        assert {"all_reduce", "run_ranks"} <= {function for *_, function in main["frames"]}
+        last = trace["entries"][-1]
+        assert last["profiling_name"] == "gloo:all_reduce" and not last["retired"]
+        assert last["input_sizes"] == [[3]]
+        assert not [*tmp_path.glob("*.part")]
+
+
+def test_the_stack_is_that_of_the_script_also_in_the_middle_of_the_signals_handler(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RANK", "0")
+    theirs = lambda *_: wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))  # noqa: E731
+    before = signal.signal(signal.SIGUSR1, theirs)
+    recorder = hypergrid.record(tmp_path)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))
+    finally:
+        recorder.close()
+        signal.signal(signal.SIGUSR1, before)
+    frames = stacks(tmp_path, 0)["threads"][0]["frames"]
+    assert frames and "_on_signal" not in [function for *_, function in frames]
+
+
+def test_handlers_and_descriptors_that_were_there_hear_of_every_signal(tmp_path, monkeypatch):
+    heard = []
+    theirs, ours = socket.socketpair()
+    ours.setblocking(False)
+    monkeypatch.setenv("RANK", "0")
+    before = [
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append("USR1")),
+        signal.signal(signal.SIGUSR2, lambda *_: heard.append("USR2")),
+    ]
+    descriptor = signal.set_wakeup_fd(ours.fileno())
+    try:
+        handler = signal.getsignal(signal.SIGUSR1)
+        hypergrid.record(tmp_path)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))
+        assert heard == ["USR1", "USR2"]
+        assert theirs.recv(2, socket.MSG_WAITALL) == bytes([signal.SIGUSR1, signal.SIGUSR2])
+        hypergrid.record(tmp_path).close()
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        assert signal.set_wakeup_fd(ours.fileno()) == ours.fileno()
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, old in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+            signal.signal(number, old)
+        theirs.close()
+        ours.close()
+
+
+def test_a_signal_is_heard_after_asyncio_has_taken_the_descriptor(recorder, tmp_path):
+    async def job():
+        heard = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, heard.set)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        await asyncio.wait_for(heard.wait(), 20)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR2)
+
+    asyncio.run(job())
+    wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))
+
+
+def test_a_blocking_call_is_not_interrupted(recorder, tmp_path):
+    reader, writer = os.pipe()
+
+    def later():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))
+        os.write(writer, b"x")
+
+    threading.Thread(target=later).start()
+    assert os.read(reader, 1) == b"x"
+    os.close(reader)
+    os.close(writer)
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_agree_write_what_they_were_told(rank, tmp_path):
+    recorder = hypergrid.record(tmp_path)
+    with pytest.raises(AgreementError):
+        ps.initialize_model_parallel(tensor_model_parallel_size=1 + rank)
+    recorder.close()
+    said = stacks(tmp_path, rank)
+    assert said["reason"] == "AgreementError" and "asked for different groups" in said["error"]
+    assert "initialize_model_parallel" in [f for *_, f in said["threads"][0]["frames"]]
+
+
+@on_ranks(2)
+def test_a_rank_too_long_in_a_collective_writes_and_so_do_the_others(rank, tmp_path):
+    recorder = hypergrid.record(tmp_path, after=1)
+    if rank == 1:
+        wait_for(lambda: written(tmp_path, 0) and written(tmp_path, 1))
+        assert stacks(tmp_path, 0)["reason"] == "timeout: in a call for more than 1 s"
+        assert stacks(tmp_path, 1)["reason"] == "asked in the directory"
+        first = stacks(tmp_path, 0)["written_ns"]
+        time.sleep(2)
+        assert stacks(tmp_path, 0)["written_ns"] == first, "it writes once for one call"
+    dist.barrier()
+    recorder.close()
+
+
+@on_ranks(2)
+def test_groups_are_written_again_when_states_change(rank, tmp_path):
+    recorder = hypergrid.record(tmp_path)
+
+    def descriptions():
+        said = json.loads((tmp_path / f"groups_{rank}.json").read_text())
+        return {group["description"] for group in said["groups"]}
+
+    assert descriptions() == {"default_pg"}
+    ps.initialize_model_parallel(tensor_model_parallel_size=2)
+    wait_for(lambda: "TENSOR_MODEL_PARALLEL_GROUP" in descriptions())
+    ps.destroy_model_parallel()
+    wait_for(lambda: descriptions() == {"default_pg"})
+    recorder.close()
+
+
+@on_ranks(2)
+def test_point_to_point_operations_are_recorded_on_request(rank, tmp_path):
+    originals = [vars(ProcessGroup)["send"], vars(ProcessGroup)["recv"], vars(Work)["wait"]]
+    recorder = hypergrid.record(tmp_path, p2p=True)
+    tensor = torch.ones(2, 3)
+    dist.broadcast(tensor, 0)
+    if rank == 0:
+        dist.send(tensor, 1)
+        work = dist.isend(tensor.long(), 1)
+        recorder.write("test")
+        dist.barrier()
+        work.wait()
+    else:
+        dist.recv(tensor, 0)
+        dist.barrier()
+        work = dist.irecv(torch.ones(2, 3).long(), 0)
+        recorder.write("test")
+        work.wait()
+    first, second = stacks(tmp_path, rank)["p2p"]
+    assert first["profiling_name"] == ("gloo:send 0->1", "gloo:recv 1<-0")[rank]
+    assert (first["input_sizes"], first["input_dtypes"]) == ([[2, 3]], ["float32"])
+    assert first["process_group"] == ["0", "default_pg"]
+    assert [each["retired"] for each in (first, second)] == [True, False]
+    assert [each["p2p_seq_id"] for each in (first, second)] == [1, 2]
+    names = [frame["name"] for frame in first["frames"]]
+    assert names[0] in ("isend", "irecv", "recv", "send") and __file__ in {
+        frame["filename"] for frame in first["frames"]
+    }
+    trace = pickle.loads((tmp_path / f"trace_{rank}").read_bytes())
+    assert first.keys() >= trace["entries"][-1].keys() - {"thread_id", "thread_name"}
+    # By torch's names of the arguments, and over a group that has no name.
+    unnamed = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with pytest.raises(RuntimeError, match="No backend type"):
+        unnamed.send([tensor], 0, 0)
+    if rank == 0:
+        dist.group.WORLD.send(tensors=[tensor], dstRank=1, tag=0).wait()
+    else:
+        dist.group.WORLD.recv(tensors=[tensor], srcRank=0, tag=0).wait()
+    assert [*recorder._p2p.entries()][-1]["profiling_name"] == first["profiling_name"]
+    for _ in range(1100):
+        (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+        (dist.recv if rank == 0 else dist.send)(tensor, 1 - rank)
+    recorder.write("test")
+    assert len(stacks(tmp_path, rank)["p2p"]) == 2000
+    recorder.close()
+    now = [vars(ProcessGroup)["send"], vars(ProcessGroup)["recv"], vars(Work)["wait"]]
+    assert all(mine is theirs for mine, theirs in zip(now, originals, strict=True))
+    (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+    dist.barrier()
+
+
+SCRIPT = """
+import os, sys, hypergrid
+recorder = hypergrid.record({directory!r})
+def deep(): raise ValueError("a wrong token")
+deep()
+"""
+
+
+def test_an_uncaught_exception_is_written_and_printed_as_ever(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(directory=str(tmp_path))],
+        env={**os.environ, "RANK": "3", "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: a wrong token\n")
+    said = stacks(tmp_path, 3)
+    assert (said["reason"], said["error"]) == ("exception", "ValueError: a wrong token")
+    assert [function for *_, function in said["threads"][0]["frames"]] == ["deep", "<module>"]
+
+
+@on_ranks(2)
+def test_what_an_abort_freed_does_not_read_as_if_another_rank_had_crashed(rank, tmp_path):
+    recorder, grid = hypergrid.record(tmp_path), HyperCommGrid([2], ["tp"])
+    group = grid.create_pg("tp")
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(1, hypergrid.abort).start()
+        # The other where torch's logger of errors asks for the group when it is gone already.
+        with pytest.raises((RuntimeError, ValueError)) as freed:
+            dist.all_reduce(torch.ones(1), group=group)
+        recorder.write("exception", freed.value)
+        assert "Error after hypergrid.abort() freed this rank: " in stacks(tmp_path, 0)["error"]
+    dist.barrier()
+    recorder.close()
+
+
+def test_a_script_that_ends_without_an_error_leaves_a_mark(tmp_path):
+    script = SCRIPT.format(directory=str(tmp_path)).removesuffix("deep()\n") + (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\nsys.exit(0)"
+    )
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], env=environment, timeout=120, check=True)
+    assert stacks(tmp_path, 0)["reason"] == "ended"
+    found = diagnose(read(tmp_path))
+    assert found.ok and "ended, none by an exception" in found.sentence
+
+
+def test_what_an_earlier_run_left_is_moved_and_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    for name in ("trace_0", "trace_1", "stack_0.json"):
+        (tmp_path / name).write_text("earlier")
+    hypergrid.record(tmp_path).close()
+    assert {each.name for each in tmp_path.iterdir()} == {"earlier", "groups_0.json", "trace_1"}
+    assert {each.name for each in (tmp_path / "earlier").iterdir()} == {"trace_0", "stack_0.json"}
+
+
+def test_a_forked_process_does_not_answer_for_the_rank(recorder, tmp_path):
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)  # ignored: it ends no worker of a data loader
+        os._exit(7)
+    assert os.waitpid(child, 0)[1] == 7 << 8
+    time.sleep(0.5)
+    assert not written(tmp_path, 0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_for(lambda: written(tmp_path, 0, "SIGUSR1"))
+
+
+def test_a_directory_that_is_lost_ends_no_job(recorder, tmp_path):
+    shutil.rmtree(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorder.write("test")
+    assert "No such file" in str(caught[0].message)
+    tmp_path.mkdir()
+    recorder.write("test")
+    assert written(tmp_path, 0, "test")
+
+
+def test_a_write_that_fails_names_the_directory_once_and_leaves_no_part(recorder, tmp_path):
+    (tmp_path / "trace_0").mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorder.write("test")
+    (said,) = (str(each.message) for each in caught)
+    assert said.startswith(f"hypergrid.record to {tmp_path}: IsADirectoryError: [Errno 21]")
+    assert not [*tmp_path.glob("*.part")]
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+    (tmp_path / "groups_0.json").touch()
+    (tmp_path / "earlier").touch()
+    before = (signal.getsignal(signal.SIGUSR1), sys.excepthook, {*pool.after_failure})
+    originals, descriptors = vars(ProcessGroup)["send"], len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileExistsError, match="earlier"):
+        hypergrid.record(tmp_path, p2p=True)
+    assert (signal.getsignal(signal.SIGUSR1), sys.excepthook, {*pool.after_failure}) == before
+    assert vars(ProcessGroup)["send"] is originals and "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_arguments_come_from_the_environment_and_are_checked(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="needs a directory"):
+        hypergrid.record()
+    for wrong in (0, -1, float("nan"), float("inf"), "soon"):
+        with pytest.raises(ValueError, match=f"invalid value for after: '?{wrong}"):
+            hypergrid.record(tmp_path, after=wrong)
+    monkeypatch.setenv("HYPERGRID_RECORD", str(tmp_path / "new"))
+    for wrong in ("0", "-1", "soon", "inf", "nan"):
+        monkeypatch.setenv("HYPERGRID_RECORD_AFTER", wrong)
+        with pytest.raises(ValueError, match=f"invalid value for HYPERGRID_RECORD_AFTER.*{wrong}"):
+            hypergrid.record()
+    monkeypatch.setenv("HYPERGRID_RECORD_AFTER", "30")
+    monkeypatch.setenv("HYPERGRID_RECORD_P2P", "1")
+    recorder = hypergrid.record()
+    assert recorder.settings == ((tmp_path / "new").resolve(), 30.0, True)
+    assert hypergrid.record(tmp_path / "new") is recorder
+    with pytest.raises(ValueError, match=r"already records to .*/new"):
+        hypergrid.record(tmp_path)
+    recorder.close()
+    recorder.close()
+    errors = []
+
+    def elsewhere():
+        try:
+            hypergrid.record(tmp_path)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in errors[0]
+
+
+RANK = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(2)) if dist.get_rank() == 0 else time.sleep(100)
+"""
+
+
+def test_a_launcher_s_ranks_are_asked_from_outside(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RANK)
+    directory = tmp_path / "left"
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    job = subprocess.Popen(
+        [sys.executable, *command, "-m", "compat.launch", str(script)],
+        env={**os.environ, "HYPERGRID_RECORD": "left", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    groups = [directory / f"groups_{rank}.json" for rank in range(2)]
+    try:
+        wait_for(
+            lambda: all(each.exists() and "default_pg" in each.read_text() for each in groups), 120
+        )
+        said = ask([job.pid])
+        assert (said.directory, said.ranks, said.problems) == (directory, (0, 1), ())
+        assert [stacks(directory, rank)["reason"] for rank in (0, 1)] == ["SIGUSR1"] * 2
+        sleeping = json.loads(groups[1].read_text())["pid"]
+        os.kill(sleeping, signal.SIGSTOP)
+        status = Path(f"/proc/{sleeping}/stat")  # it stops a little later
+        wait_for(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", 20)
+        said = ask([job.pid], directory)
+        assert said.ranks == (0,)
+        assert said.problems == (f"rank 1 (pid {sleeping}) is stopped and cannot answer",)
+    finally:
+        for each in groups:  # torchrun gives each rank a session of its own
+            if each.exists():
+                os.kill(json.loads(each.read_text())["pid"], signal.SIGKILL)
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def test_a_rank_of_another_user_is_asked_by_the_file(recorder, tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    found = ask([os.getpid()], tmp_path, timeout=20)
+    assert (found.ranks, found.problems) == ((0,), ())
+    assert written(tmp_path, 0, "asked in the directory")
+
+
+def test_no_process_is_sent_a_signal_that_would_end_it(tmp_path):
+    with subprocess.Popen(["sleep", "100"]) as other:
+        try:
+            with pytest.raises(AskError, match="none of these processes was started with"):
+                ask([other.pid])
+            with pytest.raises(AskError, match="no rank of this host has recorded"):
+                ask([other.pid], tmp_path)
+            said = {"rank": 0, "host": socket.gethostname(), "pid": other.pid}
+            Path(tmp_path, "groups_0.json").write_text(json.dumps(said))
+            found = ask([other.pid], tmp_path)
+            assert found.problems == (
+                f"rank 0 (pid {other.pid}) does not catch SIGUSR1: not asked",
+            )
+            with subprocess.Popen(["sleep", "100"]) as stranger:
+                with pytest.raises(AskError, match="no rank among the processes"):
+                    ask([stranger.pid], tmp_path)
+                stranger.kill()
+        finally:
+            other.kill()
+    with pytest.raises(AskError, match=f"there is no process {other.pid}"):
+        ask([other.pid], tmp_path)
+
+
+@on_ranks(1)
+def test_looking_whether_it_is_stuck_costs_little_and_asks_no_recorder_of_torchs(rank, tmp_path):
+    dumps = []
+    names = [n for n in dir(torch._C._distributed_c10d) if n.startswith("_dump_")]
+    ps.initialize_model_parallel()
+    with ExitStack() as patches:
+        for name in names:
+            own = getattr(torch._C._distributed_c10d, name)
+            spy = lambda *given, own=own: dumps.append(1) or own(*given)  # noqa: E731
+            patches.enter_context(mock.patch.object(torch._C._distributed_c10d, name, spy))
+        recorder = hypergrid.record(tmp_path, after=2)
+        clock = time.pthread_getcpuclockid(recorder.thread.ident)
+        for _ in range(2000):
+            dist.all_reduce(torch.ones(1))
+        start, used = time.monotonic(), time.clock_gettime(clock)
+        while time.monotonic() - start < 4:
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.1)
+        assert not dumps, "it communicates"
+        assert time.clock_gettime(clock) - used < 0.04
+        wait_for(lambda: dumps)  # it does not: whether it is stuck, the recorder knows
+        assert not written(tmp_path, 0)
+        heavy = "torch._inductor.codecache"
+        had = sys.modules.pop(heavy, None)  # of another test in the process that was forked
+        recorder.write("asked")
+        assert heavy not in sys.modules
+        sys.modules.update({heavy: had} if had else {})
+        recorder.close()

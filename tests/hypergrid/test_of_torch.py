@@ -1,0 +1,152 @@
+"""What is private in torch: all of it is in one table, and what a torch lacks is said by name."""
+
+import ast
+import itertools
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from compat import parallel_state as ps
+from compat.report import report
+from hypergrid import of_torch
+from hypergrid.cli.machine import examined
+from hypergrid.groups import creation
+from tests.support import ROOT
+from tests.support.forked import on_ranks, sockets
+
+OWN = ROOT / "hypergrid" / "of_torch.py"
+
+
+@pytest.fixture(autouse=True)
+def _looked_for_again():
+    of_torch.has.cache_clear()
+    yield
+    of_torch.has.cache_clear()
+    ps.destroy_model_parallel()
+
+
+def _private(tree):
+    """Names with a leading underscore that are read off something else than ``self``."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and ast.unparse(node.value) not in ("self", "cls")
+    }
+
+
+def _names_of_torch():
+    """The private names that torch's modules and classes for groups have."""
+    kinds = [c10d, c10d._world, torch._C, torch._C._distributed_c10d, dist.device_mesh.DeviceMesh]
+    kinds += [each for each in vars(torch._C._distributed_c10d).values() if isinstance(each, type)]
+    names = {name for kind in kinds for name in dir(kind)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def _of_torch_in(source, known):
+    """What this source imports, reads or asks for by its text that is private in torch."""
+    for node in ast.walk(ast.parse(source)):
+        words = []
+        if isinstance(node, ast.Import):
+            words = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            words = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            word = ast.unparse(node)
+            if node.attr in known and word.split(".")[0] not in ("self", "cls", "os"):
+                yield word
+            words = [word]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            text = ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else ""
+            words = ["torch." + text] if text in known else []
+        for word in words:
+            if re.search(r"^torch\b.*\.(_(?!_)|distributed_c10d)", word):
+                yield word
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import torch._C", "torch._C._dump_fr_trace()", "dist._rank_not_in_group(group)"),
+        *("from torch.distributed import distributed_c10d as c10d", "group._get_backend(device)"),
+        *("c10d._world.pg_map", 'getattr(group, "_device_types", ())', "from torch import _utils"),
+        "from torch.distributed.distributed_c10d import _get_default_group",
+    ],
+)
+def test_these_are_private_in_torch(line):
+    assert [*_of_torch_in(line, _names_of_torch())]
+
+
+def test_no_other_file_names_what_is_private_in_torch():
+    files = [file for part in ("hypergrid", "compat") for file in (ROOT / part).rglob("*.py")]
+    known, private = _names_of_torch(), {}
+    for file in files:
+        found = {*_of_torch_in(file.read_text(), known)} if file != OWN else ()
+        if found:
+            private[str(file.relative_to(ROOT))] = found
+    assert len(files) > 100 and private == {}
+
+
+def test_every_private_name_that_is_used_is_in_the_table():
+    listed = {
+        word for part in of_torch.PARTS.values() for name in part.names for word in name.split(".")
+    }
+    used = _private(ast.parse(OWN.read_text()))
+    assert used and used <= listed | {"_distributed_c10d", "_Options"}, used - listed
+
+
+def test_the_installed_torch_lacks_nothing_and_doctor_says_so():
+    assert of_torch.lacking() == []
+    (state,) = [(state, remedy) for name, state, remedy in examined() if "private" in name]
+    assert state == ("all that are used are there; tested with torch 2.9 to 2.15", "")
+
+
+def test_a_part_that_is_not_there_is_named_by_doctor_and_report_and_its_consequence(fake_world):
+    fake_world(4)
+    names = map("hash {}".format, itertools.count())
+    with mock.patch.object(c10d, "_process_group_name", lambda *_, **__: next(names)):
+        assert "running group number" in creation.abilities().obstacle
+        ps.initialize_model_parallel(2)
+        told = "every rank takes part in creating every group (torch "
+        assert told in report(ps.current_state())
+        (row,) = [row for row in examined() if "private" in row[0]]
+        assert row[1].startswith(told) and row[2]
+
+
+def test_without_what_everything_needs_it_is_one_sentence(fake_world):
+    fake_world(4)
+    with (
+        mock.patch.dict(of_torch.PARTS, groups=of_torch.PARTS["groups"]._replace(names=("_gone",))),
+        pytest.raises(RuntimeError) as raised,
+    ):
+        ps.initialize_model_parallel(2)
+    assert str(raised.value) == (
+        f"no group can be created (torch {torch.__version__} has no _gone). Use torch 2.9 to 2.15, "
+        f"or a newer hypergrid."
+    )
+
+
+@on_ranks(2)
+def test_where_gloo_takes_no_devices_it_connects_at_once_and_the_report_says_so(rank):
+    _, before = sockets()
+    without = of_torch.PARTS["gloo"]._replace(names=("ProcessGroupGloo._Options._gone",))
+    with mock.patch.dict(of_torch.PARTS, gloo=without):
+        ps.initialize_model_parallel(connect="lazy")
+        text = report(ps.current_state())
+    assert sockets()[1] > before
+    assert "connected at once: not every rank's torch can connect on first use" in text
+    assert "gloo groups connect at once, whatever connect= says (torch" in text
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "2.13.0", "2.15.0", "2.16.0.dev20270101"])
+def test_a_part_is_looked_for_in_the_lines_that_it_belongs_to(version):
+    needed = of_torch.needed(version)
+    minor = int(version.split(".")[1])
+    assert ("splits" in needed) == (minor >= 13) and ("timeouts" in needed) == (minor <= 13)
+    assert ("lazy NCCL" in needed) == (minor >= 15) and "names" in needed
