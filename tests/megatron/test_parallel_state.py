@@ -272,7 +272,7 @@ def test_second_all_gather_groups_follow_the_order_and_window_of_the_state(initi
     assert dense is not ps.get_data_parallel_group(with_context_parallel=True)
     with pytest.raises(RuntimeError, match="needs an initialized state"):
         ps.destroy_model_parallel()
-        ps.create_all_gatherstate_groups()
+        ps.create_all_gather_groups()
 
 
 def test_timeouts_can_be_changed_on_all_groups(initialized):
