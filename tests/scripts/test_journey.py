@@ -1,0 +1,34 @@
+"""How many files a call passes until torch is asked for a group; CONTRIBUTING names them."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+# Files, and changes from one to another. The aim is 20 and 150, and 9 and 40.
+MOST = {"initialize_model_parallel(2)": (29, 190), 'create_pg("tp")': (16, 105)}
+
+
+@pytest.fixture(scope="module")
+def said():
+    command = [sys.executable, "scripts/journey", "--files"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("call", MOST)
+def test_the_way_to_a_group_is_no_longer_than_it_was(said, call):
+    (row,) = (line for line in said.splitlines() if line.startswith(call))
+    files, changes, _ = map(int, row.removeprefix(call).split())
+    assert files <= MOST[call][0] and changes <= MOST[call][1]
+
+
+def test_contributing_names_files_of_that_way(said):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    path = text.split("<!-- output: the path of a group -->")[1].split("```")[1]
+    named = {*re.findall(r"(?:hypergrid|compat)/[\w/]+\.py", path)}
+    assert len(named) > 10 and named <= {line.strip() for line in said.splitlines()}
