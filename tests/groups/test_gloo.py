@@ -151,7 +151,7 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
             time.sleep(9)  # the others wait five times their second
         return found
 
-    second = mock.patch.object(backends, "patience", return_value=timedelta(seconds=1))
+    second = mock.patch.object(backends, "creation_timeout", return_value=timedelta(seconds=1))
     with (
         second,
         mock.patch.object(gloo._InTime, "multi_get", late),

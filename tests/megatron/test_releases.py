@@ -36,7 +36,7 @@ def speaking(request, monkeypatch):
     for name in ("_module_values", "_module_functions"):
         monkeypatch.setattr(state, name, getattr(state, name))
     monkeypatch.setattr(replaced, "_namespace", {})
-    monkeypatch.setattr(replaced, "_values", {})
+    monkeypatch.setattr(replaced, "_own", {})
     copies = []
     for name, original in ((getters.__name__, getters), ("speaking", ps)):
         spec = importlib.util.spec_from_file_location(name, original.__file__)

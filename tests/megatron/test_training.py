@@ -71,7 +71,6 @@ import compat
 compat.install()
 from scripts import train_gpt
 from tests.support import backends, forked
-from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state
 
 
@@ -81,10 +80,10 @@ def train(rank, arguments, backend, suspends):
     forked.join(rank, 4, backend=backend)
 
     def then_suspend(*given):
-        value, state, groups = loss(*given), parallel_state.current_state(), {*open_groups()}
+        value, state, groups = loss(*given), parallel_state.current_state(), {*forked.open_groups()}
         reports.append({kind: done.how for kind, done in state.suspend().items()})
         state.resume()
-        assert groups == {*open_groups()}
+        assert groups == {*forked.open_groups()}
         return value
 
     if suspends:
