@@ -216,52 +216,50 @@ def import_side(side: str) -> dict[str, Any]:
     }
 
 
-def diagnosis(ranks: int, calls: int, repeats: int, seconds: float) -> dict[str, list[float]]:
-    """Read and judge the recordings of a job with one rank missing; and only load the same files.
+def recordings(directory: str, ranks: int, calls: int) -> None:
+    """Write what a job left in which rank ``ranks // 2 + 1`` misses a call."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.recorded import Rank
 
-    CPU seconds, without the collector of cycles on either side: it would hurt the loading more.
+    groups = {f"1{i:018}": ("TENSOR", range(i, i + 8)) for i in range(0, ranks, 8)}
+    groups |= {f"2{i:018}": ("DATA", range(i, ranks, 8)) for i in range(8)}
+    frames = [("/job/megatron/training.py", 100 + i, f"step_{i}") for i in range(5)]
+    for rank in range(ranks):
+        one = Rank(rank, {name: (d, list(of)) for name, (d, of) in groups.items() if rank in of})
+        names = [*one.groups]
+        for i in range(calls - 1):
+            one.call(names[i % 4 == 3], size=(4096, 1024), frames=frames)
+        if rank != ranks // 2 + 1:
+            one.call(names[0], done=False, frames=frames)
+        Path(directory, f"trace_{rank}").write_bytes(pickle.dumps(one.dump(), 2))
+        mine = [
+            {"label": d, "description": d, "dims": ["tp"], "name": name, "ranks": [*of]}
+            for name, (d, of) in one.groups.items()
+        ]
+        said = {"schema": 1, "rank": rank, "world_size": ranks, "host": "a", "pid": 1}
+        Path(directory, f"groups_{rank}.json").write_text(json.dumps({**said, "groups": mine}))
+
+
+def diagnosis(side: str, directory: str, ranks: int) -> float:
+    """CPU seconds of reading and judging these recordings, or only of loading the same files.
+
+    Without the collector of cycles on either side: it would hurt the loading more.
     """
     sys.path.insert(0, str(ROOT))
     from hypergrid.hangs.reading import read
     from hypergrid.hangs.verdict import diagnose
-    from tests.support.recorded import Rank
 
-    late = ranks // 2 + 1
-    groups = {f"1{i:018}": ("TENSOR", range(i, i + 8)) for i in range(0, ranks, 8)}
-    groups |= {f"2{i:018}": ("DATA", range(i, ranks, 8)) for i in range(8)}
-    frames = [("/job/megatron/training.py", 100 + i, f"step_{i}") for i in range(5)]
-    times: dict[str, list[float]] = {"ours": [], "alone": []}
-    with tempfile.TemporaryDirectory() as directory:
-        for rank in range(ranks):
-            one = Rank(
-                rank, {name: (d, list(of)) for name, (d, of) in groups.items() if rank in of}
-            )
-            names = [*one.groups]
-            for i in range(calls - 1):
-                one.call(names[i % 4 == 3], size=(4096, 1024), frames=frames)
-            if rank != late:
-                one.call(names[0], done=False, frames=frames)
-            Path(directory, f"trace_{rank}").write_bytes(pickle.dumps(one.dump(), 2))
-            mine = [
-                {"label": d, "description": d, "dims": ["tp"], "name": name, "ranks": [*of]}
-                for name, (d, of) in one.groups.items()
-            ]
-            said = {"schema": 1, "rank": rank, "world_size": ranks, "host": "a", "pid": 1}
-            Path(directory, f"groups_{rank}.json").write_text(json.dumps({**said, "groups": mine}))
-        gc.disable()
-        for i in rounds(repeats, seconds):
-            for side in sorted(times, reverse=bool(i % 2)):
-                start = time.process_time()
-                if side == "ours":
-                    found = diagnose(read(directory))
-                    if found.ranks != (late,):
-                        raise SystemExit(f"rank {late} is missing, the verdict is {found.sentence}")
-                else:
-                    for path in Path(directory).iterdir():
-                        data = path.read_bytes()
-                        (json if path.suffix == ".json" else pickle).loads(data)
-                times[side].append(time.process_time() - start)
-    return times
+    gc.disable()
+    start = time.process_time()
+    if side == "ours":
+        found = diagnose(read(directory))
+        if found.ranks != (ranks // 2 + 1,):
+            raise SystemExit(f"another rank is missing; the verdict is {found.sentence}")
+    else:
+        for path in Path(directory).iterdir():
+            data = path.read_bytes()
+            (json if path.suffix == ".json" else pickle).loads(data)
+    return time.process_time() - start
 
 
 def placement(worlds: list[int], repeats: int, seconds: float) -> dict[str, list[float]]:
@@ -377,6 +375,7 @@ JOBS: dict[str, Any] = {
     "import": import_side,
     "placement": placement,
     "recording": recording,
+    "recordings": recordings,
 }
 
 if __name__ == "__main__":

@@ -256,9 +256,15 @@ class _Plain(pickle.Unpickler):
         raise _Refused("it refers to objects outside of it, and only plain data is read")
 
 
+class _InMemory(io.BytesIO):
+    """A file that the unpickler reads at once: from one that cannot peek, it reads in pieces."""
+
+    def peek(self, _: int) -> bytes:
+        return self.getvalue()[self.tell() :]
+
+
 def _unpickled(data: bytes) -> Any:
-    # From a file that cannot peek, the unpickler reads byte by byte; it peeks at so many.
-    return _Plain(io.BufferedReader(io.BytesIO(data), 1 << 17)).load()
+    return _Plain(_InMemory(data)).load()
 
 
 @contextmanager
