@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -327,7 +328,7 @@ def diagnose(
         raise JobError("name the DIRECTORY of the dumps, or the processes by --pid.")
     if not directory.is_dir():
         raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
-    left = reading.read(directory)
+    left = reading.read(directory, processes=os.cpu_count() or 1)
     left.problems += problems
     if not left.ranks:
         raise JobError(" ".join((_without_dumps(directory), *left.problems[:3])))

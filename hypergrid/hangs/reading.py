@@ -10,10 +10,12 @@ import pickle
 import re
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice, repeat
+from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -32,7 +34,6 @@ _NAMES = (
     *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
 )
 _FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
-_REPEATS = "it says the same again and again, which no recorder does"
 DEFAULT = "default_pg"  # torch's description of the default group
 ENDED = "ended"  # the reason that ``hypergrid.record`` gives where no exception ended the script
 
@@ -209,7 +210,7 @@ class Recording:
     mixed: str = ""  # why the files seem to be of two jobs or runs
 
 
-def read(directory: str | Path) -> Recording:
+def read(directory: str | Path, processes: int = 1) -> Recording:
     """Read every dump in a directory; other files are left alone.
 
     Flight recorders of torch, pickled or JSON, whose names end in the rank, such as those of
@@ -220,14 +221,26 @@ def read(directory: str | Path) -> Recording:
 
     A file has at most 256 MiB, and all together 64 million calls (of 48 bytes each): what comes
     after them is left out. Reading takes at most 64 times the largest file beside that.
+
+    Many files are loaded by so many forked ``processes``, each of which holds one file: give more
+    than one only where no other thread runs.
     """
-    reader = _Reader()
+    paths = [
+        path
+        for path in sorted(Path(directory).iterdir(), key=_by_rank)
+        if path.is_file() and not path.name.endswith((".part", ".tmp"))
+    ]
+    reader, many = _Reader(), min(processes, len(paths) // 16)
     was_on = gc.isenabled()
     gc.disable()  # there are no cycles to find among millions of new objects
     try:
-        for path in sorted(Path(directory).iterdir(), key=_by_rank):
-            if path.is_file() and not path.name.endswith((".part", ".tmp")):
-                reader.file(path)
+        with ExitStack() as stack:
+            load: Any = map
+            if many > 1:
+                fork = ProcessPoolExecutor(many, get_context("fork"))
+                load = partial(stack.enter_context(fork).map, chunksize=4)
+            for path, loaded in zip(paths, load(_load, paths), strict=True):
+                reader.file(path, loaded)
     finally:
         if was_on:
             gc.enable()
@@ -282,6 +295,89 @@ def _bounded(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+class _Loaded(NamedTuple):
+    """A file as it was loaded; its calls in columns, in place of "entries" or "p2p"."""
+
+    data: Any = None
+    size: int = 0  # bytes
+    problem: str = ""
+    unknown: str = ""  # why it may be a file of somebody else
+
+
+class _Columns(NamedTuple):
+    """Entries of a flight recorder, before their titles are known."""
+
+    rows: list[list[Any]]  # what several entries share, each once
+    places: list[int]  # in ``rows``
+    numbers: list[Any]  # sequence number, times and whether it is done
+    frames: dict[int, tuple[Frame, ...]]
+    whole: bool  # from the first call on
+
+
+def _load(path: Path) -> _Loaded:
+    """Load a file; what is wrong with it is told and not raised."""
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            return _Loaded(problem=f"is larger than {_MOST_BYTES >> 20} MiB, and is not read")
+        data = path.read_bytes()
+        if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
+            return _Loaded(unknown="it is neither a pickle nor JSON" if data else "it is empty")
+        with _bounded(size):
+            loaded = _unpickled(data) if data[0] == 0x80 else json.loads(data)
+            if not isinstance(loaded, dict):
+                raise ValueError("it holds no table")
+            if data[0] == 0x80 and "entries" not in loaded:
+                return _Loaded()
+            for name in {"entries", "p2p"} & loaded.keys():
+                loaded[name] = _columns(loaded[name] or [], _Budget(size))
+        return _Loaded(loaded, size)
+    except _Refused as error:
+        return _Loaded(problem=f"was refused: {error}")
+    except Exception as error:  # a damaged file can raise nearly anything
+        return _Loaded(problem=_cut(error))
+
+
+def _cut(error: Exception) -> str:
+    why = str(error).partition("\n")[0][:200].rstrip(".") or type(error).__name__
+    return f"cannot be read, it may be cut: {why}"
+
+
+class _Budget:
+    """A list may be in a file once and in its entries a million times: stop in time."""
+
+    def __init__(self, size: int) -> None:
+        self.left = 16 * size + _SMALL
+
+    def spend(self, what: int) -> None:
+        self.left -= what
+        if self.left < 0:
+            raise ValueError("it says the same again and again, which no recorder does")
+
+
+def _columns(entries: list[dict[str, Any]], budget: _Budget) -> _Columns:
+    # Millions of entries: the bytes of what one shares with others stand for it.
+    fields = [*zip(*map(_FIELDS, entries), strict=True)] or [()] * len(_NAMES)
+    shared, (collective, p2p, retired, state, *times) = fields[:_SHARED], fields[_SHARED:]
+    found: dict[bytes, int] = {}
+    rows, places = list[list[Any]](), list[int]()
+    keys = map(marshal.dumps, zip(*shared, strict=True), repeat(4))
+    while some := [*islice(keys, 100)]:
+        budget.spend(sum(map(len, some)))
+        for key in dict.fromkeys(some):
+            if key not in found:
+                found[key] = len(rows)
+                rows.append([each[len(places) + some.index(key)] for each in shared])
+        places += map(found.__getitem__, some)
+    is_p2p = np.array([row[1] is True for row in rows], bool)[places]
+    seq = np.where(is_p2p, _whole(p2p), _whole(collective))
+    done = np.array([r is True or s == "completed" for r, s in zip(retired, state, strict=True)])
+    shown = {*np.flatnonzero(~done.astype(bool)).tolist(), len(entries) - 1} - {-1}
+    frames = {at: _frames(entries[at].get("frames")) for at in shown}
+    whole = not entries or int(entries[0].get("record_id") or 0) == 0
+    return _Columns(rows, places, [seq, *map(_whole, times), done], frames, whole)
+
+
 class _Reader:
     def __init__(self) -> None:
         self.ranks: dict[int, RankRecording] = {}
@@ -289,7 +385,7 @@ class _Reader:
         self.named: dict[str, dict[tuple[int, ...] | None, Group]] = {}
         self.keys: dict[tuple[int, str], tuple[int, ...] | None] = {}  # of which members
         self.titles: list[Title] = []
-        self.title_at: dict[Title | bytes, int] = {}  # also by the bytes of an entry
+        self.title_at: dict[Title, int] = {}
         self.left = _MOST_CALLS
         self.members: dict[Any, tuple[int, ...]] = {}
         self.worlds: dict[int, str] = {}  # sizes, and files that say so
@@ -299,27 +395,18 @@ class _Reader:
         self.unknown: list[tuple[Path, str]] = []  # a file, and what is wrong with it
         self.prefixes: set[str] = set()  # of the dumps' names
 
-    def file(self, path: Path) -> None:
+    def file(self, path: Path, loaded: _Loaded) -> None:
         numbered = _NUMBERED.match(path.name)
-        try:
-            if path.stat().st_size > _MOST_BYTES:
-                self._failed(path, f"is larger than {_MOST_BYTES >> 20} MiB, and is not read")
-                return
-            data = path.read_bytes()
-            if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
-                why = "it is neither a pickle nor JSON" if data else "it is empty"
-                self.unknown += [(path, why)] if numbered else []
-                return
-            with _bounded(len(data)):
-                loaded = _unpickled(data) if data[0] == 0x80 else json.loads(data)
-                self._budget = 16 * len(data) + _SMALL
-                number = int(numbered[2]) if numbered else None
-                self._take(path.name, loaded, number, pickled=data[0] == 0x80)
-        except _Refused as error:
-            self._failed(path, f"was refused: {error}")
-        except Exception as error:  # a damaged file can raise nearly anything
-            why = str(error).partition("\n")[0][:200].rstrip(".") or type(error).__name__
-            self._failed(path, f"cannot be read, it may be cut: {why}")
+        if loaded.problem:
+            self._failed(path, loaded.problem)
+        elif loaded.unknown:
+            self.unknown += [(path, loaded.unknown)] if numbered else []
+        elif loaded.data:
+            self._budget = _Budget(loaded.size)
+            try:
+                self._take(path.name, loaded.data, int(numbered[2]) if numbered else None)
+            except Exception as error:  # a damaged file can raise nearly anything
+                self._failed(path, _cut(error))
 
     def _failed(self, path: Path, what: str) -> None:
         self.problems.append(f"{path.name} {what}.")
@@ -327,9 +414,7 @@ class _Reader:
         if numbered and len(numbered[2]) < 10:
             self.unread.add(int(numbered[2]))
 
-    def _take(self, name: str, data: Any, number: int | None, *, pickled: bool) -> None:
-        if not isinstance(data, dict):
-            raise ValueError("it holds no table")
+    def _take(self, name: str, data: dict[str, Any], number: int | None) -> None:
         if "entries" in data:
             if number is None or number > _MOST_RANKS:
                 raise ValueError("its name does not end in a rank")
@@ -337,8 +422,6 @@ class _Reader:
                 raise ValueError(f"{self.traces[number]} is already the dump of rank {number}")
             self._trace(number, data)
             self.traces[number] = name
-        elif pickled:
-            return
         elif "threads" in data:
             number = self._stack(data)
         elif "groups" in data and "pid" in data:
@@ -357,41 +440,24 @@ class _Reader:
         for name, group in (data.get("pg_config") or {}).items():
             if group["ranks"] not in ("", "[]", []):
                 self._group(rank, _text(name), _text(group["desc"]), self._members(group["ranks"]))
-        self._take_calls(rank, calls, data["entries"])
+        self._take_calls(rank, calls, data["entries"].whole)
         self._rank(rank).has_calls = True
 
-    def _take_calls(self, rank: int, calls: Calls, entries: list[dict[str, Any]]) -> None:
+    def _take_calls(self, rank: int, calls: Calls, whole: bool) -> None:
         for place in np.unique(calls.title):
             title = self.titles[place]
             self._group(rank, title.group, title.label, None)
         mine = self._rank(rank)
         # NCCL's sends are in its recorder, those of gloo in the file of stacks.
         mine.calls = mine.calls.joined(calls) if mine.calls else calls
-        mine.whole = mine.whole and (not entries or int(entries[0].get("record_id") or 0) == 0)
+        mine.whole = mine.whole and whole
 
-    def _calls(self, entries: list[dict[str, Any]]) -> Calls:
-        self.left -= len(entries)
+    def _calls(self, given: _Columns) -> Calls:
+        self.left -= len(given.places)
         if self.left < 0:
             raise ValueError(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
-        # Millions of rows: the bytes of what a call shares with others stand for its title.
-        fields = [*zip(*map(_FIELDS, entries), strict=True)] or [()] * len(_NAMES)
-        shared, (collective, p2p, retired, state, *times) = fields[:_SHARED], fields[_SHARED:]
-        places: list[int] = []
-        rows = map(marshal.dumps, zip(*shared, strict=True), repeat(4))
-        while keys := [*islice(rows, 100)]:
-            self._spend(sum(map(len, keys)))
-            for key in dict.fromkeys(keys):
-                if key not in self.title_at:
-                    at = len(places) + keys.index(key)
-                    self.title_at[key] = self._title([each[at] for each in shared])
-            places += map(self.title_at.__getitem__, keys)
-        is_p2p = np.array([title.p2p for title in self.titles], bool)[places]
-        seq = np.where(is_p2p, _whole(p2p), _whole(collective))
-        done = [r is True or s == "completed" for r, s in zip(retired, state, strict=True)]
-        calls = Calls(self.titles, (places, seq, *map(_whole, times), done))
-        shown = {*np.flatnonzero(~calls.done).tolist(), len(entries) - 1} - {-1}
-        calls.frames = {at: _frames(entries[at].get("frames")) for at in shown}
-        return self._without_batches(calls)
+        titles = np.array([self._title(row) for row in given.rows], np.int64)[given.places]
+        return self._without_batches(Calls(self.titles, (titles, *given.numbers), given.frames))
 
     def _without_batches(self, calls: Calls) -> Calls:
         """The operations of each batch with its state, as NCCL's recorder has that apart."""
@@ -407,12 +473,6 @@ class _Reader:
                 at -= 1
         return calls if kept.all() else calls.taken(kept)
 
-    def _spend(self, what: int) -> None:
-        """A list may be in a pickle once and in its entries a million times: stop in time."""
-        self._budget -= what
-        if self._budget < 0:
-            raise ValueError(_REPEATS)
-
     def _title(self, row: list[Any]) -> int:
         (group, label), p2p, name, *shapes = row
         text = "|".join([_text(name), *map(self._shape, shapes)])
@@ -425,14 +485,14 @@ class _Reader:
 
     def _shape(self, given: list[Any]) -> str:
         """Sizes or dtypes as text."""
-        self._spend(sum(len(each) if isinstance(each, list | str) else 1 for each in given))
+        self._budget.spend(sum(len(each) if isinstance(each, list | str) else 1 for each in given))
         flat = [one for each in given for one in (each if isinstance(each, list) else (each,))]
         if not all(type(each) in (int, str) for each in flat):
             raise ValueError("a call has no valid sizes")
         return str(given)
 
     def _members(self, ranks: Any) -> tuple[int, ...]:
-        self._spend(len(ranks))
+        self._budget.spend(len(ranks))
         if isinstance(ranks, str) and ranks in self.members:
             return self.members[ranks]
         given = json.loads(ranks) if isinstance(ranks, str) else ranks
@@ -485,11 +545,12 @@ class _Reader:
         threads = data["threads"]
         main = next((each for each in threads if each.get("main")), None)
         mine.stack = _frames(main["frames"]) if main else ()
-        calls = self._calls(data.get("p2p") or [])
+        p2p = data.get("p2p") or _columns([], self._budget)
+        calls = self._calls(p2p)
         if not any(
             title.p2p for title in map(self.titles.__getitem__, np.unique(mine.calls.title))
         ):
-            self._take_calls(rank, calls, data.get("p2p") or [])
+            self._take_calls(rank, calls, p2p.whole)
         return rank
 
     def finish(self) -> Recording:

@@ -263,6 +263,27 @@ def test_calls_above_the_limit_of_a_directory_are_not_read(tmp_path, monkeypatch
     assert problem.startswith("trace_1 cannot be read") and "6 calls, which is the limit" in problem
 
 
+def test_several_processes_read_what_one_reads(tmp_path):
+    everyone = [Rank(rank, {"7": ("TENSOR", [*range(40)])}) for rank in range(40)]
+    for one in everyone:
+        for _ in range(3 - one.rank // 39):
+            one.call("7")
+        one.call("7", "broadcast", done=False, frames=[("a.py", 3, "f")])
+    write(tmp_path, everyone)
+    (tmp_path / "trace_6").write_bytes(repeated("doubled"))
+    (tmp_path / "trace_11").write_bytes(pickle.dumps(tmp_path))
+    (tmp_path / "trace_17").write_bytes(b"")
+    alone, together = read(tmp_path), read(tmp_path, processes=2)
+    assert together.problems == alone.problems and len(alone.problems) == 3
+    assert [[*each.calls] for each in together.ranks.values()] == [
+        [*each.calls] for each in alone.ranks.values()
+    ]
+    assert (together.groups, together.titles, together.world_size) == (
+        *(alone.groups, alone.titles),
+        alone.world_size,
+    )
+
+
 def test_operations_of_a_batch_have_its_state(tmp_path):
     """NCCL's recorder has the state of a batch apart from its sends and receives."""
     (one, _) = ranks(0)
