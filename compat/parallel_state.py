@@ -44,7 +44,7 @@ from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_
 from compat.megatron.releases import as_released, drop_absent
 from compat.state import ParallelState, current, init_counts, make_current, publish_into
 from compat.swap import warn_of_a_second_state
-from compat.swap.order import asked
+from compat.swap.order import resolve_order
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +154,8 @@ def initialize_model_parallel(
         A wrong type; a size below 1; a window outside the world; an unknown dim in the order.
     """
     arguments = dict(locals())
-    arguments["order"], source = asked(order)
-    helpers = replaced.found()
+    arguments["order"], source = resolve_order(order)
+    helpers = replaced.replaced_functions()
     request = Request(
         **arguments, init_count=next(init_counts), helpers=helpers, order_source=source
     )

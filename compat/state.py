@@ -29,7 +29,7 @@ from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import ALL, RELEASE, has
 from compat.megatron.suspended import SuspendedGroup, exchanged
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
-from compat.swap.order import asked
+from compat.swap.order import resolve_order
 from compat.transformer_engine import process as te_process
 from hypergrid import of_torch
 from hypergrid.agreement.prepare import Agreement
@@ -480,7 +480,7 @@ after_abort.add(_forget_all)
 
 def request_of(arguments: dict[str, Any], **own: Any) -> Request:
     """The request of a state that is not current: with the order and the helpers that count now."""
-    helpers = replaced.found()
+    helpers = replaced.replaced_functions()
     helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
     # A window needs no getter and no global of its own: states over windows work in any release.
     absent = [n for n in arguments if not has(n) and n not in ("rank_offset", "local_world_size")]
@@ -489,7 +489,7 @@ def request_of(arguments: dict[str, Any], **own: Any) -> Request:
             f"{absent[0]} is no argument of megatron-core {RELEASE[0]}.{RELEASE[1]}, which is "
             f"followed here. Leave it out, or set {ALL}=1 to have those of all releases."
         )
-    arguments["order"], source = asked(arguments.get("order", Request.order))
+    arguments["order"], source = resolve_order(arguments.get("order", Request.order))
     return Request(**arguments, **own, helpers=helpers, order_source=source)
 
 

@@ -223,7 +223,7 @@ def build_extra(
 
     Calls ``note`` with the group, unless replaced helpers create it: ``create_group`` does then.
     """
-    rank, helpers = dist.get_rank(), replaced.found()
+    rank, helpers = dist.get_rank(), replaced.replaced_functions()
     options = helpers.get("get_nccl_options", communicators.get_nccl_options)
     known = [pooled.label.rpartition("#")[0] for pooled in pool.groups]
     name, dims = f"{row.label}#{known.count(row.label) + 1}", tuple(row.dims.split("-"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from compat.megatron.sources import Source, found
+from compat.megatron.sources import Source, imported_source
 from hypergrid.messages import shown
 
 Version = tuple[int, int]
@@ -210,7 +210,7 @@ def _decide() -> tuple[Version, Source | None, str]:
     """The release to follow, the source whose names count unless one is asked for, and why."""
     if text := os.environ.get(ASKED):
         return _known(text, ASKED), None, ASKED
-    source = found()
+    source = imported_source()
     text, origin = source.version if source is not None else "", "installed"
     if not text:
         from importlib import metadata  # 10 ms, which a source saves
@@ -264,7 +264,7 @@ def check_replaced(ours: Mapping[str, Any]) -> None:
 
     RuntimeError with the names; a warning where a release was asked for.
     """
-    source = SOURCE or found()
+    source = SOURCE or imported_source()
     if source is None:
         return
     lacking = [name for name in source.private if name not in ours]

@@ -36,7 +36,7 @@ def watch(namespace: Mapping[str, Any]) -> None:
     _own.update({name: namespace[name] for name in HELPERS if name in namespace})
 
 
-def found() -> dict[str, Callable[..., Any]]:
+def replaced_functions() -> dict[str, Callable[..., Any]]:
     """The functions that initialisation calls and that outside code has replaced, by name."""
     import torch.distributed as dist
 

@@ -32,7 +32,7 @@ class Source:
     names: frozenset[str]
 
 
-def found() -> Source | None:
+def imported_source() -> Source | None:
     """What ``import megatron.core.parallel_state`` would load of Megatron's own; None without."""
     core = _package("megatron.core", _package("megatron"))
     return read(Path(core[0])) if core else None

@@ -195,7 +195,7 @@ def weight(words: Sequence[Word]) -> int:
     return 1 + 2 * sizes + any(owner in _LAUNCHERS for _, owner in owned)
 
 
-def taken(default: str) -> str:
+def by_default(default: str) -> str:
     """The assumption, in words, that a variable has its default ``NAME=VALUE``."""
     return f"{default}, its default; --set {default.partition('=')[0]}=VALUE changes it"
 
@@ -263,7 +263,7 @@ def from_words(
         if not spared and not (key in _OF_MODEL and any(word.unknown for word in values)):
             settings[key] = _read(key, flag, values, variables)
             flags["used"].append(" ".join(filter(None, (flag, *(word.text for word in values)))))
-            assumed += [taken(text) for word in values for text in word.assumed]
+            assumed += [by_default(text) for word in values for text in word.assumed]
     if launcher == "torchrun" and "_world" not in settings:
         settings = {"_hosts": 1, "_per_host": 1, **settings}
     elif launcher and not settings.keys() & {"_world", "_per_host"}:
@@ -342,7 +342,7 @@ def _job(settings: dict[str, Any], overrides: Mapping[str, Any]) -> Job:
     arguments = {key: value for key, value in settings.items() if not key.startswith("_")}
     assumed = []
     if "order" not in arguments:
-        found, source = order.asked(TP_PP_DP if settings.get("_tp_pp_dp") else None)
+        found, source = order.resolve_order(TP_PP_DP if settings.get("_tp_pp_dp") else None)
         if found is not None:
             arguments["order"] = found
             assumed += [f"the order {found}, from {source}"] * ("argument" not in source)

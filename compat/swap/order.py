@@ -12,7 +12,7 @@ from typing import Any
 DIMS = ("tp", "cp", "ep", "dp", "pp", "gtp_remat")  # of all releases
 
 
-def asked(argument: Any = None) -> tuple[Any, str]:
+def resolve_order(argument: Any = None) -> tuple[Any, str]:
     """The order to use, from a flag, the environment or ``argument``; and where it comes from."""
     from hypergrid.policy import outermost
 
@@ -30,7 +30,7 @@ def check_choices() -> None:
     from hypergrid.layout import LayoutError, dims_of
     from hypergrid.policy import Policy
 
-    order, source = asked()
+    order, source = resolve_order()
     if order is not None:
         try:
             dims_of(order, DIMS)

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from compat.swap.order import DIMS, asked
+from compat.swap.order import DIMS, resolve_order
 
 Wrap = Callable[[Any, str], Any]
 
@@ -39,7 +39,7 @@ def _laid_out_as_asked(make: Callable[..., Any], where: str) -> Callable[..., An
 
     @functools.wraps(make, updated=())
     def ordered(shape: Sequence[int], dim_names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        order, source = asked()
+        order, source = resolve_order()
         if order is not None:
             from compat.megatron import rank_generator  # here: it needs megatron's release
 

@@ -23,7 +23,7 @@ from hypergrid import __version__
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import Subject, Traffic, read, saved
+from hypergrid.cli.source import PlannedJob, Traffic, read, saved
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
@@ -54,7 +54,7 @@ Volumes = Annotated[
 
 @command()
 def plan(
-    subject: Subject,
+    subject: PlannedJob,
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -95,7 +95,7 @@ def plan(
 
 @command()
 def show(
-    subject: Subject,
+    subject: PlannedJob,
     by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
     view: Annotated[
         str | None, typer.Option(help="Which layout: decoder, expert, or a grid's name.")
@@ -153,7 +153,7 @@ def show(
 
 @command()
 def check(
-    subject: Subject,
+    subject: PlannedJob,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
     volumes: Volumes = None,
@@ -201,7 +201,7 @@ def check(
     return status
 
 
-def _check_grids(subject: Subject, as_json: bool) -> int:
+def _check_grids(subject: PlannedJob, as_json: bool) -> int:
     faults_of = _faults_of(subject)
     found = [
         replace(each, what=f"{name}: {each.what}")
@@ -216,7 +216,7 @@ def _check_grids(subject: Subject, as_json: bool) -> int:
     return int(any(each.severity != "note" for each in found))
 
 
-def _faults_of(subject: Subject) -> partial[Iterator[Finding]]:
+def _faults_of(subject: PlannedJob) -> partial[Iterator[Finding]]:
     places = subject.places
     return partial(
         faults,
@@ -229,7 +229,7 @@ def _faults_of(subject: Subject) -> partial[Iterator[Finding]]:
 
 @command()
 def place(
-    subject: Subject,
+    subject: PlannedJob,
     volumes: Volumes = None,
     written: Annotated[
         str | None, typer.Option("--as", help=f"Write the order alone: {', '.join(FORMATS)}.")
@@ -345,12 +345,11 @@ def diagnose(
     else:
         prints.diagnosis(found, late if stragglers else None)
     if html is not None:
-        from hypergrid.show.job import found as told
-        from hypergrid.show.job import hosts_of, plan_of
+        from hypergrid.show.job import hosts_of, page_data, plan_of
         from hypergrid.show.page import page
 
         drawn = layout or plan_of(left)
-        job = told(left, found, [x for x in late if x.stands_out])
+        job = page_data(left, found, [x for x in late if x.stands_out])
         title = f"{directory.name}: {found.kind}"
         html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
     if trace is not None:
@@ -397,7 +396,7 @@ def audit(
 
 
 @command()
-def parity(subject: Subject) -> int:
+def parity(subject: PlannedJob) -> int:
     """The same layout through the installed megatron-core, group by group.
 
     Exit status 0 if all groups are equal, 1 if not.

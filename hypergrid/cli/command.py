@@ -12,7 +12,7 @@ import typer
 
 from compat.megatron import releases
 from compat.planned.job import JobError, from_sizes
-from hypergrid.cli.source import Subject, Where, from_line, line_of, of_job, saved
+from hypergrid.cli.source import NetworkFlags, PlannedJob, from_line, line_of, of_job, saved
 from hypergrid.files import FileError
 from hypergrid.layout import LayoutError
 from hypergrid.messages import printable
@@ -121,7 +121,7 @@ def _subject(
     set: list[str] | None,
     megatron: str | None,
     **given: Any,
-) -> Subject:
+) -> PlannedJob:
     try:
         releases.follow(megatron)
     except ValueError as error:
@@ -129,7 +129,7 @@ def _subject(
     pairs = dict(pair.partition("=")[::2] for pair in set or ())
     if not all("=" in pair for pair in set or ()) or (pairs and from_args is None):
         raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
-    network = Where(*(given.pop(name) for name in ("topology", "hostlist", "bandwidth")))
+    network = NetworkFlags(*(given.pop(name) for name in ("topology", "hostlist", "bandwidth")))
     if plan is not None:
         units = {name: given.pop(name) for name in ("nvlink_domain", "racks_per_pod")}
         per_host, units["hosts_per_rack"] = given.pop("gpus_per_node"), given.pop("hosts_per_rack")

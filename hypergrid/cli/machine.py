@@ -161,7 +161,7 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
     if importlib.util.find_spec("megatron") is None:
         yield "megatron-core", "not installed", f"{install_command('megatron')} for the swap."
         return
-    source = sources.found()
+    source = sources.imported_source()
     if source is not None and not _is_of_package(source.path):
         state = f"a checkout, {source.path.parents[2]}, which says {source.version or 'no version'}"
     yield "megatron-core", f"{state}; compat speaks as {releases.in_words()}", ""

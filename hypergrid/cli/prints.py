@@ -17,14 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from compat.planned.traffic import SHARDS, has_experts
-from hypergrid.cli.source import Subject, Traffic
+from hypergrid.cli.source import PlannedJob, Traffic
 from hypergrid.hangs.stragglers import Late
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, printable, span_of
 from hypergrid.network.checks import Finding
 from hypergrid.network.files import FORMATS, hostlist
 from hypergrid.network.levels import Network
-from hypergrid.network.placement import Placement
+from hypergrid.network.placement import HostOrder
 from hypergrid.network.traffic import Estimate, Ranked
 from hypergrid.show.audit import Audit, Change
 from hypergrid.show.diff import Difference
@@ -42,7 +42,7 @@ _SCHEMA = 1  # of what --json prints
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
-def as_data(subject: Subject) -> dict[str, Any]:
+def as_data(subject: PlannedJob) -> dict[str, Any]:
     """What ``plan --json`` prints; ``source.saved`` reads it back."""
     made = communicators(subject.plan)
     return {
@@ -57,7 +57,7 @@ def as_data(subject: Subject) -> dict[str, Any]:
     }
 
 
-def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
+def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
     """What ``plan --rank N --json`` prints."""
     hosts = subject.hosts
     return {
@@ -82,7 +82,7 @@ def of_rank(subject: Subject, rank: int) -> dict[str, Any]:
     }
 
 
-def head(subject: Subject) -> Console:
+def head(subject: PlannedJob) -> Console:
     """The job in a line or two, and the assumptions; returns where to print the rest."""
     out, layouts, hosts = console(), subject.layouts, len(subject.hosts.names)
     if subject.plan.grids:
@@ -105,7 +105,7 @@ def head(subject: Subject) -> Console:
     return out
 
 
-def _rests_on(out: Console, subject: Subject) -> None:
+def _rests_on(out: Console, subject: PlannedJob) -> None:
     if subject.release:
         out.print(f"for megatron-core {subject.release}", style="dim")
     for what, flags in subject.job.flags.items() if subject.job else ():
@@ -116,7 +116,7 @@ def _rests_on(out: Console, subject: Subject) -> None:
     out.print()
 
 
-def _grids(out: Console, subject: Subject) -> None:
+def _grids(out: Console, subject: PlannedJob) -> None:
     plan, hosts = subject.plan, len(subject.hosts.names)
     out.print(
         f"{len(plan.window)} ranks on {hosts} host{'s' * (hosts > 1)} of "
@@ -133,7 +133,7 @@ def _grids(out: Console, subject: Subject) -> None:
     _rests_on(out, subject)
 
 
-def rank_and_groups(out: Console, subject: Subject, rank: int) -> None:
+def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
     """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
     for name in (n for n in subject.plan.grids or SHARDS if n in data["coordinates"]):
@@ -170,7 +170,7 @@ def findings(out: Console, found: Sequence[Finding]) -> None:
         out.print("No findings.")
 
 
-def traffic(out: Console, subject: Subject, found: Estimate) -> None:
+def traffic(out: Console, subject: PlannedJob, found: Estimate) -> None:
     """What each flow sends over each level, and the seconds that it takes."""
     network, ranks = subject.network, subject.layouts["decoder"].size
     rows = []
@@ -204,7 +204,7 @@ def traffic_data(found: Estimate) -> dict[str, Any]:
     }
 
 
-def placement(out: Console, network: Network, traffic: Traffic, found: Placement) -> None:
+def placement(out: Console, network: Network, traffic: Traffic, found: HostOrder) -> None:
     """What the given order of hosts and the one that was found cost, and the order."""
     flows = _placed_flows(traffic, found)
     rows = [(name, _amount(old), _amount(new)) for name, (old, new) in flows.items()]
@@ -231,7 +231,7 @@ def placement(out: Console, network: Network, traffic: Traffic, found: Placement
     out.print(f"Unit: {traffic.unit}, of a rank on average; docs/placement.md has the model.")
 
 
-def placement_data(network: Network, traffic: Traffic, found: Placement) -> dict[str, Any]:
+def placement_data(network: Network, traffic: Traffic, found: HostOrder) -> dict[str, Any]:
     """The same as JSON."""
     return {
         "hosts": [network.hosts[i] for i in found.order],
@@ -247,7 +247,7 @@ def placement_data(network: Network, traffic: Traffic, found: Placement) -> dict
     }
 
 
-def _placed_flows(traffic: Traffic, found: Placement) -> dict[str, tuple[float, float]]:
+def _placed_flows(traffic: Traffic, found: HostOrder) -> dict[str, tuple[float, float]]:
     """Of each flow what it costs in the given order, and in the one that was found."""
     ranks = max(layout.size for layout in traffic.subject.layouts.values())
     old, new = (traffic.estimate(order).costs for order in ((), (*found.order, *found.spare)))

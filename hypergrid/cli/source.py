@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from compat.megatron import releases
 from compat.megatron.planning import Request
-from compat.planned.job import RANKS_PER_HOST, Job, JobError, from_words, taken, weight
+from compat.planned.job import RANKS_PER_HOST, Job, JobError, by_default, from_words, weight
 from compat.planned.traffic import SHARDS, VOLUMES, flows_of
 from hypergrid.cli.shell import Command, commands
 from hypergrid.files import bytes_of, decoded, text_of
@@ -20,7 +20,7 @@ from hypergrid.messages import shown
 from hypergrid.network.files import expanded, from_data
 from hypergrid.network.files import read as read_network
 from hypergrid.network.levels import Network
-from hypergrid.network.placement import Placement, place
+from hypergrid.network.placement import HostOrder, place
 from hypergrid.network.traffic import Estimate, Flow, Layouts, estimate, ranked
 from hypergrid.plan import GroupPlan, GroupRow
 from hypergrid.topology import Topology
@@ -29,7 +29,7 @@ _NOT_SAID = 1 << 30  # ranks of a host of which its file says nothing
 
 
 @dataclass(frozen=True)
-class Where:
+class NetworkFlags:
     """How the network was asked for, beside the sizes of its units."""
 
     topology: str | None = None  # a file
@@ -89,7 +89,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedJob:
     """A plan, where its ranks are, and how it would look in another order."""
 
     plan: GroupPlan
@@ -157,14 +157,14 @@ class Traffic:
     each level, as parts of the slowest.
     """
 
-    subject: Subject
+    subject: PlannedJob
     network: Topology | Network
     flows_of: Callable[[Layouts], list[Flow]]
     unit: Literal["seconds", "volumes between hosts", "volumes at the slowest level's pace"]
 
     @classmethod
     def of(
-        cls, subject: Subject, volumes: Mapping[str, float] | None = None, by_hosts: bool = True
+        cls, subject: PlannedJob, volumes: Mapping[str, float] | None = None, by_hosts: bool = True
     ) -> Traffic:
         """That of ``volumes`` if given, else of the model's shape, else of fixed volumes.
 
@@ -196,7 +196,7 @@ class Traffic:
         network = network.in_order(order) if order else network
         return estimate(layouts, network, self.flows_of(layouts))
 
-    def placed(self) -> Placement:
+    def placed(self) -> HostOrder:
         """The order of hosts that costs least."""
         layouts = self.subject.layouts
         return place(layouts, self._priced, self.flows_of(layouts))
@@ -225,9 +225,9 @@ class _Beside:
 def saved(
     path: Path,
     ranks_per_host: int | None = None,
-    where: Where = Where(),
+    where: NetworkFlags = NetworkFlags(),
     **units: int | None,
-) -> Subject:
+) -> PlannedJob:
     """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
     text = bytes_of(path)
     try:
@@ -250,7 +250,7 @@ def saved(
     if beside.network is not None and where.topology is None and not any(units.values()):
         where = replace(where, data=beside.network)
     network, counts = where.network(plan.window.stop, per_host, **units)
-    return Subject(plan, network, None, assumed if counts else (), beside.megatron)
+    return PlannedJob(plan, network, None, assumed if counts else (), beside.megatron)
 
 
 def _release() -> str:
@@ -282,14 +282,14 @@ def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
             yield f"a group of {shown(row.label)}", group
 
 
-def of_job(job: Job, where: Where = Where()) -> Subject:
+def of_job(job: Job, where: NetworkFlags = NetworkFlags()) -> PlannedJob:
     """The plan of a job. A refusal of its order names the best one that is not refused."""
     units = {n: getattr(job, n) for n in ("nvlink_domain", "hosts_per_rack", "racks_per_pod")}
     _refuse_large(job.world_size)
     network, counts = where.network(job.world_size, job.ranks_per_host, **units)
     assumed = tuple(s for s in job.assumed if counts or "ranks on each host" not in s)
     try:
-        return Subject(job.plan(), network, job, assumed, _release())
+        return PlannedJob(job.plan(), network, job, assumed, _release())
     except JobError as error:
         hosts = network.topology(job.world_size)
         allowed = ranked(Request.order, job.layouts, hosts, flows_of)
@@ -331,11 +331,11 @@ def from_line(text: str, settings: Mapping[str, str] | None = None, **given: Any
             f"lines {one.line} and {another.line} of the launch line start different jobs. Paste "
             f"one of them" + (f", or decide {condition} by --set NAME=VALUE." if condition else ".")
         )
-    assumed = (*jobs[0].assumed, *map(taken, starts[0].assumed))
+    assumed = (*jobs[0].assumed, *map(by_default, starts[0].assumed))
     return replace(jobs[0], assumed=tuple(dict.fromkeys(assumed)))
 
 
-def read(text: str) -> Subject:
+def read(text: str) -> PlannedJob:
     """One side of a comparison: a saved plan's path, or sizes and launch lines as text."""
     is_file = "--" not in text and Path(text).is_file()
     if not is_file and "--" not in text:

@@ -148,7 +148,7 @@ class History:
                     best = (int(every.max()), title)
         if best is None:
             return None
-        of = {r: mine.calls.taken(mine.calls.title == best[1]) for r, mine in ranks.items()}
+        of = {r: mine.calls.at(mine.calls.title == best[1]) for r, mine in ranks.items()}
         seqs = np.unique(np.concatenate([calls.seq[calls.done] for calls in of.values()]))
         done = {r: int(np.isin(seqs, calls.seq[calls.done]).sum()) for r, calls in of.items()}
         call = next(calls[0] for calls in of.values() if calls)

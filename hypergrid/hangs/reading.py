@@ -134,7 +134,7 @@ class Calls(Sequence[Call]):
         frames = self.frames.get(range(len(self))[at], ())
         return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
 
-    def taken(self, places: Any) -> Calls:
+    def at(self, places: Any) -> Calls:
         """Those at some places, or where a mask is true, in that order."""
         places = np.arange(len(self))[places]
         moved = {new: self.frames[old] for new, old in enumerate(places) if old in self.frames}
@@ -144,7 +144,7 @@ class Calls(Sequence[Call]):
         """Both, by the time at which they were made."""
         frames = {**self.frames, **{len(self) + at: f for at, f in others.frames.items()}}
         both = Calls(self.titles, np.hstack((self.columns, others.columns)), frames)
-        return both.taken(np.argsort(both.created, kind="stable"))
+        return both.at(np.argsort(both.created, kind="stable"))
 
 
 @lru_cache(maxsize=4096)
@@ -471,7 +471,7 @@ class _Reader:
                 calls.columns[3:, at] = calls.columns[3:, end]
                 kept[end] = False
                 at -= 1
-        return calls if kept.all() else calls.taken(kept)
+        return calls if kept.all() else calls.at(kept)
 
     def _title(self, row: list[Any]) -> int:
         (group, label), p2p, name, *shapes = row

@@ -28,7 +28,7 @@ _IN_CACHE = 1 << 14  # ranks
 
 
 @dataclass(frozen=True)
-class Placement:
+class HostOrder:
     """An order of hosts, and what the flows cost in it.
 
     Costs are of a rank on average: seconds if volumes are in GB.
@@ -41,7 +41,7 @@ class Placement:
     exact: bool  # whether no order of hosts costs less
 
 
-def place(layouts: Layouts, network: Network, flows: Sequence[Flow]) -> Placement:
+def place(layouts: Layouts, network: Network, flows: Sequence[Flow]) -> HostOrder:
     """The order of the network's hosts that costs least, or the given one if none costs less.
 
     *Local*: arithmetic. Of equal costs, less over the outer levels is better. ``network`` may have
@@ -67,7 +67,7 @@ def place(layouts: Layouts, network: Network, flows: Sequence[Flow]) -> Placemen
             best, least = some[at], keys[at]
     used = orders.used(best)
     rest = set(given) - set(best[:used])
-    return Placement(tuple(best[:used]), tuple(sorted(rest)), cost, least[0], exact)
+    return HostOrder(tuple(best[:used]), tuple(sorted(rest)), cost, least[0], exact)
 
 
 def interleaved(layouts: Layouts, hosts: Sequence[str], flows: Sequence[Flow]) -> str | None:

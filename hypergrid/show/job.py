@@ -49,7 +49,9 @@ def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
     return [recording.ranks.get(rank, none).host or "host not known" for rank in plan.window]
 
 
-def found(recording: Recording, diagnosis: Diagnosis, late: Sequence[Late] = ()) -> dict[str, Any]:
+def page_data(
+    recording: Recording, diagnosis: Diagnosis, late: Sequence[Late] = ()
+) -> dict[str, Any]:
     """What ``page`` takes as ``job``."""
     return {
         **{name: getattr(diagnosis, name) for name in ("sentence", "chain", "problems", "ranks")},

@@ -86,6 +86,6 @@ def test_nobody_stands_out_where_all_are_alike(tmp_path):
 
 def test_calls_that_a_member_did_not_record_are_left_out(tmp_path):
     found = recorded(tmp_path, lambda step, rank: 0.5 * (rank == 3))
-    found.ranks[3].calls = found.ranks[3].calls.taken(slice(0, 0))
-    found.ranks[0].calls = found.ranks[0].calls.taken(slice(9, None))
+    found.ranks[3].calls = found.ranks[3].calls.at(slice(0, 0))
+    found.ranks[0].calls = found.ranks[0].calls.at(slice(9, None))
     assert {row.label for row in stragglers(found)} <= {"TENSOR"}

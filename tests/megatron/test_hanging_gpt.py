@@ -83,7 +83,7 @@ def test_without_sends_and_receives_the_verdict_is_right_or_says_what_is_unknown
     kind, rank, *_ = VERDICTS[fault]
     recording = read(left / fault.replace(" ", "_"))
     for mine in recording.ranks.values():
-        mine.calls = mine.calls.taken([at for at, call in enumerate(mine.calls) if not call.p2p])
+        mine.calls = mine.calls.at([at for at, call in enumerate(mine.calls) if not call.p2p])
     found = diagnose(recording)
     assert found.certain == (fault not in COLLECTIVES_ONLY), found.sentence
     assert ("Not certain: sends and receives are not recorded" in found.sentence) != found.certain
