@@ -14,7 +14,7 @@ MOST = {"initialize_model_parallel(2)": (29, 190), 'create_pg("tp")': (16, 105)}
 
 @pytest.fixture(scope="module")
 def said():
-    command = [sys.executable, "scripts/journey", "--files"]
+    command = [sys.executable, "scripts/dev/journey", "--files"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
