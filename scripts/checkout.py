@@ -6,6 +6,7 @@ Imported, it starts a script again under ``.venv`` where the Python has no torch
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,11 +28,27 @@ def variables(*places: Path | str, **more: str) -> dict[str, str]:
 
 
 def child(
-    *command: Path | str, places: Sequence[Path] = (), **more: str
+    *command: Path | str,
+    places: Sequence[Path] = (),
+    timeout: float | None = None,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in the checkout; its outcome with all that it printed."""
-    environment = variables(*places, **more)
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=variables(*places, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # ranks that it has forked too
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, *said)
 
 
 def of_each_release(
@@ -50,10 +67,12 @@ def of_each_release(
     }
 
 
-def table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
-    """Rows under their header, aligned for a terminal or as Markdown."""
+def table(rows: Sequence[Sequence[str]], markdown: bool = False, right: Sequence[int] = ()) -> str:
+    """Rows under their header, aligned for a terminal or as Markdown; ``right``: these columns."""
+    aligned = [str.rjust if i in right else str.ljust for i in range(len(rows[0]))]
     if markdown:
-        rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rule = ["--:" if i in right else "---" for i in range(len(rows[0]))]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    padded = ([f(*cell) for f, *cell in zip(aligned, row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
