@@ -58,6 +58,11 @@ def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Call
     return decorate
 
 
+def store() -> dist.Store:
+    """The store of this rank's world; rank 0 serves it until all ranks have finished."""
+    return _STORE
+
+
 def from_all(value: Any) -> list[Any]:
     """Every rank's ``value``, through the store of the world; every rank calls it together."""
     turn, world = next(_TURNS), int(os.environ["WORLD_SIZE"])
@@ -123,12 +128,12 @@ def run_ranks(
     listener.listen(world)
     with listener, tempfile.TemporaryDirectory() as directory:
         children = {}
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                _child(rank, world, body, args, backend, listener, directory, timeout, expect)
-            children[pid] = rank
         try:
+            for rank in range(world):
+                pid = os.fork()
+                if pid == 0:
+                    _child(rank, world, body, args, backend, listener, directory, timeout, expect)
+                children[pid] = rank
             lost = _wait(children, time.monotonic() + timeout, to_the_first=True)
         finally:
             for pid in children:  # too late, or waiting was interrupted
