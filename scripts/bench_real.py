@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,19 +28,11 @@ SIZES = {
 }
 
 
-def one_rank(
-    rank: int, world: int, listener: socket.socket, variant: dict[str, Any], counting: bool
-) -> dict[str, Any]:
+def one_rank(rank: int, world: int, variant: dict[str, Any], counting: bool) -> dict[str, Any]:
     """Initialise between two barriers and say how long that took, or what it did."""
     os.environ.update(variant["environment"])
     module = load(variant["side"])
-    store: Any = dist.TCPStore(
-        "127.0.0.1",
-        listener.getsockname()[1],
-        is_master=rank == 0,
-        wait_for_workers=False,
-        master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
-    )
+    store: Any = forked.store()
     calls: Counter[str] = Counter()
     if counting:
         store = CountingStore(store)
@@ -84,14 +75,9 @@ def _open_files() -> int:
 
 def run(world: int, variant: dict[str, Any], counting: bool) -> list[dict[str, Any]]:
     """One measurement on ``world`` fresh ranks."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(world)
-        arguments = (world, listener, variant, counting)
-        results: list[dict[str, Any]] = forked.run_ranks(
-            world, one_rank, *arguments, backend="", timeout=120
-        )
-        return results
+    given = (world, variant, counting)
+    found: list[dict[str, Any]] = forked.run_ranks(world, one_rank, *given, backend="", timeout=120)
+    return found
 
 
 def compare(
