@@ -37,6 +37,8 @@ class RankFailure(AssertionError):
 
 _STORE: dist.Store  # of this rank's world
 _TURNS = itertools.count()
+# What a handler of signals may add to, instead of raising: fork has hooks that swallow exceptions.
+SIGNALS: list[int] = []
 
 
 def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -270,6 +272,8 @@ def _child(
 def _wait(children: dict[int, int], deadline: float, to_the_first: bool = False) -> dict[int, str]:
     lost: dict[int, str] = {}
     while children and not (lost and to_the_first):
+        if SIGNALS:
+            raise KeyboardInterrupt
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
             rank = children.pop(pid)
