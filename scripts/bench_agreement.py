@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import copy
 import os
-import signal
 import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +31,7 @@ from hypergrid.agreement.prepare import Abilities, _Memory, _Round
 from hypergrid.agreement.rendezvous import Phase
 from hypergrid.policy import Policy
 from tests.support.counting import CountingStore
-from tests.support.forked import run_ranks
+from tests.support.forked import run_ranks, served
 
 PROPOSAL = {"plan": "0" * 64, "tensor_model_parallel_size": 8, "arguments": "x" * 900}
 MINUTE = timedelta(minutes=1)
@@ -49,22 +47,6 @@ def two_phases(store: dist.Store, ranks: range, memory: _Memory) -> None:
         all_or_none(epoch, ranks, MINUTE),
     ):
         pass
-
-
-@contextmanager
-def served() -> Iterator[tuple[int, int]]:
-    """A process that serves a store: its id and the port. A fork beside its threads may hang."""
-    read, write = os.pipe()
-    if (server := os.fork()) == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write, str(store.port).encode())
-        time.sleep(600)
-        os._exit(0)
-    try:
-        yield server, int(os.read(read, 16))
-    finally:
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
 
 
 def in_turns(world: int, body: Callable[..., Any], kinds: list[str], gloo: bool = False) -> Any:

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,24 @@ def run_ranks(
                 raise RankFailure(f"rank {rank}: {value[0]}: {value[1]}", value[2])
             results.append(value[:2] if kind == "error" else value)
         return results
+
+
+@contextmanager
+def served() -> Iterator[tuple[int, int]]:
+    """A process that serves a store and does nothing else: its id and the port."""
+    read, write = os.pipe()
+    if (server := os.fork()) == 0:  # without this process's threads
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        time.sleep(900)
+        os._exit(0)
+    os.close(write)
+    try:
+        yield server, int(os.read(read, 16))
+    finally:
+        os.close(read)
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 def run_scripts(
