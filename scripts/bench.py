@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import itertools
 import json
 import math
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +32,9 @@ from statistics import median
 from typing import Any
 
 import bench_plot
+import checkout
 from bench_sides import RELEASES, TIMED, rounds
+from checkout import table
 
 HERE = Path(__file__).resolve().parent
 STOCK, MESH = "stock", "init_device_mesh"
@@ -64,32 +64,25 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
         ours = median(self.ours)
-        shown = [show(median(self.peer), self.kind) if self.peer else "", show(ours, self.kind)]
-        ratio = spread = bar = verdict = ""
-        if self.peer and self.paired:
-            least, middle, most = interval(
-                [p / o for p, o in zip(self.peer, self.ours, strict=True)]
-            )
-            ratio, spread = f"{middle:.4f}x", f"{least:.4f}x to {most:.4f}x"
-        elif self.peer and ours > 0:
-            ratio = times(median(self.peer) / ours)
-            each = [peer / mine for peer, mine in zip(self.peer, self.ours, strict=False) if mine]
-            spread = f"{times(min(each))} to {times(max(each))}" if len(each) > 1 else "once"
-        if self.paired and self.at_least is not None:
-            bar = f"≥ {self.at_least:g}x"
-            known = least >= self.at_least or most < self.at_least
-            verdict = (
-                "met" if least >= self.at_least else "**NOT met**" if known else "not resolved"
-            )
-        elif self.at_least is not None:
-            bar = f"≥ {times(self.at_least)}" + (f" ± {self.noise:.0%}" if self.noise else "")
-            least = (1 - self.noise) * self.at_least * ours
-            verdict = "met" if median(self.peer) >= least else "**NOT met**"
+        name = peer = ratio = spread = bar = verdict = ""
         if self.at_most is not None:
             bar = f"≤ {show(self.at_most, self.kind)}"
             verdict = "met" if ours <= self.at_most else "**NOT met**"
-        peer_name = self.peer_name if self.peer else ""
-        return (self.title, peer_name, *shown, ratio, spread, bar, verdict)
+        if self.peer:
+            name, peer = self.peer_name, show(median(self.peer), self.kind)
+        if self.peer and ours > 0:
+            each = [peer / mine for peer, mine in zip(self.peer, self.ours, strict=False) if mine]
+            least, middle, most = min(each), median(self.peer) / ours, max(each)
+            if self.paired:
+                least, middle, most = interval(each)
+            ratio, *ends = (times(x, exactly=self.paired) for x in (middle, least, most))
+            spread = " to ".join(ends) if len(each) > 1 else "once"
+            if self.at_least is not None and self.at_most is None:
+                bar = f"≥ {times(self.at_least)}" + (f" ± {self.noise:.0%}" if self.noise else "")
+                met = (least if self.paired else middle) >= (1 - self.noise) * self.at_least
+                unclear = self.paired and not met and most >= self.at_least
+                verdict = "met" if met else "not resolved" if unclear else "**NOT met**"
+        return (self.title, name, peer, show(ours, self.kind), ratio, spread, bar, verdict)
 
 
 @dataclass
@@ -129,9 +122,7 @@ def main() -> int:
     parser.add_argument("--agreement", action="store_true", help="the two-phase commit, alone")
     parser.add_argument("--only", metavar="PATTERN", help="rows whose title matches this regex")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller worlds")
-    parser.add_argument("--list", action="store_true", help="print the titles of all rows and end")
-    parser.add_argument("--minutes", type=float, default=12, help="start no repetition after that")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it as Markdown too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the picture (PNG)")
     options = parser.parse_args()
     pattern = re.compile(options.only or "", re.IGNORECASE)
@@ -139,12 +130,12 @@ def main() -> int:
         quick=options.quick,
         agreement=options.agreement,
         wanted=lambda title: bool(pattern.search(title)),
-        deadline=time.monotonic() + 60 * options.minutes,
+        deadline=time.monotonic() + 12 * 60,  # no repetition starts after that
     )
     cases = [case for case in all_cases(bench) if any(map(bench.wanted, case.titles))]
-    if options.list or not cases:
+    if not cases:
         every = [title for case in all_cases(bench) for title in case.titles]
-        print("\n".join(every if options.list else ["--only matches no row. Rows:", *every]))
+        print("--only matches no row. Rows:", *every, sep="\n")
         return 0
     if options.plot:
         bench_plot.pyplot()  # its absence should be told before the measuring
@@ -154,10 +145,9 @@ def main() -> int:
             bench.rows += [row for row in case.measure(bench) if bench.wanted(row.title)]
         except ChildError as error:
             bench.failures.append(f"{case.titles[0]}: {error}")
-    text = document(bench)
-    print(text)
+    print(document(bench))
     if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
+        options.out.write_text(document(bench, markdown=True) + "\n", encoding="utf-8")
     if options.plot:
         plot(bench, options.plot)
     return 1 if bench.failures else 0
@@ -172,7 +162,7 @@ def all_cases(bench: Bench) -> list[Case]:
             ),
             Case(tuple(SIMULATED.values()), simulation),
         ]
-    cases = [
+    return [
         Case((ENUMERATION,), enumeration),
         *(
             Case(init_titles(world), lambda bench, world=world: initialisation(bench, world))
@@ -192,7 +182,6 @@ def all_cases(bench: Bench) -> list[Case]:
         Case((PLACEMENT,), placement),
         Case(RECORDING, recording),
     ]
-    return cases
 
 
 ENUMERATION = "`RankGenerator.get_ranks('dp-cp')`, 65,536 ranks"
@@ -228,7 +217,7 @@ RECORDED = "Reading and judging the recordings of {:,} ranks, 2,000 calls each"
 
 
 def enumeration(bench: Bench) -> list[Row]:
-    job = {"job": "enumerate", "world": 65536, "token": "dp-cp"}
+    job = {"job": "enumerate_groups", "world": 65536, "token": "dp-cp"}
     found = child("bench_sides.py", repeats=bench.repeats(9, 3), seconds=bench.seconds(20), **job)
     return [Row(ENUMERATION, found["ours"], found["stock"], at_least=40)]
 
@@ -305,6 +294,7 @@ def real(bench: Bench, world: int) -> list[Row]:
     budget = bench.seconds(20 if bench.quick else 40 + 2 * world)
     found = child(
         "bench_real.py",
+        job="compare",
         timeout=600,
         world=world,
         variants=variants,
@@ -333,7 +323,12 @@ def getter_titles(release: str) -> tuple[str, ...]:
 
 def getters(bench: Bench, release: str) -> list[Row]:
     """The fastest of many, in several processes: equal code differs by 5 % between processes."""
-    job = {"job": "getters", "release": release, "calls": 500, "repeats": bench.repeats(40, 20)}
+    job = {
+        "job": "call_getters",
+        "release": release,
+        "calls": 500,
+        "repeats": bench.repeats(40, 20),
+    }
     sides: dict[str, dict[str, list[float]]] = {}
     for _ in rounds(bench.repeats(9, 3), bench.seconds(90)):
         found = child("bench_sides.py", seconds=bench.seconds(20), **job)
@@ -362,7 +357,7 @@ def imports(bench: Bench) -> list[Row]:
     results: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
     for i in rounds(bench.repeats(5, 2), bench.seconds(60)):
         for side in sorted(results, reverse=bool(i % 2)):
-            results[side].append(child("bench_sides.py", job="import", side=side))
+            results[side].append(child("bench_sides.py", job="import_side", side=side))
 
     def of(side: str, key: str) -> list[float]:
         return [float(result[key]) for result in results[side]]
@@ -439,7 +434,9 @@ def simulation(bench: Bench) -> list[Row]:
     worlds = VIRTUAL[: 3 if bench.quick else None]
     for world, case in itertools.product(worlds, ("success", "missing", "different")):
         if bench.seconds(1):
-            found = child("bench_agreement.py", job="simulate", world=world, case=case, timeout=600)
+            found = child(
+                "bench_agreement.py", job="simulated", world=world, case=case, timeout=600
+            )
             seconds = found["trips"] * world * median(cost.values())
             each = [f"{found[name]:.2f}" for name in ("operations", "trips", "bytes")]
             bench.simulated.append((f"{world:,}", CASES[case], *each, show(seconds, "time")))
@@ -470,38 +467,18 @@ class ChildError(RuntimeError):
 
 def child(script: str, *, timeout: float = 280, **job: Any) -> Any:
     """Run a job in a fresh interpreter and give its result."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HYPERGRID_")}
-    path = filter(None, [str(HERE.parent), environment.get("PYTHONPATH")])
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles this project
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    with subprocess.Popen(
-        [sys.executable, str(HERE / script), json.dumps(job)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            _kill(process)
-            raise ChildError(f"{script} {job} took longer than {timeout:.0f} s") from error
-        except BaseException:
-            _kill(process)
-            raise
-    if process.returncode:
-        raise ChildError(f"{script} {job} ended with {process.returncode}:\n{errors[-3000:]}")
-    return json.loads(output.splitlines()[-1])
+    command = (sys.executable, HERE / script, json.dumps(job))
+    try:
+        done = checkout.child(*command, timeout=timeout, PYTHONWARNINGS="ignore")
+    except subprocess.TimeoutExpired as error:
+        raise ChildError(f"{script} {job} took longer than {timeout:.0f} s") from error
+    if done.returncode:
+        raise ChildError(f"{script} {job} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)  # its forked ranks too
-
-
-def document(bench: Bench) -> str:
-    """The Markdown that a run prints."""
+def document(bench: Bench, markdown: bool = False) -> str:
+    """What a run found, as text or as Markdown."""
     packages = [f"{name} {version(name)}" for name in ("hypergrid-comm", "megatron-core", "torch")]
     today = datetime.datetime.now(datetime.timezone.utc).date()
     text = [
@@ -513,14 +490,16 @@ def document(bench: Bench) -> str:
     ]
     if bench.rows:
         head = ("Measured", "Peer", "Peer's", "Ours", "Peer / ours", "Range", "Bar", "")
-        text += ["", *table(head, [row.cells() for row in bench.rows], right=(2, 3, 4, 5, 6))]
+        rows = [head, *(row.cells() for row in bench.rows)]
+        text += ["", table(rows, markdown, right=range(2, 7))]
     if bench.counts:
         head = ("The busiest rank", "new_group calls", "Communicators", "Store operations")
-        text += ["", *table((*head, "Sockets and files"), bench.counts, right=(1, 2, 3, 4))]
+        rows = [(*head, "Sockets and files"), *bench.counts]
+        text += ["", table(rows, markdown, right=range(1, 5))]
     if bench.simulated:
         head = ("Virtual ranks", "Case", "Operations a rank", "Round trips a rank")
         head = (*head, "Characters a rank", "CPU of the store's process")
-        text += ["", *table(head, bench.simulated, right=(0, 2, 3, 4, 5))]
+        text += ["", table([head, *bench.simulated], markdown, right=(0, 2, 3, 4, 5))]
     titles = " ".join(row.title for row in bench.rows)
     if "nitialisation" in titles:
         text += [
@@ -538,23 +517,6 @@ def document(bench: Bench) -> str:
         ]
     text += [f"\nFAILED: {failure}" for failure in bench.failures]
     return "\n".join(text)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """A Markdown table that is legible as text too."""
-    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
-    rule = [
-        "-" * (width - 1) + ":" if i in right else "-" * width for i, width in enumerate(widths)
-    ]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return f"| {' | '.join(padded)} |"
-
-    return [line(head), line(rule), *map(line, rows)]
 
 
 def plot(bench: Bench, file: Path) -> None:
@@ -595,18 +557,14 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return ordered[first], median(ordered), ordered[-1 - first]
 
 
-def times(ratio: float) -> str:
+def times(ratio: float, exactly: bool = False) -> str:
+    if exactly:
+        return f"{ratio:.4f}x"
     return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 
-def use_project_environment() -> None:
-    """Start again under the project's own Python when this one has no torch."""
-    python = HERE.parent / ".venv" / "bin" / "python"
-    if python.exists() and importlib.util.find_spec("torch") is None:
-        os.execv(python, [str(python), *sys.argv])
-
-
 if __name__ == "__main__":
-    if Path(sys.prefix) != HERE.parent / ".venv":
-        use_project_environment()
+    for name in [name for name in os.environ if name.startswith("HYPERGRID_")]:
+        del os.environ[name]  # a choice of the caller's shell is not what is measured
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles this project
     sys.exit(main())

@@ -8,15 +8,12 @@ on a store that counts.
 from __future__ import annotations
 
 import copy
-import json
 import os
-import signal
 import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from bench_sides import answer
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.agreement import store as connection
@@ -33,6 +31,7 @@ from hypergrid.agreement.prepare import Abilities, _Memory, _Round
 from hypergrid.agreement.rendezvous import Phase
 from hypergrid.policy import Policy
 from tests.support.counting import CountingStore
+from tests.support.forked import run_ranks, served
 
 PROPOSAL = {"plan": "0" * 64, "tensor_model_parallel_size": 8, "arguments": "x" * 900}
 MINUTE = timedelta(minutes=1)
@@ -50,56 +49,34 @@ def two_phases(store: dist.Store, ranks: range, memory: _Memory) -> None:
         pass
 
 
-@contextmanager
-def served() -> Iterator[tuple[int, int]]:
-    """A process that serves a store: its id and the port. A fork beside its threads may hang."""
-    read, write = os.pipe()
-    if (server := os.fork()) == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write, str(store.port).encode())
-        time.sleep(600)
-        os._exit(0)
-    try:
-        yield server, int(os.read(read, 16))
-    finally:
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
-
-
 def in_turns(world: int, body: Callable[..., Any], kinds: list[str], gloo: bool = False) -> Any:
     """Each process calls ``body`` once per kind, together: their results and the server's CPU."""
+
+    def one(rank: int) -> list[Any]:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=MINUTE)
+        if rank == world:  # conducts the others
+            used = []
+            for turn in range(len(kinds) + 1):
+                while store.add(f"ready/{turn}", 0) < world:
+                    time.sleep(0.05)
+                used.append(cpu(server))
+                store.set(f"go/{turn}", "")
+            return [after - before for before, after in pairwise(used)]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        if gloo:
+            own = dist.PrefixStore("gloo", store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
+        found, kept = [], dict[str, Any]()
+        for turn, kind in enumerate(kinds):
+            store.add(f"ready/{turn}", 1)
+            store.wait([f"go/{turn}"], MINUTE)
+            found.append(body(store, rank, world, turn, kind, kept))
+        store.add(f"ready/{len(kinds)}", 1)
+        return found
+
     with served() as (server, port):
-        read, write = os.pipe()
-        for rank in range(world):
-            if os.fork() == 0:
-                os.close(read)
-                with open(os.devnull, "w") as null, open(write, "w") as out:
-                    os.dup2(null.fileno(), 2)
-                    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=MINUTE)
-                    if gloo:
-                        own = dist.PrefixStore("gloo", store)
-                        dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
-                    found, kept = [], dict[str, Any]()
-                    for turn, kind in enumerate(kinds):
-                        store.add(f"ready/{turn}", 1)
-                        store.wait([f"go/{turn}"], MINUTE)
-                        found.append(body(store, rank, world, turn, kind, kept))
-                    store.add(f"ready/{len(kinds)}", 1)
-                    out.write(json.dumps(found) + "\n")
-                    out.flush()
-                    os._exit(0)
-        os.close(write)
-        store, used = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=MINUTE), []
-        for turn in range(len(kinds) + 1):
-            while store.add(f"ready/{turn}", 0) < world:
-                time.sleep(0.05)
-            used.append(cpu(server))
-            store.set(f"go/{turn}", "")
-        with open(read) as lines:
-            results = [json.loads(line) for line in lines]
-        for _ in range(world):
-            os.wait()
-    return results, [after - before for before, after in pairwise(used)]
+        *results, used = run_ranks(world + 1, one, backend="", timeout=250)
+    return results, used
 
 
 def cpu(process: int) -> float:
@@ -225,7 +202,4 @@ def simulated(world: int, case: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
-    print(json.dumps({"operations": operations, "processes": processes, "simulate": simulated}[
-        job.pop("job")
-    ](**job)))  # fmt: skip
+    answer(operations, processes, simulated)

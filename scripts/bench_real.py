@@ -1,27 +1,24 @@
 """The benchmark's real worlds: forks gloo ranks afresh for every measurement of every variant.
 
-``bench_real.py '{"world": 8, "variants": {...}, "repeats": 3, "seconds": 60}'`` prints JSON on the
-last line of its output: for each variant the seconds of the slowest rank, and what one rank did.
+The result has for each variant the seconds of the slowest rank, and what one rank did.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import socket
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from bench_sides import digest, load, rounds
+from bench_sides import answer, digest, load, rounds
 from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
 from tests.support import forked
+from tests.support.counting import CountingStore
 
 SIZES = {
     "tensor_model_parallel_size": 2,
@@ -31,52 +28,11 @@ SIZES = {
 }
 
 
-class CountingStore(dist.Store):
-    """Passes everything on to another store and counts it; what C++ asks comes this way too."""
-
-    def __init__(self, inner: dist.Store) -> None:
-        super().__init__()
-        self.inner = inner
-        self.operations: Counter[str] = Counter()
-
-    def has_extended_api(self) -> bool:
-        """Whether the other store has the operations that read and write many keys."""
-        answer: bool = self.inner.has_extended_api()
-        return answer
-
-    def clone(self) -> CountingStore:
-        """The same store: a clone's operations count as well."""
-        return self
-
-
-def _counted(name: str) -> Any:
-    def operation(self: CountingStore, *args: Any, **keywords: Any) -> Any:
-        self.operations[name] += 1
-        return getattr(self.inner, name)(*args, **keywords)
-
-    return operation
-
-
-for _name in (
-    *("set", "get", "add", "wait", "check", "compare_set", "delete_key", "num_keys"),
-    *("append", "multi_get", "multi_set", "list_keys", "queue_push", "queue_pop", "queue_len"),
-):
-    setattr(CountingStore, _name, _counted(_name))
-
-
-def one_rank(
-    rank: int, world: int, listener: socket.socket, variant: dict[str, Any], counting: bool
-) -> dict[str, Any]:
+def one_rank(rank: int, world: int, variant: dict[str, Any], counting: bool) -> dict[str, Any]:
     """Initialise between two barriers and say how long that took, or what it did."""
     os.environ.update(variant["environment"])
     module = load(variant["side"])
-    store: Any = dist.TCPStore(
-        "127.0.0.1",
-        listener.getsockname()[1],
-        is_master=rank == 0,
-        wait_for_workers=False,
-        master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
-    )
+    store: Any = forked.store()
     calls: Counter[str] = Counter()
     if counting:
         store = CountingStore(store)
@@ -84,10 +40,10 @@ def one_rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     dist.barrier()
     files = _open_files()
-    operations = store.operations.total() if counting else 0
+    operations = store.counts.total() if counting else 0
     start = time.perf_counter()
     module.initialize_model_parallel(**SIZES)
-    operations = store.operations.total() - operations if counting else 0
+    operations = store.counts.total() - operations if counting else 0
     new_groups = calls.total()
     dist.barrier()
     result: dict[str, Any] = {"seconds": time.perf_counter() - start}
@@ -119,14 +75,9 @@ def _open_files() -> int:
 
 def run(world: int, variant: dict[str, Any], counting: bool) -> list[dict[str, Any]]:
     """One measurement on ``world`` fresh ranks."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(world)
-        arguments = (world, listener, variant, counting)
-        results: list[dict[str, Any]] = forked.run_ranks(
-            world, one_rank, *arguments, backend="", timeout=120
-        )
-        return results
+    given = (world, variant, counting)
+    found: list[dict[str, Any]] = forked.run_ranks(world, one_rank, *given, backend="", timeout=120)
+    return found
 
 
 def compare(
@@ -162,4 +113,4 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for side in ("stock", "ours"):
         load(side)  # before the fork, so that no rank has to
-    print(json.dumps(compare(**json.loads(sys.argv[1]))))
+    answer(compare)

@@ -18,14 +18,12 @@ import tempfile
 import time
 import timeit
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SIZES = {
     "tensor_model_parallel_size": 8,
@@ -34,44 +32,26 @@ SIZES = {
     "expert_model_parallel_size": 8,
 }
 ORDER = "tp-cp-ep-dp-pp"
-GETTERS = (
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_world_size",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "get_tensor_model_parallel_group",
-    "get_data_parallel_group",
+_DIMS = ("tensor_model", "pipeline_model", "data", "context", "expert_model")
+NUMBERS = (
+    *(f"get_{dim}_parallel_{what}" for dim in _DIMS for what in ("rank", "world_size")),
+    *("is_pipeline_first_stage", "is_pipeline_last_stage"),
 )
-GROUPS = (
-    "get_model_parallel_group",
-    "get_tensor_model_parallel_group",
-    "get_pipeline_model_parallel_group",
-    "get_data_parallel_group",
-    "get_context_parallel_group",
-    "get_tensor_and_data_parallel_group",
-    "get_tensor_and_context_parallel_group",
-    "get_expert_model_parallel_group",
-    "get_expert_tensor_parallel_group",
-    "get_expert_tensor_and_model_parallel_group",
-    "get_expert_tensor_model_pipeline_parallel_group",
-    "get_expert_data_parallel_group",
+GROUPS = tuple(
+    f"get_{dims}_group"
+    for dims in (
+        *("tensor_model_parallel", "data_parallel", "model_parallel", "pipeline_model_parallel"),
+        *("context_parallel", "tensor_and_data_parallel", "tensor_and_context_parallel"),
+        *("expert_model_parallel", "expert_tensor_parallel", "expert_tensor_and_model_parallel"),
+        *("expert_tensor_model_pipeline_parallel", "expert_data_parallel"),
+    )
 )
 TIMED = (
-    *dict.fromkeys((*GETTERS, *GROUPS)),
-    *("get_amax_reduction_group", "get_global_memory_buffer"),
+    *(*NUMBERS, *GROUPS, "get_amax_reduction_group", "get_global_memory_buffer"),
     *("get_data_parallel_src_rank", "get_tensor_model_parallel_src_rank"),
     *("get_expert_data_parallel_rank", "get_expert_data_parallel_world_size"),
     *("get_expert_tensor_parallel_rank", "get_expert_tensor_parallel_world_size"),
-    *("get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank"),
-    *("get_pipeline_model_parallel_first_rank", "get_pipeline_model_parallel_last_rank"),
+    *(f"get_pipeline_model_parallel_{which}_rank" for which in ("next", "prev", "first", "last")),
     *("get_virtual_pipeline_model_parallel_rank", "is_rank_in_embedding_group", "get_all_ranks"),
     *("is_initialized", "model_parallel_is_initialized"),
 )
@@ -89,7 +69,6 @@ def rounds(most: int, seconds: float) -> Iterator[int]:
 
 def load(side: str, release: str | None = None) -> Any:
     """The parallel_state module of one side. Stock's is run from its source, by itself."""
-    sys.path.insert(0, str(ROOT))
     if side == "ours":
         return importlib.import_module("compat.parallel_state")
     return importlib.import_module("tests.support.stock").load_stock(
@@ -108,7 +87,7 @@ def digest(module: Any) -> str:
     """A hash of what the getters answer; equal on both sides when both built the same."""
     import torch.distributed as dist
 
-    answers = {name: getattr(module, name)() for name in GETTERS if name not in GROUPS}
+    answers = {name: getattr(module, name)() for name in NUMBERS}
     for name in GROUPS:
         answers[name] = dist.get_process_group_ranks(getattr(module, name)())
     return hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
@@ -204,7 +183,6 @@ def import_side(side: str) -> dict[str, Any]:
     """Import one side's parallel_state once torch is there; stock's the way its users do."""
     import torch
 
-    sys.path.insert(0, str(ROOT))
     start = time.perf_counter()
     importlib.import_module(
         "compat.parallel_state" if side == "ours" else "megatron.core.parallel_state"
@@ -218,7 +196,6 @@ def import_side(side: str) -> dict[str, Any]:
 
 def recordings(directory: str, ranks: int, calls: int) -> None:
     """Write what a job left in which rank ``ranks // 2 + 1`` misses a call."""
-    sys.path.insert(0, str(ROOT))
     from tests.support.recorded import Rank
 
     groups = {f"1{i:018}": ("TENSOR", range(i, i + 8)) for i in range(0, ranks, 8)}
@@ -246,7 +223,6 @@ def diagnosis(side: str, directory: str, ranks: int) -> float:
     The command reads with every core; what only loads has one, and no collector of cycles, which
     would hurt it more.
     """
-    sys.path.insert(0, str(ROOT))
     from hypergrid.hangs.reading import read
     from hypergrid.hangs.verdict import diagnose
 
@@ -265,7 +241,6 @@ def diagnosis(side: str, directory: str, ranks: int) -> float:
 
 def placement(worlds: list[int], repeats: int, seconds: float) -> dict[str, list[float]]:
     """CPU seconds of ordering the scattered hosts of each world, by its ranks."""
-    sys.path.insert(0, str(ROOT))
     import random
 
     from compat.planned.job import from_sizes
@@ -298,7 +273,6 @@ def recording(pairs: int, calls: int) -> dict[str, list[float]]:
     "thread": of each second, the CPU seconds of the recorder's thread; "stall": the most of them
     between two calls, with 2,000 entries in torch's recorder.
     """
-    sys.path.insert(0, str(ROOT))
     import torch
     import torch.distributed as dist
 
@@ -367,18 +341,15 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-JOBS: dict[str, Any] = {
-    "audited": audited,
-    "diagnosis": diagnosis,
-    "initialise": initialise,
-    "enumerate": enumerate_groups,
-    "getters": call_getters,
-    "import": import_side,
-    "placement": placement,
-    "recording": recording,
-    "recordings": recordings,
-}
+def answer(*jobs: Callable[..., Any]) -> None:
+    """Do the job that the command line names and print its result."""
+    given = json.loads(sys.argv[1])
+    named = {job.__name__: job for job in jobs}
+    print(json.dumps(named[given.pop("job")](**given)))
+
 
 if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
-    print(json.dumps(JOBS[job.pop("job")](**job)))
+    answer(
+        *(initialise, enumerate_groups, call_getters, audited, import_side),
+        *(recordings, diagnosis, placement, recording),
+    )

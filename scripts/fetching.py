@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CACHE = ROOT / ".cache"
+from checkout import CACHE
+
 LARGEST = 1 << 20  # bytes of one file
 
 
@@ -30,15 +30,13 @@ def pip(
     arguments: list[str], wanted: Mapping[str, str], environment: Mapping[str, str] | None = None
 ) -> None:
     """Run pip for these requirements alone: ``name==version`` -> sha256, several with spaces."""
-    python = sys.executable
-    if subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode:
-        python = str(ROOT / ".venv" / "bin" / "python")  # this one has no pip
     with tempfile.TemporaryDirectory() as scratch:
         listed = Path(scratch, "wanted.txt")
         rows = [" --hash=sha256:".join([name, *wanted[name].split()]) for name in wanted]
         listed.write_text("\n".join(rows))
-        command = [python, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
-        command += ["--no-deps", "--require-hashes", "--requirement", str(listed)]
+        command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--require-hashes"]
+        command += ["--requirement", str(listed)]
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **(environment or {})}
         )

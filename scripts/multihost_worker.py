@@ -6,13 +6,14 @@ strike, `outcome.RANK` when it has raised or finished, `trace.RANK` when it hang
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
+import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,28 +27,24 @@ LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_paral
 
 def main() -> None:
     """Fork the ranks, keep the store as torchrun's agent does, and note who has ended."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", required=True, help="those of this host")
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--store", required=True, help="ADDRESS:PORT, served by rank 0's host")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--timeout", type=float, required=True, help="seconds, of the groups")
-    parser.add_argument("--patience", type=float, required=True, help="seconds until it hangs")
-    parser.add_argument("--at", type=int, required=True, help="number of the group; 0: none yet")
-    parser.add_argument("--held", type=int, nargs="*", default=[], help="ranks that stop before it")
-    options = parser.parse_args()
-    address, port = options.store.split(":")
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port, WORLD_SIZE=str(options.world))
+    options = SimpleNamespace(**json.loads(sys.argv[1]))
+    options.folder = Path(options.folder)
+    address, port = options.address, options.port
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(options.world))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # every rank is a client of it
     children, tester = {}, os.getppid()
     for rank in options.ranks:
-        pid = os.fork()
-        if pid == 0:
-            _child(rank, options)
+        if (pid := os.fork()) == 0:
+            try:
+                _rank(rank, options)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
         children[pid] = rank
     store = None
     if 0 in options.ranks:
-        store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
     while children:
         pid, status = os.wait()
         _write(options.folder, f"ended.{children.pop(pid)}", status)
@@ -55,18 +52,9 @@ def main() -> None:
         time.sleep(1)
 
 
-def _child(rank: int, options: argparse.Namespace) -> None:
-    try:
-        os.environ["RANK"] = str(rank)
-        _rank(rank, options)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def _rank(rank: int, options: argparse.Namespace) -> None:
+def _rank(rank: int, options: SimpleNamespace) -> None:
     torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
     dist.init_process_group("gloo")
     dist.barrier()  # the world is there, connected, before anything breaks
     new_group, calls = dist.new_group, 0
@@ -106,7 +94,7 @@ def _rank(rank: int, options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def _gate(rank: int, options: argparse.Namespace) -> None:
+def _gate(rank: int, options: SimpleNamespace) -> None:
     """Say who came, and stop here if this rank is to until the fault has struck."""
     _write(options.folder, f"gate.{rank}", os.getpid())
     while rank in options.held and not (options.folder / "struck").exists():

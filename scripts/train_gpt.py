@@ -115,7 +115,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--use-distributed-optimizer", action="store_true")
     add("--num-distributed-optimizer-instances", type=int, default=1)
     add("--order", default="tp-cp-ep-dp-pp", help="from the fastest rank dimension to the slowest")
-    add("--no-gloo-groups", action="store_true", help="make no gloo twins of data-parallel groups")
     add("--explicit-groups", action="store_true", help="hand megatron a ProcessGroupCollection")
     add("--steps", type=int, default=20)
     add("--micro-batch-size", type=int, default=2)
@@ -127,7 +126,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=1234)
     add("--bf16", action="store_true")
-    add("--log-every", type=int, default=1)
     add("--results", type=Path, help="rank 0 writes what was measured to this file, as JSON")
     return parser.parse_args(argv)
 
@@ -166,9 +164,7 @@ def initialize(args: argparse.Namespace) -> tuple[Parallel, dict[str, Any]]:
             groups = collection.build(**sizes, order=args.order, create_gloo_process_groups=False)
             parallel = Parallel(groups.parallel_state, groups)
         else:
-            parallel_state.initialize_model_parallel(
-                **sizes, order=args.order, create_gloo_process_groups=not args.no_gloo_groups
-            )
+            parallel_state.initialize_model_parallel(**sizes, order=args.order)
             parallel = Parallel(parallel_state)
     seconds = time.perf_counter() - start
     groups = len(dist.distributed_c10d._world.pg_map) - groups_before
@@ -293,12 +289,9 @@ def build(
         params_dtype=config.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    gloo = parallel.groups is None and not args.no_gloo_groups
+    gloo = {"use_gloo_process_groups": parallel.groups is None}
     optimizer = get_megatron_optimizer(
-        optimizer_config,
-        model,
-        **taken(get_megatron_optimizer, {"use_gloo_process_groups": gloo}),
-        **parallel.handed,
+        optimizer_config, model, **taken(get_megatron_optimizer, gloo), **parallel.handed
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -381,10 +374,8 @@ def training(args: argparse.Namespace, parallel: Parallel) -> Training:
         forward_backward = get_forward_backward_func()
         losses_group = state.get_data_parallel_group(with_context_parallel=True)
     else:
-        sizes = {
-            "pp_size": groups.pp.size(),
-            "vp_size": args.virtual_pipeline_model_parallel_size,
-        }
+        stages = args.virtual_pipeline_model_parallel_size
+        sizes = {"pp_size": groups.pp.size(), "vp_size": stages}
         forward_backward = get_forward_backward_func(**taken(get_forward_backward_func, sizes))
         losses_group = groups.dp_cp
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -426,7 +417,7 @@ def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, 
         exact = {"loss_hex": loss.hex(), "grad_norm_hex": norm.hex()}
         timing = {"seconds": seconds, "tokens_per_second": speed}
         steps.append({"loss": loss, "grad_norm": norm, **exact, **timing})
-        if dist.get_rank() == 0 and step % args.log_every == 0:
+        if dist.get_rank() == 0:
             line = f"step {step:3}/{args.steps}  loss {loss:.4f}  grad norm {norm:.4f}"
             print(f"{line}  {speed:,.0f} tokens/s", flush=True)
     for stage in model:

@@ -18,7 +18,7 @@ SIZES = "--world-size 8 --tp 2"
 
 
 def test_mutated_files_and_texts_give_an_answer_or_one_sentence():
-    """As ``scripts/hostile``, which tries 10,000."""
+    """As ``scripts/dev/hostile``, which tries 10,000."""
     found = [f"#{n} {hostile.case(n).command}: {said}" for n, said in hostile.findings(range(300))]
     assert found == []
 

@@ -1,8 +1,6 @@
 """Subgroups: asked for in any order they never wait, and members have the same group."""
 
 import json
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from unittest import mock
@@ -16,8 +14,8 @@ from compat.state import ParallelState
 from hypergrid import AgreementError, GroupRow, HyperCommGrid, LayoutError, RankLayout, dump
 from hypergrid.groups import gloo
 from hypergrid.show.diff import against_dump
-from tests.support import ROOT
 from tests.support.forked import descriptors, from_all, on_ranks
+from tests.support.soaking import subgroups_in_any_order
 
 
 def grid_of(shape, names, **options):
@@ -48,9 +46,8 @@ def test_runs_are_those_that_a_plan_cuts():
 
 
 def test_random_orders_on_each_rank_never_wait_and_sum_right():
-    command = [sys.executable, "scripts/subgroups", "--ranks", "8", "--rounds", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    tally = subgroups_in_any_order(rounds=2, world=8)
+    assert not tally.lost, tally
 
 
 @on_ranks(6)

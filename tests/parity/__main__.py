@@ -1,18 +1,14 @@
-"""One release in this process; writes the report as JSON (see ``scripts/parity``)."""
+"""One release in this process; writes FOLDER/RELEASE.json (see ``scripts/parity``)."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 from tests.parity import run
 from tests.parity.mutants import mutants_of, run_mutant
 from tests.parity.patching import run_patched
-from tests.support.stock import load_stock
 
 
 def main() -> None:
@@ -23,26 +19,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--max-world", type=int, required=True)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--time-budget", type=float)
-    parser.add_argument("--against-itself", action="store_true")
     parser.add_argument("--mutants", action="store_true")
     parser.add_argument("--patched", action="store_true")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     given = parser.parse_args()
     scale = (given.release, given.n, given.seed, given.max_world)
     if given.mutants:
         reports = {name: run_mutant(name, *scale) for name in mutants_of(given.release)}
     else:
-        candidate: ModuleType | Callable[[], ModuleType]
-        if given.against_itself:
-            candidate = functools.partial(load_stock, given.release)
-        else:
-            import compat.parallel_state as candidate  # type: ignore[no-redef]
+        import compat.parallel_state as candidate
+
         if given.patched:
             reports = {"": run_patched(candidate, *scale, given.first)}
         else:
-            reports = {"": run(candidate, *scale, given.time_budget, given.first)}
-    given.out.write_text(json.dumps({name: vars(report) for name, report in reports.items()}))
+            reports = {"": run(candidate, *scale, given.first)}
+    found = {name: vars(report) for name, report in reports.items()}
+    (given.folder / f"{given.release}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

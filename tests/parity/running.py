@@ -62,7 +62,6 @@ def run(
     n: int,
     seed: int,
     max_world: int,
-    time_budget: float | None = None,
     first: int = 0,
     stop_after: int = 20_000,
 ) -> Report:
@@ -74,8 +73,6 @@ def run(
         the module, used again and again; a callable gives a fresh one for each rank.
     max_world : int
         the largest world; most worlds are far smaller.
-    time_budget : float, optional
-        seconds after which no further configuration starts.
     first : int
         number of the first configuration, to repeat one from a report.
     stop_after : int
@@ -86,8 +83,6 @@ def run(
     fresh = (lambda: candidate) if isinstance(candidate, ModuleType) else candidate
     report.add("", compare_surface(fresh(), release))
     for number in range(first, first + n):
-        if time_budget is not None and time.monotonic() - started > time_budget:
-            break
         if report.differences.total() >= stop_after:
             break
         config = random_config(random.Random(f"{seed}/{release}/{number}"), release, max_world)

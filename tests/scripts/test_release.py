@@ -1,4 +1,4 @@
-"""scripts/release refuses what must not be released, says what to upload and uploads nothing."""
+"""scripts/dev/release refuses what must not be released, says what to upload, uploads nothing."""
 
 import shutil
 import subprocess
@@ -15,11 +15,11 @@ mkdir "$2" && echo wheel > "$2/some.whl" && echo "$3 $4"
 @pytest.fixture
 def tree(tmp_path):
     """A repository with this release script, one commit, and an 'extras' that builds a file."""
-    for folder in ("scripts", "hypergrid"):
-        (tmp_path / folder).mkdir()
-    shutil.copy(ROOT / "scripts" / "release", tmp_path / "scripts")
-    (tmp_path / "scripts" / "extras").write_text(BUILDS)
-    (tmp_path / "scripts" / "extras").chmod(0o755)
+    for folder in ("scripts/dev", "hypergrid"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "dev" / "release", tmp_path / "scripts" / "dev")
+    (tmp_path / "scripts" / "dev" / "extras").write_text(BUILDS)
+    (tmp_path / "scripts" / "dev" / "extras").chmod(0o755)
     (tmp_path / "hypergrid" / "__init__.py").write_text('__version__ = "1.2.0"\n')
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     (tmp_path / ".gitignore").write_text("dist/\n")
@@ -40,7 +40,7 @@ def commit(tree):
 
 
 def released(tree, *arguments):
-    command = [tree / "scripts" / "release", *arguments]
+    command = [tree / "scripts" / "dev" / "release", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=tree, timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""scripts/setup_browser says what it is about to install, and what to do where it cannot."""
+"""scripts/dev/setup_browser says what it is about to install, and what to do where it cannot."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ def set_up(tmp_path, commands):
         (tmp_path / name).write_text(f"#!{BASH}\n{line}\n")
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": str(tmp_path)}
-    command = [BASH, ROOT / "scripts" / "setup_browser"]
+    command = [BASH, ROOT / "scripts" / "dev" / "setup_browser"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
     assert done.returncode == 0
     return done.stdout

@@ -1,4 +1,4 @@
-"""scripts/upstream_bridges: megatron-core's own tests of bridges pass on groups of assemblies."""
+"""scripts/dev/upstream_bridges: megatron-core's own tests pass on groups of assemblies."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ CLONE = Path(os.environ.get("MEGATRON_LM", ROOT / ".cache" / "Megatron-LM"))
 def test_upstreams_tests_pass_unchanged():  # of one release and a few; the script has them all
     few = ["--releases", "0.19.2", "-k", "pg_membership or different_pp_size or 2d_fan"]
     done = subprocess.run(
-        [sys.executable, "scripts/upstream_bridges", "--repository", str(CLONE), *few],
+        [sys.executable, "scripts/dev/upstream_bridges", "--repository", str(CLONE), *few],
         capture_output=True,
         text=True,
         timeout=300,

@@ -37,7 +37,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no browser: install chromium (scripts/setup_browser)"
+    CHROMIUM is None, reason="no browser: install chromium (scripts/dev/setup_browser)"
 )
 
 

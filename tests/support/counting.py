@@ -1,4 +1,7 @@
-"""A store that counts what a rank does in it, and what that would cost with a TCPStore."""
+"""A store that counts what a rank does in it, and what that would cost with a TCPStore.
+
+What C++ asks comes through it too.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,24 @@ class CountingStore(dist.Store):
         return sum(_TRIPS.get(name, 0) * many for name, many in self.counts.items())
 
     def has_extended_api(self) -> bool:
-        return True
+        return self.underlying_store.has_extended_api()
+
+    def clone(self) -> CountingStore:
+        """The same store: a clone's operations count as well."""
+        return self
 
 
 def _counted(name: str) -> Callable[..., Any]:
-    def call(self: CountingStore, *arguments: Any) -> Any:
+    def call(self: CountingStore, *arguments: Any, **keywords: Any) -> Any:
         self.counts[name] += 1
         self.characters += sum(len(each) for each in arguments if isinstance(each, str))
-        return getattr(self.underlying_store, name)(*arguments)
+        return getattr(self.underlying_store, name)(*arguments, **keywords)
 
     return call
 
 
-for _name in ("set", "append", *_TRIPS):
+for _name in (
+    *("set", "append", *_TRIPS),
+    *("num_keys", "list_keys", "multi_get", "multi_set", "queue_push", "queue_pop", "queue_len"),
+):
     setattr(CountingStore, _name, _counted(_name))

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class RankFailure(AssertionError):
 
 _STORE: dist.Store  # of this rank's world
 _TURNS = itertools.count()
+# What a handler of signals may add to, instead of raising: fork has hooks that swallow exceptions.
+SIGNALS: list[int] = []
 
 
 def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -56,6 +59,11 @@ def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Call
         return run
 
     return decorate
+
+
+def store() -> dist.Store:
+    """The store of this rank's world; rank 0 serves it until all ranks have finished."""
+    return _STORE
 
 
 def from_all(value: Any) -> list[Any]:
@@ -123,12 +131,12 @@ def run_ranks(
     listener.listen(world)
     with listener, tempfile.TemporaryDirectory() as directory:
         children = {}
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                _child(rank, world, body, args, backend, listener, directory, timeout, expect)
-            children[pid] = rank
         try:
+            for rank in range(world):
+                pid = os.fork()
+                if pid == 0:
+                    _child(rank, world, body, args, backend, listener, directory, timeout, expect)
+                children[pid] = rank
             lost = _wait(children, time.monotonic() + timeout, to_the_first=True)
         finally:
             for pid in children:  # too late, or waiting was interrupted
@@ -147,6 +155,24 @@ def run_ranks(
                 raise RankFailure(f"rank {rank}: {value[0]}: {value[1]}", value[2])
             results.append(value[:2] if kind == "error" else value)
         return results
+
+
+@contextmanager
+def served() -> Iterator[tuple[int, int]]:
+    """A process that serves a store and does nothing else: its id and the port."""
+    read, write = os.pipe()
+    if (server := os.fork()) == 0:  # without this process's threads
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        time.sleep(900)
+        os._exit(0)
+    os.close(write)
+    try:
+        yield server, int(os.read(read, 16))
+    finally:
+        os.close(read)
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 def run_scripts(
@@ -265,6 +291,8 @@ def _child(
 def _wait(children: dict[int, int], deadline: float, to_the_first: bool = False) -> dict[int, str]:
     lost: dict[int, str] = {}
     while children and not (lost and to_the_first):
+        if SIGNALS:
+            raise KeyboardInterrupt
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
             rank = children.pop(pid)

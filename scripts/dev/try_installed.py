@@ -1,8 +1,8 @@
 """Run every command and every documented import of the hypergrid that is installed.
 
-    python -I scripts/try_installed.py
+    python -I scripts/dev/try_installed.py
 
-scripts/extras runs it in an environment that has the wheel and no checkout, in an empty folder.
+scripts/dev/extras runs it in an environment that has the wheel and no checkout, in an empty folder.
 The checkout is only read: what its pages import, and from nowhere else may hypergrid come.
 """
 
@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from hypergrid.cli.app import app
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "net.yaml": "hosts: [{name: a, gpus: 4, rack: r}, {name: b, gpus: 4, rack: s}]\n",
     # Rank 3 comes four seconds late: long enough for the others to be recorded.
