@@ -100,8 +100,10 @@ def initialize_model_parallel(
     ----------
     tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size : int
         Sizes of the decoder grid's dims; dp is the world size divided by their product.
-    expert_model_parallel_size, expert_tensor_parallel_size : int
-        Sizes of the expert grid's dims. The expert tp is the tensor-parallel size unless given.
+    expert_model_parallel_size : int
+        Size of the expert grid's ep.
+    expert_tensor_parallel_size : int, optional
+        Size of the expert grid's tp; the tensor-parallel size unless given.
     virtual_pipeline_model_parallel_size : int, optional
         Virtual stages per rank.
     pipeline_model_parallel_split_rank : int, optional
@@ -112,8 +114,10 @@ def initialize_model_parallel(
         Sizes of the levels, innermost first; their product is the context-parallel size.
     hybrid_context_parallel : bool
         Also make data x context parallel groups of every power of two.
-    dynamic_context_parallel, min_dynamic_context_parallel_size : bool, int
-        As Megatron-LM's branch dev: the same from a smallest size on, connected at once.
+    dynamic_context_parallel : bool
+        As Megatron-LM's branch dev: the same groups, connected at once.
+    min_dynamic_context_parallel_size : int
+        The smallest size of these groups.
     gtp_remat_size, expert_gtp_remat_size : int
         Ranks over which weights are sharded; a dim of its own in each grid.
     num_distributed_optimizer_instances : int
