@@ -137,12 +137,16 @@ def initialize_model_parallel(
         From a pipeline's ranks to those that hold the embeddings.
     create_gloo_process_groups : bool
         Also create each data-parallel group with gloo.
-    use_sharp, sharp_enabled_group : bool, {"dp", "dp_replica"}
-        Which groups are created with SHARP.
+    use_sharp : bool
+        Create groups with SHARP.
+    sharp_enabled_group : {"dp", "dp_replica"}, optional
+        Which of them; the data-parallel groups unless given.
     create_all_gather_group : bool
         As megatron-core 0.16 and 0.17: a second data x context parallel group.
-    rank_offset, local_world_size : int
-        The window: its first rank, and how many ranks it has.
+    rank_offset : int
+        The window's first rank.
+    local_world_size : int, optional
+        How many ranks the window has; all of the world unless given.
     share, connect, creation : str, optional
         How groups are created, see ``hypergrid.policy.Policy``. Not in upstream.
         ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT`` and ``HYPERGRID_CREATION`` in the environment
