@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import zlib
@@ -21,6 +22,9 @@ FOUND = {page: pages.blocks(page) for page in pages.PAGES}
 BLOCKS = [block for found in FOUND.values() for block in found]
 CHAINS = [chain for found in FOUND.values() for chain in pages.chains(found)]
 FILES = {block.file for block in BLOCKS if block.file}
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 @pytest.fixture(scope="session")
@@ -112,6 +116,28 @@ def test_the_site_builds_strictly_and_asks_nobody_else(site):
     assert not foreign and not any(styles)
     shown = [page.name for page in written if re.search(r":(meth|func|class):", page.read_text())]
     assert not shown, "markup of another documentation tool"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser: install chromium (scripts/setup_browser)")
+def test_pages_opened_from_disk_can_be_searched_and_fit_a_phone(site):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page, wrong = launched.new_page(), []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto((site / "index.html").as_uri())
+        page.click("input.md-search__input")
+        page.keyboard.type("suspend")
+        page.locator(".md-search-result__item").first.wait_for(timeout=20_000)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": 390, "height": 844})
+            for name in ("index", "command-line", "troubleshooting", "first-job"):
+                page.goto((site / f"{name}.html").as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        launched.close()
+    assert not wrong
 
 
 def test_the_reference_is_complete(site):
