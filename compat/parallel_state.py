@@ -100,8 +100,10 @@ def initialize_model_parallel(
     ----------
     tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size : int
         Sizes of the decoder grid's dims; dp is the world size divided by their product.
-    expert_model_parallel_size, expert_tensor_parallel_size : int
-        Sizes of the expert grid's dims. The expert tp is the tensor-parallel size unless given.
+    expert_model_parallel_size : int
+        Size of the expert grid's ep.
+    expert_tensor_parallel_size : int, optional
+        Size of the expert grid's tp; the tensor-parallel size unless given.
     virtual_pipeline_model_parallel_size : int, optional
         Virtual stages per rank.
     pipeline_model_parallel_split_rank : int, optional
@@ -112,8 +114,10 @@ def initialize_model_parallel(
         Sizes of the levels, innermost first; their product is the context-parallel size.
     hybrid_context_parallel : bool
         Also make data x context parallel groups of every power of two.
-    dynamic_context_parallel, min_dynamic_context_parallel_size : bool, int
-        As Megatron-LM's branch dev: the same from a smallest size on, connected at once.
+    dynamic_context_parallel : bool
+        As Megatron-LM's branch dev: the same groups, connected at once.
+    min_dynamic_context_parallel_size : int
+        The smallest size of these groups.
     gtp_remat_size, expert_gtp_remat_size : int
         Ranks over which weights are sharded; a dim of its own in each grid.
     num_distributed_optimizer_instances : int
@@ -133,12 +137,16 @@ def initialize_model_parallel(
         From a pipeline's ranks to those that hold the embeddings.
     create_gloo_process_groups : bool
         Also create each data-parallel group with gloo.
-    use_sharp, sharp_enabled_group : bool, {"dp", "dp_replica"}
-        Which groups are created with SHARP.
+    use_sharp : bool
+        Create groups with SHARP.
+    sharp_enabled_group : {"dp", "dp_replica"}, optional
+        Which of them; the data-parallel groups unless given.
     create_all_gather_group : bool
         As megatron-core 0.16 and 0.17: a second data x context parallel group.
-    rank_offset, local_world_size : int
-        The window: its first rank, and how many ranks it has.
+    rank_offset : int
+        The window's first rank.
+    local_world_size : int, optional
+        How many ranks the window has; all of the world unless given.
     share, connect, creation : str, optional
         How groups are created, see ``hypergrid.policy.Policy``. Not in upstream.
         ``HYPERGRID_SHARE``, ``HYPERGRID_CONNECT`` and ``HYPERGRID_CREATION`` in the environment

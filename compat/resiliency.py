@@ -57,7 +57,7 @@ class Abort(_Abort):
     Warns
     -----
     RuntimeWarning
-        There is a GPU, and NCCL's watchdog may end processes that begin again.
+        There is a GPU, and NCCL's watchdog may end processes that restart.
     """
 
     def __init__(self) -> None:

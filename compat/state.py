@@ -251,7 +251,7 @@ class ParallelState:
         """Make this the state that ``compat.parallel_state`` answers from, inside. *Local*.
 
         For the whole process, so that autograd's threads see it too. Activations nest: afterwards
-        the previous state is current again, also after an error. Threads that need different
+        the previous state is current again, even after an error. Threads that need different
         states at the same time call the methods of the states.
 
         Raises

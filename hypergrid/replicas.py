@@ -86,7 +86,7 @@ class Replicas:
     def without(self, lost: Collection[int]) -> Replicas:
         """The replicas after ``lost`` processes have ended: the largest number of them.
 
-        Who stays active keeps its place in a replica where that is possible, and spares of the
+        Surviving processes keep their ranks where that is possible, and spares of the
         same host are taken first. NoReplicaError if not one whole replica is left.
         """
         alive = sorted({*self.active, *self.reserves} - {-1, *lost})

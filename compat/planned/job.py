@@ -115,16 +115,17 @@ VARIABLES = (*_VARIABLES, *_OF_SRUN, _GPUS)
 # Flags of Megatron and of launchers that change neither the groups nor the volumes, by their first
 # words; and variables whose name says that they hold flags.
 _WITHOUT_EFFECT = re.compile(
-    r"(accumulate|adam|adlr|apply|async|attention|auto|bf16|bias|bert|check|ckpt|clear|clip|config|"
-    r"container|cpu|cpus|cross-entropy|cuda|data|dataloader|ddp|decay|decoupled|delay|deterministic|"
-    r"disable-(?!gloo)|dist-ckpt|dataset|defer|distribute|embedding|empty|enable|end|eod|eval|exit|"
+    r"(accumulate|adam|adlr|apply|async|attention|audit|auto|bf16|bias|bert|check|ckpt|clear|clip|"
+    r"config|container|cpu|cpus|cross-entropy|cuda|data|dataloader|ddp|decay|decoupled|delay|"
+    r"deterministic|disable-(?!gloo)|dist-ckpt|dataset|defer|distribute|embedding|empty|enable|end|eod|eval|exit|"
     r"exp|export|external|fim|finetune|first-last|fp16|fp32|fp4|fp8|full|fused|grad|gradient|hidden-"
     r"dropout|high-priority|hysteresis|inference|init|initial|iterations|job|keep|kill|kv|label|l$|"
     r"load|local|log|logging|loss|lr|main|make|manual|mask|master|max|mem|merge|min|mla|mmap|mock|"
     r"moe-(?!ffn|layer|router-topk$)|mpi|mscale|mtp|muon|nccl|no-(?!gloo)|node-rank|non|norm|"
     r"normalization|num-dataset|num-workers|openai|optimizer|output|overlap|override|partition|"
-    r"position|pretrained|profile|q-lora|qk|rampup|rdzv|recompute|record|redirects|rerun|reset|"
-    r"rotary|rope|safe|save|seed|sequence-parallel|sft|short|skip|split|squared|start|step|te-|"
+    r"position|pretrained|profile|q-lora|qk|rampup|rdzv|recompute|record|redirects|report|rerun|"
+    r"reset|rotary|rope|safe|save|seed|sequence-parallel|sft|shadow|short|"
+    r"skip|split|squared|start|step|te-|"
     r"tensorboard|test|tee|time|timing|tokenizer|tp-comm|train|transformer|u$|untie|use-(?!sharp|tp-)|"
     r"v-head|valid|verbose|vocab|wait|wandb|warmup|weight|window|yaml|wgrad)"
 )

@@ -1,4 +1,4 @@
-"""Processes that begin again meet in a store, before any of them waits inside torch."""
+"""Processes that restart meet in a store, before any of them waits inside torch."""
 
 from __future__ import annotations
 

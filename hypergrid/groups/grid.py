@@ -54,7 +54,7 @@ class HyperCommGrid:
     ValueError
         Names and sizes that do not match, repeated names, sizes below 1, a negative offset.
     RuntimeError
-        The grid reaches beyond the world, or nothing tells the size of the world.
+        The grid reaches beyond the world, or the size of the world is not known.
 
     Examples
     --------

@@ -1,0 +1,145 @@
+"""Pages that repeat what the code or another page says: variables, messages, figures, jobs."""
+
+import ast
+import re
+import subprocess
+
+import pytest
+
+import hypergrid
+from hypergrid.cli.source import from_line
+from hypergrid.policy import CHOICES
+from tests.support import ROOT, pages
+
+DOCS = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
+SOURCES = {
+    str(file.relative_to(ROOT)): file.read_text()
+    for top in ("hypergrid", "compat")
+    for file in sorted((ROOT / top).rglob("*.py"))
+}
+
+
+def cells(page):
+    """The rows of all tables of a page, without their headings."""
+    lines = [line for line in DOCS[page].splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_the_page_of_variables_has_each_that_the_code_names_and_no_other():
+    named = {name for text in SOURCES.values() for name in re.findall(r"HYPERGRID_\w*\w", text)}
+    named |= {f"HYPERGRID_{choice.upper()}" for choice in CHOICES}
+    assert [row[0].strip("|` ") for row in cells("variables.md")] == sorted(named - {"HYPERGRID_"})
+
+
+@pytest.mark.parametrize("row", cells("variables.md"), ids=lambda row: row[0].strip("|` "))
+def test_a_variable_is_read_where_its_row_says_and_has_those_values(row):
+    name, values, readers, _ = row
+    name = name.strip("|` ")
+    choice = name.removeprefix("HYPERGRID_").lower()
+    for file in re.findall(r"`(\S+)`", readers):
+        built = "HYPERGRID_{" in SOURCES[file] and choice in CHOICES
+        of_order = name == "HYPERGRID_ORDER" and "outermost(" in SOURCES[file]
+        assert name in SOURCES[file] or built or of_order
+    if choice in CHOICES:
+        assert re.findall(r"`(\w+)`", values) == list(CHOICES[choice])
+
+
+def texts():
+    """Every text in the code, with ``{}`` where a value is put in."""
+    for source in SOURCES.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    each.value if isinstance(each, ast.Constant) else "{}" for each in node.values
+                ]
+                yield "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+TEXTS = "\0".join(texts())
+MESSAGES = [re.match(r"\|? ?`(.+)`$", row[0])[1] for row in cells("troubleshooting.md")]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_of_the_troubleshooting_page_is_in_the_code(message):
+    pieces = [re.escape(piece.strip()) for piece in re.split(r"\.\.\.|\(\.\.\.\)", message)]
+    assert re.search(r"[^\0]{0,200}?".join(pieces), TEXTS)
+
+
+def test_the_troubleshooting_page_has_forty_messages():
+    assert len(MESSAGES) == len({*MESSAGES}) >= 40
+
+
+@pytest.mark.parametrize("where", ["SLURM", "Kubernetes"])
+def test_the_first_job_starts_sixteen_ranks_with_tp_4_and_pp_2(where):
+    blocks = pages.blocks(ROOT / "docs" / "first-job.md")
+    text = blocks[["SLURM", "Kubernetes"].index(where)].text
+    if where == "Kubernetes":
+        yaml = pytest.importorskip("yaml")
+        service, job = yaml.safe_load_all(text)
+        pod = job["spec"]["template"]["spec"]
+        assert service["metadata"]["name"] == pod["subdomain"] == job["metadata"]["name"] == "first"
+        assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+        (text,) = pod["containers"][0]["args"]
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    job = from_line(text)
+    assert (job.world_size, job.ranks_per_host) == (16, 8)
+    assert job.arguments == {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+    assert not job.flags["not known"]
+
+
+def test_figures_that_stand_in_two_places_are_equal():
+    counts = re.findall(r"^\| (\d+) gloo ranks, ([^|]+?) +\| +(\d+) \|", DOCS["bench.md"], re.M)
+    calls = {(int(ranks), what): int(made) for ranks, what, made in counts}
+    line = re.search(r"- \*\*`new_group` calls\.\*\*.*?(?=\n-)", DOCS["performance.md"], re.S)[0]
+    shared = [calls[n, "share=all connect=eager"] for n in (8, 16, 32, 64)]
+    assert {calls[n, "share=none connect=eager"] for n in (8, 16, 32, 64)} == {20}
+    assert (
+        f"20 here. With `share=all` the number depends on\n  the layout: {shared[0]} at 8" in line
+    )
+    assert f"{shared[1]} at 16 to 64" in line and {*shared[1:]} == {shared[1]}
+    assert f"`new_group` {calls[64, 'stock']} times at 64 ranks" in line
+    largest = max(ranks for ranks, _ in calls)
+    agreeing = re.search(r"with up to (\d+) real ones", DOCS["performance.md"])[1]
+    assert (
+        f"{largest} gloo processes, and the two-phase commit ran with {agreeing}."
+        in DOCS["limits.md"]
+    )
+
+
+def test_what_is_said_of_nccl_says_whether_it_was_read_or_seen():
+    """Sections that speak of NCCL; not those that only name its options or backends."""
+    claim = r"\bNCCL's|With NCCL|\bNCCL (waits|connects|ends|suspends)"
+    known = r"\b(read|seen|stand-in|published|tested|not tried|No GPU)\b"
+    silent = [
+        f"{page}: {section.splitlines()[0]}"
+        for page, text in DOCS.items()
+        for section in re.split(r"^(?=## )", text, flags=re.M)
+        if re.search(claim, re.sub(r"`[^`]+`|\[[^]]+\]", "", section))
+        and not re.search(known, section)
+    ]
+    assert not silent
+
+
+def test_arguments_that_share_a_line_of_a_docstring_have_the_same_default():
+    """The reference prints the first one's default for all of them."""
+    wrong = []
+    for file, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            given = [*node.args.args, *node.args.kwonlyargs]
+            values = [None] * (len(node.args.args) - len(node.args.defaults))
+            values += [*node.args.defaults, *node.args.kw_defaults]
+            pairs = zip(given, values, strict=True)
+            default = {each.arg: value and ast.unparse(value) for each, value in pairs}
+            for line in re.findall(r"^ *(\w+(?:, \w+)+) : ", ast.get_docstring(node) or "", re.M):
+                names = line.split(", ")
+                if len({default.get(name) for name in names}) > 1:
+                    wrong.append(f"{file}: {line}")
+    assert not wrong
+
+
+def test_the_citation_names_this_version():
+    assert f"version: {hypergrid.__version__}\n" in (ROOT / "CITATION.cff").read_text()
