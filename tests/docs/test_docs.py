@@ -118,7 +118,7 @@ def test_the_site_builds_strictly_and_asks_nobody_else(site):
     assert not shown, "markup of another documentation tool"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no browser: install chromium (scripts/dev/setup_browser)")
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser: scripts/dev/setup_browser")
 def test_pages_opened_from_disk_can_be_searched_and_fit_a_phone(site):
     from playwright.sync_api import sync_playwright
 
