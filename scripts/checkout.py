@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def variables(*places: Path | str, **more: str) -> dict[str, str]:
-    """Those of a process on one core, which imports from ``places``, then from this checkout."""
+    """The environment of a process on one core that imports from ``places``, then from here."""
     path = os.pathsep.join(map(str, (*places, ROOT, ROOT / "scripts")))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
