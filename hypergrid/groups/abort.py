@@ -23,8 +23,8 @@ after_abort: set[Callable[[], None]] = set()
 def raise_if_aborted() -> None:
     """AbortedError if ``abort()`` was called since the groups were created. *Local*.
 
-    Also if NCCL's watchdog has aborted one of them, where torch reports it (nccl2). Call it before each
-    ``optimizer.step()``, and before a checkpoint is written: kernels that were aborted raise
+    Also if NCCL's watchdog has aborted one of them, where torch reports it (nccl2). Call it before
+    each ``optimizer.step()``, and before a checkpoint is written: kernels that were aborted raise
     nothing, and leave any values behind. Waits until the device has run what was called on the
     current stream, as a step is else queued before the abort comes.
     Not inside the capture of a CUDA graph.
