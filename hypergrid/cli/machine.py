@@ -120,7 +120,7 @@ def _private_parts() -> tuple[str, str, str]:
 
 
 def _nccl() -> Iterator[tuple[str, str, str]]:
-    """How NCCL is set; the watchdog matters where processes begin again."""
+    """How NCCL is set; the watchdog matters where processes are restarted."""
     from hypergrid.groups.closing import SETTINGS, WATCHDOG, unset
 
     wrong, restarts = unset(), _installed("nvidia-resiliency-ext") is not None
