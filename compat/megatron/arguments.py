@@ -185,6 +185,8 @@ class Arguments:
                     f"{shown(stages[0])} and {shown(stages[1])}."
                 )
         _ = self.timeout
+        # Upstream reads the file before it compares sizes, and its sections afterwards.
+        communicators.check_mapping(self.nccl_communicator_config_path, self.nccl_configs)
 
     @cached_property
     def pretended_world(self) -> int | None:

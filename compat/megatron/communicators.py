@@ -116,14 +116,25 @@ def read_configs(
     high_priority: list[str] | None,
     overwrite: Callable[..., object] = overwrite_nccl_comm_cfgs,
 ) -> Configs:
-    """The sections of the file at ``path``, with the high-priority groups set on top."""
+    """What the file at ``path`` holds, with the high-priority groups set on top."""
     configs = {} if path is None else _read(path)
+    if high_priority:
+        check_mapping(path, configs)
     for name in high_priority or ():
         overwrite(configs, name, (_PRIORITY, _Asked(1) if RELEASE_HAS["nccl_defaults"] else True))
     return configs
 
 
-def _read(path: str) -> Configs:
+def check_mapping(path: str | None, configs: Any) -> None:
+    """ValueError if the file at ``path`` holds something else than sections."""
+    if not isinstance(configs, dict):
+        raise ValueError(
+            f"nccl_communicator_config_path={shown(path)} must map names of groups to options, "
+            f"got {shown(configs)}."
+        )
+
+
+def _read(path: str) -> Any:
     try:
         import yaml
     except ImportError:
@@ -150,8 +161,6 @@ def _read(path: str) -> Configs:
             f"{named} cannot be read: {_reason(error)}. Give a YAML file that maps names of groups "
             f"to options."
         ) from error
-    if not isinstance(configs, dict):
-        raise ValueError(f"{named} must map names of groups to options, got {shown(configs)}.")
     return configs
 
 

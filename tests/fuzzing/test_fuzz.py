@@ -115,7 +115,7 @@ def test_any_content_of_a_configuration_file_is_read_or_refused_in_a_sentence(tm
     path = tmp_path / "options.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     try:
-        assert isinstance(nccl.read_configs(str(path), None), dict)
+        nccl.check_mapping(str(path), nccl.read_configs(str(path), None))
     except Exception as error:
         assert not words_missing(error, ["nccl_communicator_config_path"])
 
@@ -236,6 +236,15 @@ def test_a_bad_configuration_file_is_refused_at_once(fake_world, tmp_path, conte
     assert words in _told({"nccl_communicator_config_path": str(path)}, ValueError)
     assert time.monotonic() - started < 10
     assert not MARKER.exists()
+
+
+def test_an_empty_configuration_file_is_refused_after_sizes_as_upstream_does(fake_world, tmp_path):
+    fake_world(9)
+    sizes = {"pipeline_model_parallel_size": 3, "context_parallel_size": 3}
+    (tmp_path / "options.yaml").touch()
+    given = {"nccl_communicator_config_path": str(tmp_path / "options.yaml"), **sizes}
+    assert "does not end in pp" in _told({**given, "order": "tp-ep-pp-dp-cp"}, AssertionError)
+    assert "got None" in _told(given, ValueError)
 
 
 def test_a_pipe_as_a_configuration_file_is_refused_and_not_waited_for(fake_world, tmp_path):
