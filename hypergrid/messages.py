@@ -49,8 +49,14 @@ def install_command(extra: str) -> str:
 
 def in_words(error: BaseException) -> str:
     """The type and the first line of the text: what torch appends to it is a C++ traceback."""
-    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    text = f"{type(error).__name__}: {shortened(str(error).partition(chr(10))[0])}"
     return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def shortened(text: str, most: int = 160) -> str:
+    """The text, without its middle if it has more than ``most`` characters: torch lists keys."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def few(ranks: Sequence[object]) -> str:

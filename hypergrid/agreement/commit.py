@@ -18,7 +18,7 @@ from hypergrid.agreement.store import (
     telling_of_a_lost_store,
 )
 from hypergrid.errors import CreationError
-from hypergrid.messages import in_words
+from hypergrid.messages import in_words, shortened
 
 _FAILED = 1  # what a rank that has failed arrives with, the others with 0
 
@@ -58,7 +58,8 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
                 first = phase.outcome(timeout, absent)
                 phase.leave_after_a_failure(store, all_come=True)
             if isinstance(error, CreationError) and first not in (None, own):
-                raise CreationError(f"{error} The first to fail: {first}") from error.__cause__
+                text = f"{shortened(str(error), 200)} The first to fail: {first}"
+                raise CreationError(text) from error.__cause__
             raise
         with telling_of_a_lost_store():
             # A rank that is stuck in torch finds out after the timeout, and knows better why.

@@ -23,7 +23,7 @@ from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import backends, closing, creation, gloo, sockets
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
-from hypergrid.messages import in_words, shown, span_of
+from hypergrid.messages import in_words, shortened, shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Kind
 from hypergrid.policy import Policy
 
@@ -285,7 +285,7 @@ class GroupPool:
     def _failure(
         self, label: str, mine: Mapping[str, Ranks], options: dict[str, Any], error: BaseException
     ) -> CreationError:
-        members = " or ".join(span_of(ranks) for ranks in mine.values()) or "other ranks"
+        members = shortened(" or ".join(map(span_of, mine.values())) or "other ranks", 80)
         return CreationError(
             f"rank {dist.get_rank()} could not create {self.prefix}{label} of ranks {members} "
             f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} One of them "

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError
 from hypergrid.agreement.commit import all_or_none
@@ -90,6 +91,25 @@ def test_the_last_to_arrive_does_not_succeed_before_a_failure_is_published(rank)
             Phase.publish = late
             raise CreationError("no more memory")
         store.wait(["failed"])
+
+
+@on_ranks(2)
+def test_an_error_on_every_rank_is_short_and_names_the_first_to_fail(rank):
+    keys = ", ".join(
+        f"/default_pg/0//222381884149770745077552881044418759526//{n}" for n in range(64)
+    )
+    why = RuntimeError(f"wait timeout after 3000ms, keys: {keys}, remote=[10.77.0.{rank}]:1")
+
+    @members_only
+    def new_group(*args, **kwargs):
+        raise why
+
+    with mock.patch.object(dist, "new_group", new_group), pytest.raises(CreationError) as raised:
+        ps.initialize_model_parallel()
+    text = str(raised.value)
+    assert text.startswith(f"rank {rank} could not create ") and len(text) < 600
+    assert len({each.partition("The first to fail: ")[2] for each in from_all(text)} - {""}) == 1
+    assert "RuntimeError: wait timeout" in text and "remote=[10.77.0." in text
 
 
 def test_a_fresh_process_in_a_dead_ones_place_is_counted_once():
