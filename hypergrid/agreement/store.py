@@ -166,12 +166,12 @@ def another_connection(store: Store) -> Store:
 
 
 def stay_until(told: Callable[[], bool], store: Store) -> None:
-    """If this process serves ``store``, wait until others are ``told``, five seconds at most.
+    """If this process serves ``store``, wait until others are ``told``, ten seconds at most.
 
     A rank that has failed usually ends, and its store with it.
     """
     if _serves(store):
-        end = time.monotonic() + 5
+        end = time.monotonic() + 10
         with suppress(RuntimeError):
             while not told() and time.monotonic() < end:
                 time.sleep(0.01)
