@@ -20,18 +20,18 @@ class FileError(ValueError):
     """A file that cannot be read; the message says what was expected of it."""
 
 
-def text_of(path: str | Path, most: int = LONGEST) -> str:
+def text_of(path: str | Path) -> str:
     """The text of a regular file, or of standard input for ``-``. FileError if there is none."""
     try:
-        return bytes_of(path, most).decode()
+        return bytes_of(path).decode()
     except UnicodeDecodeError:
         raise FileError(f"{path} is not text.") from None
 
 
-def bytes_of(path: str | Path, most: int = LONGEST) -> bytes:
-    """What is in it; at most so many bytes are read. OSError as from ``open``."""
+def bytes_of(path: str | Path) -> bytes:
+    """What is in it; at most ``LONGEST`` bytes are read. OSError as from ``open``."""
     if str(path) == "-":
-        found = sys.stdin.buffer.read(most + 1)
+        found = sys.stdin.buffer.read(LONGEST + 1)
     else:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -40,9 +40,9 @@ def bytes_of(path: str | Path, most: int = LONGEST) -> bytes:
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise FileError(f"{path} is not a regular file. Give one, or - for the input.")
-            found = file.read(most + 1)
-    if len(found) > most:
-        raise FileError(f"{path} is larger than {most >> 20} MiB, which is too large.")
+            found = file.read(LONGEST + 1)
+    if len(found) > LONGEST:
+        raise FileError(f"{path} is larger than {LONGEST >> 20} MiB, which is too large.")
     return found
 
 

@@ -15,7 +15,6 @@ from hypergrid.layout import LayoutError
 from hypergrid.messages import install_command, shown
 from hypergrid.network.levels import MOST_HOSTS, Network
 
-_LONGEST = 16 << 20  # bytes of a file
 _LONGEST_NAME = 255  # characters
 _HOST = r"[^][,\s]+(?:\[[\d,-]+\][^][,\s]*)*"
 # Of several switches of a level there is a hostlist, of none nothing.
@@ -33,7 +32,7 @@ def read(path: Path, per_host: int) -> Network:
     LayoutError if it is none of these.
     """
     try:
-        return _parsed(text_of(path, _LONGEST), per_host)
+        return _parsed(text_of(path), per_host)
     except (LayoutError, FileError) as error:
         raise LayoutError(f"{path} is not a valid network: {error}") from None
 

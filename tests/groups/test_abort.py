@@ -268,7 +268,7 @@ def test_sockets_that_are_not_those_of_its_groups_stay_open(rank):
 
 
 @on_ranks(2)
-def test_a_descriptor_that_is_by_now_another_socket_and_a_forked_childs_parent_are_left_alone(rank):
+def test_a_descriptor_that_is_now_another_socket_and_a_childs_parent_are_left_alone(rank):
     ps.initialize_model_parallel()
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())

@@ -145,7 +145,7 @@ def test_ranks_that_disagree_all_say_why_not(rank):
 
 
 @on_ranks(2)
-def test_the_groups_of_a_grid_that_nobody_holds_are_known_as_long_as_torch_knows_them(rank):
+def test_groups_of_a_grid_that_nobody_holds_are_known_as_long_as_torch_knows_them(rank):
     group = HyperCommGrid([2], ["tp"]).create_pg("tp")
     gc.collect()
     assert [pooled.label for pool in live_pools() for pooled in pool.groups] == ["tp"]

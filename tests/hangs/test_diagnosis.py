@@ -54,7 +54,7 @@ def test_nothing_is_wrong(job):
     )
 
 
-def test_a_job_whose_scripts_have_ended_is_well_though_the_last_call_was_not_waited_for(job):
+def test_a_job_whose_scripts_have_ended_is_well_if_nobody_waited_for_its_last_call(job):
     job.call(2, OTHER).call(3, OTHER, done=False)
     for rank in range(4):
         stack(job.directory, rank, [], reason="ended")

@@ -135,7 +135,7 @@ def _restarted(rank):
 original_new_group = dist.new_group
 
 
-def test_a_rank_killed_half_way_is_an_error_of_all_others_and_a_fresh_process_can_take_its_place():
+def test_a_rank_killed_half_way_is_an_error_of_all_others_and_all_can_restart():
     results = run_ranks(4, _restarted, backend="", timeout=60)
     for text, total in results:
         assert text.startswith("CreationError") and total == 2.0

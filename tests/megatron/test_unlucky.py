@@ -30,7 +30,7 @@ def _assert_kept(tally):
     assert tally.tried
 
 
-def test_a_difference_is_told_by_all_when_the_host_of_the_store_leaves_with_the_refusal():
+def test_a_difference_is_told_by_all_when_the_host_of_the_store_leaves_with_it():
     _assert_kept(soaking.hosts_that_leave(4))
 
 
@@ -66,7 +66,7 @@ def _cannot_create(rank):
     _ends_at_once(rank, rank, {"distributed_timeout_minutes": 3 / 60})
 
 
-def test_a_group_that_could_not_be_created_is_told_by_all_when_the_host_of_the_store_leaves():
+def test_a_failed_creation_is_told_by_all_when_the_host_of_the_store_leaves():
     for texts in run_scripts(4, _cannot_create, runs=2):
         for text in texts:
             said = text.splitlines()[-1]  # torch tells of its own timeouts before
@@ -199,7 +199,7 @@ def test_one_rank_reports_who_is_missing_and_each_answers_once():
 
 
 @on_ranks(2)
-def test_groups_have_their_timeout_and_no_warning_where_torch_checks_collectives_in_detail(rank):
+def test_groups_have_their_timeout_and_no_warning_where_torch_checks_in_detail(rank):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -213,7 +213,7 @@ def test_groups_have_their_timeout_and_no_warning_where_torch_checks_collectives
 
 
 @on_ranks(2, backend="")
-def test_a_group_of_an_undefined_backend_is_given_up_in_its_timeout_if_gloo_serves_it(rank):
+def test_a_group_of_an_undefined_backend_ends_in_its_timeout_if_gloo_serves_it(rank):
     dist.init_process_group(
         store=dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False),
         rank=rank,
@@ -292,7 +292,7 @@ def _two_threads_without_agreement(rank):
     return told, sums, time.monotonic() - start
 
 
-def test_without_agreement_a_second_thread_is_refused_on_its_rank_alone_and_all_go_on():
+def test_without_agreement_a_second_thread_is_refused_on_its_rank_alone():
     results = run_ranks(4, _two_threads_without_agreement, timeout=60)
     for rank, ((told,), sums, seconds) in enumerate(results):
         assert sums == [2, 4] and seconds < 20
