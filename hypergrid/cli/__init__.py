@@ -1,5 +1,6 @@
 """The command line: the only package of the core that imports ``compat``.
 
-``app`` has the commands, ``command`` declares one, ``source`` reads a layout, ``prints`` prints
-results, and ``machine`` examines this machine.
+``app`` has the commands: a new one is a function there under ``@command()``, which ``command``
+defines. ``source`` reads a layout, ``prints`` prints results, and ``machine`` examines this
+machine.
 """

@@ -6,7 +6,6 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -16,12 +15,7 @@ from hypergrid import AgreementError, CreationError
 from hypergrid.agreement.commit import all_or_none
 from hypergrid.agreement.prepare import Abilities, Policy, _Memory, _Round
 from hypergrid.agreement.rendezvous import Phase, clear_before
-from tests.support.forked import from_all, on_ranks
-
-
-def _check(rank):
-    total = torch.tensor([float(rank)])
-    dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
+from tests.support.forked import from_all, on_ranks, open_groups, total
 
 
 @on_ranks(8)
@@ -30,7 +24,7 @@ def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting(rank):
     with pytest.raises(RuntimeError) as raised:
         ps.initialize_model_parallel(3 if rank == 3 else 2)
     assert time.monotonic() - start < 35
-    assert not ps.is_initialized() and len(c10d._world.pg_map) == 1
+    assert not ps.is_initialized() and len(open_groups()) == 1
     own = "world size 8 is not divisible by tensor_model_parallel_size=3"
     if rank == 3:
         assert raised.type is RuntimeError and str(raised.value).startswith(own)
@@ -39,7 +33,7 @@ def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting(rank):
         assert str(raised.value).startswith("rank 3 refused its arguments")
     assert len({*from_all(str(raised.value))}) == 2
     ps.initialize_model_parallel(2)  # corrected, in the same processes
-    _check(rank)
+    assert total(ps.get_data_parallel_group()) == 4
 
 
 @on_ranks(8)
@@ -51,7 +45,7 @@ def test_who_did_not_come_is_named_and_all_can_try_again(rank):
             ps.initialize_model_parallel(2, distributed_timeout_minutes=5 / 60)
     dist.barrier()
     ps.initialize_model_parallel(2)
-    _check(rank)
+    assert total(ps.get_data_parallel_group()) == 4
 
 
 class _Rank:

@@ -29,7 +29,7 @@ from hypergrid.groups import sockets
 from hypergrid.policy import Policy
 from tests.support import forked
 from tests.support.backends import SPLITS
-from tests.support.forked import from_all, on_ranks
+from tests.support.forked import from_all, on_ranks, open_groups, total
 
 
 @contextmanager
@@ -50,12 +50,6 @@ def aborted_by_a_thread(after=0.5, within=15.0, **arguments):
     assert time.monotonic() - start < after + within
 
 
-def add_up(group=None):
-    total = torch.ones(1)
-    dist.all_reduce(total, group=group)
-    return total.item()
-
-
 # Torch's own report of an error fails with ValueError if the group is destroyed by then.
 LEFT = (RuntimeError, ValueError)
 
@@ -73,7 +67,7 @@ def test_a_rank_that_waits_in_a_collective_comes_out_with_torchs_error(rank, con
     if rank < 2:
         group = ps.get_data_parallel_group()
         with aborted_by_a_thread() as returned, pytest.raises(LEFT):
-            add_up(group)
+            total(group)
         assert "DATA_PARALLEL_GROUP" in returned[0].groups
         assert not ps.model_parallel_is_initialized() and known_to_torch()
         assert hypergrid.abort() == ((), 0)
@@ -86,7 +80,7 @@ def test_it_frees_groups_whose_collectives_torch_checks_in_detail(rank):
     ps.initialize_model_parallel()
     if rank < 2:
         with aborted_by_a_thread(), pytest.raises(LEFT):
-            add_up(ps.get_data_parallel_group())
+            total(ps.get_data_parallel_group())
     from_all(None)
 
 
@@ -120,7 +114,7 @@ def test_a_rank_that_waits_for_others_to_reach_creation_comes_out_and_can_try_ag
     from_all(None)
     time.sleep(rank < 2)  # the rank that has never been there arrives first
     ps.initialize_model_parallel()
-    assert add_up(ps.get_data_parallel_group()) == 3
+    assert total(ps.get_data_parallel_group()) == 3
 
 
 @on_ranks(3)
@@ -140,7 +134,7 @@ def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_a
     if rank < 2:
         from_all(None)
     ps.initialize_model_parallel()
-    assert add_up(ps.get_data_parallel_group()) == 3
+    assert total(ps.get_data_parallel_group()) == 3
 
 
 @contextmanager
@@ -193,7 +187,7 @@ def test_a_rank_that_waits_for_another_in_torchs_creation_comes_out(rank, how, b
             from_all(None)
         assert known_to_torch() and not pool.groups and os.environ == before
         with on_one_device() as (_, make):
-            assert add_up(make("fourth")) == 3
+            assert total(make("fourth")) == 3
 
 
 @on_ranks(3)
@@ -209,13 +203,13 @@ def test_groups_that_stay_on_a_shared_device_are_not_shut_with_those_that_go(ran
     pool.destroy(keep=2, abort=True)
     from_all(None)
     first, second = (pooled.group for pooled in pool.groups)
-    assert add_up(first) == add_up(second) == 3
+    assert total(first) == total(second) == 3
     pool.close([first], abort=True)
     from_all(None)
-    assert add_up(second) == 3
+    assert total(second) == 3
     if rank < 2:
         with aborted_by_a_thread(), pytest.raises(LEFT):
-            add_up(second)
+            total(second)
     from_all(None)
 
 
@@ -227,10 +221,10 @@ def test_the_default_group_is_left_too_if_asked_and_can_be_destroyed(rank, first
         ps.initialize_model_parallel()
     if rank < 2:
         with aborted_by_a_thread(default=True), pytest.raises(LEFT):
-            add_up()
+            total()
     else:
         hypergrid.abort(default=True)
-    assert not dist.is_initialized() and not c10d._world.pg_map
+    assert not dist.is_initialized() and not open_groups()
     assert hypergrid.abort(default=True) == ((), 0)
     from_all(None)
 
@@ -256,15 +250,15 @@ def test_sockets_that_are_not_those_of_its_groups_stay_open(rank):
         assert "DATA_PARALLEL_GROUP" in hypergrid.abort(default=True).groups
         from_all(None)
         for group in groups:
-            total = torch.ones(1)
-            group.allreduce([total]).wait()
-            assert total.item() == 2
+            ones = torch.ones(1)
+            group.allreduce([ones]).wait()
+            assert ones.item() == 2
         for one, other in [(client, accepted), (accepted, client), pair]:
             one.sendall(b"here")
             assert other.recv(10) == b"here"
         assert len({*from_all(os.getpid())}) == 2  # through the store
         with pytest.raises(ValueError, match="not been initialized"):
-            add_up()
+            total()
 
 
 @on_ranks(2)
@@ -285,7 +279,7 @@ def test_a_descriptor_that_is_now_another_socket_and_a_childs_parent_are_left_al
         group = ps.get_data_parallel_group()
         os._exit(sockets.shut([group]))
     assert os.waitpid(pid, 0)[1] == 0
-    assert add_up(ps.get_data_parallel_group()) == 2
+    assert total(ps.get_data_parallel_group()) == 2
 
 
 def attributes():
@@ -349,12 +343,12 @@ def test_all_that_is_left_of_many_lives_is_what_one_leaves(rank):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
         ps.initialize_model_parallel()
         group = [ps.get_data_parallel_group(), None][life % 2]
-        assert add_up(group) == 3
+        assert total(group) == 3
         if rank == life % 3:  # the one that fails
             hypergrid.abort(default=True)
         else:
             with aborted_by_a_thread(after=0.1, default=True), pytest.raises(LEFT):
-                add_up(group)
+                total(group)
         del group
         seen.append(left_by(seen[1:2]))
     for one in zip(*seen, strict=True):  # descriptors, threads

@@ -4,7 +4,6 @@ import json
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hypergrid import (
@@ -19,7 +18,7 @@ from hypergrid import (
 )
 from hypergrid.groups import creation
 from hypergrid.show.diff import against_dump
-from tests.support.forked import descriptors, from_all, on_ranks, open_groups
+from tests.support.forked import descriptors, from_all, on_ranks, open_groups, total
 
 PARTS = {
     "vision": GridPart({"dp": 3}, (0, 1, 5)),
@@ -31,12 +30,6 @@ LINKS = [Link("vision", "text"), Link("vision", "lm", lead=("first", "last"))]
 
 def members(group):
     return None if group is None else dist.get_process_group_ranks(group)
-
-
-def total(group, value=1.0):
-    x = torch.tensor(value)
-    dist.all_reduce(x, group=group)
-    return x.item()
 
 
 @on_ranks(8)

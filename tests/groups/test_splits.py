@@ -21,7 +21,7 @@ from hypergrid.groups.pool import before_closing, live_pools
 from hypergrid.policy import Policy
 from tests.support.backends import SPLITS
 from tests.support.backends import splitting as register_splitting
-from tests.support.forked import from_all, join, on_ranks, open_groups
+from tests.support.forked import from_all, join, on_ranks, open_groups, total
 
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -125,9 +125,7 @@ def test_a_group_with_two_backends_is_not_split_and_each_half_has_its_own_option
     assert gloo.options._timeout == timedelta(minutes=7)
     default = of_torch.part_of(dist.group.WORLD, "cpu").options
     assert default._timeout == timedelta(minutes=30)
-    total = torch.ones(1)
-    dist.all_reduce(total, group=group)
-    assert total.item() == 2
+    assert total(group) == 2
 
 
 @SPLITS

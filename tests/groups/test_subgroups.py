@@ -14,7 +14,7 @@ from compat.state import ParallelState
 from hypergrid import AgreementError, GroupRow, HyperCommGrid, LayoutError, RankLayout, dump
 from hypergrid.groups import gloo
 from hypergrid.show.diff import against_dump
-from tests.support.forked import descriptors, from_all, on_ranks
+from tests.support.forked import descriptors, from_all, on_ranks, total
 from tests.support.soaking import subgroups_in_any_order
 
 
@@ -26,12 +26,6 @@ def grid_of(shape, names, **options):
 
 def members(group):
     return dist.get_process_group_ranks(group)
-
-
-def total(group, value=1.0):
-    x = torch.tensor(value)
-    dist.all_reduce(x, group=group)
-    return x.item()
 
 
 def test_runs_are_those_that_a_plan_cuts():

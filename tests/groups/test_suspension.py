@@ -10,15 +10,9 @@ from compat.state import ParallelState
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups.suspension import Suspended
 from tests.support import backends
-from tests.support.forked import descriptors, join, on_ranks, open_groups
+from tests.support.forked import descriptors, join, on_ranks, open_groups, total
 
 KEPT = {"gloo": Suspended("keep", 2, 0)}
-
-
-def _sum(group):
-    total = torch.ones(1)
-    dist.all_reduce(total, group=group)
-    return total.item()
 
 
 def _text(use, kind=Exception):
@@ -32,7 +26,7 @@ def test_groups_of_gloo_are_kept_open_and_are_the_same_objects(rank):
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
     assert grid.suspend() == KEPT
-    assert grid.get_pg("tp") is tp and _sum(tp) == 2
+    assert grid.get_pg("tp") is tp and total(tp) == 2
     assert "suspended already" in _text(grid.suspend, RuntimeError)
     assert "are suspended. Call resume()" in _text(lambda: grid.create_pg("tp-dp"), RuntimeError)
     assert grid.resume() == {tp.group_name: tp, dp.group_name: dp}
@@ -54,7 +48,7 @@ def test_closed_groups_are_created_again_and_the_old_ones_say_so(rank):
     assert "call resume() on every rank" in _text(lambda: grid.get_pg("tp"), RuntimeError)
     renewed = grid.resume()
     assert renewed == {tp.group_name: grid.get_pg("tp"), dp.group_name: grid.get_pg("dp")}
-    assert grid.get_pg("dp").group_desc == "mine" and _sum(grid.get_pg("tp")) == 2
+    assert grid.get_pg("dp").group_desc == "mine" and total(grid.get_pg("tp")) == 2
     says = "tp, closed by suspend(): use the group that resume() returned under the name"
     one = torch.ones(1)
     for use in (
@@ -92,7 +86,7 @@ def test_a_backend_that_suspends_is_called_in_one_order_and_the_objects_stay(ran
     assert grid.resume() == {group.group_name: group for group in groups}
     assert calls[2:] == [("resume", 0), ("resume", 2)]
     assert [grid.get_pg(dims) for dims in ("tp", "dp", "tp-dp")] == groups
-    assert _sum(groups[0]) == 2 and len(made) == 3
+    assert total(groups[0]) == 2 and len(made) == 3
 
 
 @on_ranks(4)
@@ -125,7 +119,7 @@ def test_a_rank_that_fails_is_an_error_on_all_and_resume_wakes_what_is_suspended
     assert "rank 2 could not suspend dp" in text and (rank == 2 or "refused" in text)
     assert calls == [("suspend", 0), ("suspend", 1)][: 1 + (rank != 2)]
     assert grid.resume() == {tp.group_name: tp, dp.group_name: dp}
-    assert len(calls) == 2 + 2 * (rank != 2) and _sum(tp) == 2
+    assert len(calls) == 2 + 2 * (rank != 2) and total(tp) == 2
 
 
 @on_ranks(4)
@@ -141,7 +135,7 @@ def test_a_group_that_sleeps_is_woken_before_all_are_closed_because_of_another(r
     assert calls == [("suspend", 0), ("resume", 0)]
     assert report == {kind: Suspended("recreate", 1) for kind in ("native", "plain")}
     assert grid.resume()[tp.group_name] is grid.get_pg("tp") is not tp
-    assert _sum(grid.get_pg("tp")) == 2
+    assert total(grid.get_pg("tp")) == 2
 
 
 @on_ranks(4, backend="")
@@ -169,7 +163,7 @@ def test_if_one_backend_cannot_suspend_all_are_created_again_gloos_groups_too(ra
         assert renewed[tp.group_name] is state.get_tensor_model_parallel_group() is not tp
         assert renewed[extra.group_name] is state.grid.get_pg("tp-pp-dp") is not extra
         tp, extra, twin = (renewed[each.group_name] for each in (tp, extra, twin))
-        assert _sum(tp) == 2 and _sum(extra) == 4 and _sum(twin) == 2
+        assert total(tp) == 2 and total(extra) == 4 and total(twin) == 2
         assert tp in state._global_process_group_list
     state.destroy()
     assert len(open_groups()) == 1
@@ -194,7 +188,7 @@ def test_a_native_state_has_placeholders_meanwhile_and_then_the_same_groups(rank
         assert state.get_tensor_model_parallel_rank() == rank % 2
         renewed = state.resume()
         assert renewed[tp.group_name] is tp is state.get_tensor_model_parallel_group()
-        assert state.get_model_parallel_group() is mp and _sum(tp) == 2
+        assert state.get_model_parallel_group() is mp and total(tp) == 2
         assert state._global_process_group_list == listed
         half = len(calls) // 2
         assert [number for _, number in calls[:half]] == [number for _, number in calls[half:]]

@@ -21,28 +21,23 @@ from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
 from hypergrid.groups import backends
 from tests.support import ROOT, own_keys, own_lines, soaking
-from tests.support.forked import run_ranks
-
-
-def _assert_kept(tally):
-    assert not tally.lost, str(tally)
-    assert tally.tried
+from tests.support.forked import open_groups, run_ranks, total
 
 
 def test_a_fault_in_any_function_leaves_the_process_as_before_and_a_retry_works():
-    _assert_kept(soaking.faults_in_every_function())
+    soaking.faults_in_every_function().check()
 
 
 def test_a_fault_of_one_rank_in_the_middle_is_told_to_all_and_all_can_try_again():
-    _assert_kept(soaking.faults_on_one_rank([2, 13]))
+    soaking.faults_on_one_rank([2, 13]).check()
 
 
 def test_each_thing_that_can_differ_on_one_rank_is_named_on_all():
-    _assert_kept(soaking.disagreements(14))
+    soaking.disagreements(14).check()
 
 
 def test_lives_with_changing_sizes_leave_no_group_descriptor_thread_or_key():
-    _assert_kept(soaking.lives(8))
+    soaking.lives(8).check()
 
 
 def _overlapping(rank):
@@ -123,13 +118,11 @@ def _restarted(rank):
         with pytest.raises(CreationError) as caught:
             initialize()
         text = f"CreationError: {caught.value}"
-        assert len(c10d._world.pg_map) == 1 and not ps.is_initialized()
+        assert len(open_groups()) == 1 and not ps.is_initialized()
         dist.destroy_process_group()
     start(2)
     initialize()
-    total = torch.ones(1)
-    dist.all_reduce(total, group=ps.get_data_parallel_group())
-    return text, total.item()
+    return text, total(ps.get_data_parallel_group())
 
 
 original_new_group = dist.new_group
@@ -137,8 +130,8 @@ original_new_group = dist.new_group
 
 def test_a_rank_killed_half_way_is_an_error_of_all_others_and_all_can_restart():
     results = run_ranks(4, _restarted, backend="", timeout=60)
-    for text, total in results:
-        assert text.startswith("CreationError") and total == 2.0
+    for text, added in results:
+        assert text.startswith("CreationError") and added == 2.0
     assert any("could not create" in text for text, _ in results)
 
 
@@ -180,7 +173,7 @@ def _recorded(rank):
     grid.create_pg("dp", group_desc="mine")
     own = ps.create_group([0, 1, 2, 3], group_desc="the user's")
     text, shown = hypergrid.dump(), (repr(ps.current_state()), repr(grid))
-    names = {group.group_name for group in c10d._world.pg_map}
+    names = {group.group_name for group in open_groups()}
     tp = ps.get_tensor_model_parallel_group().group_name
     ps.destroy_model_parallel()
     grid.destroy()

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from compat import parallel_state
@@ -11,17 +10,11 @@ from compat.assembly import MegatronPart, grids_of
 from compat.state import ParallelState
 from hypergrid import AgreementError, Assembly, AssemblyPlan, GridPart, LayoutError, Link, dump
 from hypergrid.show.diff import against_dump
-from tests.support.forked import descriptors, on_ranks
+from tests.support.forked import descriptors, on_ranks, total
 
 
 def members(group):
     return dist.get_process_group_ranks(group)
-
-
-def total(group):
-    x = torch.ones(1)
-    dist.all_reduce(x, group=group)
-    return x.item()
 
 
 @on_ranks(8)

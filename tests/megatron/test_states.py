@@ -13,7 +13,7 @@ import torch.distributed as dist
 from compat import parallel_state as ps
 from compat.megatron import getters
 from compat.state import ParallelState, make_current
-from tests.support.forked import descriptors, on_ranks, open_groups, run_ranks
+from tests.support.forked import descriptors, on_ranks, open_groups, run_ranks, total
 
 GETTERS = [
     name
@@ -189,9 +189,8 @@ def test_a_patched_getter_of_the_module_is_not_seen_by_states_that_are_not_curre
 def test_destroying_one_leaves_the_other_whole(rank):
     actor, critic = _two()
     actor.destroy()
-    total = torch.ones(1)
-    dist.all_reduce(total, group=critic.get_tensor_model_parallel_group())
-    assert total.item() == 4 and len(open_groups()) == 1 + len(critic.pool.groups)
+    assert total(critic.get_tensor_model_parallel_group()) == 4
+    assert len(open_groups()) == 1 + len(critic.pool.groups)
     critic.destroy()
 
 

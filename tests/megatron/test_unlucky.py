@@ -22,16 +22,11 @@ from hypergrid.agreement import store as connection
 from hypergrid.groups import backends
 from tests.support import soaking
 from tests.support.counting import CountingStore
-from tests.support.forked import from_all, on_ranks, run_ranks, run_scripts
-
-
-def _assert_kept(tally):
-    assert not tally.lost, str(tally)
-    assert tally.tried
+from tests.support.forked import from_all, on_ranks, run_ranks, run_scripts, total
 
 
 def test_a_difference_is_told_by_all_when_the_host_of_the_store_leaves_with_it():
-    _assert_kept(soaking.hosts_that_leave(4))
+    soaking.hosts_that_leave(4).check()
 
 
 def _ends_at_once(rank, odd, arguments):
@@ -116,7 +111,7 @@ def test_a_connection_to_another_host_with_the_stores_port_is_left_alone(rank):
 
 
 def test_of_two_threads_that_create_at_once_the_second_is_refused_on_all_ranks():
-    _assert_kept(soaking.threads_at_once(4))
+    soaking.threads_at_once(4).check()
 
 
 def _windows_in_two_threads(rank):
@@ -286,9 +281,7 @@ def _two_threads_without_agreement(rank):
     made.append(create(4))
     sums = []
     for state in made:
-        total = torch.ones(1)
-        dist.all_reduce(total, group=state.get_tensor_model_parallel_group())
-        sums.append(total.item())
+        sums.append(total(state.get_tensor_model_parallel_group()))
     return told, sums, time.monotonic() - start
 
 
@@ -309,9 +302,7 @@ def _one_rank_refuses_without_agreement(rank):
         ps.initialize_model_parallel(3 if rank == 1 else 2, distributed_timeout_minutes=5 / 60)
     dist.barrier()
     ps.initialize_model_parallel(2, distributed_timeout_minutes=5 / 60)
-    total = torch.ones(1)
-    dist.all_reduce(total, group=ps.get_tensor_model_parallel_group())
-    return total.item()
+    return total(ps.get_tensor_model_parallel_group())
 
 
 def test_without_agreement_all_can_try_again_after_one_rank_refused_its_arguments():
@@ -319,4 +310,4 @@ def test_without_agreement_all_can_try_again_after_one_rank_refused_its_argument
 
 
 def test_missing_ranks_of_many_are_named_with_their_hosts_by_all_others():
-    _assert_kept(soaking.missing_ranks(1, world=32, seconds=4))
+    soaking.missing_ranks(1, world=32, seconds=4).check()

@@ -8,6 +8,12 @@ torch's ``fake`` backend as some of its ranks, write down everything that either
 
 ``scripts/parity`` does this from the command line, each release in a process of its own.
 
+``running`` has this loop: ``configurations`` draws, ``breaking`` makes one that stock refuses,
+``recording`` stands in the place of torch's group calls, ``snapshots`` asks for everything that
+``surface`` and ``helpers`` list, and ``comparing`` compares. ``repairs`` and ``mutants`` are copies
+of stock in which one place is put right or broken. ``grids`` compares ``HyperCommGrid``,
+``patching`` modules that outside code writes to, ``shadowing`` a shadow run.
+
 What may differ, and nothing else:
 
 * *supersets*: the candidate may have functions and keyword-only arguments of its own;

@@ -1,7 +1,7 @@
 """What tests share: real ranks, stock Megatron, other projects' own classes, pages of the docs.
 
 Ranks
-    forked          a world of forked ranks: `on_ranks`, `run_ranks`, `from_all`, `open_groups`
+    forked          a world of forked ranks: `on_ranks`, `run_ranks`, `from_all`, `total`
     groups          the groups of the current Megatron state: do they connect who they should?
     warm            Python commands without a start of Python
     backends        backends over gloo, as outside code registers them

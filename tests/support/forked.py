@@ -78,6 +78,13 @@ def open_groups() -> list[dist.ProcessGroup]:
     return list(c10d._world.pg_map)
 
 
+def total(group: dist.ProcessGroup | None = None, value: float = 1.0) -> float:
+    """The sum of every rank's ``value`` over the group."""
+    here = torch.tensor(value)
+    dist.all_reduce(here, group=group)
+    return here.item()
+
+
 def descriptors(at_most: int | None = None) -> int:
     """How many descriptors this process has open; waits up to 10 s until they are `at_most`.
 

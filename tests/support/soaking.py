@@ -36,7 +36,7 @@ from hypergrid.groups import pool
 from hypergrid.policy import Policy
 from tests.support import OURS, own_keys
 from tests.support.counting import CountingStore
-from tests.support.forked import RankFailure, run_ranks, run_scripts
+from tests.support.forked import RankFailure, open_groups, run_ranks, run_scripts, total
 
 TIMEOUT = 3.0  # seconds that ranks wait for each other where one of them fails
 _RICH = {
@@ -69,6 +69,10 @@ class Tally:
     tried: int = 0
     lost: list[str] = field(default_factory=list)
     seen: str = ""
+
+    def check(self) -> None:
+        """For tests: it was tried, and kept each time."""
+        assert self.tried and not self.lost, str(self)
 
     def __str__(self) -> str:
         kept = f"{self.tried - len(self.lost)} of {self.tried} kept"
@@ -321,9 +325,7 @@ def _in_two_threads(rank: int, late: int, turned: bool, orders: list[dict[str, A
         except RuntimeError as error:
             texts[number] = f"{type(error).__name__}: {error}"
         else:
-            total = torch.ones(1)
-            dist.all_reduce(total, group=state.get_tensor_model_parallel_group())
-            texts[number] = f"works with {total.item():.0f}"
+            texts[number] = f"works with {total(state.get_tensor_model_parallel_group()):.0f}"
 
     time.sleep(rank == late)
     threads = [threading.Thread(target=create, args=(number,)) for number in range(len(orders))]
@@ -407,7 +409,7 @@ def _measured() -> dict[str, int]:
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
-        "groups": len(c10d._world.pg_map),
+        "groups": len(open_groups()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "objects": len(gc.get_objects()),
