@@ -4,7 +4,6 @@ import json
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 from hypergrid import (
     AgreementError,
@@ -18,7 +17,7 @@ from hypergrid import (
 )
 from hypergrid.groups import creation
 from hypergrid.show.diff import against_dump
-from tests.support.forked import descriptors, from_all, on_ranks, open_groups, total
+from tests.support.forked import descriptors, from_all, members, on_ranks, open_groups, total
 
 PARTS = {
     "vision": GridPart({"dp": 3}, (0, 1, 5)),
@@ -26,10 +25,6 @@ PARTS = {
     "lm": [GridPart({"tp": 2}, (2, 3)), GridPart({"tp": 1}, [4]), GridPart({"tp": 1}, [6])],
 }
 LINKS = [Link("vision", "text"), Link("vision", "lm", lead=("first", "last"))]
-
-
-def members(group):
-    return None if group is None else dist.get_process_group_ranks(group)
 
 
 @on_ranks(8)

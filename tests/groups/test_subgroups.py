@@ -8,13 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from compat.state import ParallelState
 from hypergrid import AgreementError, GroupRow, HyperCommGrid, LayoutError, RankLayout, dump
 from hypergrid.groups import gloo
 from hypergrid.show.diff import against_dump
-from tests.support.forked import descriptors, from_all, on_ranks, total
+from tests.support.forked import descriptors, from_all, members, on_ranks, total
 from tests.support.soaking import subgroups_in_any_order
 
 
@@ -22,10 +21,6 @@ def grid_of(shape, names, **options):
     grid = HyperCommGrid(shape, names, **options)
     grid.create_pg(names[0])
     return grid
-
-
-def members(group):
-    return dist.get_process_group_ranks(group)
 
 
 def test_runs_are_those_that_a_plan_cuts():

@@ -3,18 +3,13 @@
 import json
 
 import pytest
-import torch.distributed as dist
 
 from compat import parallel_state
 from compat.assembly import MegatronPart, grids_of
 from compat.state import ParallelState
 from hypergrid import AgreementError, Assembly, AssemblyPlan, GridPart, LayoutError, Link, dump
 from hypergrid.show.diff import against_dump
-from tests.support.forked import descriptors, on_ranks, total
-
-
-def members(group):
-    return dist.get_process_group_ranks(group)
+from tests.support.forked import descriptors, members, on_ranks, total
 
 
 @on_ranks(8)

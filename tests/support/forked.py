@@ -78,6 +78,11 @@ def open_groups() -> list[dist.ProcessGroup]:
     return list(c10d._world.pg_map)
 
 
+def members(group: dist.ProcessGroup | None) -> list[int] | None:
+    """The ranks of a group; None where this rank has none."""
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
 def total(group: dist.ProcessGroup | None = None, value: float = 1.0) -> float:
     """The sum of every rank's ``value`` over the group."""
     here = torch.tensor(value)
