@@ -21,10 +21,9 @@ import torch.distributed as dist
 import compat
 
 compat.install()
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import megatron_on_cpu
+from compat.verification import on_cpu
 
-megatron_on_cpu.adapt()
+on_cpu.adapt()
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 from megatron.core.models.gpt import GPTModel
@@ -60,7 +59,7 @@ def tower(name: str, state: Any) -> Any:
         masked_softmax_fusion=False,
         pipeline_dtype=torch.float32,
     )
-    layers = megatron_on_cpu.local_layers(config, None, pp)
+    layers = on_cpu.local_layers(config, None, pp)
     if name == "vision":
         picture = {"img_h": SIDE, "img_w": SIDE, "patch_dim": PATCH, "model_subtype": "internvit"}
         model = CLIPViTModel(config, layers, add_class_token=False, **picture, pg_collection=groups)

@@ -13,9 +13,9 @@ from unittest import mock
 import compat
 
 compat.install()
-from scripts import megatron_on_cpu  # noqa: E402 - torch is adapted before megatron is imported
+from compat.verification import on_cpu  # noqa: E402 - torch is adapted before megatron is imported
 
-megatron_on_cpu.adapt()
+on_cpu.adapt()
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 import torch  # noqa: E402
@@ -44,7 +44,7 @@ class Head(torch.nn.Module):
         self.config = config
         self.projection = ColumnParallelLinear(8, 16, config=config, **HEAD, **given)
         # Since 0.19 the loss takes the group, and megatron-core's models pass it.
-        self.taken = megatron_on_cpu.taken(vocab_parallel_cross_entropy, given)
+        self.taken = on_cpu.taken(vocab_parallel_cross_entropy, given)
 
     def forward(self, x):
         logits, _ = self.projection(x)
@@ -131,7 +131,7 @@ def norm(rank, directory):
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
             model = DistributedDataParallel(head.config, config, head, **handed)
             given = OptimizerConfig(lr=1e-3)
-            no_gloo = megatron_on_cpu.taken(
+            no_gloo = on_cpu.taken(
                 get_megatron_optimizer, {"use_gloo_process_groups": False}
             )
             optimizer = get_megatron_optimizer(given, [model], **no_gloo, **handed)

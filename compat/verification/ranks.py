@@ -1,0 +1,149 @@
+"""Ranks on this machine: one process loads megatron-core for the CPU and forks the others.
+
+The caller's process keeps its torch as it is: what answers for CUDA is put in place in the child.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from compat.verification import on_cpu
+
+T = TypeVar("T")
+MAX_RANKS = 16
+
+
+class Refused(Exception):
+    """A rank raised: the kind and text of its error, and the traceback."""
+
+    def __init__(self, text: str, trace: str = "") -> None:
+        super().__init__(text)
+        self.trace = trace
+
+
+def in_child(body: Callable[[], T]) -> T:
+    """What ``body`` returns in a forked process in which megatron-core runs on the CPU."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
+    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
+        told = Path(directory, "outcome")
+        pid = _fork(lambda: _adapted(body), told)
+        try:
+            os.waitpid(pid, 0)
+        except BaseException:
+            _end([pid])
+            raise
+        return _outcome(told)
+
+
+def _adapted(body: Callable[[], T]) -> T:
+    import torch
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    on_cpu.adapt()
+    if "megatron.core.parallel_state" not in sys.modules:
+        import compat
+
+        compat.install()
+    import megatron.core.distributed
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401 - once, before ranks are forked
+
+    return body()
+
+
+def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
+    """What ``body(rank)`` returns on each of ``world`` forked ranks of a gloo job.
+
+    Refused, with the first rank's error, if one raises or ends; all others are then ended.
+    """
+    if world > MAX_RANKS:
+        raise ValueError(f"verify runs at most {MAX_RANKS} ranks on one machine, not {world}.")
+    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
+        files = [Path(directory, str(rank)) for rank in range(world)]
+        children = {}
+        for rank, told in enumerate(files):
+            pid = _fork(lambda rank=rank: _joined(rank, world, directory, body), told)  # type: ignore[misc]
+            children[pid] = rank
+        try:
+            _wait(dict(children), files, time.monotonic() + timeout)
+            return [_outcome(told) for told in files]
+        finally:
+            _end(children)
+
+
+def _joined(rank: int, world: int, directory: str, body: Callable[[int], T]) -> T:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    store = dist.FileStore(str(Path(directory, "store")), world)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    return body(rank)
+
+
+def _wait(running: dict[int, int], files: Sequence[Path], end: float) -> None:
+    while running:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            rank = running.pop(pid)
+            _outcome(files[rank])  # raises what this rank raised
+        elif time.monotonic() > end:
+            late = sorted(running.values())
+            raise Refused(f"ranks {late} did not finish a step in time")
+        else:
+            time.sleep(0.01)
+
+
+def _fork(body: Callable[[], Any], told: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    code = 0
+    try:
+        os.setpgid(0, 0) if told.name == "outcome" else None
+        outcome: tuple[str, Any, str] = ("result", body(), "")
+    except BaseException as error:
+        code = 1
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        outcome = ("error", text, traceback.format_exc())
+    part = told.with_suffix(".part")
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(told)
+    os._exit(code)
+
+
+def _outcome(told: Path) -> Any:
+    if not told.exists():
+        raise Refused("a process ended without a word: was it killed?")
+    kind, value, trace = pickle.loads(told.read_bytes())
+    if kind == "error":
+        raise Refused(value, trace)
+    return value
+
+
+def _end(pids: Any) -> None:
+    for pid in pids:
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        except (ChildProcessError, ProcessLookupError):
+            continue
