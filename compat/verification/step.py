@@ -210,7 +210,7 @@ def _forward_step(task: Task, computed: Computed, state: Any) -> Callable[..., A
 
         def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
             total, tokens = (task.loss or masked_sum)(output, own)
-            told = MicroBatchLoss(number, cp_rank, float(total), float(tokens))
+            told = MicroBatchLoss(number, cp_rank, total.item(), tokens.item())
             computed.losses.append(told)
             return total, tokens.to(torch.int), {}
 
