@@ -8,7 +8,6 @@ megatron-core run without a GPU. ``gpt`` is a small model to verify with.
 
 from compat.verification.compare import Finding as Finding
 from compat.verification.layout import Layout as Layout
-from compat.verification.ranks import Refused as Refused
 from compat.verification.search import Report as Report
 from compat.verification.search import Smallest as Smallest
 from compat.verification.search import verify as verify

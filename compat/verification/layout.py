@@ -15,7 +15,13 @@ SIZES = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
-_ONE_TP = ("sequence_parallel",)  # options that megatron-core refuses without tensor parallelism
+_OF_TP = ("sequence_parallel",)  # megatron-core refuses these without tensor parallelism
+# How several ranks work together, and not what they compute.
+_OF_SEVERAL = (
+    *_OF_TP,
+    *("use_distributed_optimizer", "num_distributed_optimizer_instances"),
+    *("overlap_grad_reduce", "overlap_param_gather"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,8 @@ class Layout:
         return {name: value for name, value in self.options.items() if name in known}
 
     def alone(self) -> Layout:
-        """The same options on one rank."""
-        kept = {name: value for name, value in self.options.items() if name not in _ONE_TP}
+        """One rank that computes the same."""
+        kept = {name: value for name, value in self.options.items() if name not in _OF_SEVERAL}
         return Layout(options=kept)
 
     def smaller(self) -> Iterator[tuple[str, Layout]]:
@@ -120,8 +126,8 @@ class Layout:
             left = {key: value for key, value in self.options.items() if key != name}
             trials.append((name, {"options": left}))
         for what, change in trials:
-            if change.get("tp") == 1 and not self.options.keys().isdisjoint(_ONE_TP):
-                kept = {k: v for k, v in self.options.items() if k not in _ONE_TP}
+            if change.get("tp") == 1 and not self.options.keys().isdisjoint(_OF_TP):
+                kept = {k: v for k, v in self.options.items() if k not in _OF_TP}
                 change["options"] = kept
             try:
                 yield what, replace(self, **change)

@@ -102,6 +102,29 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
+def let_one_rank_sum() -> None:
+    """Let experts with biases run on one rank.
+
+    megatron-core's sum over one rank returns its input as it is, the experts' layer then adds the
+    bias in place, and autograd refuses that.
+    """
+    layers: Any = import_module("megatron.core.tensor_parallel.layers")
+    for name in (
+        "reduce_from_tensor_model_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+    ):
+        setattr(layers, name, _unless_alone(getattr(layers, name)))
+
+
+def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(reduce)
+    def reduced(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = reduce(input_, *args, **kwargs)
+        return input_ if output.data_ptr() == input_.data_ptr() else output
+
+    return reduced
+
+
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of ``arguments`` that this release's ``function`` takes; older ones take fewer."""
     parameters = inspect.signature(function).parameters

@@ -5,6 +5,7 @@ The caller's process keeps its torch as it is: what answers for CUDA is put in p
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -25,11 +26,14 @@ MAX_RANKS = 16
 
 
 class Refused(Exception):
-    """A rank raised: the kind and text of its error, and the traceback."""
+    """A rank raised: the kind and text of its error, and as ``trace`` the traceback."""
 
     def __init__(self, text: str, trace: str = "") -> None:
-        super().__init__(text)
+        super().__init__(text, trace)
         self.trace = trace
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def in_child(body: Callable[[], T]) -> T:
@@ -40,7 +44,7 @@ def in_child(body: Callable[[], T]) -> T:
         raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
         told = Path(directory, "outcome")
-        pid = _fork(lambda: _adapted(body), told)
+        pid = _fork(lambda: _adapted(body), told, ValueError)
         try:
             os.waitpid(pid, 0)
         except BaseException:
@@ -56,6 +60,7 @@ def _adapted(body: Callable[[], T]) -> T:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    logging.disable(logging.ERROR)  # megatron-core's advice, once for each rank and step
     on_cpu.adapt()
     if "megatron.core.parallel_state" not in sys.modules:
         import compat
@@ -65,6 +70,7 @@ def _adapted(body: Callable[[], T]) -> T:
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401 - once, before ranks are forked
 
+    on_cpu.let_one_rank_sum()
     return body()
 
 
@@ -73,8 +79,6 @@ def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
 
     Refused, with the first rank's error, if one raises or ends; all others are then ended.
     """
-    if world > MAX_RANKS:
-        raise ValueError(f"verify runs at most {MAX_RANKS} ranks on one machine, not {world}.")
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
         files = [Path(directory, str(rank)) for rank in range(world)]
         children = {}
@@ -111,19 +115,20 @@ def _wait(running: dict[int, int], files: Sequence[Path], end: float) -> None:
             time.sleep(0.01)
 
 
-def _fork(body: Callable[[], Any], told: Path) -> int:
+def _fork(body: Callable[[], Any], told: Path, *told_as_is: type[Exception]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
         return pid
     code = 0
     try:
-        os.setpgid(0, 0) if told.name == "outcome" else None
-        outcome: tuple[str, Any, str] = ("result", body(), "")
+        outcome = (True, body())
     except BaseException as error:
         code = 1
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        outcome = ("error", text, traceback.format_exc())
+        if not isinstance(error, told_as_is):
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            error = Refused(text, traceback.format_exc())
+        outcome = (False, error)
     part = told.with_suffix(".part")
     part.write_bytes(pickle.dumps(outcome))
     part.rename(told)
@@ -133,9 +138,9 @@ def _fork(body: Callable[[], Any], told: Path) -> int:
 def _outcome(told: Path) -> Any:
     if not told.exists():
         raise Refused("a process ended without a word: was it killed?")
-    kind, value, trace = pickle.loads(told.read_bytes())
-    if kind == "error":
-        raise Refused(value, trace)
+    is_result, value = pickle.loads(told.read_bytes())
+    if not is_result:
+        raise value
     return value
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from compat.verification.compare import Finding, Reference, describe, findings
 from compat.verification.layout import Layout
-from compat.verification.ranks import Refused, in_child, on_ranks
+from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks
 from compat.verification.step import Build, Loss, MicroBatch, Task, take_step
+from hypergrid.messages import install_command
 
 ULP = 2.0**-23  # of float32
 NOT_COVERED = (
@@ -39,15 +41,19 @@ class Report:
     tolerance: float
     steps: int  # jobs that ran for it
     seconds: float
+    refused: str = ""  # why the model cannot have this layout
+    trace: str = ""  # of the rank that refused
     not_covered: tuple[str, ...] = field(default=NOT_COVERED)
 
     @property
     def agrees(self) -> bool:
-        return not self.findings
+        return not self.findings and not self.refused
 
     def __str__(self) -> str:
         head = f"{self.layout}: {self.layout.world_size} ranks"
         bound = f"{self.tolerance:.1g} relative"
+        if self.refused:
+            return f"{head} cannot be verified: {self.refused}"
         if self.agrees:
             lines = [f"{head} compute what one rank computes, to {bound}."]
         else:
@@ -68,6 +74,7 @@ class Report:
             "layout": str(self.layout),
             "ranks": self.layout.world_size,
             "agrees": self.agrees,
+            "refused": self.refused,
             "tolerance": self.tolerance,
             "findings": [vars(each) for each in self.findings],
             "allowed": [vars(each) for each in self.allowed],
@@ -133,16 +140,18 @@ def verify(
     Returns
     -------
     list of Report
-        One for each layout.
+        One for each layout. ``refused`` says why a model cannot have the layout.
 
     Raises
     ------
     ValueError
         An option that this megatron-core does not have, more than 16 ranks, a number of micro
         batches that does not fit.
-    Refused
-        A rank raised: the model cannot have this layout. The text names layout and error.
+    ModuleNotFoundError
+        There is no megatron-core.
     """
+    if find_spec("megatron.core") is None:
+        raise ModuleNotFoundError(f"verify needs megatron-core: {install_command('megatron')}.")
     wanted = [layouts] if isinstance(layouts, Layout) else list(layouts)
     task = Task(build, list(batch), loss, seq_length)
     for layout in wanted:
@@ -152,6 +161,11 @@ def verify(
 
 
 def _check(task: Task, layout: Layout) -> None:
+    if layout.world_size > MAX_RANKS:
+        raise ValueError(
+            f"{layout} has {layout.world_size} ranks, and verify runs at most {MAX_RANKS} on one "
+            f"machine: cut larger dims to 2."
+        )
     share = layout.dp * (layout.pp if layout.vp else 1)
     if not task.batch or len(task.batch) % share:
         raise ValueError(
@@ -190,7 +204,8 @@ class _Job:
         start, before = time.monotonic(), self.steps
         found = self.differing(layout)
         if isinstance(found, Refused):
-            raise Refused(f"{layout} cannot be verified: {found}", found.trace)
+            seconds, steps = time.monotonic() - start, self.steps - before
+            return Report(layout, [], [], [], 0, steps, seconds, str(found), found.trace)
         allowed = [each for each in found if each.matches(self.allow)]
         told = [each for each in found if each not in allowed]
         least = list(self._all_smallest(layout, told)) if smallest else []
