@@ -16,6 +16,7 @@ from compat.verification.layout import Layout
 from compat.verification.step import Computed, Piece
 from hypergrid.messages import few
 
+_INSTANCES = "num_distributed_optimizer_instances"
 _MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
 
@@ -37,7 +38,7 @@ class Finding:
 
     def __str__(self) -> str:
         subject = f"{self.what} of {self.name}" if self.name else self.what
-        if self.factor is None:
+        if self.factor is None or 0 < abs(self.factor - 1) < 1e-3:
             said = f"differs by {self.error:.2g} of its size"
         elif self.factor == 0:
             said = "is 0"
@@ -64,7 +65,7 @@ class Reference:
 
     def __post_init__(self) -> None:
         self.whole = {
-            kind: {piece.name: piece.value for piece in getattr(self.computed, kind)}
+            kind: _whole(getattr(self.computed, kind))
             for kind in ("initial", "gradients", "updates")
         }
         self.scale = {
@@ -89,9 +90,21 @@ class Reference:
         return median(self.tolerances["gradients"].values())
 
     def difference(self, kind: str, piece: Piece) -> _Difference:
-        right = self.whole[kind][piece.name][tuple(slice(*each) for each in piece.where)]
+        right = self.whole[kind][piece.name][piece.slices]
         least = _SMALL * self.scale[kind]
         return _difference(piece.value.double(), right.double(), least)
+
+
+def _whole(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """One rank's tensors; the two halves of a gated layer's first weight are pieces of one."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        end = tuple(stop for _, stop in piece.where)
+        ends[piece.name] = tuple(map(max, end, ends.get(piece.name, end)))
+    whole = {name: torch.zeros(end) for name, end in ends.items()}
+    for piece in pieces:
+        whole[piece.name][piece.slices] = piece.value
+    return whole
 
 
 def _difference(value: torch.Tensor, right: torch.Tensor, least: float) -> _Difference:
@@ -187,7 +200,8 @@ def _with_meaning(found: Finding, layout: Layout) -> Finding:
     if found.factor is None or found.factor <= 0 or found.meaning:
         return found
     sizes = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp", "ep")}
-    sizes |= {"etp": layout.etp or layout.tp}
+    sizes |= {"etp": layout.etp or 1}
+    sizes |= {_INSTANCES: layout.options.get(_INSTANCES, 1)}
     larger = {name: size for name, size in sizes.items() if size > 1}
     fits: list[str] = []
     for many in (1, 2):
@@ -220,4 +234,3 @@ def describe(found: Sequence[Finding]) -> list[str]:
         else:
             said.append(str(worst))
     return said
-

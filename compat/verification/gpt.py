@@ -44,9 +44,7 @@ def small_gpt(layout: Layout, seq_length: int = 32, vocab: int = 128, **where: A
     sizes = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
     config = config_of(layout, **sizes)
     stage = where.get("vp_stage")
-    layers = on_cpu.local_layers(
-        config, stage, parallel_state.get_pipeline_model_parallel_rank()
-    )
+    layers = on_cpu.local_layers(config, stage, parallel_state.get_pipeline_model_parallel_rank())
     tied = {"share_embeddings_and_output_weights": layout.options.get("tied", True)}
     return GPTModel(
         config,

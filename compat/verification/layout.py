@@ -59,7 +59,7 @@ class Layout:
         for name in ("tp", "cp", "pp", "dp", "vp", "ep", "etp"):
             size = getattr(self, name)
             optional = name in ("vp", "etp")
-            if not (size is None and optional or type(size) is int and size >= 1):
+            if not ((size is None and optional) or (type(size) is int and size >= 1)):
                 raise ValueError(f"{name} must be a positive integer, got {size!r}, in {self}.")
         if self.vp is not None and self.pp == 1:
             raise ValueError(f"vp={self.vp} needs a pipeline of several ranks, in {self}.")

@@ -31,6 +31,10 @@ class Piece(NamedTuple):
     where: Slices
     value: torch.Tensor
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(*each) for each in self.where)
+
 
 class MicroBatchLoss(NamedTuple):
     """The loss that one rank of the last stage summed over its tokens of one micro batch."""
@@ -208,7 +212,7 @@ def _forward_step(task: Task, computed: Computed, state: Any) -> Callable[..., A
         }
         output = model(**{name: value for name, value in own.items() if name != "loss_mask"})
 
-        def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def loss_of(output: torch.Tensor) -> tuple[Any, ...]:
             total, tokens = (task.loss or masked_sum)(output, own)
             told = MicroBatchLoss(number, cp_rank, total.item(), tokens.item())
             computed.losses.append(told)
@@ -263,23 +267,25 @@ def _holding(values: Mapping[Any, torch.Tensor | None]) -> Iterator[None]:
 def _pieces(chunks: Iterable[Any]) -> list[Piece]:
     """Copies of all that the chunks hold."""
     return [
-        Piece(name, where, value.detach().clone())
+        piece._replace(value=piece.value.detach().clone())
         for chunk in chunks
-        for name, where, value in _shards(chunk)
+        for piece in _shards(chunk)
     ]
 
 
 def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
-    for name, where, value in _shards(chunk):
-        if name not in whole:
-            raise ValueError(f"{name} of this layout's model is not in the model of one rank")
-        value.copy_(whole[name][tuple(slice(*each) for each in where)])
+    for piece in _shards(chunk):
+        if piece.name not in whole:
+            raise ValueError(f"{piece.name} of this layout's model is not in that of one rank")
+        piece.value.copy_(whole[piece.name][piece.slices])
 
 
 def _shards(chunk: Any) -> Iterator[Piece]:
     """Views of the chunk's parameters, with their places in whole tensors."""
-    parameters = {each.untyped_storage().data_ptr() for each in chunk.parameters()}
-    yield from _walk(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}), parameters)
+    parameters = {_storage(each) for each in chunk.parameters()}
+    yield from _walk(
+        chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}), parameters
+    )
 
 
 def _walk(node: Any, parameters: set[int]) -> Iterator[Piece]:
@@ -290,10 +296,13 @@ def _walk(node: Any, parameters: set[int]) -> Iterator[Piece]:
     if isinstance(node, list | tuple):
         for each in node:
             yield from _walk(each, parameters)
-    elif hasattr(node, "global_offset") and torch.is_tensor(node.data):
-        if node.data.untyped_storage().data_ptr() in parameters:
-            ahead = node.prepend_axis_num
-            number = "".join(f"[{at}]" for at in node.global_offset[:ahead])
-            starts = node.global_offset[ahead:]
-            where = tuple((at, at + n) for at, n in zip(starts, node.local_shape, strict=True))
-            yield Piece(node.key + number, where, node.data)
+    elif hasattr(node, "global_offset") and _storage(node.data) in parameters:
+        ahead = node.prepend_axis_num
+        number = "".join(f"[{at}]" for at in node.global_offset[:ahead])
+        starts = node.global_offset[ahead:]
+        where = tuple((at, at + n) for at, n in zip(starts, node.local_shape, strict=True))
+        yield Piece(node.key + number, where, node.data)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import prod
 from typing import Any
 
 from compat.verification import Layout
@@ -32,9 +33,9 @@ KNOWN = {
 def random_layout(draw: random.Random) -> Layout:
     """A layout of at most eight ranks that shows none of the faults above."""
     while True:
-        sizes: dict[str, Any] = {name: draw.choice([1, 1, 2, 2, 4]) for name in ("tp", "cp", "pp", "dp")}
-        world = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
-        if not 2 <= world <= 8:
+        dims = ("tp", "cp", "pp", "dp")
+        sizes: dict[str, Any] = {name: draw.choice([1, 1, 2, 2, 4]) for name in dims}
+        if not 2 <= prod(sizes.values()) <= 8:
             continue
         options: dict[str, Any] = {}
         if sizes["pp"] == 2 and draw.random() < 0.4:
@@ -50,6 +51,7 @@ def random_layout(draw: random.Random) -> Layout:
             sizes["ep"] = draw.choice([1, 2, 4])
             sizes["etp"] = draw.choice([None, 1])
             options["moe_router_topk"] = draw.choice([1, 2])
+            options["moe_router_pre_softmax"] = options["moe_router_topk"] == 1
             if "calculate_per_token_loss" not in options:
                 options["moe_aux_loss_coeff"] = draw.choice([0.0, 1e-2])
             if draw.random() < 0.3:
@@ -66,7 +68,9 @@ def random_layout(draw: random.Random) -> Layout:
                 options["num_distributed_optimizer_instances"] = 2
         if draw.random() < 0.3:
             options["overlap_grad_reduce"] = True
-        order = draw.choice([Layout.order, Layout.order, "tp-cp-ep-pp-dp"])
+        # With pp not last, dense and expert layers need the same data-parallel size.
+        same = sizes["cp"] == 1 and "ep" not in sizes
+        order = draw.choice([Layout.order, "tp-cp-ep-pp-dp"]) if same else Layout.order
         try:
             return Layout(**sizes, order=order, options=options)
         except ValueError:
