@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from compat.verification import on_cpu
 from compat.verification.layout import Layout
 from compat.verification.step import MicroBatch
 
+SMALL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
+TIED = {"share_embeddings_and_output_weights": True}
 ON_CPU = {"use_cpu_initialization": True, "masked_softmax_fusion": False}
 
 
@@ -36,22 +39,29 @@ def config_of(layout: Layout, **model: Any) -> Any:
     return TransformerConfig(**on_cpu.taken(TransformerConfig, given))
 
 
-def small_gpt(layout: Layout, seq_length: int = 32, vocab: int = 128, **where: Any) -> Any:
-    """A GPT with 4 layers, 8 heads and a hidden size of 64; options of the layout change it."""
+def small_gpt(
+    layout: Layout,
+    seq_length: int = 32,
+    vocab: int = 128,
+    sizes: Mapping[str, Any] = SMALL,
+    model: Mapping[str, Any] = TIED,
+    **where: Any,
+) -> Any:
+    """A GPT with 4 layers, 8 heads and a hidden size of 64; options of the layout change it.
+
+    ``sizes`` are fields of ``TransformerConfig``, ``model`` arguments of ``GPTModel``.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    sizes = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
     config = config_of(layout, **sizes)
-    stage = where.get("vp_stage")
-    layers = on_cpu.local_layers(config, stage, parallel_state.get_pipeline_model_parallel_rank())
-    tied = {"share_embeddings_and_output_weights": layout.options.get("tied", True)}
+    stage, pp_rank = where.get("vp_stage"), parallel_state.get_pipeline_model_parallel_rank()
     return GPTModel(
         config,
-        layers,
+        on_cpu.local_layers(config, stage, pp_rank),
         vocab_size=vocab,
         max_sequence_length=seq_length,
-        **tied,
+        **model,
         **on_cpu.taken(GPTModel, where),
     )
 

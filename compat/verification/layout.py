@@ -78,15 +78,14 @@ class Layout:
         ]
         if self.order != Layout.order:
             shown.append(f"order={self.order}")
-        shown += [name if value is True else f"{name}={value}" for name, value in self._options]
+        shown += [
+            name if value is True else f"{name}={getattr(value, '__name__', value)}"
+            for name, value in sorted(self.options.items())
+        ]
         return " ".join(shown) or "one rank"
 
     def __hash__(self) -> int:
         return hash(str(self))
-
-    @property
-    def _options(self) -> list[tuple[str, Any]]:
-        return sorted(self.options.items())
 
     @property
     def world_size(self) -> int:

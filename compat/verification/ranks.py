@@ -36,15 +36,18 @@ class Refused(Exception):
         return str(self.args[0])
 
 
-def in_child(body: Callable[[], T]) -> T:
-    """What ``body`` returns in a forked process in which megatron-core runs on the CPU."""
+def in_child(body: Callable[[], T], checkout: Path | None = None) -> T:
+    """What ``body`` returns in a forked process in which megatron-core runs on the CPU.
+
+    ``checkout`` is a folder whose ``megatron`` is imported there, if none has been.
+    """
     import torch
 
     if torch.cuda.is_initialized():
         raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
         told = Path(directory, "outcome")
-        pid = _fork(lambda: _adapted(body), told, ValueError)
+        pid = _fork(lambda: _adapted(body, checkout), told, ValueError)
         try:
             os.waitpid(pid, 0)
         except BaseException:
@@ -53,8 +56,11 @@ def in_child(body: Callable[[], T]) -> T:
         return _outcome(told)
 
 
-def _adapted(body: Callable[[], T]) -> T:
+def _adapted(body: Callable[[], T], checkout: Path | None) -> T:
     import torch
+
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

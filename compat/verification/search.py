@@ -154,10 +154,22 @@ def verify(
         raise ModuleNotFoundError(f"verify needs megatron-core: {install_command('megatron')}.")
     wanted = [layouts] if isinstance(layouts, Layout) else list(layouts)
     task = Task(build, list(batch), loss, seq_length)
-    for layout in wanted:
+    return in_child(lambda: reports(task, wanted, allow, smallest, timeout))
+
+
+def reports(
+    task: Task,
+    layouts: Sequence[Layout],
+    allow: Sequence[str] = (),
+    smallest: bool = True,
+    timeout: float = 120,
+) -> list[Report]:
+    """One for each layout, in a process in which megatron-core runs on the CPU."""
+    for layout in layouts:
         _check(task, layout)
+        _check_options(layout)
     job = _Job(task, tuple(allow), timeout)
-    return in_child(lambda: [job.report(layout, smallest) for layout in wanted])
+    return [job.report(layout, smallest) for layout in layouts]
 
 
 def _check(task: Task, layout: Layout) -> None:
@@ -200,7 +212,6 @@ class _Job:
         self._found: dict[Layout, list[Finding] | Refused] = {}
 
     def report(self, layout: Layout, smallest: bool) -> Report:
-        _check_options(layout)
         start, before = time.monotonic(), self.steps
         found = self.differing(layout)
         if isinstance(found, Refused):

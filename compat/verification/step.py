@@ -304,5 +304,5 @@ def _walk(node: Any, parameters: set[int]) -> Iterator[Piece]:
         yield Piece(node.key + number, where, node.data)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
