@@ -94,6 +94,7 @@ def take_step(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    torch.manual_seed(SEED)
     _initialize(parallel_state, layout)
     chunks = _build(task, layout, parallel_state)
     config = chunks[0].config
@@ -210,7 +211,8 @@ def _forward_step(task: Task, computed: Computed, state: Any) -> Callable[..., A
         own = {
             name: _of_cp_rank(value, cp_rank, cp_size) for name, value in task.batch[number].items()
         }
-        output = model(**{name: value for name, value in own.items() if name != "loss_mask"})
+        inputs = {name: value for name, value in own.items() if name != "loss_mask"}
+        output = model(**taken(model.module.forward, inputs))
 
         def loss_of(output: torch.Tensor) -> tuple[Any, ...]:
             total, tokens = (task.loss or masked_sum)(output, own)

@@ -21,6 +21,9 @@ KNOWN = {
     "the bias of an expert's second layer is summed over tp, as its etp is 1": Layout(
         tp=2, ep=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS, "add_bias_linear": True}
     ),
+    "experts that ep does not split are reduced as dense layers, though their etp is 1": Layout(
+        tp=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS}
+    ),
     "the auxiliary loss of experts under tp, if the loss is per token": Layout(
         tp=2, options={**TOKENS, **SHARDED, **AUX}
     ),
@@ -49,7 +52,7 @@ def random_layout(draw: random.Random) -> Layout:
             if sizes["tp"] > 1:  # megatron-core asks for it
                 options |= SHARDED
             sizes["ep"] = draw.choice([1, 2, 4])
-            sizes["etp"] = draw.choice([None, 1])
+            sizes["etp"] = draw.choice([None, 1]) if sizes["ep"] > 1 else None
             options["moe_router_topk"] = draw.choice([1, 2])
             options["moe_router_pre_softmax"] = options["moe_router_topk"] == 1
             if "calculate_per_token_loss" not in options:
