@@ -120,9 +120,9 @@ def verify(
         It is called on every rank after ``initialize_model_parallel``.
     batch : sequence of mappings
         The micro batches of one global step: what the model's ``forward`` takes, by name, and
-        what the loss takes, such as ``loss_mask``. Tensors of two or more dims are (samples, length, ...); with
-        context parallelism they are cut along the length. Their number is a multiple of dp, and
-        with vp of dp x pp.
+        what the loss takes, such as ``loss_mask``. Tensors of two or more dims are (samples,
+        length, ...); with context parallelism they are cut along the length. Their number is a
+        multiple of dp, and with vp of dp x pp.
     layouts : Layout or iterable of them
         What to verify.
     loss : function, optional

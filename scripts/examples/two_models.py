@@ -7,9 +7,7 @@ run while its own `ParallelState` is active; what comes out are the gradients of
 """
 
 # ruff: noqa: E402 - the swap comes before megatron
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch

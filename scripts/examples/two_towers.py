@@ -10,9 +10,7 @@ unsplit on each of them: losses and the trained ViT are equal, to 1e-5 and 1e-6.
 
 # ruff: noqa: E402 - the swap comes before megatron
 import re
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
