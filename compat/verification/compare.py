@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import combinations
+from itertools import combinations, product
 from math import isfinite, prod
 from statistics import median
 from typing import Any, NamedTuple
@@ -61,7 +61,8 @@ class Reference:
     """What one rank computed, and how much rounding changes it."""
 
     computed: Computed
-    tolerances: dict[str, dict[str, float]] = field(default_factory=dict)
+    tolerance: float = 0.0  # of what has none of its own
+    tolerances: dict[tuple[str, str], float] = field(default_factory=dict)  # by kind and name
 
     def __post_init__(self) -> None:
         self.whole = {
@@ -75,19 +76,13 @@ class Reference:
 
     def measure(self, again: Sequence[Computed]) -> None:
         """Take the tolerances from steps that differ from this one by rounding alone."""
-        for kind in ("gradients", "updates"):
-            errors: dict[str, float] = {}
-            for each in again:
-                for piece in getattr(each, kind):
-                    error = self.difference(kind, piece).error
-                    errors[piece.name] = max(errors.get(piece.name, 0.0), error)
-            usual = median(errors.values())
-            self.tolerances[kind] = {n: _MARGIN * max(e, usual) for n, e in errors.items()}
-
-    @property
-    def tolerance(self) -> float:
-        """Of the whole model's quantities."""
-        return median(self.tolerances["gradients"].values())
+        errors: dict[tuple[str, str], float] = {}
+        for kind, computed in product(("gradients", "updates"), again):
+            for piece in getattr(computed, kind):
+                error = self.difference(kind, piece).error
+                errors[kind, piece.name] = max(errors.get((kind, piece.name), 0.0), error)
+        self.tolerance = _MARGIN * median(errors.values())
+        self.tolerances = {key: max(_MARGIN * e, self.tolerance) for key, e in errors.items()}
 
     def difference(self, kind: str, piece: Piece) -> _Difference:
         right = self.whole[kind][piece.name][piece.slices]
@@ -178,17 +173,18 @@ def _scalar(
 def _parameters(
     what: str, kind: str, reference: Reference, ranks: Sequence[Computed]
 ) -> Iterator[Finding]:
-    tolerances = reference.tolerances[kind]
+    right = reference.whole[kind]
     off: dict[str, dict[int, _Difference]] = {}
     held: set[str] = set()
     for rank, computed in enumerate(ranks):
         for piece in getattr(computed, kind):
             held.add(piece.name)
-            if piece.name not in tolerances:
+            if piece.name not in right:
                 off.setdefault(piece.name, {})[rank] = _Difference(float("inf"), None)
                 continue
             told = reference.difference(kind, piece)
-            if not told.error <= tolerances[piece.name]:
+            limit = reference.tolerances.get((kind, piece.name), reference.tolerance)
+            if not told.error <= limit:
                 before = off.setdefault(piece.name, {}).get(rank)
                 if before is None or told.error > before.error:
                     off[piece.name][rank] = told
@@ -198,7 +194,7 @@ def _parameters(
         same = len(factors) == 1 and all(each.factor is not None for each in by_rank.values())
         factor = worst.factor if same else None
         yield Finding(what, name, tuple(sorted(by_rank)), worst.error, factor)
-    for name in tolerances.keys() - held:
+    for name in right.keys() - held:
         yield Finding(what, name, tuple(range(len(ranks))), 1.0, 0.0, "no rank has it")
 
 

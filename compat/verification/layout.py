@@ -16,6 +16,7 @@ SIZES = {
     "etp": "expert_tensor_parallel_size",
 }
 _OF_TP = ("sequence_parallel",)  # megatron-core refuses these without tensor parallelism
+LOSS_PER_TOKEN = "calculate_per_token_loss"
 # How several ranks work together, and not what they compute.
 _OF_SEVERAL = (
     *_OF_TP,
@@ -108,7 +109,10 @@ class Layout:
         return Layout(options=kept)
 
     def smaller(self) -> Iterator[tuple[str, Layout]]:
-        """What may be taken away, and the layout without it; some of them are refused later."""
+        """What may be taken away, and the layout without it; some of them are refused later.
+
+        The loss per token comes last: without it context parallelism differs by itself.
+        """
         trials: list[tuple[str, dict[str, Any]]] = [
             (f"{name}={getattr(self, name)}", {name: 1, **({"vp": None} if name == "pp" else {})})
             for name in ("dp", "pp", "cp", "ep", "tp")
@@ -121,7 +125,7 @@ class Layout:
         ]
         if self.order != Layout.order:
             trials.append((f"order={self.order}", {"order": Layout.order}))
-        for name in self.options:
+        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
             left = {key: value for key, value in self.options.items() if key != name}
             trials.append((name, {"options": left}))
         for what, change in trials:

@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -36,7 +35,6 @@ def adapt() -> None:
     # Gradient reduction asks for streams, though it waits on them only where work overlaps.
     cuda.Stream = _NoStream
     cuda.current_stream = _NoStream
-    cuda.stream = nullcontext
     # Schedules, optimizer and gradient clipping write device="cuda" out.
     for name in ("empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -53,8 +51,6 @@ def adapt() -> None:
 
 class _NoStream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def wait_stream(self, _stream: Any) -> None: ...
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,10 @@ from compat.verification import on_cpu
 
 T = TypeVar("T")
 MAX_RANKS = 16
+_IMPORTED = (
+    *("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing"),
+    *("models.gpt", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer"),
+)
 
 
 class Refused(Exception):
@@ -72,10 +77,8 @@ def _adapted(body: Callable[[], T], checkout: Path | None) -> T:
         import compat
 
         compat.install()
-    import megatron.core.distributed
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel  # noqa: F401 - once, before ranks are forked
-
+    for name in _IMPORTED:  # once, before ranks are forked
+        import_module(f"megatron.core.{name}")
     on_cpu.let_one_rank_sum()
     return body()
 
@@ -105,7 +108,9 @@ def _joined(rank: int, world: int, directory: str, body: Callable[[int], T]) -> 
     store = dist.FileStore(str(Path(directory, "store")), world)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    return body(rank)
+    outcome = body(rank)
+    dist.barrier()  # a rank that leaves takes its connections along
+    return outcome
 
 
 def _wait(running: dict[int, int], files: Sequence[Path], end: float) -> None:

@@ -69,8 +69,8 @@ def random_layout(draw: random.Random) -> Layout:
             options["use_distributed_optimizer"] = True
             if sizes["dp"] % 2 == 0 and draw.random() < 0.4:
                 options["num_distributed_optimizer_instances"] = 2
-        if draw.random() < 0.3:
-            options["overlap_grad_reduce"] = True
+        if draw.random() < 0.3 and "num_distributed_optimizer_instances" not in options:
+            options["overlap_grad_reduce"] = True  # with several instances it needs CUDA's streams
         # With pp not last, dense and expert layers need the same data-parallel size.
         same = sizes["cp"] == 1 and "ep" not in sizes
         order = draw.choice([Layout.order, "tp-cp-ep-pp-dp"]) if same else Layout.order

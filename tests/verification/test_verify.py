@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import compat
 from compat.verification import Layout
-from compat.verification.gpt import config_of, small_gpt, uneven_batch
+from compat.verification.gpt import small_gpt, uneven_batch
 from compat.verification.launch import _cut, verify_line
 from compat.verification.ranks import in_child
 from compat.verification.search import _Job
@@ -69,12 +68,15 @@ def test_a_constant_factor_has_its_reason_and_a_wrong_replica_its_rank():
 
 def test_the_smallest_layout_and_the_flag_without_which_it_is_right():
     layout = KNOWN["the auxiliary loss of experts under cp, if the loss is per token"]
-    larger = replace(layout, dp=2, options={**layout.options, "gated_linear_unit": True})
-    (report,) = compat.verify(small_gpt, uneven_batch(), larger)
+    larger = replace(layout, dp=2, options={**layout.options, "overlap_grad_reduce": True})
+    (report,) = compat.verify(small_gpt, uneven_batch(4), larger)
     (least,) = report.smallest
-    assert least.layout == layout
-    assert least.needed["calculate_per_token_loss"] == least.needed["cp=2"] == "agrees"
-    assert "gated_linear_unit" not in least.needed and "dp=2" not in least.needed
+    assert str(least.layout) == (
+        "cp=2 calculate_per_token_loss moe_aux_loss_coeff=0.01 num_moe_experts=4"
+    )
+    assert least.needed == dict.fromkeys(
+        ["cp=2", "num_moe_experts", "moe_aux_loss_coeff"], "agrees"
+    )
     told = json.loads(json.dumps(report.as_dict()))
     assert told["smallest"][0]["needed"] == least.needed
     assert "Transformer Engine" in told["not_covered"][0]
@@ -100,31 +102,6 @@ def test_faults_of_other_releases_are_found_and_random_layouts_agree(release):
     fixed = {name for name in KNOWN if name not in always}
     assert all(told["known"][name] for name in always)
     assert not any(told["known"][name] for name in fixed) or release == "0.18.2"
-
-
-class Vision:
-    """Builds a vision transformer of megatron-core's, whose loss is a sum over its samples."""
-
-    def __call__(self, layout, **where):
-        from megatron.core.models.vision.clip_vit_model import CLIPViTModel
-        from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-
-        sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-        config = config_of(layout, **sizes)
-        spec = get_vit_layer_with_local_spec()
-        norm = torch.nn.LayerNorm
-
-        class Norm(norm):
-            def __init__(self, config, hidden_size, eps=1e-5, **_):
-                super().__init__(hidden_size, eps=eps)
-
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-        return CLIPViTModel(config, spec, ln_pre_impl=Norm, img_h=8, img_w=8, patch_dim=4)
-
-    @staticmethod
-    def loss(output, batch):
-        score = output.float().mean(dim=(1, 2)) - batch["target"]
-        return (score**2).sum(), torch.tensor(float(len(score)))
 
 
 def test_a_wrong_request_gets_its_sentence(monkeypatch):
