@@ -8,9 +8,16 @@ from typing import Any, TypeVar
 from compat.swap import install as install
 from compat.swap import uninstall as uninstall
 
-__all__ = ["install", "members_only", "uninstall"]
+__all__ = ["install", "members_only", "uninstall", "verify"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def verify(*args: Any, **kwargs: Any) -> Any:
+    """Compare a step of each layout with the same step on one rank: ``compat.verification``."""
+    from compat.verification import verify
+
+    return verify(*args, **kwargs)
 
 
 def members_only(function: F) -> F:

@@ -29,12 +29,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-# The folder is not on the path where this file is imported, or run by a launcher.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import megatron_on_cpu
-from megatron_on_cpu import taken
+from compat.verification import on_cpu
+from compat.verification.on_cpu import taken
 
-megatron_on_cpu.adapt()
+on_cpu.adapt()
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 # Megatron warns of every accelerated part that is not installed and of its own defaults.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -211,7 +209,7 @@ def build_stage(
         state.set_virtual_pipeline_model_parallel_rank(stage)
     model: torch.nn.Module = GPTModel(
         config,
-        megatron_on_cpu.local_layers(
+        on_cpu.local_layers(
             config, stage, parallel.state.get_pipeline_model_parallel_rank()
         ),
         vocab_size=256,
@@ -315,7 +313,7 @@ def micro_batches(args: argparse.Namespace, state: Any, text: torch.Tensor, step
     size, length = args.micro_batch_size, args.seq_length
     cp_size = state.get_context_parallel_world_size()
     chunks = torch.arange(length).view(2 * cp_size, -1)
-    held = megatron_on_cpu.chunks_held(state.get_context_parallel_rank(), cp_size)
+    held = on_cpu.chunks_held(state.get_context_parallel_rank(), cp_size)
     columns = chunks[held].flatten()
     for start in range(first, first + share, size):
         offsets = [hashed(args.seed, start + i) % (len(text) - length) for i in range(size)]

@@ -2,12 +2,9 @@
 
 ``HYPERGRID_AUDIT=DIR`` or ``with recording(DIR):`` counts each read at each line; ``strict()``
 raises where a module reads another state than its own; ``forbid()`` takes the globals away, module
-by module; ``check_gradients()`` proves that each parameter is reduced and counted once. Off, none
-of this exists: getters are the functions that they were.
+by module. Off, none of this exists: getters are the functions that they were.
 """
 
-from compat.audit.gradients import GradientFinding as GradientFinding
-from compat.audit.gradients import check_gradients as check_gradients
 from compat.audit.watch import ForbiddenReadError as ForbiddenReadError
 from compat.audit.watch import WrongStateError as WrongStateError
 from compat.audit.watch import begin as begin

@@ -196,6 +196,17 @@ def weight(words: Sequence[Word]) -> int:
     return 1 + 2 * sizes + any(owner in _LAUNCHERS for _, owner in owned)
 
 
+def script_arguments(words: Sequence[Word]) -> list[str]:
+    """The words after the script that a command starts; JobError if the text leaves one open."""
+    own = [word for word, owner in _owned(words) if not owner]
+    if own and not own[0].text.startswith("-"):
+        own = own[1:]
+    for word in own:
+        if word.unknown:
+            raise _undecided(word.text, word)
+    return [word.text for word in own]
+
+
 def by_default(default: str) -> str:
     """The assumption, in words, that a variable has its default ``NAME=VALUE``."""
     return f"{default}, its default; --set {default.partition('=')[0]}=VALUE changes it"

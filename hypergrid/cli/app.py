@@ -1,4 +1,4 @@
-"""The commands: plan, show, check, place, diff, diagnose, audit, parity, doctor."""
+"""The commands: plan, show, check, place, diff, diagnose, audit, parity, verify, doctor."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import typer
 from rich.text import Text
 
 from compat.planned.checks import faults, host_order
-from compat.planned.job import JobError
+from compat.planned.job import JobError, script_arguments
 from compat.planned.traffic import SHARDS, VOLUMES, has_experts, shards_of
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import PlannedJob, Traffic, read, saved
+from hypergrid.cli.source import PlannedJob, Traffic, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
@@ -417,6 +417,48 @@ def parity(subject: PlannedJob) -> int:
         "are those of the release, and were not."
     )
     return 1 if differ else 0
+
+
+@command()
+def verify(
+    from_args: Annotated[
+        str, typer.Option(metavar="LINE", help="A launch line or script, pasted, in a file, or -.")
+    ],
+    checkout: Annotated[
+        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM, for its parser.")
+    ] = Path(),
+    variables: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A variable that the line does not set."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="A known finding, 'gradient *.bias'; repeatable."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Whether the layout of a launch line computes what one rank computes.
+
+    One optimizer step of a small model, with the line's flags, on one rank and in the layout: up
+    to 16 gloo processes on this machine's CPU. What differs is searched down to the smallest
+    layout that shows it.
+
+    Exit status 0 if nothing differs, 1 if something does, 2 if the layout cannot be verified.
+    """
+    from compat.verification.launch import verify_line
+
+    pairs = dict(each.partition("=")[::2] for each in variables or ())
+    job, start = started(line_of(from_args), pairs)
+    words = script_arguments(start.words)
+    try:
+        changed, report = verify_line(words, job.world_size, checkout, allow or ())
+    except ValueError as error:
+        raise JobError(str(error)) from None
+    if as_json:
+        prints.as_json({"changed": changed, **report.as_dict()})
+    else:
+        typer.echo(printable("\n".join([*changed, str(report)])))
+    return 2 if report.refused else int(not report.agrees)
 
 
 @command()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -300,14 +301,18 @@ def of_job(job: Job, where: NetworkFlags = NetworkFlags()) -> PlannedJob:
 
 def line_of(given: str) -> str:
     """What ``--from-args`` gives: the text itself, a file's, or that of standard input."""
-    is_path = len(given) < 4096 and "\n" not in given and "\0" not in given
-    if given == "-" or (is_path and Path(given).is_file()):
-        return text_of(given)
-    return given
+    return text_of(given) if given == "-" or isfile(given) else given
 
 
 def from_line(text: str, settings: Mapping[str, str] | None = None, **given: Any) -> Job:
     """The job that a launch line or a whole script starts, with these variables and flags."""
+    return started(text, settings, **given)[0]
+
+
+def started(
+    text: str, settings: Mapping[str, str] | None = None, **given: Any
+) -> tuple[Job, Command]:
+    """The same, and the command that starts it."""
     found = list[Command]()
     for each in commands(text, settings):
         # A pasted line may have lost the backslashes at its ends.
@@ -332,7 +337,7 @@ def from_line(text: str, settings: Mapping[str, str] | None = None, **given: Any
             f"one of them" + (f", or decide {condition} by --set NAME=VALUE." if condition else ".")
         )
     assumed = (*jobs[0].assumed, *map(by_default, starts[0].assumed))
-    return replace(jobs[0], assumed=tuple(dict.fromkeys(assumed)))
+    return replace(jobs[0], assumed=tuple(dict.fromkeys(assumed))), starts[0]
 
 
 def read(text: str) -> PlannedJob:

@@ -7,9 +7,7 @@ run while its own `ParallelState` is active; what comes out are the gradients of
 """
 
 # ruff: noqa: E402 - the swap comes before megatron
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +16,9 @@ import torch.distributed as dist
 import compat
 
 compat.install()
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import megatron_on_cpu
+from compat.verification import on_cpu
 
-megatron_on_cpu.adapt()
+on_cpu.adapt()
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 from megatron.core import parallel_state

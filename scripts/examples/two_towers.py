@@ -10,9 +10,7 @@ unsplit on each of them: losses and the trained ViT are equal, to 1e-5 and 1e-6.
 
 # ruff: noqa: E402 - the swap comes before megatron
 import re
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,9 @@ import torch.distributed as dist
 import compat
 
 compat.install()
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import megatron_on_cpu
+from compat.verification import on_cpu
 
-megatron_on_cpu.adapt()
+on_cpu.adapt()
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 from megatron.core.models.gpt import GPTModel
@@ -60,7 +57,7 @@ def tower(name: str, state: Any) -> Any:
         masked_softmax_fusion=False,
         pipeline_dtype=torch.float32,
     )
-    layers = megatron_on_cpu.local_layers(config, None, pp)
+    layers = on_cpu.local_layers(config, None, pp)
     if name == "vision":
         picture = {"img_h": SIDE, "img_w": SIDE, "patch_dim": PATCH, "model_subtype": "internvit"}
         model = CLIPViTModel(config, layers, add_class_token=False, **picture, pg_collection=groups)

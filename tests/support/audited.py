@@ -8,14 +8,13 @@ import json
 import sys
 import threading
 import warnings
-from unittest import mock
 
 import compat
 
 compat.install()
-from scripts import megatron_on_cpu  # noqa: E402 - torch is adapted before megatron is imported
+from compat.verification import on_cpu  # noqa: E402 - torch is adapted before megatron is imported
 
-megatron_on_cpu.adapt()
+on_cpu.adapt()
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 import torch  # noqa: E402
@@ -44,7 +43,7 @@ class Head(torch.nn.Module):
         self.config = config
         self.projection = ColumnParallelLinear(8, 16, config=config, **HEAD, **given)
         # Since 0.19 the loss takes the group, and megatron-core's models pass it.
-        self.taken = megatron_on_cpu.taken(vocab_parallel_cross_entropy, given)
+        self.taken = on_cpu.taken(vocab_parallel_cross_entropy, given)
 
     def forward(self, x):
         logits, _ = self.projection(x)
@@ -131,7 +130,7 @@ def norm(rank, directory):
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
             model = DistributedDataParallel(head.config, config, head, **handed)
             given = OptimizerConfig(lr=1e-3)
-            no_gloo = megatron_on_cpu.taken(
+            no_gloo = on_cpu.taken(
                 get_megatron_optimizer, {"use_gloo_process_groups": False}
             )
             optimizer = get_megatron_optimizer(given, [model], **no_gloo, **handed)
@@ -219,74 +218,6 @@ def recorded(rank, directory, arguments):
 
     with audit.recording(directory):
         train_gpt.main(arguments)
-
-
-def gradients(rank, directory, arguments):
-    """What check_gradients finds on the demo's model and optimizer, and the job afterwards."""
-    from scripts import train_gpt
-
-    biases = "--expert-biases" in arguments
-    args = train_gpt.parse_arguments([each for each in arguments if each != "--expert-biases"])
-    parallel, _ = train_gpt.initialize(args)
-    plain = train_gpt.transformer_config
-
-    def config(args):
-        made = plain(args)
-        made.add_bias_linear = made.add_bias_linear or biases
-        return made
-
-    with parallel.module_left_alone(), mock.patch.object(train_gpt, "transformer_config", config):
-        model, optimizer, step = train_gpt.training(args, parallel)
-        state = ps.current_state() if parallel.groups is None else parallel.state
-        _, loss, norm = step(1)
-        grads = [p.main_grad.clone() for chunk in model for p in chunk.parameters()]
-        found = [str(each) for each in audit.check_gradients(model, state, optimizer)]
-        after = [p.main_grad for chunk in model for p in chunk.parameters()]
-        assert all(map(torch.equal, grads, after))
-        _, again, _ = step(2)
-    parallel.destroy()
-    return found, [loss, again, norm]
-
-
-def between_steps(rank, directory):
-    """What check_gradients finds after gradients were set to zero, and whether a step adds its own.
-
-    On three ranks: a third is exact in no dtype.
-    """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    ps.initialize_model_parallel()
-    config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
-    found, same = [], []
-    for shape in ({}, {"use_distributed_optimizer": True}, {"overlap_grad_reduce": True}):
-        module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)).bfloat16()
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(**shape), module)
-        zero = shape.get("use_distributed_optimizer", False)
-        given = OptimizerConfig(lr=1e-3, bf16=True, use_distributed_optimizer=zero)
-        optimizer = get_megatron_optimizer(given, [model])
-
-        def step(model=model):
-            model.zero_grad_buffer()
-            yield
-            model(torch.full((2, 8), rank + 1.0, dtype=torch.bfloat16)).sum().backward()
-            model.finish_grad_sync()
-            yield [parameter.main_grad.clone() for parameter in model.parameters()]
-
-        _, before = step()
-        again = step()
-        next(again)
-        state = ps.current_state()
-        found.append([str(each) for each in audit.check_gradients(model, state, optimizer)])
-        same.append(all(map(torch.equal, before, next(again))))
-    for parameter in module.parameters():
-        parameter.requires_grad = False
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), module)
-    optimizer = get_megatron_optimizer(given, [model])
-    return found, same, audit.check_gradients(model, state, optimizer)
-
-
-between_steps.world = 3
 
 
 def main(directory, *programs):

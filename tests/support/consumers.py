@@ -28,9 +28,9 @@ def main(side):
         import compat
 
         compat.install()
-    from scripts import megatron_on_cpu
+    from compat.verification import on_cpu
 
-    megatron_on_cpu.adapt()
+    on_cpu.adapt()
     import megatron.core.pipeline_parallel.multimodule_communicator  # noqa: F401 - once, not forked
 
     from tests.support import forked

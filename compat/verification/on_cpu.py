@@ -92,14 +92,43 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
 
     # A name that the router reads, and that 0.16 gets from Transformer Engine alone.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-    norm = _layer_norm()
+    kinds = {"qk_layernorm": config.qk_layernorm}
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, **taken(get_gpt_layer_local_spec, kinds)
+    )
+    norm = _norm(config)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    attention = layer.submodules.self_attention.submodules
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
     if config.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = _context_parallel_attention()
+        attention.core_attention = _context_parallel_attention()
     where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
     count = get_num_layers_to_build(config, **taken(get_num_layers_to_build, where))
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def let_one_rank_sum() -> None:
+    """Let experts with biases run on one rank.
+
+    megatron-core's sum over one rank returns its input as it is, the experts' layer then adds the
+    bias in place, and autograd refuses that.
+    """
+    layers: Any = import_module("megatron.core.tensor_parallel.layers")
+    for name in (
+        "reduce_from_tensor_model_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+    ):
+        setattr(layers, name, _unless_alone(getattr(layers, name)))
+
+
+def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(reduce)
+    def reduced(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = reduce(input_, *args, **kwargs)
+        return input_ if output.data_ptr() == input_.data_ptr() else output
+
+    return reduced
 
 
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -115,17 +144,18 @@ def chunks_held(rank: int, size: int) -> list[int]:
     return [rank, 2 * size - 1 - rank]
 
 
-def _layer_norm() -> type[torch.nn.Module]:
-    """LayerNorm for sequence parallelism, which megatron-core's own wrapper refuses."""
+def _norm(config: Any) -> type[torch.nn.Module]:
+    """A norm for sequence parallelism, which megatron-core's own wrapper refuses."""
+    kind: Any = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
 
-    class LayerNorm(torch.nn.LayerNorm):
+    class Norm(kind):  # type: ignore[misc]
         def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
             super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
             for parameter in self.parameters():
                 # Marks gradients that cover a part of the sequence: megatron sums them over tp.
-                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+                parameter.sequence_parallel = config.sequence_parallel
 
-    return LayerNorm
+    return Norm
 
 
 def _context_parallel_attention() -> type[torch.nn.Module]:

@@ -1,0 +1,13 @@
+"""Whether a layout computes what one rank computes: one optimizer step of each is compared.
+
+Begin with ``verify`` in ``search``, which is ``compat.verify``. ``layout`` is what is verified,
+``ranks`` forks gloo processes, ``step`` takes one rank's step and names what it computed by
+megatron-core's sharded state dicts, ``compare`` finds what differs, and ``on_cpu`` makes
+megatron-core run without a GPU. ``gpt`` is a small model to verify with.
+"""
+
+from compat.verification.compare import Finding as Finding
+from compat.verification.layout import Layout as Layout
+from compat.verification.search import Report as Report
+from compat.verification.search import Smallest as Smallest
+from compat.verification.search import verify as verify

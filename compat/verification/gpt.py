@@ -1,0 +1,89 @@
+"""A small GPT of megatron-core's own layers, for any layout, and an uneven batch for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from compat.verification import on_cpu
+from compat.verification.layout import Layout
+from compat.verification.step import MicroBatch
+
+SMALL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
+TIED = {"share_embeddings_and_output_weights": True}
+ON_CPU = {"use_cpu_initialization": True, "masked_softmax_fusion": False}
+
+
+def config_of(layout: Layout, **model: Any) -> Any:
+    """The ``TransformerConfig`` of a layout and its options, without dropout, in float32."""
+    from megatron.core.transformer import TransformerConfig
+
+    interleaved = layout.vp is not None
+    given = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "pipeline_dtype": torch.float32,
+        # Two messages for one peer in one batch are exchanged by gloo, without a word.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        **ON_CPU,
+        **model,
+        **layout.fields_of(TransformerConfig),
+        **layout.sizes,
+    }
+    if given.get("num_moe_experts"):
+        # The one dispatcher that needs neither streams nor messages of unequal sizes.
+        given.setdefault("moe_token_dispatcher_type", "allgather")
+    return TransformerConfig(**on_cpu.taken(TransformerConfig, given))
+
+
+def small_gpt(
+    layout: Layout,
+    seq_length: int = 32,
+    vocab: int = 128,
+    sizes: Mapping[str, Any] = SMALL,
+    model: Mapping[str, Any] = TIED,
+    **where: Any,
+) -> Any:
+    """A GPT with 4 layers, 8 heads and a hidden size of 64; options of the layout change it.
+
+    ``sizes`` are fields of ``TransformerConfig``, ``model`` arguments of ``GPTModel``.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    config = config_of(layout, **sizes)
+    stage, pp_rank = where.get("vp_stage"), parallel_state.get_pipeline_model_parallel_rank()
+    return GPTModel(
+        config,
+        on_cpu.local_layers(config, stage, pp_rank),
+        vocab_size=vocab,
+        max_sequence_length=seq_length,
+        **model,
+        **on_cpu.taken(GPTModel, where),
+    )
+
+
+def uneven_batch(
+    micro_batches: int = 8, samples: int = 2, length: int = 32, vocab: int = 128
+) -> list[MicroBatch]:
+    """Random tokens; each sample has another number of tokens that count."""
+    generator = torch.Generator().manual_seed(7)
+    batch: list[MicroBatch] = []
+    for _ in range(micro_batches):
+        tokens = torch.randint(vocab, (samples, length + 1), generator=generator)
+        ends = torch.randint(length // 4, length, (samples, 1), generator=generator)
+        positions = torch.arange(length).repeat(samples, 1)
+        counts = torch.rand((samples, length), generator=generator) < 0.8
+        batch.append(
+            {
+                "input_ids": tokens[:, :-1].contiguous(),
+                "position_ids": positions,
+                "attention_mask": None,
+                "labels": tokens[:, 1:].contiguous(),
+                "loss_mask": ((positions < ends) & counts).float(),
+            }
+        )
+    return batch

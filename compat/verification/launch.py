@@ -1,0 +1,213 @@
+"""Verify a launch line of Megatron-LM: its own parser reads it, and the model is made small."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from compat.verification.gpt import small_gpt, uneven_batch
+from compat.verification.layout import SIZES, Layout
+from compat.verification.ranks import in_child
+from compat.verification.search import Report, reports
+from compat.verification.step import MicroBatch, Task
+
+_HEAD, _LENGTH = 8, 32  # the size of an attention head, and tokens of a sequence
+# Fields of TransformerConfig that the small model sets itself.
+_SHAPE = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("*ffn_hidden_size", "num_moe_experts", "moe_shared_expert_intermediate_size"),
+    *("num_layers_in_*_pipeline_stage", "seq_length", *SIZES.values()),
+    "microbatch_group_size_per_vp_stage",
+)
+# Fields that change how fast something is computed, or how precisely, and not what.
+_HOW = (
+    *("*_dtype", "bf16", "fp16", "fp4*", "fp8*", "*init_method*", "perform_initialization"),
+    *("use_cpu_initialization", "*fusion*", "persist_layer_norm", "transformer_impl", "*cuda*"),
+    *("attention_backend", "tp_comm_*", "*p2p*", "deallocate_*", "recompute_*", "*offload*"),
+    *("inference_*", "config_logger_dir", "*_func", "symmetric_ar_type", "use_te_*", "timers"),
+    *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep", "cp_comm_type"),
+    *("memory_efficient_layer_norm", "barrier_with_L1_time", "use_ring_exchange_p2p"),
+    *("moe_*_backend", "moe_flex*", "moe_deepep*", "moe_hybridep*", "variable_seq_lengths"),
+    *("external_cuda_graph", "flash_decode", "batch_invariant_mode", "disable_parameter_*"),
+    *("enable_autocast", "use_kitchen*", "*_sync_func", "distribute_saved_activations"),
+    *("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "delay_wgrad_compute"),
+)
+# What a small model on a CPU leaves out though it does change what is computed.
+_LEFT_OUT = (
+    *("*dropout*", "mtp_*", "moe_layer_freq", "window_*", "multi_latent_attention"),
+    *("*capacity_factor*", "moe_pad_expert*", "hetero*", "moe_router_num_groups", "mamba_*"),
+    *("moe_router_group_topk", "experimental_attention*", "linear_*", "is_hybrid_model"),
+    *("softmax_type", "no_rope_freq", "pipeline_model_parallel_layout", "moe_latent_size"),
+    *("moe_router_dtype",),
+)
+# Arguments that need Transformer Engine or a GPU, and what is parsed instead.
+_INSTEAD = {
+    **dict.fromkeys(
+        ("apply_rope_fusion", "gradient_accumulation_fusion", "tp_comm_overlap"), False
+    ),
+    **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), False),
+    **{"transformer_impl": "local", "fp8": None, "fp4": None, "fp8_param_gather": False},
+}
+_DDP = (
+    *("use_distributed_optimizer", "num_distributed_optimizer_instances"),
+    *("overlap_grad_reduce",),
+)
+
+
+class Launched(NamedTuple):
+    """What a launch line becomes."""
+
+    task: Task
+    layout: Layout
+    changed: list[str]  # in words
+
+
+def verify_line(
+    words: Sequence[str], world_size: int, checkout: Path, allow: Sequence[str] = ()
+) -> tuple[list[str], Report]:
+    """Verify the job that ``pretrain_gpt.py WORDS`` starts on so many ranks.
+
+    ``checkout`` is one of Megatron-LM: the wheel of megatron-core has no ``megatron.training``.
+    Gives what was made smaller or left out, in words, and the report.
+
+    Raises
+    ------
+    ValueError
+        ``checkout`` is none, or Megatron's own parser or its checks refuse the arguments.
+    """
+    if not (checkout / "megatron" / "training" / "arguments.py").is_file():
+        raise ValueError(
+            f"{checkout} has no megatron/training/arguments.py: give a checkout of Megatron-LM."
+        )
+
+    def body() -> tuple[list[str], Report]:
+        launched = _launched(_arguments(words, world_size))
+        (report,) = reports(launched.task, [launched.layout], allow)
+        return launched.changed, report
+
+    return in_child(body, checkout)
+
+
+def _arguments(words: Sequence[str], world_size: int) -> Any:
+    """What Megatron's own parser makes of them, and its checks."""
+    import torch
+
+    cuda: Any = torch.cuda
+    cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
+    cuda.get_device_capability = lambda *_: (9, 0)
+    os.environ.update(WORLD_SIZE=str(world_size), RANK="0", LOCAL_RANK="0")
+    said, sys.argv = io.StringIO(), ["pretrain_gpt.py", *words]
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            from megatron.training import arguments
+
+            given = arguments.parse_args()
+            for name in _INSTEAD.keys() & vars(given).keys():
+                setattr(given, name, _INSTEAD[name])
+            given = arguments.validate_args(given) or given
+            given.config = arguments.core_transformer_config_from_args(given)
+    except SystemExit:
+        reason = " ".join(said.getvalue().split("error:")[-1].split())
+        raise ValueError(f"Megatron's parser refuses the arguments: {reason}") from None
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"megatron.training needs {error.name}: pip install {error.name}"
+        ) from None
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(f"Megatron refuses the arguments: {kind}: {error}") from error
+    return given
+
+
+def _launched(given: Any) -> Launched:
+    if getattr(given, "multi_latent_attention", False):
+        raise ValueError("multi-latent attention is not verified: its layers need CUDA.")
+    changed: list[str] = []
+    layout = _cut(given, changed)
+    options = _options(given, changed)
+    config = given.config
+    tp, groups = layout.tp, getattr(config, "num_query_groups", None)
+    heads = 4 * tp
+    sizes: dict[str, Any] = {
+        "num_layers": 2 * layout.pp * (layout.vp or 1),
+        "hidden_size": heads * _HEAD,
+        "num_attention_heads": heads,
+        "num_query_groups": 2 * tp if groups not in (None, config.num_attention_heads) else None,
+    }
+    if config.num_moe_experts:
+        options["num_moe_experts"] = max(2 * layout.ep, config.moe_router_topk, 4)
+        if getattr(config, "moe_shared_expert_intermediate_size", None):
+            options["moe_shared_expert_intermediate_size"] = heads * _HEAD
+    options = {name: value for name, value in options.items() if value is not None}
+    model = {
+        "share_embeddings_and_output_weights": not given.untie_embeddings_and_output_weights,
+        "position_embedding_type": given.position_embedding_type,
+        "rotary_percent": given.rotary_percent,
+        "rotary_base": given.rotary_base,
+    }
+    build = partial(small_gpt, seq_length=_LENGTH, vocab=64 * tp, sizes=sizes, model=model)
+    count = 2 * layout.dp * (layout.pp if layout.vp else 1)
+    batch: list[MicroBatch] = uneven_batch(max(count, 4), length=_LENGTH, vocab=64 * tp)
+    shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
+    changed.append(f"the model is smaller: {shown}, sequences of {_LENGTH} tokens")
+    return Launched(Task(build, batch), dataclasses.replace(layout, options=options), changed)
+
+
+def _cut(given: Any, changed: list[str]) -> Layout:
+    """The same dims, each with at most two ranks."""
+    asked = {short: getattr(given, name, None) or 1 for short, name in SIZES.items()}
+    asked["dp"] = given.world_size // (asked["tp"] * asked["cp"] * asked["pp"])
+    sizes: dict[str, Any] = {name: min(size, 2) for name, size in asked.items()}
+    cut = [f"{name} {asked[name]} -> {sizes[name]}" for name in asked if asked[name] > 2]
+    sizes["vp"] = sizes["vp"] if asked["vp"] > 1 else None
+    sizes["etp"] = None if asked["etp"] in (asked["tp"], None) else sizes["etp"]
+    if given.num_experts is None:
+        sizes |= {"ep": 1, "etp": None}
+    while (sizes["tp"] * sizes["cp"] * sizes["dp"]) % (sizes["ep"] * (sizes["etp"] or sizes["tp"])):
+        sizes["ep"] = 1
+        cut.append("ep -> 1, as the smaller dims have no room for it")
+        if sizes["etp"] not in (None, 1):
+            sizes["etp"] = 1
+    if cut:
+        changed.append(f"dims are smaller: {', '.join(cut)}")
+    other = getattr(given, "use_tp_pp_dp_mapping", False)
+    return Layout(**sizes, order="tp-cp-ep-pp-dp" if other else Layout.order)
+
+
+def _options(given: Any, changed: list[str]) -> dict[str, Any]:
+    """Fields of the configurations that the arguments set, if they change what is computed."""
+    from megatron.core.transformer import TransformerConfig
+
+    def matches(name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatchcase(name, each) for each in patterns)
+
+    kept: dict[str, Any] = {}
+    left_out = []
+    for field in dataclasses.fields(TransformerConfig):
+        value = getattr(given.config, field.name)
+        if value == field.default or matches(field.name, _SHAPE):
+            continue
+        if field.name == "activation_func":
+            kept[field.name] = value
+        elif matches(field.name, _HOW):
+            continue
+        elif matches(field.name, _LEFT_OUT) or not isinstance(value, bool | int | float | str):
+            left_out.append(f"{field.name}={value}")
+        else:
+            kept[field.name] = value
+    of_ddp = ((name, getattr(given, name, None)) for name in _DDP)
+    kept |= {name: value for name, value in of_ddp if value is True or (value or 1) > 1}
+    if given.optimizer != "adam":
+        left_out.append(f"optimizer={given.optimizer}")
+    if left_out:
+        changed.append(f"left out: {', '.join(left_out)}")
+    return kept

@@ -1,0 +1,138 @@
+"""A layout to verify: sizes of the dims, and the options of megatron-core that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+# Our short name of each dim: megatron-core's argument.
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+_OF_TP = ("sequence_parallel",)  # megatron-core refuses these without tensor parallelism
+LOSS_PER_TOKEN = "calculate_per_token_loss"
+# How several ranks work together, and not what they compute.
+_OF_SEVERAL = (
+    *_OF_TP,
+    *("use_distributed_optimizer", "num_distributed_optimizer_instances"),
+    *("overlap_grad_reduce", "overlap_param_gather"),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dims of one job, and options of megatron-core's configurations.
+
+    Parameters
+    ----------
+    tp, cp, pp, dp : int
+        Sizes of the tensor, context, pipeline and data-parallel dims; the world has their product.
+    vp : int, optional
+        Model chunks on each pipeline rank (virtual pipeline).
+    ep : int
+        Ranks over which experts are distributed, out of tp x cp x dp.
+    etp : int, optional
+        Tensor-parallel ranks of each expert; tp unless given.
+    order : str
+        Dims from fastest to slowest, as ``initialize_model_parallel`` takes them.
+    options : mapping of str
+        Fields of ``TransformerConfig``, ``DistributedDataParallelConfig`` or ``OptimizerConfig``,
+        such as ``{"sequence_parallel": True}``.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    order: str = "tp-cp-ep-dp-pp"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp", "dp", "vp", "ep", "etp"):
+            size = getattr(self, name)
+            optional = name in ("vp", "etp")
+            if not ((size is None and optional) or (type(size) is int and size >= 1)):
+                raise ValueError(f"{name} must be a positive integer, got {size!r}, in {self}.")
+        if self.vp is not None and self.pp == 1:
+            raise ValueError(f"vp={self.vp} needs a pipeline of several ranks, in {self}.")
+        per_expert = self.ep * (self.etp or self.tp)
+        if (self.tp * self.cp * self.dp) % per_expert:
+            raise ValueError(
+                f"ep x etp = {per_expert} does not divide tp x cp x dp = "
+                f"{self.tp * self.cp * self.dp}, in {self}."
+            )
+
+    def __str__(self) -> str:
+        shown = [
+            f"{name}={getattr(self, name)}"
+            for name in ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
+            if getattr(self, name) not in (None, 1) or (name == "etp" and self.etp == 1 < self.tp)
+        ]
+        if self.order != Layout.order:
+            shown.append(f"order={self.order}")
+        shown += [
+            name if value is True else f"{name}={getattr(value, '__name__', value)}"
+            for name, value in sorted(self.options.items())
+        ]
+        return " ".join(shown) or "one rank"
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Sizes as megatron-core's ``initialize_model_parallel`` and its configurations take."""
+        return {name: getattr(self, short) for short, name in SIZES.items()}
+
+    def fields_of(self, configuration: type) -> dict[str, Any]:
+        """Options that are fields of one of megatron-core's configurations."""
+        known = configuration.__dataclass_fields__  # type: ignore[attr-defined]
+        return {name: value for name, value in self.options.items() if name in known}
+
+    def alone(self) -> Layout:
+        """One rank that computes the same."""
+        kept = {name: value for name, value in self.options.items() if name not in _OF_SEVERAL}
+        return Layout(options=kept)
+
+    def smaller(self) -> Iterator[tuple[str, Layout]]:
+        """What may be taken away, and the layout without it; some of them are refused later.
+
+        The loss per token comes last: without it context parallelism differs by itself.
+        """
+        trials: list[tuple[str, dict[str, Any]]] = [
+            (f"{name}={getattr(self, name)}", {name: 1, **({"vp": None} if name == "pp" else {})})
+            for name in ("dp", "pp", "cp", "ep", "tp")
+            if getattr(self, name) > 1
+        ]
+        trials += [
+            (f"{name}={getattr(self, name)}", {name: None})
+            for name in ("vp", "etp")
+            if getattr(self, name) is not None
+        ]
+        if self.order != Layout.order:
+            trials.append((f"order={self.order}", {"order": Layout.order}))
+        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
+            left = {key: value for key, value in self.options.items() if key != name}
+            trials.append((name, {"options": left}))
+        for what, change in trials:
+            if change.get("tp") == 1 and not self.options.keys().isdisjoint(_OF_TP):
+                kept = {k: v for k, v in self.options.items() if k not in _OF_TP}
+                change["options"] = kept
+            try:
+                yield what, replace(self, **change)
+            except ValueError:  # such a layout does not exist
+                continue

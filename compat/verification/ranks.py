@@ -1,0 +1,165 @@
+"""Ranks on this machine: one process loads megatron-core for the CPU and forks the others.
+
+The caller's process keeps its torch as it is: what answers for CUDA is put in place in the child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from compat.verification import on_cpu
+
+T = TypeVar("T")
+MAX_RANKS = 16
+_IMPORTED = (
+    *("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing"),
+    *("models.gpt", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer"),
+)
+
+
+class Refused(Exception):
+    """A rank raised: the kind and text of its error, and as ``trace`` the traceback."""
+
+    def __init__(self, text: str, trace: str = "") -> None:
+        super().__init__(text, trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def in_child(body: Callable[[], T], checkout: Path | None = None) -> T:
+    """What ``body`` returns in a forked process in which megatron-core runs on the CPU.
+
+    ``checkout`` is a folder whose ``megatron`` is imported there, if none has been.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
+    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
+        told = Path(directory, "outcome")
+        pid = _fork(lambda: _adapted(body, checkout), told, ValueError)
+        try:
+            os.waitpid(pid, 0)
+        except BaseException:
+            _end([pid])
+            raise
+        return _outcome(told)
+
+
+def _adapted(body: Callable[[], T], checkout: Path | None) -> T:
+    import torch
+
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    logging.disable(logging.ERROR)  # megatron-core's advice, once for each rank and step
+    on_cpu.adapt()
+    if "megatron.core.parallel_state" not in sys.modules:
+        import compat
+
+        compat.install()
+    for name in _IMPORTED:  # once, before ranks are forked
+        import_module(f"megatron.core.{name}")
+    on_cpu.let_one_rank_sum()
+    return body()
+
+
+def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
+    """What ``body(rank)`` returns on each of ``world`` forked ranks of a gloo job.
+
+    Refused, with the first rank's error, if one raises or ends; all others are then ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
+        files = [Path(directory, str(rank)) for rank in range(world)]
+        children = {}
+        for rank, told in enumerate(files):
+            pid = _fork(lambda rank=rank: _joined(rank, world, directory, body), told)  # type: ignore[misc]
+            children[pid] = rank
+        try:
+            _wait(dict(children), files, time.monotonic() + timeout)
+            return [_outcome(told) for told in files]
+        finally:
+            _end(children)
+
+
+def _joined(rank: int, world: int, directory: str, body: Callable[[int], T]) -> T:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    store = dist.FileStore(str(Path(directory, "store")), world)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    outcome = body(rank)
+    dist.barrier()  # a rank that leaves takes its connections along
+    return outcome
+
+
+def _wait(running: dict[int, int], files: Sequence[Path], end: float) -> None:
+    while running:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            rank = running.pop(pid)
+            _outcome(files[rank])  # raises what this rank raised
+        elif time.monotonic() > end:
+            late = sorted(running.values())
+            raise Refused(f"ranks {late} did not finish a step in time")
+        else:
+            time.sleep(0.01)
+
+
+def _fork(body: Callable[[], Any], told: Path, *told_as_is: type[Exception]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    code = 0
+    try:
+        outcome = (True, body())
+    except BaseException as error:
+        code = 1
+        if not isinstance(error, told_as_is):
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            error = Refused(text, traceback.format_exc())
+        outcome = (False, error)
+    part = told.with_suffix(".part")
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(told)
+    os._exit(code)
+
+
+def _outcome(told: Path) -> Any:
+    if not told.exists():
+        raise Refused("a process ended without a word: was it killed?")
+    is_result, value = pickle.loads(told.read_bytes())
+    if not is_result:
+        raise value
+    return value
+
+
+def _end(pids: Any) -> None:
+    for pid in pids:
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        except (ChildProcessError, ProcessLookupError):
+            continue

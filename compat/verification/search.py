@@ -1,0 +1,293 @@
+"""Verify layouts, and find the smallest layout that still differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from compat.verification.compare import Finding, Reference, describe, findings
+from compat.verification.layout import LOSS_PER_TOKEN, Layout
+from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks
+from compat.verification.step import Build, Loss, MicroBatch, Task, take_step
+from hypergrid.messages import install_command
+
+ULP = 2.0**-23  # of float32
+NOT_COVERED = (
+    "kernels of Transformer Engine and fused kernels (megatron-core's local layers ran instead)",
+    "NCCL (gloo ran instead), CUDA, float16, bfloat16 and FP8",
+)
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The least of a layout that still differs."""
+
+    layout: Layout
+    findings: list[Finding]
+    needed: dict[str, str]  # what may not be taken away, and what happens without it
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a layout computes beside what one rank computes."""
+
+    layout: Layout
+    findings: list[Finding]
+    allowed: list[Finding]
+    smallest: list[Smallest]
+    tolerance: float
+    steps: int  # jobs that ran for it
+    seconds: float
+    refused: str = ""  # why the model cannot have this layout
+    trace: str = ""  # of the rank that refused
+    not_covered: tuple[str, ...] = field(default=NOT_COVERED)
+
+    @property
+    def agrees(self) -> bool:
+        return not self.findings and not self.refused
+
+    def __str__(self) -> str:
+        head = f"{self.layout}: {self.layout.world_size} ranks"
+        bound = f"{self.tolerance:.1g} relative"
+        if self.refused:
+            return f"{head} cannot be verified: {self.refused}"
+        if self.agrees:
+            lines = [f"{head} compute what one rank computes, to {bound}."]
+        else:
+            lines = [f"{head} do not compute what one rank computes (differences above {bound}):"]
+            lines += [f"  {line}" for line in describe(self.findings)]
+        for each in self.smallest:
+            lines.append(f"  smallest layout that differs: {each.layout}")
+            lines += [f"    {line}" for line in describe(each.findings)]
+            lines += [f"    without {what}: {seen}" for what, seen in each.needed.items()]
+        if self.allowed:
+            lines.append(f"  allowed: {'; '.join(describe(self.allowed))}")
+        lines.append(f"  not covered: {'; '.join(self.not_covered)}.")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "layout": str(self.layout),
+            "ranks": self.layout.world_size,
+            "agrees": self.agrees,
+            "refused": self.refused,
+            "tolerance": self.tolerance,
+            "findings": [vars(each) for each in self.findings],
+            "allowed": [vars(each) for each in self.allowed],
+            "smallest": [
+                {
+                    "layout": str(each.layout),
+                    "findings": [vars(found) for found in each.findings],
+                    "needed": each.needed,
+                }
+                for each in self.smallest
+            ],
+            "not_covered": list(self.not_covered),
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def verify(
+    build: Build,
+    batch: Sequence[MicroBatch],
+    layouts: Layout | Iterable[Layout],
+    *,
+    loss: Loss | None = None,
+    seq_length: int | None = None,
+    allow: Sequence[str] = (),
+    smallest: bool = True,
+    timeout: float = 120,
+) -> list[Report]:
+    """Compare one optimizer step in each layout with the same step on one rank, on this machine.
+
+    Forks up to 16 gloo processes on the CPU, in float32; this process keeps its torch as it is.
+    Compared are the loss and the tokens that count, each gradient after ``finalize_model_grads``,
+    the gradient norm, and what the step changed in each parameter. Weights go from one rank to the
+    layout by megatron-core's ``sharded_state_dict``. What rounding does is measured: one rank
+    repeats the step with micro batches in reverse order and with weights changed in their last
+    bit, and a quantity differs if it is off by more than twenty times that.
+
+    Parameters
+    ----------
+    build : function
+        ``build(layout, pre_process=, post_process=, vp_stage=)`` gives a model of megatron-core
+        (one with ``config`` and ``sharded_state_dict``) for this rank's stage, without dropout.
+        It is called on every rank after ``initialize_model_parallel``.
+    batch : sequence of mappings
+        The micro batches of one global step: what the model's ``forward`` takes, by name, and
+        what the loss takes, such as ``loss_mask``. Tensors of two or more dims are (samples,
+        length, ...); with context parallelism they are cut along the length. Their number is a
+        multiple of dp, and with vp of dp x pp.
+    layouts : Layout or iterable of them
+        What to verify.
+    loss : function, optional
+        ``loss(output, micro_batch)`` gives the sum of losses and how many there are. By default
+        the output has one loss for each token, and ``loss_mask`` says which count.
+    seq_length : int, optional
+        Length of what stages send; that of the first tensor with two dims unless given.
+    allow : sequence of str
+        Patterns of known findings, such as ``"gradient *.linear_fc2.bias"``.
+    smallest : bool
+        Take dims and options away until the rest agrees.
+    timeout : float
+        Seconds for one step of one layout.
+
+    Returns
+    -------
+    list of Report
+        One for each layout. ``refused`` says why a model cannot have the layout.
+
+    Raises
+    ------
+    ValueError
+        An option that this megatron-core does not have, more than 16 ranks, a number of micro
+        batches that does not fit.
+    ModuleNotFoundError
+        There is no megatron-core.
+    """
+    spec = None
+    with suppress(ModuleNotFoundError):
+        spec = find_spec("megatron.core")
+    if spec is None:
+        raise ModuleNotFoundError(f"verify needs megatron-core: {install_command('megatron')}.")
+    wanted = [layouts] if isinstance(layouts, Layout) else list(layouts)
+    task = Task(build, list(batch), loss, seq_length)
+    return in_child(lambda: reports(task, wanted, allow, smallest, timeout))
+
+
+def reports(
+    task: Task,
+    layouts: Sequence[Layout],
+    allow: Sequence[str] = (),
+    smallest: bool = True,
+    timeout: float = 120,
+) -> list[Report]:
+    """One for each layout, in a process in which megatron-core runs on the CPU."""
+    for layout in layouts:
+        _check(task, layout)
+        _check_options(layout)
+    job = _Job(task, tuple(allow), timeout)
+    return [job.report(layout, smallest) for layout in layouts]
+
+
+def _check(task: Task, layout: Layout) -> None:
+    if layout.world_size > MAX_RANKS:
+        raise ValueError(
+            f"{layout} has {layout.world_size} ranks, and verify runs at most {MAX_RANKS} on one "
+            f"machine: cut larger dims to 2."
+        )
+    share = layout.dp * (layout.pp if layout.vp else 1)
+    if not task.batch or len(task.batch) % share:
+        raise ValueError(
+            f"{layout} needs a multiple of {share} micro batches (dp{' x pp' * bool(layout.vp)}), "
+            f"got {len(task.batch)}."
+        )
+
+
+def _check_options(layout: Layout) -> None:
+    """ValueError if an option is in none of this release's configurations."""
+    import megatron.core
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    known = set().union(*(kind.__dataclass_fields__ for kind in kinds))
+    for name in layout.options:
+        if name not in known:
+            raise ValueError(
+                f"megatron-core {megatron.core.__version__} has no option {name!r} in "
+                f"TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."
+            )
+
+
+class _Job:
+    """Steps of one task; each reference and each layout runs once."""
+
+    def __init__(self, task: Task, allow: tuple[str, ...], timeout: float) -> None:
+        self.task, self.allow, self.timeout, self.steps = task, allow, timeout, 0
+        self._references: dict[Layout, Reference] = {}
+        self._found: dict[Layout, list[Finding] | Refused] = {}
+
+    def report(self, layout: Layout, smallest: bool) -> Report:
+        start, before = time.monotonic(), self.steps
+        found = self.differing(layout)
+        if isinstance(found, Refused):
+            seconds, steps = time.monotonic() - start, self.steps - before
+            return Report(layout, [], [], [], 0, steps, seconds, str(found), found.trace)
+        allowed = [each for each in found if each.matches(self.allow)]
+        told = [each for each in found if each not in allowed]
+        least = list(self._all_smallest(layout, told)) if smallest else []
+        return Report(
+            layout,
+            told,
+            allowed,
+            least,
+            self.reference(layout.alone()).tolerance,
+            self.steps - before,
+            time.monotonic() - start,
+        )
+
+    def reference(self, alone: Layout) -> Reference:
+        """What one rank computes; what rounding does is measured for the first one."""
+        if alone not in self._references:
+            (computed,) = self._run(alone, None)
+            made = Reference(computed)
+            first = next(iter(self._references.values()), None)
+            if first is None:
+                initial = made.whole["initial"]
+                again = self._run(alone, initial, True, ULP) + self._run(alone, initial, False, ULP)
+                made.measure(again)
+            else:
+                # The same parameters elsewhere; twice the usual for those that are new.
+                made.tolerance, made.tolerances = 2 * first.tolerance, first.tolerances
+            self._references[alone] = made
+        return self._references[alone]
+
+    def differing(self, layout: Layout) -> list[Finding] | Refused:
+        """What differs in this layout; Refused, given and not raised, if it cannot run."""
+        if layout not in self._found:
+            try:
+                reference = self.reference(layout.alone())
+                ranks = self._run(layout, reference.whole["initial"])
+                self._found[layout] = findings(reference, layout, ranks)
+            except Refused as refused:
+                self._found[layout] = refused
+        return self._found[layout]
+
+    def _run(self, layout: Layout, initial: Any, *rounding: Any) -> list[Any]:
+        self.steps += 1
+        return on_ranks(
+            layout.world_size,
+            lambda _: take_step(self.task, layout, initial, *rounding),
+            self.timeout,
+        )
+
+    def _all_smallest(self, layout: Layout, found: list[Finding]) -> Iterable[Smallest]:
+        """One for each cause: what the smallest layout does not show is searched for again."""
+        left = found
+        while left:
+            least = self._smallest(layout, {each.key for each in left})
+            yield least
+            shown = {each.key for each in least.findings}
+            left = [each for each in left if each.key not in shown]
+
+    def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
+        needed: dict[str, str] = {}
+        for what, trial in layout.smaller():
+            found = self.differing(trial)
+            if isinstance(found, Refused):
+                needed[what] = f"refused: {found}"
+            elif not {each.key for each in found} & keys:
+                needed[what] = "agrees"
+            elif what != LOSS_PER_TOKEN:
+                return self._smallest(trial, keys)
+        found = self.differing(layout)
+        assert not isinstance(found, Refused)
+        return Smallest(layout, [e for e in found if not e.matches(self.allow)], needed)

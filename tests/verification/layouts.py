@@ -1,0 +1,80 @@
+"""Layouts of a small GPT: those that show a known fault of megatron-core, and random ones."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+from typing import Any
+
+from compat.verification import Layout
+
+TOKENS = {"calculate_per_token_loss": True}
+SHARDED = {"sequence_parallel": True}
+EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False}
+AUX = {**EXPERTS, "moe_aux_loss_coeff": 1e-2}
+
+# What is wrong in some release: the smallest layout that shows it.
+KNOWN = {
+    "the loss of a micro batch under cp: a mean of means, unless the loss is per token": Layout(
+        cp=2
+    ),
+    "the bias of an expert's second layer is summed over tp, as its etp is 1": Layout(
+        tp=2, ep=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS, "add_bias_linear": True}
+    ),
+    "experts that ep does not split are reduced as dense layers, though their etp is 1": Layout(
+        tp=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS}
+    ),
+    "the auxiliary loss of experts under tp, if the loss is per token": Layout(
+        tp=2, options={**TOKENS, **SHARDED, **AUX}
+    ),
+    "the auxiliary loss of experts under cp, if the loss is per token": Layout(
+        cp=2, options={**TOKENS, **AUX}
+    ),
+}
+
+
+def random_layout(draw: random.Random) -> Layout:
+    """A layout of at most eight ranks that shows none of the faults above."""
+    while True:
+        dims = ("tp", "cp", "pp", "dp")
+        sizes: dict[str, Any] = {name: draw.choice([1, 1, 2, 2, 4]) for name in dims}
+        if not 2 <= prod(sizes.values()) <= 8:
+            continue
+        options: dict[str, Any] = {}
+        if sizes["pp"] == 2 and draw.random() < 0.4:
+            sizes["vp"] = 2
+        if draw.random() < 0.5 or sizes["cp"] > 1:
+            options |= TOKENS
+        if sizes["tp"] > 1 and draw.random() < 0.5:
+            options |= SHARDED
+        if draw.random() < 0.5:
+            options |= EXPERTS
+            if sizes["tp"] > 1:  # megatron-core asks for it
+                options |= SHARDED
+            sizes["ep"] = draw.choice([1, 2, 4])
+            sizes["etp"] = draw.choice([None, 1]) if sizes["ep"] > 1 else None
+            options["moe_router_topk"] = draw.choice([1, 2])
+            options["moe_router_pre_softmax"] = options["moe_router_topk"] == 1
+            if "calculate_per_token_loss" not in options:
+                options["moe_aux_loss_coeff"] = draw.choice([0.0, 1e-2])
+            if draw.random() < 0.3:
+                options["moe_shared_expert_intermediate_size"] = 64
+        else:
+            options["add_bias_linear"] = draw.choice([True, False])
+        if draw.random() < 0.4:
+            options["gated_linear_unit"] = True
+        if draw.random() < 0.3 and sizes["tp"] <= 4:
+            options["num_query_groups"] = 4
+        if draw.random() < 0.5:
+            options["use_distributed_optimizer"] = True
+            if sizes["dp"] % 2 == 0 and draw.random() < 0.4:
+                options["num_distributed_optimizer_instances"] = 2
+        if draw.random() < 0.3 and "num_distributed_optimizer_instances" not in options:
+            options["overlap_grad_reduce"] = True  # with several instances it needs CUDA's streams
+        # With pp not last, dense and expert layers need the same data-parallel size.
+        same = sizes["cp"] == 1 and "ep" not in sizes
+        order = draw.choice([Layout.order, "tp-cp-ep-pp-dp"]) if same else Layout.order
+        try:
+            return Layout(**sizes, order=order, options=options)
+        except ValueError:
+            continue
