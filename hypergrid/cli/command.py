@@ -19,7 +19,7 @@ from hypergrid.messages import printable
 
 app = typer.Typer(
     help="Shows, checks and compares which ranks of a training job communicate with each other, "
-    "without a GPU. Only parity and doctor need torch.",
+    "without a GPU. Only parity, verify and doctor need torch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
