@@ -22,7 +22,10 @@ def main() -> None:
     given = parser.parse_args()
     batch = uneven_batch()
     reports = verify(small_gpt, batch, KNOWN.values(), smallest=False)
-    known = {name: not report.agrees for name, report in zip(KNOWN, reports, strict=True)}
+    known = {
+        name: "refused" if report.refused else "yes" if report.findings else "no"
+        for name, report in zip(KNOWN, reports, strict=True)
+    }
     draw = random.Random(given.seed)
     reports = verify(small_gpt, batch, [random_layout(draw) for _ in range(given.n)])
     refused = [str(report) for report in reports if report.refused]
