@@ -209,9 +209,7 @@ def build_stage(
         state.set_virtual_pipeline_model_parallel_rank(stage)
     model: torch.nn.Module = GPTModel(
         config,
-        on_cpu.local_layers(
-            config, stage, parallel.state.get_pipeline_model_parallel_rank()
-        ),
+        on_cpu.local_layers(config, stage, parallel.state.get_pipeline_model_parallel_rank()),
         vocab_size=256,
         max_sequence_length=args.seq_length,
         pre_process=begins(**where),

@@ -31,7 +31,7 @@ ORDERS = {
     "compat": (
         ("megatron", "transformer_engine.process"),
         ("swap",),
-        ("planned",),
+        ("planned", "verification"),
         ("",),  # compat/__init__ itself
         ("state", "hyper_comm_grid"),
         ("swap.shadow",),

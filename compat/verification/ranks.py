@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from compat.swap import install
 from compat.verification import on_cpu
 
 T = TypeVar("T")
@@ -74,9 +75,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None) -> T:
     logging.disable(logging.ERROR)  # megatron-core's advice, once for each rank and step
     on_cpu.adapt()
     if "megatron.core.parallel_state" not in sys.modules:
-        import compat
-
-        compat.install()
+        install()
     for name in _IMPORTED:  # once, before ranks are forked
         import_module(f"megatron.core.{name}")
     on_cpu.let_one_rank_sum()

@@ -130,9 +130,7 @@ def norm(rank, directory):
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
             model = DistributedDataParallel(head.config, config, head, **handed)
             given = OptimizerConfig(lr=1e-3)
-            no_gloo = on_cpu.taken(
-                get_megatron_optimizer, {"use_gloo_process_groups": False}
-            )
+            no_gloo = on_cpu.taken(get_megatron_optimizer, {"use_gloo_process_groups": False})
             optimizer = get_megatron_optimizer(given, [model], **no_gloo, **handed)
             for parameter in model.parameters():
                 parameter.main_grad.fill_(1.0)
