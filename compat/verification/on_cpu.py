@@ -17,6 +17,8 @@ from unittest.mock import MagicMock
 
 import torch
 
+from hypergrid import of_torch
+
 
 def adapt() -> None:
     """Make torch answer megatron-core's CUDA calls with the CPU."""
@@ -45,7 +47,7 @@ def adapt() -> None:
     tensor.type = _saying_cuda(tensor.type)
     # Bridges between modules write backend="nccl" out for the groups that they broadcast in, which
     # torch's enumeration creates by this; the enumeration itself stays torch's own.
-    c10d: Any = torch.distributed.distributed_c10d
+    c10d: Any = of_torch.c10d
     c10d.new_group = _not_nccl(c10d.new_group)
 
 

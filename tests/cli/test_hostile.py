@@ -78,6 +78,12 @@ def test_a_long_line_in_the_head_of_a_script_is_refused_before_it_is_read():
     assert time.process_time() - before < 5
 
 
+def test_a_pasted_line_may_be_longer_than_the_name_of_a_file():
+    line = f"--world-size 8 --tensor-model-parallel-size 2 --save {'x' * 300}"
+    assert "8 ranks" in run(f"plan --from-args '{line}'")
+    assert "8 ranks" in run(f"plan --from-args '{line} {'--y ' * 1000}'")
+
+
 @pytest.mark.parametrize("many", [2**20 + 1, 10**9, 2**63, 10**30])
 def test_too_many_ranks_are_refused_at_once(tmp_path, many):
     said = run(f"plan --from-args '--world-size {many}'", 2)

@@ -118,7 +118,7 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
     assert not report.agrees and "cannot be verified: " in str(report)
     with pytest.raises(ValueError, match="give a checkout of Megatron-LM"):
         verify_line([], 1, Path("/nowhere"))
-    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ModuleNotFoundError, match="verify needs megatron-core: pip install"):
         compat.verify(small_gpt, batch, Layout(tp=2))
 
