@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _installer(options: argparse.Namespace) -> Callable[[], None] | None:
-    """What puts our module in place, if it is wanted; the flags are in the environment then.
+    """The call that swaps our module in, if it is wanted; the flags are in the environment then.
 
     ValueError for flags that are wrong, or contradict each other.
     """

@@ -1,4 +1,4 @@
-"""What ``--report`` prints: the groups of one rank, a line each, and how ranks lie on hosts."""
+"""Output of ``--report``: the groups of one rank, a line each, and how ranks lie on hosts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _host_key(rank: int) -> str:
 
 
 def _on_hosts(request: Request) -> Iterator[str]:
-    """What is expensive about how the ranks lie on hosts, where the ranks have said it."""
+    """The cost of how the ranks lie on hosts, in words, if the ranks have reported their hosts."""
     said = _hosts_of_ranks(range(request.plan.window.stop))
     if said is None:
         return

@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[a
 
 
 class ParallelState:
-    """What one ``initialize_model_parallel`` built.
+    """The groups and values that one ``initialize_model_parallel`` built.
 
     It has the getters and setters of ``compat.parallel_state``, and upstream's private globals
     (``_TENSOR_MODEL_PARALLEL_GROUP`` ...) as attributes that may be written, as outside code does:

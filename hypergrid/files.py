@@ -29,7 +29,7 @@ def text_of(path: str | Path) -> str:
 
 
 def bytes_of(path: str | Path) -> bytes:
-    """What is in it; at most ``LONGEST`` bytes are read. OSError as from ``open``."""
+    """The content of the file; at most ``LONGEST`` bytes are read. OSError as from ``open``."""
     if str(path) == "-":
         found = sys.stdin.buffer.read(LONGEST + 1)
     else:

@@ -16,7 +16,7 @@ At = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Link:
-    """What goes from one grid of an assembly to another, and its gradients back.
+    """A link: activations from one grid of an assembly to another, and their gradients back.
 
     Each side is cut into parts, one for each coordinate on the dims ``over``. A part holds the
     ranks at the link's end of that grid; one of them leads: it sends or receives for its part,

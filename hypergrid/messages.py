@@ -20,7 +20,7 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-# What moves a terminal's cursor, colours it, turns the direction of text, or cannot be encoded.
+# Characters that move a cursor, colour text, turn its direction, or cannot be encoded.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )

@@ -194,7 +194,7 @@ def needed(version: str) -> dict[str, Part]:
 
 
 def lacking() -> list[str]:
-    """What the installed torch does not give, in words. *Local*."""
+    """The parts that the installed torch lacks, in words. *Local*."""
     return [
         f"{part.without} (torch {torch.__version__} has no {', '.join(_missing(part))})"
         for key, part in needed(torch.__version__).items()
@@ -281,7 +281,7 @@ def device_types(group: object) -> list[str]:
 
 
 def parts_of(group: ProcessGroup, without: Collection[str] = ()) -> list[Any]:
-    """What does a group's work, once each: one object for each backend.
+    """The backends that do a group's work, each once.
 
     But for what does it on these types of device.
     """
@@ -290,7 +290,7 @@ def parts_of(group: ProcessGroup, without: Collection[str] = ()) -> list[Any]:
 
 
 def part_of(group: ProcessGroup, device: torch.device | str) -> Any:
-    """What does a group's work on a type of device; RuntimeError if nothing does."""
+    """The backend that does a group's work on a type of device; RuntimeError if there is none."""
     return group._get_backend(torch.device(device))
 
 
@@ -431,7 +431,7 @@ def is_gloo(part: object) -> bool:
 
 
 def gloo_devices(interfaces: Sequence[str], lazily: bool | None) -> list[Any]:
-    """What gloo connects through, at once or on first use; None: as torch is set."""
+    """The device that gloo connects through, at once or on first use; None: as torch is set."""
     make = gloo()
     devices = [make.create_device(interface=each, lazy_init=lazily) for each in interfaces]
     return devices or [make.create_default_device(lazy_init=lazily)]
@@ -452,7 +452,7 @@ def set_devices(options: Any, devices: list[Any]) -> None:
 
 
 def devices_in(part: Any) -> list[Any]:
-    """What a part of a group connects through, if gloo communicates there."""
+    """The device that a part of a group connects through, if its backend is gloo."""
     return getattr(part.options, "_devices", [])
 
 
@@ -500,7 +500,7 @@ def forget(group: ProcessGroup) -> None:
         world.group_count = 0
 
 
-# What torch recorded.
+# Torch's recording.
 
 
 def recorded(stacks: bool) -> list[bytes]:

@@ -29,7 +29,7 @@ Plain: TypeAlias = str | int | float | bool | None
 
 
 class Kind(NamedTuple):
-    """What must be equal, besides the ranks, for two names to use one communicator."""
+    """The fields, besides the ranks, that are equal where two names use one communicator."""
 
     backend: str | None
     timeout: float | None
@@ -86,7 +86,7 @@ class GroupRow:
 
     @property
     def kind(self) -> Kind | None:
-        """What must be equal for another label to share its communicator; None if none may."""
+        """The key that is equal for labels that share a communicator; None if none may."""
         if self.separate or self.explicit is not None:
             return None
         return Kind(self.backend, self.timeout, self.options, self.traffic)
@@ -292,7 +292,7 @@ class _Layout:
 
 @dataclass
 class _Saved:
-    """What ``to_json`` writes."""
+    """The data that ``to_json`` writes."""
 
     schema: int | None = None
     layouts: dict[str, _Layout] = field(default_factory=dict)

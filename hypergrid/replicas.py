@@ -22,7 +22,7 @@ def any_number(_: int) -> bool:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Which process is which rank, and which processes wait in reserve. *Local*: arithmetic.
+    """Assign ranks to processes, and keep the other processes in reserve. *Local*: arithmetic.
 
     A replica is the ranks that have one coordinate of the dim ``replicas``. A block is a group
     over the dims ``together``, and stays inside one host. If the hosts cannot hold as many
@@ -177,7 +177,7 @@ class Replicas:
         return tuple(placed[rank] for rank in layout.ranks)
 
     def _next(self, free: list[int], before: dict[int, int], rank: int, layout: RankLayout) -> int:
-        """Who had the same part of the model, else a spare, else anybody."""
+        """A process that had the same part of the model, else a spare, else any."""
 
         def part(of: RankLayout, at: int) -> dict[str, int]:
             return {**of.coordinate(at), self.replicas: 0}

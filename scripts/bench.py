@@ -60,6 +60,7 @@ class Row:
     at_most: float | None = None  # the bar: ours
     noise: float = 0  # by which the same code differs from itself
     paired: bool = False  # ours and peer were measured in pairs: the median of their ratios counts
+    family: str = ""  # a page has one row for all of a family that met the bar
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
@@ -337,7 +338,14 @@ def getters(bench: Bench, release: str) -> list[Row]:
                 sides.setdefault(name, {}).setdefault(side, []).append(min(each))
     titles = dict(zip(TIMED, getter_titles(release), strict=True))
     return [
-        Row(titles[name], found["ours"], found["stock"], at_least=1, noise=0.05)
+        Row(
+            titles[name],
+            found["ours"],
+            found["stock"],
+            at_least=1,
+            noise=0.05,
+            family=f"getters, {release}",
+        )
         for name, found in sides.items()
     ]
 
@@ -477,8 +485,23 @@ def child(script: str, *, timeout: float = 280, **job: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def shortened(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The rows' cells, with one row for all of a family that met the bar."""
+    cells = []
+    for family, members in itertools.groupby(rows, key=lambda row: row.family):
+        each = [row.cells() for row in members]
+        met = [row for row in each if family and row[-1] == "met"]
+        cells += [row for row in each if row not in met]
+        if met:
+            ratios = sorted((row[4] for row in met), key=lambda ratio: float(ratio[:-1]))
+            title = f"{len(met)} {'other ' * (len(met) < len(each))}{family}"
+            between = f"{ratios[0]} to {ratios[-1]}"
+            cells.append((title, met[0][1], "", "", "", between, *met[0][6:]))
+    return cells
+
+
 def document(bench: Bench, markdown: bool = False) -> str:
-    """What a run found, as text or as Markdown."""
+    """The findings of a run, as text or as Markdown."""
     packages = [f"{name} {version(name)}" for name in ("hypergrid-comm", "megatron-core", "torch")]
     today = datetime.datetime.now(datetime.timezone.utc).date()
     text = [
@@ -490,7 +513,7 @@ def document(bench: Bench, markdown: bool = False) -> str:
     ]
     if bench.rows:
         head = ("Measured", "Peer", "Peer's", "Ours", "Peer / ours", "Range", "Bar", "")
-        rows = [head, *(row.cells() for row in bench.rows)]
+        rows = [head, *(shortened(bench.rows) if markdown else (r.cells() for r in bench.rows))]
         text += ["", table(rows, markdown, right=range(2, 7))]
     if bench.counts:
         head = ("The busiest rank", "new_group calls", "Communicators", "Store operations")

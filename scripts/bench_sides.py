@@ -1,4 +1,4 @@
-"""What the benchmark runs in fresh interpreters: ``bench_sides.py '{"job": NAME, ...}'``.
+"""The benchmark's jobs in fresh interpreters: ``bench_sides.py '{"job": NAME, ...}'``.
 
 A job prints its result as JSON on the last line of its output.
 """

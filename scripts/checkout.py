@@ -1,4 +1,4 @@
-"""What the scripts share: this checkout, its own Python, commands in it, and tables.
+"""Shared by the scripts: this checkout, its own Python, commands in it, and tables.
 
 Imported, it starts a script again under ``.venv`` where the Python has no torch.
 """

@@ -1,4 +1,4 @@
-"""What the scripts that fetch others' sources share: pip, sha256, and folders under .cache.
+"""Shared by the scripts that fetch sources of others: pip, sha256, and folders under .cache.
 
 pip checks the digest of each archive and refuses another; nothing of an archive is run.
 """
@@ -22,7 +22,7 @@ LARGEST = 1 << 20  # bytes of one file
 
 
 def fail(what: str) -> SystemExit:
-    """What to raise, with the script's name."""
+    """The exception to raise, with the script's name."""
     return SystemExit(f"{Path(sys.argv[0]).name}: {what}")
 
 

@@ -1,4 +1,4 @@
-"""Which file may import which: down only, no circles; and the words that the core does not know.
+"""Imports between files: down only, no circles; and the words that the core does not know.
 
 Every import counts: at the top of a file, inside a function and under TYPE_CHECKING. Two files are
 left out, as everything imports them or they import everything: ``hypergrid/__init__`` loads its

@@ -1,4 +1,4 @@
-"""Who reads parallel_state, with which state, and whether it is the right one.
+"""The audit: reads of parallel_state, with which state, and whether it is the right one.
 
 ``HYPERGRID_AUDIT=DIR`` or ``with recording(DIR):`` counts each read at each line; ``strict()``
 raises where a module reads another state than its own; ``forbid()`` takes the globals away, module

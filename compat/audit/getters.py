@@ -1,4 +1,4 @@
-"""Which private global is behind which getter, and what to pass instead of calling it."""
+"""The private global behind each getter, and the argument to pass instead of calling it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUFFERS = ("_set_global_memory_buffer", "_set_global_symmetric_memory_buffer")
 AUDITED = (*(n for n in FUNCTIONS if not n.startswith("_") and n != "missing"), *_BUFFERS)
 _OF_RANKS = {row.ranks: row.slot for row in ROWS if row.ranks}
 _FIELDS = {slot: field for field, slot in SLOTS.items() if slot}
-# These getters ask whether there are groups at all, and are right in any state.
+# Getters that ask whether there are groups at all are right in any state.
 _STATELESS = ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
 
 

@@ -220,7 +220,7 @@ class ProcessGroupMesh:
         ]
         label = "-".join(axes or ["alone"]) + (f"/{backend}" if backend else "")
         layout, dims = self.grid.layout, tuple(f"axis{axis}" for axis in chosen)
-        # Which members of a whole line the indices pick is the same on every line.
+        # The indices pick the same members of every whole line.
         whole = np.arange(layout.dim_size(dims)).reshape([self._shape[axis] for axis in chosen])
         places = whole[np.ix_(*chosen.values())].ravel()
         line = tuple(np.array(layout.group(self._rank, dims))[places].tolist())

@@ -70,7 +70,7 @@ def _minutes(given: Any) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """What ``initialize_model_parallel`` was asked for. Field by field as its arguments."""
+    """A request to ``initialize_model_parallel``, field by field as its arguments."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -426,7 +426,7 @@ def _typed(kind: str) -> list[str]:
     return [name for name, hint in _HINTS.items() if kind in hint]
 
 
-# What an argument must be, in words, and how it is made of plain Python values: numbers and lists
+# The kind of each argument, in words, and how it is made of plain Python values: numbers and lists
 # may come from numpy or torch, paths from pathlib.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(_typed("int"), (operator.index, "a whole number")),

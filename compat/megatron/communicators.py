@@ -116,7 +116,7 @@ def read_configs(
     high_priority: list[str] | None,
     overwrite: Callable[..., object] = overwrite_nccl_comm_cfgs,
 ) -> Configs:
-    """What the file at ``path`` holds, with the high-priority groups set on top."""
+    """The options in the file at ``path``, with the high-priority groups set on top."""
     configs = {} if path is None else _read(path)
     if high_priority:
         check_mapping(path, configs)

@@ -983,7 +983,7 @@ def bind_getters_to(names: dict[str, Any]) -> dict[str, FunctionType]:
 
 
 def cached_sizes(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:
-    """What the functions use besides upstream's private globals.
+    """The values that the functions use besides upstream's private globals.
 
     The rank and size in each group that the state made, and for two groups at hand; whether a rank
     may be in several pipelines; and whether each grid has an axis gtp_remat. Releases without it

@@ -91,7 +91,7 @@ def _makes_gloo(request: Arguments, row: Row) -> bool:
 def _chosen(
     request: Arguments, row: Row, argument: str, default: Callable[..., list[int]]
 ) -> list[Sequence[int]] | None:
-    """What the caller's function chooses of each pipeline; None without one of the caller's."""
+    """The ranks that the caller's function chooses of each pipeline; None if it is the default."""
     given, split = getattr(request, argument), request.pipeline_model_parallel_split_rank
     own = request.helpers.get(default.__name__, default)
     choose: Any = own if given is None else given
@@ -129,7 +129,7 @@ def _chosen(
 
 
 def _plain_ranks(argument: str, given: Any, world: int) -> Sequence[int]:
-    """What a caller's function returned: as it is if that is a list of ints, else made one."""
+    """The ranks that a caller's function returned, as a list of ints."""
     ranks: Sequence[int] = given
     if not isinstance(given, list | tuple) or any(type(rank) is not int for rank in given):
         try:
@@ -234,7 +234,7 @@ class Request(Arguments):
         return sorted({*window, *besides}) if besides else window
 
     def proposal(self) -> dict[str, Any]:
-        """What the ranks compare before they create: arguments in plain values, and the plan."""
+        """Values that ranks compare before creation: arguments as plain values, and the plan."""
         values = {
             f.name: getattr(self, f.name)
             for f in fields(self)

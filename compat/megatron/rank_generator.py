@@ -106,7 +106,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in tokens]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Which dims of ``order`` are in ``token``, such as ``"tp-dp"``."""
+        """The dims of ``order`` that are in ``token``, such as ``"tp-dp"``, as a mask."""
         dims, wanted = order.split("-"), token.split("-")
         mask = [False] * len(dims)
         for name in wanted:

@@ -20,7 +20,7 @@ def origin(row: Row) -> tuple[str, str]:
 
 
 def loops(request: Arguments, row: Row) -> list[list[int]]:
-    """What upstream loops over to make the groups of ``row``."""
+    """The rank lists over which upstream loops to make the groups of ``row``."""
     grid, token = origin(row)
     lists = request.rank_lists(grid, token)
     if request.encoder is not None:

@@ -22,7 +22,7 @@ _VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a ``parallel_state.py`` has, and ``HyperCommGrid`` beside it; and what it says it is."""
+    """Names in a ``parallel_state.py`` and in ``HyperCommGrid`` beside it, and its version."""
 
     path: Path
     version: str  # such as "0.19"; empty where nothing says it
@@ -33,13 +33,13 @@ class Source:
 
 
 def imported_source() -> Source | None:
-    """What ``import megatron.core.parallel_state`` would load of Megatron's own; None without."""
+    """The source that ``import megatron.core.parallel_state`` would load; None without Megatron."""
     core = _package("megatron.core", _package("megatron"))
     return read(Path(core[0])) if core else None
 
 
 def read(core: Path) -> Source:
-    """What is in a folder ``megatron/core``; of a file that is not there, nothing."""
+    """The names in a folder ``megatron/core``; a file that is not there has none."""
     files = [core / name for name in ("parallel_state.py", "hyper_comm_grid.py", "package_info.py")]
     text, grid, info = (f.read_text(errors="replace") if f.is_file() else "" for f in files)
     heads = ast.parse("\n".join(f"{match[0]} ..." for match in _HEAD.finditer(text)))

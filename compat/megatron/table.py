@@ -14,7 +14,7 @@ from hypergrid.plan import GroupRow
 
 @dataclass(frozen=True, eq=False)
 class Fact:
-    """What is true or false of a request; ``~a`` and ``a & b`` are facts too."""
+    """A fact about a request, true or false; ``~a`` and ``a & b`` are facts too."""
 
     holds: Callable[[Any], object]
 
@@ -49,9 +49,9 @@ class Row:
 
     slot: str
     dims: str
-    # What it carries, see docs/concepts.md. A communicator runs one operation at a time, so groups
-    # whose operations overlap must not share one; operations of one kind never overlap. As in
-    # megatron-core 0.16.1 and 0.19.2 with all options that overlap communication.
+    # The kind of traffic, see docs/concepts.md. A communicator runs one operation at a time, so
+    # groups whose operations overlap must not share one; operations of one kind never overlap. As
+    # in megatron-core 0.16.1 and 0.19.2 with all options that overlap communication.
     traffic: str
     options: str  # key of its section in the NCCL configuration file
     grid: str = "decoder"
@@ -266,7 +266,7 @@ ALIASES: tuple[Alias, ...] = (
           "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",     ~INSTANCES),
 )
 
-# What create_all_gather_groups() makes for its caller: no private global holds it.
+# Groups that create_all_gather_groups() makes for its caller: no private global holds them.
 EXTRA_ALL_GATHER: tuple[Row, ...] = (
     Row("_DATA_PARALLEL_GROUP_WITH_CP_AG", "dp-cp",
         "parameters",                  "dp_cp",           field="dp_cp_ag"),

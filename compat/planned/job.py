@@ -96,7 +96,7 @@ _NAMES = {
     **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
     "mpiexec": "mpirun",
 }
-# What must be given where a launcher's line does not say the number of ranks.
+# Flags to give where a launcher's line does not say the number of ranks.
 _RANKS = {
     "srun": "--ntasks, or --nodes and --ntasks-per-node",
     "mpirun": "-n",
@@ -138,7 +138,7 @@ class JobError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """What a job asks of ``initialize_model_parallel``, and where its ranks are."""
+    """A job as planned: its arguments of ``initialize_model_parallel``, and where its ranks are."""
 
     arguments: Mapping[str, Any]  # of initialize_model_parallel, those that were given
     world_size: int

@@ -1,4 +1,4 @@
-"""What Megatron's layouts carry: the flows and volumes of the model, and what cuts the weights.
+"""Traffic of Megatron's layouts: the model's flows and volumes, and the dims that cut weights.
 
 The unit of a volume is one activation tensor (the micro-batch that a rank holds, of one layer, in
 16 bits) per layer and micro-batch. A transformer of hidden size 4096 with sequences of 8192,

@@ -18,7 +18,7 @@ _CACHED = ("get_distributed_world_size", "get_distributed_rank")
 
 
 class Installation(NamedTuple):
-    """Which release is installed, whether it can be imported, and why not."""
+    """The installed release, whether it can be imported, and why not."""
 
     version: str | None
     importable: bool

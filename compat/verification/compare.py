@@ -1,4 +1,4 @@
-"""What a layout computed beside what one rank computed."""
+"""Comparison of a layout's results with those of one rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Difference(NamedTuple):
 
 @dataclass
 class Reference:
-    """What one rank computed, and how much rounding changes it."""
+    """The results of one rank, and how much rounding changes them."""
 
     computed: Computed
     tolerance: float = 0.0  # of what has none of its own

@@ -41,7 +41,7 @@ _HOW = (
     *("enable_autocast", "use_kitchen*", "*_sync_func", "distribute_saved_activations"),
     *("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "delay_wgrad_compute"),
 )
-# What a small model on a CPU leaves out though it does change what is computed.
+# Flags that a small model on a CPU leaves out though they change the result.
 _LEFT_OUT = (
     *("*dropout*", "mtp_*", "moe_layer_freq", "window_*", "multi_latent_attention"),
     *("*capacity_factor*", "moe_pad_expert*", "hetero*", "moe_router_num_groups", "mamba_*"),
@@ -64,7 +64,7 @@ _DDP = (
 
 
 class Launched(NamedTuple):
-    """What a launch line becomes."""
+    """The small job that a launch line becomes."""
 
     task: Task
     layout: Layout
@@ -98,7 +98,7 @@ def verify_line(
 
 
 def _arguments(words: Sequence[str], world_size: int) -> Any:
-    """What Megatron's own parser makes of them, and its checks."""
+    """The arguments as Megatron's own parser reads and checks them."""
     import torch
 
     cuda: Any = torch.cuda

@@ -109,7 +109,7 @@ class Layout:
         return Layout(options=kept)
 
     def smaller(self) -> Iterator[tuple[str, Layout]]:
-        """What may be taken away, and the layout without it; some of them are refused later.
+        """Each dim or option that can be taken away, and the layout without it.
 
         The loss per token comes last: without it context parallelism differs by itself.
         """

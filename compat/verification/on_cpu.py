@@ -1,4 +1,4 @@
-"""What megatron-core asks of CUDA, answered on the CPU, so that its training runs over gloo.
+"""megatron-core's calls of CUDA, answered on the CPU, so that its training runs over gloo.
 
 `adapt()` goes before the first import of megatron; it does nothing where CUDA is available.
 `local_layers()` comes after it and serves GPUs too: megatron-core's own layers refuse sequence and
@@ -134,7 +134,7 @@ def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``arguments`` that this release's ``function`` takes; older ones take fewer."""
+    """The ``arguments`` that this release's ``function`` takes; older releases take fewer."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return arguments
@@ -142,7 +142,7 @@ def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, 
 
 
 def chunks_held(rank: int, size: int) -> list[int]:
-    """Which of a sequence's 2 x size chunks a cp rank holds; one late one makes work even."""
+    """The chunks, of a sequence's 2 x size, that a cp rank holds: an early and a late one."""
     return [rank, 2 * size - 1 - rank]
 
 

@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 def in_child(body: Callable[[], T], checkout: Path | None = None) -> T:
-    """What ``body`` returns in a forked process in which megatron-core runs on the CPU.
+    """Run ``body`` in a forked process in which megatron-core runs on the CPU; its result.
 
     ``checkout`` is a folder whose ``megatron`` is imported there, if none has been.
     """
@@ -83,7 +83,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None) -> T:
 
 
 def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
-    """What ``body(rank)`` returns on each of ``world`` forked ranks of a gloo job.
+    """Run ``body(rank)`` on each of ``world`` forked ranks of a gloo job; their results.
 
     Refused, with the first rank's error, if one raises or ends; all others are then ended.
     """

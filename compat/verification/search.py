@@ -33,7 +33,7 @@ class Smallest:
 
 @dataclass(frozen=True)
 class Report:
-    """What a layout computes beside what one rank computes."""
+    """The verdict on one layout, beside one rank."""
 
     layout: Layout
     findings: list[Finding]
@@ -235,7 +235,7 @@ class _Job:
         )
 
     def reference(self, alone: Layout) -> Reference:
-        """What one rank computes; what rounding does is measured for the first one."""
+        """The results of one rank; the effect of rounding is measured for the first one."""
         if alone not in self._references:
             (computed,) = self._run(alone, None)
             made = Reference(computed)
@@ -251,7 +251,7 @@ class _Job:
         return self._references[alone]
 
     def differing(self, layout: Layout) -> list[Finding] | Refused:
-        """What differs in this layout; Refused, given and not raised, if it cannot run."""
+        """The findings in this layout; Refused, returned and not raised, if it cannot run."""
         if layout not in self._found:
             try:
                 reference = self.reference(layout.alone())

@@ -25,7 +25,7 @@ SEED = 1234
 
 
 class Piece(NamedTuple):
-    """What one rank holds of one whole tensor."""
+    """The part of one whole tensor that one rank holds."""
 
     name: str
     where: Slices
@@ -47,7 +47,7 @@ class MicroBatchLoss(NamedTuple):
 
 @dataclass
 class Computed:
-    """What one rank computed in a step."""
+    """The results of one rank's step."""
 
     initial: list[Piece] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Task:
-    """What is verified: the same for all layouts."""
+    """The task: model, batch and loss, the same for all layouts."""
 
     build: Build
     batch: Sequence[MicroBatch]

@@ -25,7 +25,7 @@ _FAILED = 1  # what a rank that has failed arrives with, the others with 0
 
 @contextmanager
 def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
-    """What is created inside is created on all ``ranks``, or every rank raises.
+    """All ``ranks`` create the groups that are created inside, or every rank raises.
 
     *Collective* over ``ranks``, once for each ``epoch`` that they have agreed on. A rank that fails
     tells those that are there. The caller destroys its groups.

@@ -35,7 +35,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Abilities:
-    """What this process can do, as ranks tell each other in the prepare phase.
+    """The abilities of this process, as ranks report them in the prepare phase.
 
     ``obstacle`` says why no group can be created by its members alone; ``bound`` why none of the
     default group's backend can: it is bound to a device, and each new group is split from it.
@@ -50,7 +50,7 @@ class Abilities:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks of a window have agreed on."""
+    """The result on which the ranks of a window have agreed."""
 
     epoch: str  # part of every group's name; never used twice in the life of the store
     way: str = "members"  # who creates groups that torch splits off a bound default group
@@ -255,7 +255,7 @@ def _place(rank: int) -> str:
 
 @dataclass
 class _Memory:
-    """What this process knows of its rounds under one default group, by window."""
+    """The rounds of this process under one default group, by window."""
 
     rounds: dict[str, int] = field(default_factory=dict)  # the next one
     alone: Counter[str] = field(default_factory=Counter)  # agreements without a store
@@ -363,7 +363,7 @@ class _Round:
         return found
 
     def outcome(self, timeout: timedelta) -> dict[str, Any]:
-        """What was decided; after ``timeout``, which ranks are missing."""
+        """The decision; after ``timeout``, the ranks that are missing."""
         try:
             found = self._wait(timeout)
         except AbortedError:  # a rank that is still to arrive must not count on this one

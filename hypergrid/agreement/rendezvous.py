@@ -32,7 +32,7 @@ def _nothing() -> None: ...
 
 
 def digest_of(text: str) -> int:
-    """What a rank that says ``text`` arrives with."""
+    """The entry with which a rank that reports ``text`` arrives."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
@@ -176,7 +176,7 @@ class Phase:
     def compare(
         self, digest: int, entry: Any, decide: Callable[[list[tuple[int, Any]]], str]
     ) -> str:
-        """What one rank decides when all have told: given how many had an entry, and the entry."""
+        """The decision of one rank when all have reported: how many had an entry, and the entry."""
         self.tell(digest, entry)
 
         def told() -> str:

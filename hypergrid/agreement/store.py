@@ -139,7 +139,7 @@ def append(store: Store, key: str, line: str) -> None:
 
 
 def lines(store: Store, key: str) -> list[str]:
-    """What was appended by now."""
+    """The value that has been appended so far."""
     own: Any = store
     if own.has_extended_api():
         return peek(store, key).splitlines() if store.check([key]) else []

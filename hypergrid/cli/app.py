@@ -236,7 +236,7 @@ def place(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which host gets which ranks: the order of the hosts of --topology that costs least.
+    """Find the order of the hosts of --topology that costs least.
 
     It keeps heavy flows inside NVLink domains and near. Hosts that the job does not need are spare.
     """
@@ -264,7 +264,7 @@ def diff(
     ],
     as_json: Json = False,
 ) -> int:
-    """What differs between two layouts, or between a plan and the live groups of a job.
+    """Compare two layouts, or a plan and the live groups of a job.
 
     Exit status 0 if nothing differs, 1 if something does.
     """
@@ -308,7 +308,7 @@ def diagnose(
     trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Who everyone waits for in a job that hangs, from what its ranks left in a directory.
+    """Find the rank that everyone waits for in a job that hangs, from the files of its ranks.
 
     With --pid the ranks of a running job on this host are asked first; they record by
     hypergrid.record, and the directory is that of HYPERGRID_RECORD.
@@ -369,7 +369,7 @@ def audit(
     html: Annotated[Path | None, typer.Option(help="Write one page.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Who reads parallel_state, how often, and who reads the wrong state.
+    """Count the reads of parallel_state, and name the code that reads the wrong state.
 
     From what ranks left in the directory of HYPERGRID_AUDIT. With --against new sites are a fault
     too: a ratchet for CI.
@@ -489,7 +489,7 @@ def _without_dumps(directory: Path) -> str:
 
 
 def _dump(text: str) -> Dump | None:
-    """What ``hypergrid.dump`` wrote to this file; None if it is something else."""
+    """The data that ``hypergrid.dump`` wrote to this file; None if the file has other data."""
     if "--" in text or not Path(text).is_file():
         return None
     raw = bytes_of(text)

@@ -268,7 +268,7 @@ def _ranks() -> Iterator[tuple[str, str, str]]:
 
 
 def _checkout(home: Path) -> str:
-    """That what is imported from there is a checkout and no installed package; "" otherwise."""
+    """A note that the import comes from a checkout and no installed package; "" otherwise."""
     return "" if home.name in ("site-packages", "dist-packages") else f", a checkout in {home}"
 
 

@@ -1,4 +1,4 @@
-"""What the commands print: lines and tables for people, JSON for scripts."""
+"""Output of the commands: lines and tables for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
 def as_data(subject: PlannedJob) -> dict[str, Any]:
-    """What ``plan --json`` prints; ``source.saved`` reads it back."""
+    """The data that ``plan --json`` prints; ``source.saved`` reads it back."""
     made = communicators(subject.plan)
     return {
         **json.loads(subject.plan.to_json()),
@@ -58,7 +58,7 @@ def as_data(subject: PlannedJob) -> dict[str, Any]:
 
 
 def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
-    """What ``plan --rank N --json`` prints."""
+    """The data that ``plan --rank N --json`` prints."""
     hosts = subject.hosts
     return {
         "rank": rank,
@@ -171,7 +171,7 @@ def findings(out: Console, found: Sequence[Finding]) -> None:
 
 
 def traffic(out: Console, subject: PlannedJob, found: Estimate) -> None:
-    """What each flow sends over each level, and the seconds that it takes."""
+    """The volume of each flow over each level, and the seconds that it takes."""
     network, ranks = subject.network, subject.layouts["decoder"].size
     rows = []
     for name, cost in sorted(found.costs.items(), key=lambda pair: -pair[1].slowest):
@@ -205,7 +205,7 @@ def traffic_data(found: Estimate) -> dict[str, Any]:
 
 
 def placement(out: Console, network: Network, traffic: Traffic, found: HostOrder) -> None:
-    """What the given order of hosts and the one that was found cost, and the order."""
+    """The cost of the given order of hosts and of the order that was found, and that order."""
     flows = _placed_flows(traffic, found)
     rows = [(name, _amount(old), _amount(new)) for name, (old, new) in flows.items()]
     total = ("in all", *map(_amount, (found.given, found.cost)))
@@ -300,7 +300,7 @@ def _explained(best: Ranked, asked: Ranked, many: int, unit: str) -> Iterable[st
 
 
 def difference(out: Console, found: Difference) -> None:
-    """Which ranks move, which groups change, and whether weights must be resharded."""
+    """The ranks that move, the groups that change, and whether weights must be resharded."""
     if found.is_empty:
         out.print("No differences.")
         return

@@ -89,7 +89,7 @@ class _State(NamedTuple):
 
 
 def _state(pid: int) -> _State | None:
-    """What the kernel says of a process; None if it has ended."""
+    """The kernel's status of a process; None if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a shell script would start, as far as its text decides. Nothing is run; tree-sitter parses.
+"""The commands that a shell script would start, as far as its text decides. tree-sitter parses it.
 
 A value that the text does not decide stays in place as a mark, one character of Unicode's private
 use area, until the words of a command are read. So it survives quotes, arrays and ``bash -c``.

@@ -152,7 +152,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is sent in a step, and over which network: in seconds where the shape is known.
+    """The volumes of a step and their network: in seconds where the shape is known.
 
     Else in the model's volumes: where only hosts are known, what crosses them; else at the pace of
     each level, as parts of the slowest.
@@ -167,7 +167,7 @@ class Traffic:
     def of(
         cls, subject: PlannedJob, volumes: Mapping[str, float] | None = None, by_hosts: bool = True
     ) -> Traffic:
-        """That of ``volumes`` if given, else of the model's shape, else of fixed volumes.
+        """The cost by ``volumes`` if given, else by the model's shape, else by fixed volumes.
 
         Without ``by_hosts`` it is never what crosses hosts alone.
         """
@@ -216,7 +216,7 @@ def _turned(layout: RankLayout, order: str) -> RankLayout:
 
 @dataclass
 class _Beside:
-    """What ``plan --json`` writes beside the plan itself."""
+    """The fields that ``plan --json`` writes beside the plan itself."""
 
     ranks_per_host: int | None = None
     network: dict[str, Any] | None = None
@@ -300,7 +300,7 @@ def of_job(job: Job, where: NetworkFlags = NetworkFlags()) -> PlannedJob:
 
 
 def line_of(given: str) -> str:
-    """What ``--from-args`` gives: the text itself, a file's, or that of standard input."""
+    """The text of ``--from-args``: the value itself, a file's text, or that of standard input."""
     return text_of(given) if given == "-" or isfile(given) else given
 
 

@@ -40,7 +40,7 @@ def raise_if_aborted() -> None:
 
 
 class Aborted(NamedTuple):
-    """What ``hypergrid.abort()`` found: the groups that it ended, and how many connections."""
+    """Result of ``hypergrid.abort()``: the groups that it ended, and how many connections."""
 
     groups: tuple[str, ...]
     connections: int

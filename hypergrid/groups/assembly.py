@@ -28,7 +28,7 @@ class Creates(Protocol):
     """A part that creates its groups itself, inside the assembly's two-phase commit."""
 
     def proposal(self) -> dict[str, Any]:
-        """What the ranks compare of it before, besides its plan."""
+        """The values that the ranks compare first, besides the plan."""
 
     def create(self, agreement: Agreement, prefix: str) -> Any:
         """Create its groups on this rank; called on every rank of the world.
@@ -157,7 +157,7 @@ class Assembly:
         return self
 
     def _proposal(self) -> dict[str, Any]:
-        """What the ranks compare: each grid and link by its name, and the whole plan."""
+        """The values that the ranks compare: each grid and link by its name, and the whole plan."""
         grids = {f"the grid {name}": repr(x) for name, x in self.layout.layouts.items()}
         links = {f"the link {name}": repr(x.link) for name, x in self.layout.ends.items()}
         groups = [row.label for row in self.plan.rows]
@@ -201,7 +201,7 @@ class Assembly:
         return LinkGroups(ends, *(made[0] if made else None for made in groups))
 
     def __getitem__(self, name: str) -> Any:
-        """What was made of a grid: a ``HyperCommGrid``, or what its part makes, such as a
+        """The object made of a grid: a ``HyperCommGrid``, or the result of its part, such as a
         ``ParallelState``; of a pipeline, the list of its stages'. *Local*.
 
         KeyError for an unknown name, RuntimeError before ``create``.

@@ -1,4 +1,4 @@
-"""What gloo, NCCL, fake and torchcomms do: who takes part in a new group, and when it connects.
+"""Rules of gloo, NCCL, fake and torchcomms: who takes part in a new group, when it connects.
 
 Decided by what torch would create and not by names: from torch 2.15 on "nccl" is another class.
 """
@@ -33,7 +33,7 @@ def plain_backend(backend: str | None) -> str | None:
 
 
 def _source(device: str) -> Any:
-    """What communicates for the default group on a type of device; None if nothing does."""
+    """The backend of the default group on a type of device; None if there is none."""
     try:
         return of_torch.part_of(of_torch.default_group(), device)
     except (AttributeError, RuntimeError):  # a default group that is not torch's own

@@ -117,7 +117,7 @@ def disjoint(groups: Sequence[Ranks]) -> bool:
 
 
 def abilities(policy: Policy | None = None) -> Abilities:
-    """What torch, its default group and the environment allow, for this ``policy``.
+    """The ways that torch, its default group and the environment allow for this ``policy``.
 
     Gloo is split only if the policy says so. A group that torch would split off a bound default
     group is created by its members if it may connect on first use.
@@ -145,12 +145,12 @@ def abilities(policy: Policy | None = None) -> Abilities:
 
 
 def expected(policy: Policy) -> Agreement:
-    """What the ranks will probably agree on, as seen from this one; or AgreementError. *Local*."""
+    """The probable result of the agreement, seen from this rank; or AgreementError. *Local*."""
     return accept(choose("", policy, [abilities(policy)]))
 
 
 def way_of(agreement: Agreement, backend: str | None) -> str:
-    """Who creates groups of ``backend`` under ``agreement``; the same on all ranks."""
+    """The way to create groups of ``backend`` under ``agreement``; the same on all ranks."""
     same = agreement.way == agreement.others
     return agreement.way if same or backends.split_off(backend) else agreement.others
 

@@ -1,4 +1,4 @@
-"""What gloo groups connect through: one device for many groups, batched reads of the store."""
+"""Connections of gloo groups: one device for many groups, batched reads of the store."""
 
 from __future__ import annotations
 

@@ -441,7 +441,7 @@ class HyperCommGrid:
         return self.group_ranks(dims, rank, view=view)[0]
 
     def topology(self, hosts: Hosts, *, view: str | None = None) -> Topology:
-        """Which groups stay inside a host: ``grid.topology(hosts=8).inside("tp-cp")``."""
+        """The groups that stay inside a host: ``grid.topology(hosts=8).inside("tp-cp")``."""
         return Topology(self._views.layout(view), hosts)
 
     def device_mesh(self, dims: Dims | None = None, device_type: str | None = None) -> DeviceMesh:

@@ -65,7 +65,7 @@ class GroupPool:
         self.groups: list[PooledGroup] = []
         self.suspended: Suspension | None = None
         self._owners: dict[tuple[Ranks, Kind], str] = {}
-        # What ``make`` was asked for, by labels, for ``resume``.
+        # The arguments of ``make`` by labels, for ``resume``.
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups

@@ -1,4 +1,4 @@
-"""Which sockets of this process belong to which gloo group, and how to shut them. Linux only.
+"""The sockets of this process by their gloo group, and how to shut them. Linux only.
 
 A gloo device, which one group or several connect through, has an event loop: an epoll instance with
 one listening socket and the connections of these groups. The kernel lists the members of an epoll
@@ -37,7 +37,7 @@ class _Loop:
 
 @dataclass(eq=False)
 class Opened:
-    """What was opened for some groups: these, their sizes, and if the last is unfinished."""
+    """Sockets opened for some groups: the groups, their sizes, and if the last is unfinished."""
 
     groups: tuple[ReferenceType[ProcessGroup], ...] = ()
     sizes: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Opened:
         self.sizes, self.unfinished = (*self.sizes, size), True
 
     def add(self, group: ProcessGroup) -> None:
-        """It is created."""
+        """The group that was begun exists now."""
         self.groups, self.unfinished = (*self.groups, ref(group)), False
 
     def live(self) -> set[int]:

@@ -40,7 +40,7 @@ class Subgroups:
 
     @property
     def groups(self) -> list[PooledGroup]:
-        """Those that exist, also those that were planned."""
+        """The groups that exist, even those that were planned."""
         planned = (e for e in self._planned.usable() if e.label.startswith(SUBGROUP))
         return [*planned, *self._pool.groups]
 

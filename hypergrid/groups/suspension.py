@@ -23,7 +23,7 @@ _NO_COMMUNICATOR = "not initialized"  # NCCL's is created on first use, and torc
 
 @dataclass(frozen=True)
 class Suspended:
-    """What ``suspend`` did with the groups of one backend on this rank.
+    """Result of ``suspend`` for the groups of one backend on this rank.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Suspended:
 
 
 class Suspension:
-    """What ``resume`` must do: ``names`` are those of all groups, in the order of creation."""
+    """The work of ``resume``: ``names`` has the names of all groups, in the order of creation."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names

@@ -1,4 +1,4 @@
-"""What a job records while it runs, and which rank everyone waits for when it hangs.
+"""Recording of a running job, and diagnosis of a hang: the rank that everyone waits for.
 
 In the job: ``record.record`` writes the groups (``dump``), torch's flight recorder and the stacks
 of each rank; ``point_to_point`` adds the sends and receives that gloo does not record. Afterwards,

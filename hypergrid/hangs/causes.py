@@ -63,13 +63,13 @@ class Rules:
         self.waiting, self.ranks = waiting, waiting.ranks
 
     def cause(self) -> Cause:
-        """What is wrong."""
+        """The fault."""
         found = self._decided()
         return replace(found, doubt="mixed") if self.waiting.recording.mixed else found
 
     @cached_property
     def history(self) -> History:
-        """What ranks usually do; only some verdicts need it."""
+        """The usual course of the ranks; only some verdicts need it."""
         return History(self.waiting.recording)
 
     def _decided(self) -> Cause:

@@ -40,7 +40,7 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def group_records() -> dict[str, Any]:
-    """What ``dump`` writes, as data."""
+    """The data that ``dump`` writes."""
     alive = dist.is_initialized()
     return {
         "schema": SCHEMA,

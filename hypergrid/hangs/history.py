@@ -1,4 +1,4 @@
-"""What ranks usually do, and who left it: by what they did before, and by what others did then."""
+"""The usual course of ranks, and who left it: compared with earlier steps and with other ranks."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class History:
         return Steps(call, len(seqs), done)
 
     def _role(self, at: int) -> tuple[Any, ...]:
-        """What is the same in all groups of a label."""
+        """The numbers that are equal in all groups of a label."""
         title = self.recording.titles[at]
         group = self.recording.groups[title.group]
         ranks = group.ranks or ()

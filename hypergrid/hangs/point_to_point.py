@@ -84,7 +84,7 @@ class PointToPoint:
         return self._record
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """What was recorded, from the oldest to the newest."""
+        """The recorded operations, from the oldest to the newest."""
         for call in list(self._calls):
             yield call.entry()
 

@@ -1,4 +1,4 @@
-"""What a job left in a directory: flight recorders, live groups and stacks, read without torch."""
+"""Reader of a job's directory: flight recorders, live groups and stacks, read without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 
 
 class What(NamedTuple):
-    """What a call does. Sizes and dtypes as text."""
+    """The operation of a call. Sizes and dtypes are text."""
 
     name: str  # "all_reduce", "send"
     detail: str  # what follows the name: a root, or "0->1", in ranks of the group
@@ -58,7 +58,7 @@ class What(NamedTuple):
 
 
 class Title(NamedTuple):
-    """What is the same for many calls: group, name, sizes and dtypes."""
+    """The part that many calls have in common: group, name, sizes and dtypes."""
 
     group: str  # key of ``Recording.groups``
     label: str  # of the group, as torch's recorder has it
@@ -117,7 +117,7 @@ class Calls(Sequence[Call]):
 
     @property
     def done(self) -> Any:
-        """Which of them have ended."""
+        """A mask of the calls that have ended."""
         return self.columns[5] != 0
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class Calls(Sequence[Call]):
         return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
 
     def at(self, places: Any) -> Calls:
-        """Those at some places, or where a mask is true, in that order."""
+        """The calls at some places, or where a mask is true, in that order."""
         places = np.arange(len(self))[places]
         moved = {new: self.frames[old] for new, old in enumerate(places) if old in self.frames}
         return Calls(self.titles, self.columns[:, places], moved)
@@ -172,7 +172,7 @@ class Group:
 
 @dataclass
 class RankRecording:
-    """What one rank left."""
+    """The files of one rank."""
 
     rank: int
     host: str = ""
@@ -199,7 +199,7 @@ class RankRecording:
 
 @dataclass
 class Recording:
-    """What all ranks left."""
+    """The files of all ranks."""
 
     ranks: dict[int, RankRecording]
     groups: dict[str, Group]
@@ -588,7 +588,7 @@ class _Reader:
         return Recording(found, groups, world, self.problems, self.titles, self.unread, mixed)
 
     def _sizes(self) -> str:
-        """Which files name which size of the job, if they differ."""
+        """The sizes of the job that files name, if they differ, with the files."""
         said = [f"{size} ranks in {where}" for size, where in sorted(self.worlds.items())]
         return f"the job has {' and '.join(said[:2])}" if len(said) > 1 else ""
 

@@ -141,7 +141,7 @@ class Recorder:
         self._told: set[str] = set()
         self._pid = os.getpid()
         self._asked = self._request()
-        # What ended the script: a process can stay for long after that.
+        # The exception that ended the script: a process can stay for long after that.
         self._raised: tuple[str, list[_Row]] | None = None
         self._calls: object = None  # how many of each group, and since when
         self._since: float | None = None  # None: this rank has written for these
@@ -200,7 +200,7 @@ class Recorder:
         if _current is self:
             _current = None
 
-    # What wakes it.
+    # The event that wakes the thread.
 
     def _take_signals(self) -> None:
         self._handler = signal.getsignal(SIGNAL)
@@ -314,7 +314,7 @@ class Recorder:
         if self._p2p is not None:
             yield from self._p2p.entries()
 
-    # What it writes.
+    # The content of the files.
 
     def _attempt(self, write: Callable[[], object]) -> None:
         """Nothing that goes wrong here ends a job: it is warned of, once each."""
@@ -383,7 +383,7 @@ class Recorder:
         self._replace(f"stack_{self._rank}.json", json.dumps(said).encode())
 
     def _trace(self) -> bytes:
-        """What torch recorded, pickled as it does, with the members that it knows of NCCL only."""
+        """Torch's recording, pickled, with the members, which torch knows for NCCL only."""
         # Torch looks up the stacks in torch._inductor: importing that takes seconds of CPU.
         stacks = "torch._inductor.codecache" in sys.modules
         whole = _joined(of_torch.recorded(stacks))

@@ -1,4 +1,4 @@
-"""Which ranks make the others wait in collectives, and for how long."""
+"""Stragglers: the ranks that make others wait in collectives, and for how long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Late:
 
 
 def stragglers(recording: Recording, plan: GroupPlan | None = None) -> list[Late]:
-    """Who made others wait, the longest first. No row for who never did.
+    """The ranks that made others wait, the longest first. Other ranks have no row.
 
     A collective counts if all members recorded it. A rank comes when its device starts the call,
     or when the rank makes it, by the clock of its host: clocks of hosts must agree to less than

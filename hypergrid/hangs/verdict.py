@@ -1,4 +1,4 @@
-"""Who is everyone waiting for? The verdict on what a hanging job left, in words."""
+"""The verdict on a hanging job's recording, in words: the rank that everyone waits for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ State: TypeAlias = Literal["cause", "raised", "no dump", "waiting", "running", "
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong, and how it is known.
+    """The fault, and how it is known.
 
     ``ranks`` are the first cause, and everyone else waits because of them; if not ``certain``,
     it may also be a rank for which they wait where nothing is recorded. ``group`` is the label
@@ -135,7 +135,7 @@ class _Words:
             lines += self._stacks(sorted(self.ranks))
         elif cause.doubt == "hidden":
             lines += self._stacks(sorted(self.waiting.unseen | {*self._guessing(cause)}))
-        # What all ranks are in, or wait for in a circle, is among the others already.
+        # A call that all ranks are in, or wait for in a circle, is among the others already.
         own = [cause.wait] if cause.wait and not cause.circle and cause.kind != "slow" else []
         waits = [*own, *(wait for wait in cause.waits if wait not in own)]
         lines += map(self._line, waits[: _LONGEST - len(cause.circle)])
@@ -234,7 +234,7 @@ class _Words:
         )
 
     def _departed(self, found: Departure) -> str:
-        """What a rank did, and what was due; without the rank."""
+        """The call of a rank and the call that was due, without the rank's number."""
         due = self._title(found.due)
         mine = self._title(self.ranks[found.rank].calls[found.at])
         after = f" after {self._title(found.after)}" if found.after else ""
@@ -246,7 +246,7 @@ class _Words:
         }[found.how]
 
     def _evidence(self, found: Departure | None) -> str:
-        """Who did otherwise."""
+        """The ranks that did otherwise."""
         if found is None:
             return ""
         due, rank = self._title(found.due), f"rank {found.rank}"
@@ -305,7 +305,7 @@ class _Words:
         return f"{went} That is a {deadlock}." if went else f"{deadlock}."
 
     def _doubt(self, cause: Cause) -> str:
-        """What the recording does not show."""
+        """The doubts: facts that the recording does not show."""
         if not cause.doubt:
             return ""
         it, its = ("they", "their") if len(cause.ranks) > 1 else ("it", "its")
@@ -343,12 +343,12 @@ class _Words:
         return f" Not certain: {said}."
 
     def _guessing(self, cause: Cause) -> list[int]:
-        """Who may wait for these ranks in a send or receive that is not recorded."""
+        """The ranks that may wait for these in a send or receive that is not recorded."""
         guessed = self.waiting.guessed.items()
         return sorted(rank for rank, others in guessed if {*cause.ranks}.intersection(others))
 
     def _whereabouts(self, cause: Cause) -> str:
-        """What is known about where the first cause is."""
+        """The known facts about where the first cause is."""
         rank, many = cause.ranks[0], len(cause.ranks) > 1
         mine = self.ranks.get(rank)
         it = f"rank {rank}" if many else "it"

@@ -1,4 +1,4 @@
-"""Which ranks of a recording wait for which: the graph that a verdict is read from."""
+"""The graph of waiting ranks of a recording, from which a verdict is read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Pending(NamedTuple):
 
 
 class Waiting:
-    """What the ranks of a recording wait for.
+    """The graph of what each rank of a recording waits for.
 
     ``waits`` are the calls that miss somebody, ``running`` those that all have entered; ``of`` are
     the waits that each blocked rank is in. ``gone`` are ranks without a dump, ``blind`` those with
@@ -168,7 +168,7 @@ class Waiting:
         return any(calls.titles[at].p2p or calls.titles[at].text[:5] == "nccl:" for at in places)
 
     def behind(self, wait: Wait, first: Iterable[int]) -> list[Wait]:
-        """What else waits because of it, the nearest first."""
+        """The other ranks that wait because of this cause, the nearest first."""
         found: list[Wait] = []
         left = [each for each in self.waits if each is not wait]
         stopped, near = {*first, *wait.inside}, True
@@ -348,7 +348,7 @@ class Waiting:
 
 
 def must_agree(what: What) -> tuple[str, ...]:
-    """What of a call must be the same for all members of its group."""
+    """The part of a call that must be equal on all members of its group."""
     name = what.name
     if name.startswith(("all_to_all", "alltoall")) or "_v" in name or name == "coalesced":
         return (name, what.detail)

@@ -19,7 +19,7 @@ _SEVERITIES = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rule found.
+    """The finding of one rule.
 
     An "error" will not run as asked, or runs many times slower; a "warning" costs time; a "note"
     may be intended.
@@ -59,7 +59,7 @@ def findings(
     layouts: Layouts,
     better: Iterable[tuple[str, Layouts]] = (),
 ) -> list[Finding]:
-    """What ``check`` finds in ``layouts``, at most once for each rule, the most severe first.
+    """The findings of ``check`` in ``layouts``, one for each rule at most, the most severe first.
 
     ``better`` are other orders with their layouts, the best first. Where one of them avoids a
     finding, the first such order is its remedy.

@@ -1,4 +1,4 @@
-"""Which host gets which ranks: an order of hosts in which a layout's flows cost least. No torch.
+"""Placement: an order of hosts in which a layout's flows cost least. Needs no torch.
 
 Up to eight hosts every order that differs is tried: hosts of equal size in one unit are the same,
 and so are untouched units that hold the same. For more, a few orders are built and the best is
@@ -71,7 +71,7 @@ def place(layouts: Layouts, network: Network, flows: Sequence[Flow]) -> HostOrde
 
 
 def interleaved(layouts: Layouts, hosts: Sequence[str], flows: Sequence[Flow]) -> str | None:
-    """What is expensive about ranks whose hosts are ``hosts``; None if each has consecutive ones.
+    """The cost of ranks interleaved over ``hosts``, in words; None if each host's are consecutive.
 
     The cost is the volume that crosses hosts, beside that of the same hosts with consecutive ranks.
     """
@@ -93,7 +93,7 @@ def interleaved(layouts: Layouts, hosts: Sequence[str], flows: Sequence[Flow]) -
 
 
 class _Orders:
-    """What orders of hosts cost, several at once."""
+    """The costs of several orders of hosts."""
 
     def __init__(self, layouts: Layouts, network: Network, flows: Sequence[Flow]) -> None:
         self.ranks = max(layout.stop for layout in layouts.values())

@@ -31,7 +31,7 @@ LEAST_REACHED = 0.8
 
 @dataclass(frozen=True)
 class Flow:
-    """What the groups over ``dims`` of one layout send in a step, per rank."""
+    """The volume that the groups over ``dims`` of one layout send in a step, per rank."""
 
     name: str
     layout: str
@@ -48,7 +48,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one flow sends over each level, and what that costs at the levels' prices."""
+    """The volume of one flow over each level, and its cost at the levels' prices."""
 
     volumes: Mapping[str, float]  # over the job, by level
     total: float  # volume x price, over the job
@@ -133,7 +133,7 @@ def costs(layouts: Layouts, network: Network, flows: Iterable[Flow]) -> dict[str
 
 
 def crossing(layouts: Layouts, topology: Topology, flows: Iterable[Flow]) -> dict[str, float]:
-    """What each flow sends at the pace of links between hosts in a step, over the whole job.
+    """The volume of each flow at the pace of links between hosts in a step, over the whole job.
 
     Flows whose groups have one rank are left out.
     """

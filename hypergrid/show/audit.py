@@ -1,4 +1,4 @@
-"""What ranks recorded of reads of a global module: merged, counted, compared with a baseline."""
+"""Recorded reads of a global module: merged, counted, compared with a baseline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = ("module", "file", "line", "function", "outermost", "name", "writes")
 
 
 class _Known(TypedDict):
-    """What a baseline knows of a line."""
+    """The part of a line's record that a baseline keeps."""
 
     module: str
     function: str
@@ -83,7 +83,7 @@ class Site:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a baseline knows it by: lines move, these do not."""
+        """The key by which a baseline knows a site: lines move, module and function stay."""
         return self.module, self.function, self.name
 
 
@@ -100,7 +100,7 @@ class Problem:
 
 @dataclass
 class Audit:
-    """What all ranks recorded."""
+    """The recording of all ranks."""
 
     sites: list[Site]
     problems: list[Problem]
@@ -259,7 +259,7 @@ def baseline(path: Path) -> list[_Known]:
 
 
 def against(audit: Audit, known: Iterable[_Known]) -> list[Change]:
-    """What is new in ``audit``, and what is gone, beside the sites of a baseline.
+    """The sites that are new in ``audit``, and those that are gone, beside a baseline's.
 
     A site of the baseline is a function that uses a name, with the number of lines that do:
     lines move, and a run may be longer.

@@ -24,7 +24,7 @@ class LiveGroup(TypedDict):
 
 
 class Dump(TypedDict):
-    """What of ``hypergrid.dump`` is compared; without torch's process groups there is no rank."""
+    """The compared fields of ``hypergrid.dump``; without process groups there is no rank."""
 
     pid: int
     rank: int | None
@@ -33,7 +33,7 @@ class Dump(TypedDict):
 
 @dataclass(frozen=True)
 class Moved:
-    """What changes on one dim of one layout."""
+    """The change of one dim of one layout."""
 
     layout: str
     dim: str
@@ -43,7 +43,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Regrouped:
-    """What changes in one name's groups."""
+    """The change of one name's groups."""
 
     label: str
     groups: tuple[int, int]  # before, after
@@ -67,7 +67,7 @@ class Resharded:
 
 @dataclass(frozen=True)
 class Difference:
-    """What is different between a plan and another one; ranks are compared where both have them."""
+    """The differences between two plans; ranks are compared where both plans have them."""
 
     ranks: tuple[int, int]
     common: int
@@ -87,7 +87,7 @@ def difference(
     after: GroupPlan,
     shards: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Difference:
-    """What changes from one plan to the other. Costs O(ranks) for each name.
+    """The changes from one plan to the other. Costs O(ranks) for each name.
 
     ``shards`` names the layouts to compare, each with the dims whose coordinates say which part
     of the weights a rank has. By default all layouts that both have, and no weights.

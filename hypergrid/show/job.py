@@ -52,7 +52,7 @@ def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
 def page_data(
     recording: Recording, diagnosis: Diagnosis, late: Sequence[Late] = ()
 ) -> dict[str, Any]:
-    """What ``page`` takes as ``job``."""
+    """The data that ``page`` takes as ``job``."""
     return {
         **{name: getattr(diagnosis, name) for name in ("sentence", "chain", "problems", "ranks")},
         "states": diagnosis.states,

@@ -240,7 +240,7 @@ class _Panel:
 
     @property
     def reach(self) -> str:
-        """Which of the dim's groups leave their host, in words."""
+        """The groups of the dim that leave their host, in words."""
         groups = self.layout.groups(self.dim).tolist()
         touched = [len({self.host[rank] for rank in group}) for group in groups]
         counts = sorted({count for count in touched if count > 1})

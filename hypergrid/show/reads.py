@@ -1,4 +1,4 @@
-"""What an audit found as one HTML page that needs nothing else, not even a script."""
+"""The page of an audit: one HTML file without scripts."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read(gpt: GPTModel, words: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
-    """What a stage gives; the first takes encoded pictures, the last gives the loss of words."""
+    """The output of a stage; the first takes encoded pictures, the last gives the loss of words."""
     seen, inputs = words[:, :-1], None
     if encoded is not None:
         inputs = torch.cat([encoded.transpose(0, 1), gpt.embedding(seen, POSITIONS)])

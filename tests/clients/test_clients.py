@@ -1,4 +1,4 @@
-"""What others' code does to parallel_state has the effect that it has on stock Megatron."""
+"""Code of other projects has the effect on parallel_state that it has on stock Megatron."""
 
 import functools
 import json

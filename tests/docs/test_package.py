@@ -1,4 +1,4 @@
-"""What is released: wheel and sdist hold the tree's files, and the wheel works alone."""
+"""The release: wheel and sdist hold the tree's files, and the wheel works alone."""
 
 import re
 import subprocess

@@ -25,7 +25,7 @@ LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
 def _opened(rank, **how):
-    """What one initialisation opens on this rank, after all have it."""
+    """The descriptors that one initialisation opens on this rank, after all have it."""
     from_all(rank)
     before = sockets()
     ps.initialize_model_parallel(**LAYOUT, **how)

@@ -1,4 +1,4 @@
-"""What hypergrid promises where NCCL is less kind than gloo, on the stand-in with its rules."""
+"""Promises where NCCL is less kind than gloo, on the stand-in with its rules."""
 
 import os
 import threading

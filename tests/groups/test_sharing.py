@@ -1,4 +1,4 @@
-"""Which names share a communicator: never those whose traffic Megatron has in flight together."""
+"""Names that share a communicator: never two whose traffic Megatron has in flight together."""
 
 import re
 import warnings

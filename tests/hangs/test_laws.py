@@ -1,4 +1,4 @@
-"""What a verdict promises, on programs that nobody wrote by hand."""
+"""Laws of a verdict, on programs that nobody wrote by hand."""
 
 import random
 from dataclasses import replace

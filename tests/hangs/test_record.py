@@ -1,4 +1,4 @@
-"""What `record` writes, and when: also while the main thread sits in a collective."""
+"""The files of `record`, and when it writes them: even while the main thread is in a collective."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Who makes the others wait in collectives, and for how long."""
+"""Stragglers: ranks that make others wait in collectives, and for how long."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What is private in torch: all of it is in one table, and what a torch lacks is said by name."""
+"""Names that are private in torch are in one table, and a name that a torch lacks is reported."""
 
 import ast
 import itertools

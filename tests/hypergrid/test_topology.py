@@ -1,4 +1,4 @@
-"""Which groups stay inside a host."""
+"""The groups that stay inside a host."""
 
 import subprocess
 import sys

@@ -9,7 +9,7 @@ from tests.support import consumers, warm
 
 @pytest.fixture(scope="module")
 def received():
-    """What each rank received, by test and side."""
+    """The words that each rank received, by test and side."""
     sides = {}
     for side in ("stock", "hypergrid"):
         done = warm.run("-W", "ignore", "-m", consumers.__name__, side, timeout=180)

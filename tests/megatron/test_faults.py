@@ -1,4 +1,4 @@
-"""What fails leaves nothing, what is destroyed gives everything back; scripts/soak tries longer."""
+"""A failure leaves nothing, destroying releases everything; scripts/soak tries longer."""
 
 import json
 import os

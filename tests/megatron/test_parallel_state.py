@@ -327,7 +327,7 @@ def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(
 
 
 def _written_before(module):
-    """What is left of the state that was written before an initialisation, and after a destroy."""
+    """State that was written before an initialisation, and after a destroy."""
     seen = []
     module.set_virtual_pipeline_model_parallel_world_size(3)
     module.set_virtual_pipeline_model_parallel_rank(2)

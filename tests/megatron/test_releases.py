@@ -1,4 +1,4 @@
-"""What differs by release: places and defaults of arguments, and which release this is."""
+"""Differences between releases: places and defaults of arguments, and which release this is."""
 
 import importlib.util
 import os

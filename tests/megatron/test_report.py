@@ -1,4 +1,4 @@
-"""What the report says about hosts: ranks tell theirs before they agree on their groups."""
+"""The report's lines on hosts: ranks report their hosts before they agree on their groups."""
 
 import socket
 from unittest import mock
@@ -10,7 +10,7 @@ from tests.support.forked import on_ranks
 
 
 def reported(capsys, hosts, rank, **environment):
-    """What rank 0 prints where each rank is on one of ``hosts``."""
+    """The output of rank 0 where each rank is on one of ``hosts``."""
     with (
         mock.patch.object(socket, "gethostname", lambda: hosts[rank]),
         mock.patch.dict("os.environ", {"HYPERGRID_REPORT": "1", **environment}),

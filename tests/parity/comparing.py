@@ -25,7 +25,7 @@ def _agree(stock: Any, candidate: Any) -> bool:
 def compare(
     stock: Snapshot, candidate: Snapshot, where: str = "", nonsense: bool = False
 ) -> list[str]:
-    """What differs, one readable line each; empty when the candidate passes.
+    """The differences, one readable line each; empty when the candidate passes.
 
     Parameters
     ----------

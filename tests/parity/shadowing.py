@@ -40,7 +40,7 @@ def shadowed(stock: ModuleType, config: Config, rank: int, release: str) -> list
 
 
 def differences(release: str, n: int, seed: str, mutant: str | None = None) -> Iterator[str]:
-    """What a shadow run finds beside stock, or beside one of the mutants, by configuration."""
+    """The findings of a shadow run beside stock, or beside a mutant, by configuration."""
     pair = spelt(mutant, release) if mutant else None
     edit = replaced(pair) if pair else None
     for number in range(n):

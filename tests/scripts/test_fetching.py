@@ -1,4 +1,4 @@
-"""What is fetched has the digest that is written down, and is in .cache whole or not at all."""
+"""A fetched file has the digest that is written down, and is in .cache whole or not at all."""
 
 import hashlib
 import importlib.util

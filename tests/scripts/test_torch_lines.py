@@ -1,4 +1,4 @@
-"""What is private in torch and used here, looked for in the sources of each line of torch."""
+"""Names that are private in torch and used here, looked for in the sources of each line."""
 
 import ast
 import hashlib
@@ -83,7 +83,7 @@ def test_a_new_group_takes_its_name_from_there_unless_it_is_synchronised_locally
 
 
 def test_gloo_is_created_with_arguments_that_its_options_have_too(source):
-    """What they do not have turns connect= and abort() off, with a warning: see gloo.py."""
+    """Where torch lacks one, connect= and abort() are off, with a warning: see gloo.py."""
     given = {
         keyword.arg
         for call in ast.walk(ast.parse(source))

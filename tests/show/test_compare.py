@@ -1,4 +1,4 @@
-"""What changes between two plans, and between a plan and what lives."""
+"""Differences between two plans, and between a plan and the live groups."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What tests share: real ranks, stock Megatron, other projects' own classes, pages of the docs.
+"""Shared by tests: real ranks, stock Megatron, other projects' own classes, pages of the docs.
 
 Ranks
     forked          a world of forked ranks: `on_ranks`, `run_ranks`, `from_all`, `total`

@@ -203,7 +203,7 @@ class Case:
     raw: bytes
 
     def run(self, directory: Path) -> str:
-        """What is wrong with the outcome; "" if nothing."""
+        """The fault of the outcome; "" if there is none."""
         file, reads = directory / "file", directory / "reads"
         reads.mkdir(exist_ok=True)
         file.write_bytes(self.raw)

@@ -32,7 +32,7 @@ _NCCL_H = "../nvidia/nccl/include/nccl.h"
 
 
 class Rule(NamedTuple):
-    """What NCCL does, and where that was read.
+    """NCCL's rules, and where each was read.
 
     ``words`` stand in ``file``, from the folder of an installed torch, ``since`` a release and
     ``until`` another. ``torch/csrc`` is not installed: its words were read.

@@ -98,7 +98,7 @@ def stack(
     written: int = START,
     **more: Any,
 ) -> None:
-    """What ``hypergrid.record`` writes next to the flight recorder."""
+    """The files that ``hypergrid.record`` writes next to the flight recorder."""
     thread = {"name": "MainThread", "main": True, "frames": [list(each) for each in frames]}
     (directory / f"stack_{rank}.json").write_text(
         json.dumps(
