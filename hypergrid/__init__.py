@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hypergrid.groups.assembly import Assembly as Assembly
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
-    from hypergrid.groups.pool import GroupPool as GroupPool
     from hypergrid.groups.validate import validate_grids as validate_grids
     from hypergrid.hangs.dump import dump as dump
     from hypergrid.hangs.record import record as record
@@ -46,7 +45,6 @@ _HOMES = {
     "GridPart": "assembly",
     "GroupNode": "tree",
     "GroupPlan": "plan",
-    "GroupPool": "groups.pool",
     "GroupRow": "plan",
     "GroupTree": "tree",
     "HyperCommGrid": "groups.grid",
