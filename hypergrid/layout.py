@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -157,17 +158,17 @@ class RankLayout:
                 dims.append(name)
         return cls(tuple(dims), tuple(sizes[name] for name in dims), offset)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks in the span."""
         return prod(self.sizes)
 
-    @property
+    @cached_property
     def ranks(self) -> Sequence[int]:
         """The ranks, ascending: a range, or a tuple where they were listed."""
         return self.members or range(self.offset, self.offset + self.size)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One more than the largest rank: a world needs that many."""
         return self.ranks[-1] + 1

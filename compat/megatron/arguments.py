@@ -216,12 +216,12 @@ class Arguments:
         """Number of ranks in the job."""
         return _dist().get_world_size() if self.job_size is None else self.job_size
 
-    @property
+    @cached_property
     def instances(self) -> int:
         """Instances of the distributed optimizer."""
         return self.num_distributed_optimizer_instances
 
-    @property
+    @cached_property
     def sharp_group(self) -> str | None:
         """The rows that SHARP serves: "dp", "dp_replica" or None."""
         return (self.sharp_enabled_group or "dp") if self.use_sharp else None
@@ -307,7 +307,7 @@ class Arguments:
             return sizes, "tp", 0
         return sizes, "ep" if name == "expert" else "tp", self._encoder_size
 
-    @property
+    @cached_property
     def decides_ranks(self) -> bool:
         """Whether outside code has replaced what decides which ranks are in a group."""
         return any(name in self.helpers for name in replaced.GENERATORS)

@@ -331,9 +331,12 @@ class HyperCommGrid:
         Those of the grid; all of the world where members alone cannot create, as under
         ``TORCH_DIST_INIT_BARRIER=1`` or where the default group is bound to a device.
         """
+        world = range(dist.get_world_size())
+        if self.layout.ranks == world:
+            return world
         policy = _policy() if self.pool is None else self.pool.policy
         alone = creation.way_of(creation.expected(policy), self.backend) == "members"
-        return self.layout.ranks if alone else range(dist.get_world_size())
+        return self.layout.ranks if alone else world
 
     def begin(
         self, agreement: Agreement, policy: Policy, owner: str | None = None, prefix: str = ""
