@@ -99,7 +99,7 @@ def _files(package: str) -> list[Path]:
 def _extras(words: list[str]) -> None:
     assert words[1] == "install", words
     declared = (ROOT / "pyproject.toml").read_text()
-    for target in words[2:]:
+    for target in (word for word in words[2:] if word != "--no-deps"):
         name, _, extras = target.partition("[")
         assert name == ".", f"{target}: only a checkout can be installed"
         for extra in filter(None, extras.rstrip("]").split(",")):
