@@ -39,7 +39,7 @@ __all__ = ["app"]
 
 @app.callback(invoke_without_command=True)
 def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print it and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Options before the command."""
     if version:
@@ -58,7 +58,7 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The groups that will be created: how many, how large, across how many hosts."""
+    """Print the groups that will be created: how many, how large, across how many hosts."""
     if rank is not None and rank not in subject.plan.window:
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
@@ -105,7 +105,7 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
-    """The ranks of each host, in its NVLink domain and rack: as a table, a picture, or a page."""
+    """Show the ranks of each host, by NVLink domain and rack: a table, a picture, or a page."""
     views = [view] if view is not None else list(subject.plan.grids) or ["decoder"]
     unknown = [each for each in views if each not in subject.layouts]
     if unknown:
@@ -302,7 +302,7 @@ def diagnose(
     ] = None,
     stragglers: Annotated[
         bool,
-        typer.Option("--stragglers", help="Also who made others wait in collectives, how long."),
+        typer.Option("--stragglers", help="Also report who made others wait in collectives."),
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
@@ -397,7 +397,7 @@ def audit(
 
 @command()
 def parity(subject: PlannedJob) -> int:
-    """The same layout through the installed megatron-core, group by group.
+    """Compare the groups of a layout with those of the installed megatron-core.
 
     Exit status 0 if all groups are equal, 1 if not.
     """
@@ -437,7 +437,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Whether the layout of a launch line computes what one rank computes.
+    """Compare a training step in the layout of a launch line with the same step on one rank.
 
     One optimizer step of a small model, with the line's flags, on one rank and in the layout: up
     to 16 gloo processes on this machine's CPU. What differs is searched down to the smallest
@@ -463,7 +463,7 @@ def verify(
 
 @command()
 def doctor() -> int:
-    """This machine: versions, how groups would be created, whether the swap works, and remedies.
+    """Check this machine: versions, how groups would be created, whether the swap works.
 
     Exit status 1 if something needs a remedy.
     """

@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _LONGEST = 1000  # characters of an error
-Json = Annotated[bool, typer.Option("--json", help="Print JSON; docs/command-line.md has it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, as docs/command-line.md says.")]
 
 # Flags of a layout: the type of the value, how it is shown, and help.
 _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
@@ -98,7 +98,9 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return app.command(context_settings=settings)(run)
+        paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+        help_ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        return app.command(help=help_, context_settings=settings)(run)
 
     return add
 
