@@ -68,6 +68,8 @@ def _adapted(body: Callable[[], T], checkout: Path | None) -> T:
     if checkout is not None:
         sys.path.insert(0, str(checkout))
 
+    cuda: Any = torch.cuda
+    cuda.is_available, cuda.device_count = lambda: False, lambda: 0  # may have been asked before
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.set_num_threads(1)

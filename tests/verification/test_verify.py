@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import compat
 from compat.verification import Layout
@@ -80,6 +81,13 @@ def test_the_smallest_layout_and_the_flag_without_which_it_is_right():
     told = json.loads(json.dumps(report.as_dict()))
     assert told["smallest"][0]["needed"] == least.needed
     assert "Transformer Engine" in told["not_covered"][0]
+
+
+def test_where_there_is_a_gpu_the_cpu_computes_all_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as one that was asked before
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    (report,) = compat.verify(small_gpt, uneven_batch(4), Layout(tp=2), smallest=False)
+    assert report.agrees, str(report)
 
 
 def test_what_is_allowed_is_told_apart():
