@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -96,6 +97,7 @@ _NAMES = {
     **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
     "mpiexec": "mpirun",
 }
+_OURS = ("compat.launch", "hypergrid-launch")  # their flags come before the script
 # Flags to give where a launcher's line does not say the number of ranks.
 _RANKS = {
     "srun": "--ntasks, or --nodes and --ntasks-per-node",
@@ -196,15 +198,21 @@ def weight(words: Sequence[Word]) -> int:
     return 1 + 2 * sizes + any(owner in _LAUNCHERS for _, owner in owned)
 
 
-def script_arguments(words: Sequence[Word]) -> list[str]:
-    """The words after the script that a command starts; JobError if the text leaves one open."""
+def script_of(words: Sequence[Word]) -> tuple[str, list[str]]:
+    """The script or module that a command starts, "" if it has none, and the words after it.
+
+    JobError if the text leaves one of these words open.
+    """
     own = [word for word, owner in _owned(words) if not owner]
-    if own and not own[0].text.startswith("-"):
-        own = own[1:]
+    if own and own[0].text.rpartition("/")[2] in _OURS:
+        pairs = enumerate(pairwise(own), 1)
+        starts = (i for i, (a, b) in pairs if a.text == "-m" or b.text.endswith(".py"))
+        own = own[next(starts, len(own)) :]
+    script = own.pop(0).text if own and not own[0].text.startswith("-") else ""
     for word in own:
         if word.unknown:
             raise _undecided(word.text, word)
-    return [word.text for word in own]
+    return script, [word.text for word in own]
 
 
 def by_default(default: str) -> str:
@@ -217,7 +225,8 @@ def _owned(words: Sequence[Word]) -> Iterator[tuple[Word, str]]:
     owner = "" if words[0].text.startswith("-") else "shell"
     for before, word in zip(("", *(word.text for word in words)), words, strict=False):
         name = word.text.rpartition("/")[2]
-        if owner and (name.endswith(".py") or (before == "-m" and name not in _NAMES)):
+        is_module = before == "-m" and name not in _NAMES
+        if owner and (name.endswith(".py") or name in _OURS or is_module):
             owner = ""  # from here on: the script's own flags
         elif owner:
             owner = _NAMES.get(name, owner)

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,6 +21,9 @@ from compat.verification.ranks import in_child
 from compat.verification.search import Report, reports
 from compat.verification.step import MicroBatch, Task
 
+_BY_HAND = "give compat.verify a function that builds the model."
+# Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
+_OTHER_MODELS = ("mamba", "hybrid", "bert", "t5", "ict", "realm", "vision", "vlm", "retro")
 _HEAD, _LENGTH = 8, 32  # the size of an attention head, and tokens of a sequence
 # Fields of TransformerConfig that the small model sets itself.
 _SHAPE = (
@@ -39,7 +43,8 @@ _HOW = (
     *("moe_*_backend", "moe_flex*", "moe_deepep*", "moe_hybridep*", "variable_seq_lengths"),
     *("external_cuda_graph", "flash_decode", "batch_invariant_mode", "disable_parameter_*"),
     *("enable_autocast", "use_kitchen*", "*_sync_func", "distribute_saved_activations"),
-    *("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "delay_wgrad_compute"),
+    *("attention_softmax_in_fp32", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    "delay_wgrad_compute",
 )
 # Flags that a small model on a CPU leaves out though they change the result.
 _LEFT_OUT = (
@@ -72,26 +77,39 @@ class Launched(NamedTuple):
 
 
 def verify_line(
-    words: Sequence[str], world_size: int, checkout: Path, allow: Sequence[str] = ()
+    script: str,
+    words: Sequence[str],
+    world_size: int,
+    checkout: Path,
+    *,
+    order: str | None = None,
+    allow: Sequence[str] = (),
 ) -> tuple[list[str], Report]:
-    """Verify the job that ``pretrain_gpt.py WORDS`` starts on so many ranks.
+    """Verify the job that ``script WORDS`` starts on so many ranks: ``pretrain_gpt.py --lr 1``.
 
     ``checkout`` is one of Megatron-LM: the wheel of megatron-core has no ``megatron.training``.
-    Gives what was made smaller or left out, in words, and the report.
+    ``order`` takes precedence over that of the arguments. Gives what was made smaller or left out,
+    in words, and the report.
 
     Raises
     ------
     ValueError
-        ``checkout`` is none, or Megatron's own parser or its checks refuse the arguments.
+        ``checkout`` is none, Megatron's own parser or its checks refuse the arguments, or the
+        script trains another model than a GPT.
     """
+    name = Path(script).name
+    if name.startswith(tuple(f"pretrain_{each}" for each in _OTHER_MODELS)):
+        raise ValueError(f"{name} trains no GPT: {_BY_HAND}")
     if not (checkout / "megatron" / "training" / "arguments.py").is_file():
         raise ValueError(
             f"{checkout} has no megatron/training/arguments.py: give a checkout of Megatron-LM."
         )
 
     def body() -> tuple[list[str], Report]:
-        launched = _launched(_arguments(words, world_size))
+        launched = _launched(_arguments(words, world_size), order)
         (report,) = reports(launched.task, [launched.layout], allow)
+        if name and not name.startswith("pretrain_gpt"):
+            launched.changed.insert(0, f"the model is a GPT, whatever {name} has")
         return launched.changed, report
 
     return in_child(body, checkout)
@@ -123,16 +141,22 @@ def _arguments(words: Sequence[str], world_size: int) -> Any:
             f"megatron.training needs {error.name}: pip install {error.name}"
         ) from None
     except Exception as error:
-        kind = type(error).__name__
-        raise ValueError(f"Megatron refuses the arguments: {kind}: {error}") from error
+        kind, last = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"Megatron refuses the arguments: {kind}: {str(error) or last.line}"
+        ) from error
     return given
 
 
-def _launched(given: Any) -> Launched:
+def _launched(given: Any, order: str | None = None) -> Launched:
     if getattr(given, "multi_latent_attention", False):
         raise ValueError("multi-latent attention is not verified: its layers need CUDA.")
+    if getattr(given, "is_hybrid_model", False) or getattr(given, "hybrid_override_pattern", None):
+        raise ValueError(f"the arguments describe a hybrid model: {_BY_HAND}")
     changed: list[str] = []
     layout = _cut(given, changed)
+    if order is not None:
+        layout = dataclasses.replace(layout, order=order)
     options = _options(given, changed)
     config = given.config
     tp, groups = layout.tp, getattr(config, "num_query_groups", None)
@@ -201,7 +225,7 @@ def _options(given: Any, changed: list[str]) -> dict[str, Any]:
         elif matches(field.name, _HOW):
             continue
         elif matches(field.name, _LEFT_OUT) or not isinstance(value, bool | int | float | str):
-            left_out.append(f"{field.name}={value}")
+            left_out += [f"{field.name}={value}"] if value else []
         else:
             kept[field.name] = value
     of_ddp = ((name, getattr(given, name, None)) for name in _DDP)

@@ -17,7 +17,7 @@ import typer
 from rich.text import Text
 
 from compat.planned.checks import faults, host_order
-from compat.planned.job import JobError, script_arguments
+from compat.planned.job import JobError, script_of
 from compat.planned.traffic import SHARDS, VOLUMES, has_experts, shards_of
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
@@ -431,6 +431,9 @@ def verify(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A variable that the line does not set."),
     ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of the job, instead of those of the line.")
+    ] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="A known finding, 'gradient *.bias'; repeatable."),
@@ -448,10 +451,12 @@ def verify(
     from compat.verification.launch import verify_line
 
     pairs = dict(each.partition("=")[::2] for each in variables or ())
-    job, start = started(line_of(from_args), pairs)
-    words = script_arguments(start.words)
+    job, start = started(line_of(from_args), pairs, world_size=world_size)
+    order = job.arguments.get("order")
     try:
-        changed, report = verify_line(words, job.world_size, checkout, allow or ())
+        changed, report = verify_line(
+            *script_of(start.words), job.world_size, checkout, order=order, allow=allow or ()
+        )
     except ValueError as error:
         raise JobError(str(error)) from None
     if as_json:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compat.planned.job import JobError, from_sizes
+from compat.planned.job import JobError, from_sizes, script_of
 from hypergrid.cli.shell import commands
-from hypergrid.cli.source import from_line
+from hypergrid.cli.source import from_line, started
 
 SCRIPTS = Path(__file__).parent / "launch"
 SCRIPT = """
@@ -168,6 +168,23 @@ def test_the_head_of_a_slurm_script_says_where_the_ranks_are():
 def test_where_the_ranks_are_is_read_from_each_launcher(line, world, per_host):
     job = from_line(line)
     assert (job.world_size, job.ranks_per_host) == (world, per_host)
+
+
+@pytest.mark.parametrize(
+    ("started_by", "script"),
+    [
+        ("pretrain_gpt.py", "pretrain_gpt.py"),
+        ("-m my.training", "my.training"),
+        ("-m compat.launch --order pp-tp-dp pretrain_gpt.py", "pretrain_gpt.py"),
+        ("-m compat.launch --order pp-tp-dp --shadow -m my.training", "my.training"),
+        ("--no-python hypergrid-launch --order=pp-tp-dp pretrain_gpt.py", "pretrain_gpt.py"),
+        ("--no-python bin/hypergrid-launch --order pp-tp-dp -m my.training", "my.training"),
+    ],
+)
+def test_the_script_and_its_words_are_told_from_the_launchers(started_by, script):
+    job, start = started(f"torchrun --nproc-per-node 8 {started_by} --lr 1 --pp 2")
+    assert script_of(start.words) == (script, ["--lr", "1", "--pp", "2"])
+    assert job.arguments.get("order") == ("pp-tp-dp" if "order" in started_by else None)
 
 
 def test_ranks_that_do_not_fit_on_the_hosts_are_refused():

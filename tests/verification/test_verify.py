@@ -125,7 +125,9 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
     (report,) = compat.verify(small_gpt, batch, Layout(tp=3))  # of eight heads
     assert not report.agrees and "cannot be verified: " in str(report)
     with pytest.raises(ValueError, match="give a checkout of Megatron-LM"):
-        verify_line([], 1, Path("/nowhere"))
+        verify_line("", [], 1, Path("/nowhere"))
+    with pytest.raises(ValueError, match=r"pretrain_mamba.py trains no GPT: give compat\.verify"):
+        verify_line("path/pretrain_mamba.py", [], 1, Path("/nowhere"))
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ModuleNotFoundError, match="verify needs megatron-core: pip install"):
         compat.verify(small_gpt, batch, Layout(tp=2))
@@ -150,7 +152,13 @@ LINE = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-leng
 
 @pytest.mark.skipif(not CHECKOUT.is_dir(), reason=f"no checkout of Megatron-LM in {CHECKOUT.name}")
 def test_a_launch_line_is_read_by_megatrons_own_parser_and_its_fault_is_named():
-    changed, report = verify_line(LINE.split(), 16, CHECKOUT)
+    words = [*LINE.split(), "--hidden-dropout", "0", "--attention-dropout", "0"]
+    changed, report = verify_line("my_train.py", words, 16, CHECKOUT, order="pp-ep-tp-dp-cp")
+    assert changed[0] == "the model is a GPT, whatever my_train.py has"
     assert "dims are smaller: dp 8 -> 2" in changed
+    assert not any("dropout" in each for each in changed)  # of 0: nothing is left out
+    assert report.layout.order == "pp-ep-tp-dp-cp"
     (least,) = report.smallest
     assert least.needed["calculate_per_token_loss"] == "agrees"
+    with pytest.raises(ValueError, match=r"hybrid model: give compat\.verify"):
+        verify_line("", [*LINE.split(), "--hybrid-override-pattern", "M*"], 16, CHECKOUT)
