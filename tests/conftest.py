@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not any(item.path.is_relative_to(each) for each in fast):
             item.add_marker(pytest.mark.slow)
+    # Short files last, so that no worker is left alone with a long one.
+    items.sort(key=lambda item: not item.get_closest_marker("slow"))
 
 
 @pytest.fixture

@@ -273,6 +273,7 @@ def _child(
     timeout: float,
     expect: str,
 ) -> None:
+    gc.freeze()  # a collection would look at all that the parent has, and copy its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     faulthandler.dump_traceback_later(0.9 * timeout)  # a rank that hangs shows where
     os.environ["STORE_FILE"] = f"{directory}/store"

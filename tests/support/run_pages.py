@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import compat.parallel_state  # noqa: F401
 import hypergrid.groups.environment  # noqa: F401
-from tests.support import forked
+from tests.support import forked, warm
 
 Steps = list[tuple[str, str, str]]
 
@@ -132,6 +132,7 @@ def main() -> None:
     """Print the errors on the standard output; the output of the blocks goes to standard error."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    warm.preload()
     json.dump([chain(each["world"], each["steps"]) for each in json.load(sys.stdin)], answer)
 
 

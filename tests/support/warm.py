@@ -28,13 +28,8 @@ PRELOADED = (
     *("torch", "torch.distributed", "torch.testing._internal.distributed.fake_pg"),
     # What megatron-core imports, and nothing of megatron-core or of this project.
     *("torch._dynamo", "torch._inductor.compile_fx", "torch.onnx", "torch.distributed.checkpoint"),
-    *(
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "torch.utils.cpp_extension",
-        "einops",
-        "yaml",
-    ),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.cpp_extension"),
+    *("einops", "yaml"),
 )
 
 
@@ -64,14 +59,19 @@ def _server() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-m", __name__], cwd=ROOT, **pipes)  # type: ignore
 
 
-def _serve() -> None:
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = [each for each in sys.path[1:] if each not in given]
+def preload() -> None:
+    """Import what megatron-core imports, once for all processes that are forked from this one."""
     for name in PRELOADED:
         try:
             importlib.import_module(name)
         except ImportError:  # an extra that is not installed
             continue
+
+
+def _serve() -> None:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [each for each in sys.path[1:] if each not in given]
+    preload()
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     gc.freeze()
