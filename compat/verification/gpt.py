@@ -67,23 +67,27 @@ def small_gpt(
 
 
 def uneven_batch(
-    micro_batches: int = 8, samples: int = 2, length: int = 32, vocab: int = 128
+    micro_batches: int = 8, samples: int = 2, length: int = 32, vocab: int = 128, parts: int = 1
 ) -> list[MicroBatch]:
-    """Random tokens; each sample has another number of tokens that count."""
+    """Random tokens; each sample has another number of tokens that count.
+
+    With ``parts`` this number is the same in each of so many parts of a sample.
+    """
     generator = torch.Generator().manual_seed(7)
     batch: list[MicroBatch] = []
     for _ in range(micro_batches):
         tokens = torch.randint(vocab, (samples, length + 1), generator=generator)
-        ends = torch.randint(length // 4, length, (samples, 1), generator=generator)
-        positions = torch.arange(length).repeat(samples, 1)
-        counts = torch.rand((samples, length), generator=generator) < 0.8
+        positions, part = torch.arange(length).repeat(samples, 1), length // parts
+        ends = torch.randint(part // 4, part, (samples, 1), generator=generator)
+        drawn = torch.rand((samples, part), generator=generator) < 0.8
+        counts = ((positions[:, :part] < ends) & drawn).float().repeat(1, parts)
         batch.append(
             {
                 "input_ids": tokens[:, :-1].contiguous(),
                 "position_ids": positions,
                 "attention_mask": None,
                 "labels": tokens[:, 1:].contiguous(),
-                "loss_mask": ((positions < ends) & counts).float(),
+                "loss_mask": counts,
             }
         )
     return batch

@@ -179,8 +179,16 @@ def _launched(given: Any, order: str | None = None) -> Launched:
         "rotary_base": given.rotary_base,
     }
     build = partial(small_gpt, seq_length=_LENGTH, vocab=64 * tp, sizes=sizes, model=model)
-    count = 2 * layout.dp * (layout.pp if layout.vp else 1)
-    batch: list[MicroBatch] = uneven_batch(max(count, 4), length=_LENGTH, vocab=64 * tp)
+    count, parts = 2 * layout.dp * (layout.pp if layout.vp else 1), 1
+    if layout.cp > 1 and not options.get("calculate_per_token_loss"):
+        # Megatron then averages the means of the ranks' parts: another loss, if counts differ.
+        parts = 2 * layout.cp
+        changed.append(
+            "each cp rank has the same number of unmasked tokens: without "
+            "--calculate-per-token-loss Megatron weighs them unequally otherwise"
+        )
+    vocab = 64 * tp
+    batch: list[MicroBatch] = uneven_batch(max(count, 4), 2, _LENGTH, vocab, parts)
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {_LENGTH} tokens")
     return Launched(Task(build, batch), dataclasses.replace(layout, options=options), changed)

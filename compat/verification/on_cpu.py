@@ -37,7 +37,8 @@ def adapt() -> None:
     # Gradient reduction asks for streams, though it waits on them only where work overlaps.
     cuda.Stream = _NoStream
     cuda.current_stream = _NoStream
-    # Schedules, optimizer and gradient clipping write device="cuda" out.
+    # Schedules, optimizer and gradient clipping write device="cuda" out; rotary embeddings under
+    # context parallelism ask for memory that is pinned for a GPU.
     for name in ("empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
@@ -57,7 +58,7 @@ class _NoStream:
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
         if device is not None and torch.device(device).type == "cuda":
             device = "cpu"
         return factory(*args, device=device, **kwargs)

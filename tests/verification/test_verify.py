@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +34,13 @@ def test_layouts_that_megatron_computes_rightly_agree_with_one_rank():
         assert report.agrees, str(report)
         assert 0 < report.tolerance < 1e-4
         assert "compute what one rank computes" in str(report)
+
+
+def test_rotary_embeddings_are_verified_where_the_sequence_is_cut():
+    build = partial(small_gpt, model={"position_embedding_type": "rope", "rotary_percent": 0.5})
+    for batch, options in ((uneven_batch(4), TOKENS), (uneven_batch(4, parts=4), {})):
+        (report,) = compat.verify(build, batch, Layout(tp=2, cp=2, options=options))
+        assert report.agrees, str(report)
 
 
 @cache
