@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -300,12 +299,7 @@ def diagnose(
         list[int] | None,
         typer.Option("--pid", help="Have these ranks, or a torchrun's, write first; repeatable."),
     ] = None,
-    stragglers: Annotated[
-        bool,
-        typer.Option("--stragglers", help="Also report who made others wait in collectives."),
-    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
     as_json: Json = False,
 ) -> int:
     """Find the rank that everyone waits for in a job that hangs, from the files of its ranks.
@@ -316,7 +310,6 @@ def diagnose(
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.hangs import reading, verdict
-    from hypergrid.hangs.stragglers import stragglers as who_is_late
 
     problems: tuple[str, ...] = ()
     if pids:
@@ -338,24 +331,18 @@ def diagnose(
         left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
         layout = None
     found = verdict.diagnose(left, layout)
-    late = who_is_late(left, layout) if stragglers or html is not None else []
     if as_json:
-        more = {"stragglers": [asdict(each) for each in late]} if stragglers else {}
-        prints.as_json({**found.to_json(), **more})
+        prints.as_json(found.to_json())
     else:
-        prints.diagnosis(found, late if stragglers else None)
+        prints.diagnosis(found)
     if html is not None:
         from hypergrid.show.job import hosts_of, page_data, plan_of
         from hypergrid.show.page import page
 
         drawn = layout or plan_of(left)
-        job = page_data(left, found, [x for x in late if x.stands_out])
         title = f"{directory.name}: {found.kind}"
-        html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
-    if trace is not None:
-        from hypergrid.show.trace import trace_events
-
-        trace.write_text(json.dumps(trace_events(left, layout)))
+        text = page(drawn, hosts_of(left, drawn), title, job=page_data(left, found))
+        html.write_text(text, "utf-8")
     return 0 if found.ok else 1
 
 
@@ -366,7 +353,6 @@ def audit(
         Path | None,
         typer.Option(metavar="BASELINE", help="What --json printed before, or a directory."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page.")] = None,
     as_json: Json = False,
 ) -> int:
     """Count the reads of parallel_state, and name the code that reads the wrong state.
@@ -382,10 +368,6 @@ def audit(
     found = reads.read(directory)
     changes = None if against is None else reads.against(found, reads.baseline(against))
     new = [each for each in changes or () if each.after > each.before]
-    if html is not None:
-        from hypergrid.show.reads import page
-
-        html.write_text(page(found, f"Reads of {directory.name}"), "utf-8")
     if as_json:
         more = {"changes": [asdict(each) for each in changes]} if changes is not None else {}
         prints.as_json({**found.to_json(), **more})

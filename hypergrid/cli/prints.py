@@ -18,7 +18,6 @@ from rich.text import Text
 
 from compat.planned.traffic import SHARDS, has_experts
 from hypergrid.cli.source import PlannedJob, Traffic
-from hypergrid.hangs.stragglers import Late
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, printable, span_of
 from hypergrid.network.checks import Finding
@@ -330,8 +329,8 @@ def difference(out: Console, found: Difference) -> None:
         out.print("Weights: every rank keeps its part.")
 
 
-def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
-    """The verdict, then why, then what could not be read, then who comes last."""
+def diagnosis(found: Diagnosis) -> None:
+    """The verdict, then why, then what could not be read."""
     out = console()
     out.print(Text(found.sentence, style="bold"))
     for heading, lines in (("Why", found.chain), ("Not used", found.problems)):
@@ -341,28 +340,6 @@ def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
             out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
         if len(lines) > 20:
             out.print(f"  and {len(lines) - 20} more")
-    if late is not None:
-        late = [each for each in late if each.stands_out]
-        if not late:
-            out.print("\nNobody made others wait in collectives for more than 1% of the time.")
-            return
-        out.print("\nWho made others wait in collectives, the longest first:")
-        table(out, LATE, map(late_row, late[:20]))
-
-
-LATE = ("who", ">seconds", ">of all time", ">a step", ">calls", "mostly in")
-
-
-def late_row(each: Late) -> tuple[str, ...]:
-    """The cells of LATE."""
-    return (
-        f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
-        f"{each.seconds:,.2f}",
-        f"{each.share:.0%}",
-        "" if each.per_step is None else f"{each.per_step:,.3f}",
-        f"{each.calls:,}",
-        f"{each.operation} of {each.label}",
-    )
 
 
 def audit(found: Audit, changes: Sequence[Change] | None) -> None:
