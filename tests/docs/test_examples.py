@@ -79,11 +79,3 @@ def test_a_wide_stage_feeds_narrow_ones_with_the_gradients_of_one_rank():
         *({"middle"}, {"last"}, {"middle"}, {"last"}),
     ]
     assert all(error < 1e-12 for result in results for error in result.values())
-
-
-def test_context_groups_follow_the_length_of_each_sequence():
-    results, _ = run("dynamic_context")
-    for result in results:
-        assert result["sizes"][1:3] == [8, 1] and result["sizes"][0] == result["sizes"][4] == 2
-        assert result["sums"][:3] == [24, 128, 16]
-    assert [result["sizes"][3] for result in results] == [3] * 6 + [2] * 2
