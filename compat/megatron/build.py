@@ -90,7 +90,7 @@ def build(
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
                     with _sharp([p], request, built):
-                        _make(built, pool.make, plan, p, pg_options, p not in request.sharp_rows)
+                        _make(built, pool.make, plan, p, pg_options)
             else:
                 _call_helpers(built, pool, request)
             _assign_aliases(built, request)
@@ -142,7 +142,7 @@ def place(request: Request, find: Callable[..., list[Any]]) -> Built:
     """
     rank, built = dist.get_rank(), Built(grid=_grid_over(request))
     for p in request.planned:
-        _make(built, find, request.plan, p, _options(p, request, rank), False)
+        _make(built, find, request.plan, p, _options(p, request, rank))
     _assign_aliases(built, request)
     return built
 
@@ -172,7 +172,6 @@ def _make(
     plan: GroupPlan,
     p: PlannedGroup,
     pg_options: Any,
-    again: bool,
 ) -> None:
     rank, row = dist.get_rank(), p.group
     mine = plan.mine(row, rank)
@@ -182,7 +181,6 @@ def _make(
         lambda: plan.all(row),
         dims=row.dims,
         kind=row.kind,
-        again=again,
         backend=row.backend,
         timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
         pg_options=pg_options,

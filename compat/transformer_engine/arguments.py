@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.hyper_comm_grid import AnyGrid, core_of
-from compat.megatron.suspended import is_suspended
 from compat.transformer_engine.process import Installation as Installation
 from compat.transformer_engine.process import empty_meta_package as empty_meta_package
 from compat.transformer_engine.process import forget_sizes, release
@@ -205,7 +204,7 @@ def check_userbuffers(source: GroupSource | RankLayout, world_size: int | None =
 def _group(source: GroupSource, dims: str, expert: bool = False) -> ProcessGroup | None:
     """The group over ``dims``; of a grid without any of them None."""
     if not isinstance(source, AnyGrid):
-        return _usable(_GROUPS[dims, expert](_state(source)))
+        return _GROUPS[dims, expert](_state(source))
     known, view = _dims(source, dims, expert)
     return _of_grid(source, known, view) if known else None
 
@@ -221,7 +220,7 @@ def _hierarchy(source: GroupSource, a2a_size: int | None) -> list[ProcessGroup]:
                 f"create_groups(grid, a2a_size={a2a_size}) on every rank of the grid first."
             )
         return [_of_grid(source, [dim], view) for dim in ("a2a", "p2p")]
-    groups: list[ProcessGroup] = _usable(_state(source).get_hierarchical_context_parallel_groups())
+    groups: list[ProcessGroup] = _state(source).get_hierarchical_context_parallel_groups()
     if len(groups) != 2:
         raise ValueError(
             f"Transformer Engine takes two levels of context parallelism, a2a and p2p, and this "
@@ -282,13 +281,6 @@ def _state(source: Any) -> ParallelState:
             f"{type(source).__name__}."
         )
     return source  # type: ignore[no-any-return]
-
-
-def _usable(group: Any) -> Any:
-    # Transformer Engine ignores a group of another type without an error.
-    if is_suspended(group):
-        raise RuntimeError(f"{group!r}.")
-    return group
 
 
 def _check_size(name: str, module: Any, size: int) -> None:
