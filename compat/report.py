@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from compat.megatron.planning import Request
 from compat.megatron.replaced import in_words
-from compat.planned.layouts import crossing, groups_by_kind
+from compat.planned.layouts import most_hosts
 from compat.state import ParallelState
 from hypergrid import of_torch, policy
 from hypergrid.agreement.store import get_all, shared_store
@@ -85,15 +85,12 @@ def _on_hosts(request: Request) -> Iterator[str]:
     ranks_of_host = [rank for rank in ranks if hosts[rank] == host]
     sentence = f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}"
     world = RankLayout(("rank",), (len(hosts),))
-    interleaved = Topology(world, hosts)
-    consecutive = Topology(world, dict(Counter(hosts)))
-    for kind, groups in groups_by_kind(request.layouts).items():
-        count = crossing(groups, interleaved)
-        consecutive_count = crossing(groups, consecutive)
-        if count > consecutive_count:
+    consecutive = most_hosts(request.layouts, Topology(world, dict(Counter(hosts))))
+    for kind, number in most_hosts(request.layouts, Topology(world, hosts)).items():
+        if number > consecutive[kind]:
             sentence += (
-                f"; {count} of {len(groups)} {kind} groups cross hosts, and {consecutive_count} "
-                f"with consecutive ranks"
+                f"; {kind} groups touch up to {number} hosts, and {consecutive[kind]} with "
+                f"consecutive ranks"
             )
     yield (
         f"{sentence}. Start with srun --distribution=block, or a host file that lists each host "

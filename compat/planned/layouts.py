@@ -30,9 +30,9 @@ _KINDS = {
 
 
 def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
-    """The groups of several ranks by their kind, as arrays of shape (groups, ranks of a group).
+    """The groups by kind, as arrays of shape (groups, ranks of a group); none of a single rank.
 
-    Kinds of the expert layout are there only if it differs from the dense one.
+    The result has kinds of the expert layout only if that differs from the dense one.
     """
     experts_differ = has_experts(layouts)
     groups = {}
@@ -46,9 +46,12 @@ def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
     return groups
 
 
-def crossing(groups: np.ndarray, hosts: Topology) -> int:
-    """How many of ``groups``, of shape (groups, ranks of a group), have ranks on several hosts."""
-    return int((hosts_touched(groups, hosts) > 1).sum())
+def most_hosts(layouts: Layouts, hosts: Topology) -> dict[str, int]:
+    """By kind how many hosts the group touches that touches the most; 1 if all stay inside."""
+    return {
+        kind: int(hosts_touched(groups, hosts).max())
+        for kind, groups in groups_by_kind(layouts).items()
+    }
 
 
 def has_experts(layouts: Layouts) -> bool:

@@ -1,4 +1,4 @@
-"""All orders of a job's dims, ranked by how many of its groups cross hosts."""
+"""All orders of a job's dims, ranked by which of its groups cross hosts."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
-from compat.planned.layouts import Layouts, crossing, groups_by_kind
+from compat.planned.layouts import Layouts, most_hosts
 from compat.swap.order import DIMS
 from hypergrid.topology import Topology
 
 
 @dataclass(frozen=True)
 class RankedOrder:
-    """An order of dims, and by kind how many groups have ranks on several hosts under it."""
+    """An order of dims, and by kind of groups how many hosts a group touches at most under it."""
 
     order: str
-    crossing: Mapping[str, int]
+    hosts: Mapping[str, int]
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """The numbers of ``crossing``: of two orders, the one with the smaller tuple is better."""
-        return tuple(self.crossing.values())
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of hosts: of two orders, the one with the smaller tuple is better."""
+        return tuple(self.hosts.values())
 
 
 def ranked_orders(
@@ -29,12 +29,12 @@ def ranked_orders(
 ) -> list[RankedOrder]:
     """All orders that differ, the best first; of equally good ones ``asked`` comes first.
 
-    The better of two orders has fewer crossing groups of the first kind in which they differ. tp is
-    the first kind, since it sends the most. ``layouts_of`` gives the layouts under an order, or
+    In the better of two orders, groups touch fewer hosts in the first kind in which they differ. tp
+    is the first kind, since it sends the most. ``layouts_of`` gives the layouts under an order, or
     None where Megatron refuses it.
 
-    Two hosts of 4 ranks, tp=4, dp=2: tp-dp has 0 tp groups and 4 dp groups that cross hosts, and
-    dp-tp has 2 tp groups and no dp group. tp-dp is better.
+    Two hosts of 4 ranks, tp=4, dp=2: under tp-dp a tp group touches 1 host and a dp group 2, under
+    dp-tp a tp group 2 and a dp group 1. tp-dp is better.
     """
     ranking = []
     seen = set()
@@ -47,11 +47,8 @@ def ranked_orders(
         if shape in seen:
             continue
         seen.add(shape)
-        groups = groups_by_kind(layouts)
-        ranking.append(
-            RankedOrder(order, {kind: crossing(ranks, hosts) for kind, ranks in groups.items()})
-        )
-    return sorted(ranking, key=lambda ranked: (ranked.counts, ranked.order != asked))
+        ranking.append(RankedOrder(order, most_hosts(layouts, hosts)))
+    return sorted(ranking, key=lambda ranked: (ranked.numbers, ranked.order != asked))
 
 
 def _orders(asked: str, layouts: Layouts | None) -> Iterator[str]:

@@ -152,7 +152,7 @@ def check(
 ) -> int:
     """Check a layout: which placements are expensive, why, and which order avoids them.
 
-    --suggest ranks all orders by how many of their groups cross hosts.
+    --suggest ranks all orders by how many hosts their groups touch.
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
@@ -167,7 +167,7 @@ def check(
     better = (
         (ranked.order, subject.layouts_in(ranked.order) or {})
         for ranked in ranking
-        if ranked.counts <= asked.counts and ranked is not asked
+        if ranked.numbers <= asked.numbers and ranked is not asked
     )
     found = findings(_faults_of(subject), subject.layouts, better)
     status = int(any(finding.severity != "note" for finding in found))

@@ -168,25 +168,25 @@ def findings(out: Console, found: Sequence[Finding]) -> None:
 def orders(
     out: Console, asked: RankedOrder, best: Sequence[RankedOrder], many: int, places: str
 ) -> None:
-    """The ``best`` of ``many`` orders and ``asked``: how many groups cross ``places``, by kind."""
+    """The ``best`` of ``many`` orders and ``asked``: how many ``places`` their groups touch."""
     rows = []
     for ranked in [*best, *[asked] * (asked not in best)]:
         marks = ", ".join(["best"] * (ranked is best[0]) + ["yours"] * (ranked is asked))
         style = "bold" if ranked is best[0] else ""
-        cells = (marks, ranked.order, *map(str, ranked.counts))
+        cells = (marks, ranked.order, *map(str, ranked.numbers))
         rows.append([Text(cell, style=style) for cell in cells])
-    out.print(f"Groups of each kind that cross {places}, by order of dims:")
-    table(out, ("", "order", *(f">{kind}" for kind in asked.crossing)), rows)
+    out.print(f"How many {places} a group touches at most, by kind of groups:")
+    table(out, ("", "order", *(f">{kind}" for kind in asked.hosts)), rows)
     out.print()
     out.print(
-        "Of two orders the better one has fewer in the first column in which they differ: the "
-        "kinds that send the most come first."
+        "Of two orders the better one has the smaller number in the first column in which they "
+        "differ; kinds that send more are further left."
     )
-    if best[0].counts == asked.counts:
+    if best[0].numbers == asked.numbers:
         out.print(f"No order of {many} is better than yours.")
     else:
         out.print(
-            f"To use the best of {many}: initialize_model_parallel(order={best[0].order!r}), or "
+            f"To use the first of {many}: initialize_model_parallel(order={best[0].order!r}), or "
             f"hypergrid-launch --order {best[0].order}."
         )
 
