@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("hypergrid")
 
 # What `scripts/test --fast` runs; everything else is marked slow.
 FAST = (
-    *("hypergrid", "network", "cli", "show"),
+    *("hypergrid", "cli", "show"),
     *(f"hangs/test_{each}.py" for each in ("diagnosis", "laws", "recording")),
     *("groups/test_grid.py", "groups/test_splits.py", "groups/test_sharing.py"),
     *("megatron/test_job.py", "megatron/test_hyper_comm_grid.py"),

@@ -34,7 +34,7 @@ def page(
     ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
     that can be switched to, if they are over the ranks of the first one; by default all. ``job``
     is what ``hypergrid.show.job.page_data`` says of a job with this plan. ``within`` has for each
-    host's name the units that it is in.
+    host's name its NVLink domain.
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """
