@@ -34,7 +34,7 @@ class Subgroups:
         self._planned, self._first = planned, planned.first
         owner, on_demand = f"subgroups of {planned.owner}", replace(planned.first, lazy=True)
         self._pool = GroupPool(on_demand, Policy(connect="lazy"), owner)
-        self._pool.holder, self._pool.prefix = planned.holder, planned.prefix
+        self._pool.holder = planned.holder
         self._suspensions, self._released = suspensions, Counter[Ranks]()
         self._asking = threading.Lock()
 
@@ -90,7 +90,7 @@ class Subgroups:
                 dims=dims,
                 backend=backend,
                 timeout=timeout,
-                group_desc=self._pool.prefix + label + short,
+                group_desc=label + short,
             )
             return made
 

@@ -141,7 +141,6 @@ def _places(group: Group, rank: int, plan: GroupPlan | None) -> Iterator[tuple[s
         if len(group.dims) == 1 and group.ranks:
             yield group.dims[0], group.ranks.index(rank)
         return
-    home = plan.home(rank)
-    if home is not None:
-        at = home[1].coordinate(rank)
+    if rank in plan.layout:
+        at = plan.layout.coordinate(rank)
         yield from ((dim, at[dim]) for dim in group.dims if dim in at)

@@ -6,12 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from hypergrid.network.traffic import Layouts
-from hypergrid.plan import GroupPlan
-from hypergrid.summary import hosts_touched
-from hypergrid.topology import Topology
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 _SEVERITIES = ("error", "warning", "note")
@@ -31,27 +26,6 @@ class Finding:
     cost: str  # what is expensive about it
     remedy: str
     order: str | None = None  # one that avoids it
-
-
-def link_findings(plan: GroupPlan, hosts: Topology) -> list[Finding]:
-    """Links of an assembly whose leaders tell their parts over the network."""
-    found = []
-    for link in plan.links:
-        ends = link.ends(plan.layouts)
-        for grid, parts in ((link.source, ends.leaving), (link.target, ends.entering)):
-            touched = hosts_touched(np.array(parts), hosts)
-            if (touched > 1).any():
-                found.append(
-                    Finding(
-                        "link-across-hosts",
-                        "warning",
-                        f"{link.name}: {(touched > 1).sum()} of {len(parts)} parts of {grid} are "
-                        f"on several hosts, up to {touched.max()}.",
-                        "What arrives is broadcast in each part: once more over the network.",
-                        f"Place the ranks of a part of {grid} on one host.",
-                    )
-                )
-    return found
 
 
 def findings(
