@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from compat.planned.layouts import Layouts, groups_by_kind
-from hypergrid.plan import GroupPlan
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
@@ -155,24 +154,3 @@ def _across(layouts: Layouts, place: str, places: Topology) -> Iterator[Finding]
             f"No order avoids it without a more expensive fault. A smaller {kind} would fit into "
             f"{'an' if place.startswith('N') else 'a'} {place}.",
         )
-
-
-def link_findings(plan: GroupPlan, hosts: Topology) -> list[Finding]:
-    """Links of an assembly whose leaders tell their parts over the network."""
-    found = []
-    for link in plan.links:
-        ends = link.ends(plan.layouts)
-        for grid, parts in ((link.source, ends.leaving), (link.target, ends.entering)):
-            touched = hosts_touched(np.array(parts), hosts)
-            if (touched > 1).any():
-                found.append(
-                    Finding(
-                        "link-across-hosts",
-                        "warning",
-                        f"{link.name}: {(touched > 1).sum()} of {len(parts)} parts of {grid} are "
-                        f"on several hosts, up to {touched.max()}.",
-                        "What arrives is broadcast in each part: once more over the network.",
-                        f"Place the ranks of a part of {grid} on one host.",
-                    )
-                )
-    return found

@@ -76,6 +76,7 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
     ("change", "said"),
     [
         ({"schema": 99}, "a plan of schema 99 cannot be read"),
+        ({"schema": 2}, "an assembly: several grids, or grids over listed ranks, in one file"),
         ({"layouts": {}}, "a plan needs a layout"),
         ({"rows": 5}, "expected `array`, got `int`, at `rows`"),
         ({"layouts": WIDER, "rows": []}, "layout 'expert' has rank 5, and the first layout"),
