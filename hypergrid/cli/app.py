@@ -87,7 +87,9 @@ def plan(
 def show(
     subject: PlannedJob,
     by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
-    view: Annotated[str | None, typer.Option(help="Which layout: decoder or expert.")] = None,
+    view: Annotated[
+        str | None, typer.Option(help="Which layout: decoder or expert, or one of a saved plan.")
+    ] = None,
     hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
