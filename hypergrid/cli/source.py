@@ -100,6 +100,7 @@ class _Beside:
     ranks_per_host: int | None = None
     nvlink_domain: int | None = None
     megatron: str = ""
+    network: dict[str, Any] | None = None  # of a plan that an earlier release has saved
 
 
 def saved(
@@ -111,6 +112,11 @@ def saved(
         plan, beside = GroupPlan.from_json(text), decoded(text, _Beside, "the plan")
     except ValueError as error:
         raise JobError(f"{path}: {error}") from None
+    if beside.network is not None:
+        raise JobError(
+            f"{path} has a network of hosts of different sizes or of several levels, which is no "
+            f"longer read: save the plan again, with --gpus-per-node and --nvlink-domain."
+        )
     _refuse_large(plan.window.stop, plan.rows)
     known = range(plan.window.stop)  # an encoder's ranks are in front of the window
     for what, ranks in _ranks_named(plan):

@@ -101,6 +101,14 @@ def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(tmp_path, command
     assert told.startswith("hypergrid: ") and told.count("\n") == 1 and said in told
 
 
+def test_a_saved_plan_with_a_network_of_an_earlier_release_is_refused_by_name(tmp_path):
+    saved = json.loads(run("plan --world-size 8 --json"))
+    saved["network"] = {"hosts": ["a", "b"], "ranks": [4, 4]}
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    refusal = run(f"plan --plan {tmp_path / 'plan.json'}", 2)
+    assert "has a network of hosts" in refusal and "--gpus-per-node" in refusal
+
+
 def test_a_saved_plan_may_have_an_encoders_ranks_in_front(tmp_path):
     layouts = {"decoder": RankLayout(("dp",), (6,), 2)}
     plan = GroupPlan(layouts, (GroupRow("MODEL", "decoder", ("dp",), explicit=((0, 1, 2),)),))
