@@ -123,7 +123,7 @@ class Initialize(_Initialize):
         if rank == 0 and state.iteration > 1:  # all have left it
             with suppress(RuntimeError):
                 forget_life(self.store, f"{_LIVES}/{state.iteration - 2}/")
-        with gloo.connecting(lambda size: None):  # reads of the store are batched
+        with gloo.connecting():  # reads of the store are batched
             dist.init_process_group(
                 store=here, rank=rank, world_size=len(ranks), timeout=self.timeout, **self.options
             )

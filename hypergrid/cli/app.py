@@ -32,7 +32,7 @@ from hypergrid.network.files import FORMATS
 from hypergrid.network.levels import Network
 from hypergrid.network.traffic import ranked
 from hypergrid.show.diff import Dump, against_dump, difference, unfit
-from hypergrid.summary import communicators, descriptors, dims_in_words, summaries
+from hypergrid.summary import communicators, dims_in_words, summaries
 
 __all__ = ["app"]
 
@@ -87,10 +87,6 @@ def plan(
         "communicators."
     )
     out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
-    opened = descriptors(subject.plan)
-    if any(row.backend == "gloo" for row in subject.plan.rows):
-        twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
-        out.print(f"Gloo twins open descriptors in each rank: {twins}.")
 
 
 @command()
