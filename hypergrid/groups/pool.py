@@ -6,7 +6,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -66,7 +66,6 @@ class GroupPool:
         # One for each call of ``make``: equal on all ranks, also on those outside of the group.
         self._labels: list[str] = []
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
-        self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
         live_pools()  # lets go of those whose groups outside code has destroyed
         _live.add(self)
 
@@ -82,8 +81,8 @@ class GroupPool:
         """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
 
         Arguments as for ``hypergrid.agreement.prepare.agree``; each call has an epoch of its own.
-        ``one_device`` lets gloo groups that connect at once share a device, see ``gloo.Devices``:
-        then the caller holds none of the groups when this raises.
+        ``one_device`` lets gloo groups that connect at once share a device, see
+        ``gloo.one_device``: then the caller holds none of the groups when this raises.
 
         Raises
         ------
@@ -100,16 +99,18 @@ class GroupPool:
                 f"suspended. Call resume() first, on every rank."
             )
         check_timeout(timeout)
-        with _telling(), one_thread(ranks, proposal) as turn, abortable():
+        with _telling(), one_thread(ranks), abortable():
             can = creation.abilities(self.policy)
             self.agreement = agree(ranks, proposal, self.policy, can, timeout, init_count)
             timeout = timeout or of_torch.default_timeout()
-            self._devices = gloo.Devices() if one_device else None
             try:
-                with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
+                with (
+                    self._rolling_back(),
+                    all_or_none(self.agreement.epoch, ranks, timeout),
+                    gloo.one_device() if one_device else nullcontext(),
+                ):
                     sockets.note_default()
                     yield
-                    turn.end()
                     raise_if_waits_ended()
                 self.first = self.first or self.agreement
                 settle()
@@ -117,8 +118,6 @@ class GroupPool:
                 if one_device:
                     _forget_locals(error)
                 raise
-            finally:
-                self._devices = None
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
@@ -210,7 +209,8 @@ class GroupPool:
             before = (pooled.label for pooled in self.groups if pooled.group is group)
             shares = shares or next(before, None)
             self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
-            gloo.note(group)
+            if shares is None:
+                gloo.note(group)
             self._connect(self.groups[-1])
 
     def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
@@ -227,22 +227,12 @@ class GroupPool:
 
     def connecting(self) -> AbstractContextManager[None]:
         """Inside, gloo groups connect at once or on first use, as the ranks have agreed."""
-        return gloo.connecting(self._lazily, self._devices)
-
-    def waits(self, pooled: PooledGroup) -> bool:
-        """Whether the choice ``connect`` makes this gloo group connect on first use."""
-        group = pooled.group
-        return (
-            self.policy.connect == "auto"
-            and bool(self._lazily(len(pooled.ranks)))
-            and of_torch.knows(group)
-            and "gloo" in backends.devices_of(of_torch.backend_of(group)).values()
-        )
-
-    def _lazily(self, members: int) -> bool | None:
-        if self.agreement.lazy and self.policy.waits(members):
-            return True
-        return False if self.policy.connect == "eager" else None
+        lazily = None
+        if self.agreement.lazy:
+            lazily = True
+        elif self.policy.connect == "eager":
+            lazily = False
+        return gloo.connecting(lazily)
 
     def _make_mine(
         self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
@@ -285,7 +275,7 @@ class GroupPool:
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
         """Whose communicator ``ranks`` use; None for a new one, which is then the label's."""
-        if kind is None or not self.policy.may_share(kind, ranks):
+        if kind is None or not self.policy.may_share(kind):
             return None
         owner = self._owners.setdefault((tuple(ranks), kind.among(len(ranks))), label)
         return None if owner == label else owner
