@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from hypergrid.groups import backends, closing, creation, gloo, sockets
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import HOW, Suspended, Suspension
 from hypergrid.messages import in_words, shortened, shown, span_of
-from hypergrid.plan import GroupPlan, GroupRow, Kind
+from hypergrid.plan import Kind
 from hypergrid.policy import Policy
 
 DEFAULT = "the default group"
@@ -57,7 +56,6 @@ class GroupPool:
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
-        self.first: Agreement | None = None  # that of the first creation that succeeded
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -112,7 +110,6 @@ class GroupPool:
                     sockets.note_default()
                     yield
                     raise_if_waits_ended()
-                self.first = self.first or self.agreement
                 settle()
             except BaseException as error:
                 if one_device:
@@ -128,16 +125,6 @@ class GroupPool:
             self.destroy(before, abort=True)  # other ranks may never destroy theirs
             self._owners, self._labels = owners, labels
             raise
-
-    def make_row(
-        self, plan: GroupPlan, row: GroupRow, timeout: timedelta | None = None
-    ) -> list[ProcessGroup]:
-        """``make`` for a row of a plan; the row's own timeout precedes ``timeout``."""
-        if row.timeout is not None:
-            timeout = timedelta(seconds=row.timeout)
-        mine, everyone = plan.mine(row, dist.get_rank()), partial(plan.all, row)
-        options: dict[str, Any] = {"backend": row.backend, "timeout": timeout}
-        return self.make(row.label, mine, everyone, dims=row.dims, **options)
 
     def make(
         self,
