@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import marshal
-import pickle
 import re
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+
+from hypergrid.hangs import pickles
 
 _NUMBERED = re.compile(r"^(.*?)(\d+)(\.json)?$")
 _MOST_RANKS = 1 << 20
@@ -216,7 +216,7 @@ def read(directory: str | Path, processes: int = 1) -> Recording:
     Flight recorders of torch, pickled or JSON, whose names end in the rank, such as those of
     ``TORCH_FR_DUMP_TEMP_FILE``; what ``hypergrid.dump`` and ``hypergrid.record`` wrote. A file that
     is cut, damaged or too large is named in ``problems`` and left out; a pickle that holds more
-    than lists, tuples, dicts, numbers and text is refused. Raises OSError if there is no such
+    than a flight recorder writes is refused. Raises OSError if there is no such
     directory.
 
     A file has at most 256 MiB, and all together 64 million calls (of 48 bytes each): what comes
@@ -255,29 +255,6 @@ def _by_rank(path: Path) -> tuple[str, int, str]:
 
 def _prefix(name: str) -> str:
     return name.rstrip("0123456789") if not name.endswith(".json") else _prefix(name[:-5])
-
-
-class _Refused(pickle.UnpicklingError):
-    """The pickle names something that is not plain data."""
-
-
-class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise _Refused(f"it holds {module}.{name}, and only plain data is read")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _Refused("it refers to objects outside of it, and only plain data is read")
-
-
-class _InMemory(io.BytesIO):
-    """A file that the unpickler reads at once: from one that cannot peek, it reads in pieces."""
-
-    def peek(self, _: int) -> bytes:
-        return self.getvalue()[self.tell() :]
-
-
-def _unpickled(data: bytes) -> Any:
-    return _Plain(_InMemory(data)).load()
 
 
 @contextmanager
@@ -324,7 +301,7 @@ def _load(path: Path) -> _Loaded:
         if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
             return _Loaded(unknown="it is neither a pickle nor JSON" if data else "it is empty")
         with _bounded(size):
-            loaded = _unpickled(data) if data[0] == 0x80 else json.loads(data)
+            loaded = pickles.load(data) if data[0] == 0x80 else json.loads(data)
             if not isinstance(loaded, dict):
                 raise ValueError("it holds no table")
             if data[0] == 0x80 and "entries" not in loaded:
@@ -332,7 +309,7 @@ def _load(path: Path) -> _Loaded:
             for name in {"entries", "p2p"} & loaded.keys():
                 loaded[name] = _columns(loaded[name] or [], _Budget(size))
         return _Loaded(loaded, size)
-    except _Refused as error:
+    except pickles.Refused as error:
         return _Loaded(problem=f"was refused: {error}")
     except Exception as error:  # a damaged file can raise nearly anything
         return _Loaded(problem=_cut(error))
