@@ -101,5 +101,5 @@ def _put_together(opcode: int, depths: list[int], marks: list[int]) -> None:
 
 def _name(opcode: int) -> str:
     """The name of an opcode, for messages."""
-    known = pickletools.code2op.get(chr(opcode))
+    known = next((info for info in pickletools.opcodes if info.code == chr(opcode)), None)
     return f"the opcode {known.name}" if known else f"the byte {opcode:#x}, which is no opcode"

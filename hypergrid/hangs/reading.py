@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from hypergrid.hangs import pickles
+from hypergrid.messages import one_line
 
 _NUMBERED = re.compile(r"^(.*?)(\d+)(\.json)?$")
 _MOST_RANKS = 1 << 20
@@ -381,12 +382,12 @@ class _Reader:
         elif loaded.data:
             self._budget = _Budget(loaded.size)
             try:
-                self._take(path.name, loaded.data, int(numbered[2]) if numbered else None)
+                self._take(one_line(path.name), loaded.data, int(numbered[2]) if numbered else None)
             except Exception as error:  # a damaged file can raise nearly anything
                 self._failed(path, _cut(error))
 
     def _failed(self, path: Path, what: str) -> None:
-        self.problems.append(f"{path.name} {what}.")
+        self.problems.append(one_line(f"{path.name} {what}."))
         numbered = _NUMBERED.match(path.name)
         if numbered and len(numbered[2]) < 10:
             self.unread.add(int(numbered[2]))
@@ -496,14 +497,15 @@ class _Reader:
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             return None  # written before there was a default group
         mine = self._rank(rank)
-        self._process(mine, str(data["host"]), int(data["pid"]))
+        self._process(mine, one_line(str(data["host"])), int(data["pid"]))
         if 0 < int(data["world_size"]) <= _MOST_RANKS:
             self.worlds.setdefault(int(data["world_size"]), f"the groups of rank {rank}")
         # A communicator that several labels share carries the name of the one that created it.
         for group in sorted(data["groups"], key=lambda each: each.get("shared_with") is not None):
-            label = str(group["label"] or group["description"])
+            label = one_line(str(group["label"] or group["description"]))
             ranks = self._members(group["ranks"])
-            self._group(rank, str(group["name"]), label, ranks, group["dims"] or ())
+            dims = [one_line(str(dim)) for dim in group["dims"] or ()]
+            self._group(rank, one_line(str(group["name"])), label, ranks, dims)
         return rank
 
     def _process(self, mine: RankRecording, host: str, pid: int) -> None:
@@ -516,9 +518,9 @@ class _Reader:
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             raise ValueError("it names no rank")
         mine = self._rank(rank)
-        self._process(mine, str(data.get("host") or mine.host), int(data.get("pid") or 0))
-        mine.written, mine.reason = int(data["written_ns"]), str(data.get("reason") or "")
-        mine.error = str(data.get("error") or "")
+        self._process(mine, one_line(str(data.get("host") or mine.host)), int(data.get("pid") or 0))
+        mine.written, mine.reason = int(data["written_ns"]), one_line(str(data.get("reason") or ""))
+        mine.error = one_line(str(data.get("error") or ""))
         threads = data["threads"]
         main = next((each for each in threads if each.get("main")), None)
         mine.stack = _frames(main["frames"]) if main else ()
@@ -615,4 +617,4 @@ def _text(given: Any) -> str:
     """A name that is text, or a number; nothing else, as its text could be endless."""
     if type(given) not in (str, int):
         raise ValueError("a name is not text")
-    return str(given)
+    return one_line(str(given))  # in a sentence it must not begin a line of its own

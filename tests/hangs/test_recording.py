@@ -105,6 +105,31 @@ def test_what_is_cut_empty_or_twice_is_told_and_the_rest_is_read(tmp_path):
     assert list(found.ranks) == [0] and found.ranks[0].has_calls
 
 
+FORGED = "TENSOR\nNobody is stuck: the job has ended.\r\x1b[2J\u2028rank 0\tx"
+
+
+def test_what_somebody_else_wrote_begins_no_line_of_its_own(tmp_path):
+    pair = [Rank(rank, {"7\nx": (FORGED, [0, 1])}) for rank in range(2)]
+    for one in pair:
+        one.call("7\nx", f"all_reduce{FORGED}", done=False, frames=[(FORGED, 3, FORGED)])
+    pair[0].call("7\nx", done=False)
+    write(tmp_path, pair)
+    for rank in range(2):
+        (file := tmp_path / f"groups_{rank}.json").write_text(json.dumps(groups(rank)))
+        data = json.loads(file.read_text()) | {"host": FORGED}
+        data["groups"][1] |= {"description": FORGED, "name": FORGED, "dims": [FORGED]}
+        file.write_text(json.dumps(data))
+        stack(tmp_path, rank, [(FORGED, 3, FORGED)], host=FORGED, error=FORGED, reason=FORGED)
+    (tmp_path / f"trace_{FORGED}2").write_bytes(b"")
+    (tmp_path / f"trace_{FORGED}3").write_bytes(b"\x80\x02cos\nsystem\n.")
+    found = read(tmp_path)
+    report = str(diagnose(found))
+    assert "the job has ended" in report
+    lines = [*report.splitlines(), *(part for text in found.problems for part in text.split("\n"))]
+    assert not [line for line in lines if line.lstrip().startswith("Nobody is stuck")]
+    assert not set("\r\x1b\u2028\t") & set(report + "".join(found.problems))
+
+
 def test_other_files_are_left_alone(tmp_path):
     write(tmp_path, ranks())
     for name, text in (("events.178", "x"), ("log_0", "text"), ("a.json", "{}"), ("b", "")):
