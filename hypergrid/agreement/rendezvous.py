@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import append, forget, forget_lines, lines, peek, stay_until, wait
-from hypergrid.messages import few
+from hypergrid.messages import few, one_line
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
@@ -152,11 +152,13 @@ class Phase:
         return text
 
     def _answer(self) -> None:
-        append(self.store, "present", f"{self.rank} {socket.gethostname()}")
+        append(self.store, "present", f"{self.rank} {one_line(socket.gethostname())}")
 
     def _missing(self) -> str:
         """In words, which ranks did not answer, and where they are."""
-        hosts = {int(rank): host for rank, host in map(str.split, lines(self.store, "present"))}
+        # A host's name may be empty, or have spaces.
+        answers = (line.partition(" ") for line in lines(self.store, "present"))
+        hosts = {int(rank): host for rank, _, host in answers}
         absent = [rank for rank in self.ranks if rank not in hosts]
         if not absent:
             return f"one of {len(self.ranks)} ranks, which has arrived since,"

@@ -329,8 +329,8 @@ def verify(
         str, typer.Option(metavar="LINE", help="A launch line or script, pasted, in a file, or -.")
     ],
     checkout: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM, for its parser.")
-    ] = Path(),
+        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM: its parser runs.")
+    ],
     variables: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A variable that the line does not set."),

@@ -223,7 +223,10 @@ FILES = {
     "code": (CODE, "constructor"),
     "a long file": ("#" + " " * (1 << 20), "longer than 1048576 characters"),
     "a bomb of aliases": (wild.bomb(12), "more than 40 aliases"),
-    "a deep nest": ("[" * 60_000, "cannot be read"),
+    "a deep nest": ("[" * 60_000, "nested more than 20 deep"),
+    "a deep nest of maps": ("{a: " * 60_000, "nested more than 20 deep"),
+    "a deep nest of dashes": ("dp:\n  " + "- " * 60_000, "nested more than 20 deep"),
+    "a deep nest that is closed": ("[" * 40_000 + "]" * 40_000, "nested more than 20 deep"),
 }
 
 
