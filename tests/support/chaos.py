@@ -18,6 +18,7 @@ import re
 import resource
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -388,8 +389,11 @@ def _connections(other_than: int) -> list[socket.socket]:
     connections = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket, or closed meanwhile
+            descriptor = int(name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            connection = socket.socket(fileno=os.dup(descriptor))
+        except OSError:  # closed meanwhile
             continue
         try:
             is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
