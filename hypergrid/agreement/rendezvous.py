@@ -165,25 +165,28 @@ class Phase:
         where = f" on {', '.join(filter(None, places))}" if any(places) else ""
         return f"{len(absent)} of {len(self.ranks)} ranks ({few(absent)}{where})"
 
-    def tell(self, digest: int, entry: Any) -> None:
-        """Say in full what this rank arrived with: the window's first, and one of each digest."""
-        if self._told:
-            return
-        if self.store.add(f"of/{digest}", 1) == 1 or self.rank == self.ranks[0]:
-            append(self.store, "entries", json.dumps([digest, entry]))
-        self._told = self.store.add("told", 1)
+    def tell(self, digest: int, entry: Any) -> bool:
+        """Say in full what this rank arrived with: the window's first, and one of each digest.
+
+        Returns whether this rank is the last, which decides by ``compare``.
+        """
+        if not self._told:
+            if self.store.add(f"of/{digest}", 1) == 1 or self.rank == self.ranks[0]:
+                append(self.store, "entries", json.dumps([digest, entry]))
+            self._told = self.store.add("told", 1)
+        return self._told == len(self.ranks)
 
     def compare(
         self, digest: int, entry: Any, decide: Callable[[list[tuple[int, Any]]], str]
     ) -> str:
         """The decision of one rank when all have reported: how many had an entry, and the entry."""
-        self.tell(digest, entry)
+        is_last = self.tell(digest, entry)
 
         def told() -> str:
             entries = [json.loads(line) for line in lines(self.store, "entries")]
             return decide([(self.store.add(f"of/{digest}", 0), each) for digest, each in entries])
 
-        if self._told < len(self.ranks):
+        if not is_last:
             return self._final(told)
         self.store.set("final", text := told())
         return text

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -235,8 +236,19 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
             connection.close()
 
 
+# Looked for once for each store, as it costs a few calls for every descriptor of the process.
+_connections_to: WeakKeyDictionary[Store, list[tuple[int, int]]] = WeakKeyDictionary()
+
+
 def _connections(store: Store) -> list[socket.socket]:
     """Duplicates of this process's sockets whose other end is the store."""
+    if store not in _connections_to:
+        _connections_to[store] = _places(store)
+    duplicates = [duplicate(*place) for place in _connections_to[store]]
+    return [connection for connection in duplicates if connection is not None]
+
+
+def _places(store: Store) -> list[tuple[int, int]]:
     served = innermost(store)
     if not hasattr(served, "port"):
         return []
@@ -259,10 +271,7 @@ def _serves(store: Store) -> bool:
     def serves(connection: socket.socket) -> bool:
         return listens(connection) and connection.getsockname()[1] == served.port
 
-    listeners = _sockets(serves)
-    for connection in listeners:
-        connection.close()
-    return bool(listeners)
+    return bool(_sockets(serves))
 
 
 def innermost(store: Any) -> Any:
@@ -284,19 +293,17 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")  # IPv4 in IPv6
 
 
-def _sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:
-    """Duplicates of those of this process's internet sockets that are ``wanted``."""
-    found: list[socket.socket] = []
+def _sockets(wanted: Callable[[socket.socket], bool]) -> list[tuple[int, int]]:
+    """Descriptor and inode of those of this process's internet sockets that are ``wanted``."""
+    places = []
     for name in descriptors():
         connection = duplicate(int(name))
         if connection is None:
             continue
-        with suppress(OSError):  # not connected
+        with connection, suppress(OSError):  # not connected
             if wanted(connection):
-                found.append(connection)
-                continue
-        connection.close()
-    return found
+                places.append((int(name), os.fstat(connection.fileno()).st_ino))
+    return places
 
 
 def descriptors() -> list[str]:

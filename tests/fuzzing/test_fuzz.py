@@ -202,7 +202,7 @@ REFUSED = {
     "a folder": ({"nccl_communicator_config_path": "/"}, OSError, "not a regular file"),
     "a zero byte": ({"nccl_communicator_config_path": "a\0b"}, ValueError, "cannot be read"),
     "a number as a path": ({"nccl_communicator_config_path": 0}, TypeError, "path of a YAML file"),
-    "a choice that is none": ({"share": ["all"]}, ValueError, "use one of none, singletons, all"),
+    "a choice that is none": ({"share": ["all"]}, ValueError, "use one of none, all"),
 }
 
 
