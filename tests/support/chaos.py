@@ -224,13 +224,25 @@ class _Life:
         self.report("left", _growth(before))
         if case.fault in PASSING:
             self.meet()
-            self.initialise()
+            self.initialise_again()
             total = torch.ones(1)
             dist.all_reduce(total, group=self.module.get_data_parallel_group())
             self.report("again", total.item() == case.world // case.tensor)
             self.meet()
             self.clean_up()
         self.report("end", True)
+
+    def initialise_again(self) -> None:
+        """A second thread of one rank has asked for groups that no other rank has asked for.
+
+        So the next creation of the others may be the one that it is refused in, and they say so.
+        """
+        try:
+            self.initialise()
+        except hypergrid.AgreementError as error:
+            if self.case.fault != "thread" or "two threads" not in str(error):
+                raise
+            self.initialise()
 
     def odd_arguments(self) -> tuple[int, ...]:
         """Another size on the faulty rank, where the operation takes one."""
@@ -448,7 +460,7 @@ def _rank_main(case: Case, rank: int, directory: Path, ports: tuple[int, int]) -
         os.chdir(private)
         gc.freeze()  # a collection would look at all that the parent has, and copy its pages
         torch.set_num_threads(1)
-        faulthandler.dump_traceback_later(40)
+        faulthandler.dump_traceback_later(60 + 4 * TIMEOUT)  # a rank that hangs shows where
         harness_port, store_port = ports
         harness = dist.TCPStore("127.0.0.1", harness_port, is_master=False)
         serves = case.store_on_rank_0 and rank == 0
@@ -568,13 +580,14 @@ def broken_laws(case: Case, world: list[Seen]) -> dict[str, str]:
         guilty = rank == case.rank
         if guilty and case.fault == "kill" and happened:
             continue
-        if not seen.finished and "operation" in seen.steps and "end" not in seen.steps:
-            # It waits at a meeting for a rank whose process has ended: that rank is judged.
-            if any(other.finished and other.status for other in world):
-                continue
+        waits_at_a_meeting = "operation" in seen.steps and not seen.finished
+        # For a rank whose process has ended: that one is judged.
+        if waits_at_a_meeting and any(other.finished and other.status for other in world):
+            continue
         if not seen.ended_by_itself:
             how = "did not end" if not seen.finished else f"ended with status {seen.status}"
-            broken["survives"] = f"rank {rank} {how} after {list(seen.steps)}: {seen.printed[-600:]}"
+            last_words = seen.printed[-600:]
+            broken["survives"] = f"rank {rank} {how} after {list(seen.steps)}: {last_words}"
             continue
         _judge_rank(case, rank, seen, happened, broken)
     return broken
