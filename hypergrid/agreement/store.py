@@ -74,19 +74,32 @@ def raise_if_waits_ended() -> None:
         )
 
 
-def wait(store: Store, keys: list[str], timeout: timedelta, ranks: int = 1) -> None:
+def interval(ranks: int) -> float:
+    """Seconds between two looks of a rank, where ``ranks`` wait at one store."""
+    return min(5.0, max(0.5, ranks / 20_000))
+
+
+def wait(
+    store: Store,
+    keys: list[str],
+    timeout: timedelta,
+    ranks: int = 1,
+    given_up: Callable[[], bool] = bool,
+) -> None:
     """Wait for ``keys``, as ``ranks`` do; RuntimeError after ``timeout``, and AbortedError.
 
-    The more ranks wait, the less often each of them looks: they share one store.
+    The more ranks wait, the less often each of them looks: they share one store. RuntimeError also
+    when ``given_up`` says that the keys will not come.
     """
     end = time.monotonic() + timeout.total_seconds()
     raise_if_waits_ended()
     try:
         store.wait(keys, min(timeout, _IN_STORE))
     except RuntimeError:
-        every = min(5.0, max(0.5, ranks / 20_000))
         while not store.check(keys):
-            until = time.monotonic() + every
+            if given_up():
+                raise
+            until = time.monotonic() + interval(ranks)
             while (now := time.monotonic()) < until:
                 raise_if_waits_ended()
                 if now >= end:
@@ -166,13 +179,13 @@ def another_connection(store: Store) -> Store:
     return another
 
 
-def stay_until(told: Callable[[], bool], store: Store) -> None:
-    """If this process serves ``store``, wait until others are ``told``, ten seconds at most.
+def stay_until(told: Callable[[], bool], store: Store, seconds: float) -> None:
+    """If this process serves ``store``, wait until others are ``told``, ``seconds`` at most.
 
     A rank that has failed usually ends, and its store with it.
     """
     if _serves(store):
-        end = time.monotonic() + 10
+        end = time.monotonic() + seconds
         with suppress(RuntimeError):
             while not told() and time.monotonic() < end:
                 time.sleep(0.01)

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
+from hypergrid.agreement.commit import another_rank_failed
 from hypergrid.agreement.store import wait
 from hypergrid.groups import sockets
 
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_FOR_ADDRESSES = timedelta(seconds=5)  # a member may be busy: a short timeout is stretched to it
 # Settings of the user's under which two groups on one device would have the same address, or which
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
@@ -160,7 +162,8 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         try:
             if batches:
                 os.environ[_BATCHES] = "1"
-            _torchs(group, _InTime(store, timeout), rank, size, chosen)
+            addresses = max(timeout, min(5 * timeout, _FOR_ADDRESSES))
+            _torchs(group, _InTime(store, addresses), rank, size, chosen)
         finally:
             if batches:
                 del os.environ[_BATCHES]
@@ -189,9 +192,10 @@ def _are_options(names: Set[str]) -> bool:
 
 
 class _InTime(Store):
-    """A store whose reads of many keys wait for no longer than ``timeout``, or until an abort.
+    """A store whose reads of many keys wait for no longer than ``timeout``.
 
-    Gloo gives these its store's own timeout, which others use too.
+    Gloo gives these its store's own timeout, which others use too. The wait ends early when an
+    abort comes, or when another rank has failed, which will then not publish its address.
     """
 
     def __init__(self, store: Any, timeout: timedelta) -> None:
@@ -210,9 +214,9 @@ class _InTime(Store):
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait(self._store, keys, timeout or self._timeout)
+        wait(self._store, keys, timeout or self._timeout, given_up=another_rank_failed)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        wait(self._store, keys, self._timeout)
+        wait(self._store, keys, self._timeout, given_up=another_rank_failed)
         values: list[bytes] = self._store.multi_get(keys)
         return values

@@ -63,6 +63,7 @@ class GroupPool:
         self._owners: dict[tuple[Ranks, Kind], str] = {}
         # One for each call of ``make``: equal on all ranks, also on those outside of the group.
         self._labels: list[str] = []
+        self._timeout: timedelta | None = None  # with which the groups were created
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         live_pools()  # lets go of those whose groups outside code has destroyed
         _live.add(self)
@@ -100,6 +101,7 @@ class GroupPool:
         with _telling(), one_thread(ranks), abortable():
             can = creation.abilities(self.policy)
             self.agreement = agree(ranks, proposal, self.policy, can, timeout, init_count)
+            self._timeout = timeout
             timeout = timeout or of_torch.default_timeout()
             try:
                 with (
@@ -332,13 +334,14 @@ class GroupPool:
                 "epoch": self.agreement.epoch,
             }
             # NCCL waits for all members: a rank that will not suspend must be known before.
-            agree(ranks, proposal, Policy(), Abilities())
+            agree(ranks, proposal, Policy(), Abilities(), self._timeout)
             suspension = Suspension()
             self.suspended = suspension
             try:
                 with telling_others(lambda: ranks):
                     suspension.start(self._label_of_own_groups(), how)
-                agree(ranks, {**proposal, "suspended": True}, Policy(), Abilities())
+                suspended = {**proposal, "suspended": True}
+                agree(ranks, suspended, Policy(), Abilities(), self._timeout)
             except BaseException:
                 # abort() may have destroyed the groups meanwhile.
                 if self.suspended is suspension:
@@ -379,22 +382,35 @@ class GroupPool:
         self.suspended = None
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
-        self.groups = [pooled for pooled in self.groups if pooled not in leaving]
+        before = self.groups
+        self.groups = [pooled for pooled in before if pooled not in leaving]
+        try:
+            self._close(leaving, abort)
+        except BaseException:
+            # Ctrl-C in the middle: the next call destroys what torch still has.
+            self.groups = [
+                pooled for pooled in before if pooled not in leaving or of_torch.knows(pooled.group)
+            ]
+            raise
+
+    def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
         known = of_torch.known()
-        ending = {
-            each.group: each.label
-            for each in leaving
-            if each.shares is None and each.group in known
-        }
+        label_of = {}
+        for pooled in leaving:
+            # A shared communicator is closed by the label that it was created for. Outside code
+            # may have destroyed it already.
+            if pooled.shares is None and pooled.group in known:
+                label_of[pooled.group] = pooled.label
         if abort:  # else gloo waits for its operations in progress when it destroys the group
-            sockets.shut(ending)
+            sockets.shut(label_of)
         for tell in before_closing if leaving else ():
             try:
-                tell([*ending], abort)
+                tell([*label_of], abort)
             except Exception as error:
                 _warn(f"{shown(tell)} raised while groups are destroyed: {in_words(error)}")
-        for group, why in (closing.abort if abort else closing.close)(ending).items():
-            _warn(f"rank {dist.get_rank()} could not destroy {ending[group]}: {why}")
+        failed = closing.abort(label_of) if abort else closing.close(label_of)
+        for group, why in failed.items():
+            _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {why}")
 
 
 def _forget_locals(error: BaseException | None) -> None:
