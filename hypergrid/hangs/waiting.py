@@ -236,8 +236,11 @@ class Waiting:
                 come = rank not in self.gone and self.top[rank].get(group, _NOWHERE) >= seq
                 (there if come else absent).append(rank)
             behind = {rank for rank in there if not self._entered(rank, group, seq)}
-            for ranks in self.alike(group, seq, there):
-                unlike = tuple(rank for rank in there if rank not in ranks)
+            alike = self.alike(group, seq, there)
+            # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
+            recorded = set().union(*alike)
+            for ranks in alike:
+                unlike = tuple(sorted(recorded - ranks))
                 mine = [rank for rank in ranks if rank in inside]
                 later = tuple(behind.intersection(ranks))
                 at = {rank: inside[rank].at for rank in mine}
