@@ -36,10 +36,13 @@ Doubt: TypeAlias = Literal[
     "hidden",  # it may wait itself, in what is not recorded
     "alone",  # nobody is seen to wait for it
     "old",  # its dump is older than the call that it misses
+    "slow",
     "either",  # it may be the others who are wrong
 ]
 _TOGETHER = 10**9  # ns; ranks that raised within this of each other raised together
 _BEFORE = 8  # calls of a group before the one that it waits in, which may be the one that failed
+import os
+LIMIT = int(os.environ.get('LIMIT', '0'))
 _MANY = 4  # as many times more ranks are right where only their number speaks
 
 
@@ -85,10 +88,19 @@ class Rules:
             return self._circle(max(ends, key=len))
         if waiting.running:
             longest = max(waiting.running, key=lambda wait: wait.ns)
-            return Cause("slow", (), longest, waiting.running)
+            sure = not waiting.gone and not waiting.waits and self.is_slow(longest)
+            return Cause("slow", (), longest, waiting.running, doubt="" if sure else "slow")
         if not any(self.ranks[rank].calls for rank in self.ranks.keys() - waiting.blind):
             return Cause("empty")
         return Cause("ok", doubt="hidden" if self._is_hidden({*self.ranks}) else "")
+
+    def is_slow(self, wait: Wait) -> bool:
+        group = self.waiting.recording.groups[wait.group]
+        members = self.waiting.members(wait.group)
+        known = group.ranks
+        rooted = wait.call.what.name in ("broadcast", "reduce", "gather", "scatter")
+        whole = all(self.ranks[r].whole for r in self.ranks)
+        return bool(known) and {*members} == {*wait.inside} and not rooted and whole and not self.waiting.gone
 
     def _free(self, free: set[int]) -> Cause:
         """Ranks that others wait for and that wait for nobody."""
@@ -107,7 +119,7 @@ class Rules:
             odd = self._departed(fatal, waits) or self._minority(waits, found)
             if odd:
                 return odd
-            named = gone or free - waiting.blind or free
+            named = free - waiting.blind - waiting.gone or gone or free
             if 2 * len(waiting.gone) > waiting.recording.world_size:
                 named = free - waiting.gone or waiting.gone
             kind = "no dump" if named <= waiting.gone else kind
@@ -136,7 +148,7 @@ class Rules:
         calls = self.ranks[found.rank].calls
         title = calls[found.at].title
         late = found.at >= len(calls) - _BEFORE and found.weight[0] > 0
-        mine = title.text.startswith("gloo:") and not title.p2p
+        mine = title.backend == "gloo" and not title.p2p
         return late and mine and not gone.isdisjoint(self.waiting.members(title.group))
 
     def _doubt(self, kind: Kind, named: set[int], waits: Sequence[Wait]) -> Doubt:
@@ -156,7 +168,15 @@ class Rules:
         written = [self.ranks[rank].written for rank in named if rank in self.ranks]
         if kind != "no dump" and any(0 < at < waits[0].call.created for at in written):
             return "old"
-        if kind == "no dump" and not self._is_alone(named):
+        for rank in named & self.ranks.keys():
+            mine = self.ranks[rank]
+            moment = mine.written or mine.latest
+            last = int(mine.calls.columns[2:5, -1].max()) if mine.calls else 0
+            if kind != "no dump" and moment and (moment - last < waiting._patience or moment < waits[0].call.created):
+                return "old"
+        if kind == "no dump" and (len(waiting.gone) > 1 or waiting.raised or not self._is_alone(named)):
+            return "either"
+        if kind == "no dump" and (any(d.weight[0] > 1 for d in self.history.departures(sorted(self.ranks.keys()), alone=True)) or not all(self.history.is_confirmed(r) for r in self.ranks.keys() - waiting.gone)):
             return "either"
         for rank in named:
             # One rank may wait in a call that should not be, for ranks that have done all.
@@ -180,7 +200,7 @@ class Rules:
                 title = waiting.recording.titles[mine.calls.title[at]]
                 members = waiting.recording.groups[title.group].ranks
                 apart = members and gone.isdisjoint(members)
-                if apart or title.p2p or not title.text.startswith("gloo:"):
+                if apart or title.p2p or title.backend != "gloo":
                     continue
                 if not history.is_usual(rank, at) and history.makers(rank, at) < _MANY:
                     return False
@@ -259,6 +279,10 @@ class Rules:
         circle = waiting.circle(ends[0]) if len(ends) == 1 < len(ends[0]) and not unlike else ()
         behind = waiting.behind(wait, named) if wait else ()
         sure = all(self._is_proven(each) for each in found if each.rank in named)
+        most = first.others > max(1, first.alike) and first.before is not False and not first.is_new
+        rest = self.ranks.keys() - named - waiting.gone
+        if most and len(named) == 1 and not self.history.is_confirmed(first.rank) and all(self.history.is_confirmed(r) for r in rest):
+            sure = True
         kind: Kind = "mismatch" if unlike else "order"
         return Cause(
             kind, tuple(sorted(named)), wait, behind, circle, first, doubt="" if sure else "either"

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hypergrid.hangs.reading import DEFAULT, Call, Recording
+from hypergrid.hangs.waiting import pair_of
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
 # known; fewer if the recorder is small.
 _PAST, _LEAST = 256, 16
 _RECENT = 600  # last calls of a rank in which a departure is looked for
+import os
+CTX = int(os.environ.get('CTX', '8'))
 _LONG = 4  # calls that must have come before in the same order to expect what followed then
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _ODD = pow(int(_FACTOR), -1, 1 << 64)
@@ -159,6 +162,14 @@ class History:
         title = self.recording.titles[at]
         group = self.recording.groups[title.group]
         ranks = group.ranks or ()
+        if title.p2p and group.label == DEFAULT:
+            what = title.what
+            members = ranks or tuple(range(self.recording.world_size))
+            pair = pair_of(what, members)
+            if pair:
+                small = min((g for g in self.recording.groups.values() if g.ranks and g.label != DEFAULT and {*pair} <= {*g.ranks}), key=lambda g: len(g.ranks), default=None)
+                where = (small.label, *map(small.ranks.index, pair)) if small else (pair[1] - pair[0],)
+                return (title.label, what.name, where, title.text.partition("|")[2])
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
         return (group.label or title.group, len(ranks), step, title.p2p, title.text)
 
@@ -206,6 +217,23 @@ class History:
                 new = kinds[at] not in kinds[:at] and self._makers[int(kinds[at])] > alike
                 after = calls[at - 1] if at else None
                 yield Departure(rank, at, call, after, how, others[token], alike, before, new)
+
+    def is_confirmed(self, rank: int) -> bool:
+        """Whether the rank's latest calls are those of another rank, or of its other steps."""
+        if rank not in self._tokens:
+            return False
+        tokens = self._tokens[rank].tolist()
+        pasts = self._pasts(rank)
+        kinds = self._kind[self.recording.ranks[rank].calls.title].tolist()
+        contexts = [tuple(kinds[max(0, at - CTX) : at + 1]) for at in range(len(kinds))]
+        repeats = Counter(contexts)
+        for at in range(len(kinds) // 2, len(kinds)):
+            key = pasts[at]
+            same = self._next.get(key, {}).get(tokens[at], ()) if key is not None else ()
+            makers = sum(many for _, many in same)
+            if makers < 2 and repeats[contexts[at]] < 2:
+                return False
+        return True
 
     def _is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made the same two calls one after the other."""

@@ -70,6 +70,12 @@ class Title(NamedTuple):
         """Name, sizes and dtypes."""
         return _what(self.text)
 
+    @property
+    def backend(self) -> str:
+        """Such as "gloo"; "nccl" for each of NCCL's backends, as torch 2.15 has several."""
+        prefix = self.text.partition("|")[0].partition(":")[0]
+        return "nccl" if prefix.startswith("nccl") else prefix
+
 
 class Call(NamedTuple):
     """One entry of a flight recorder. Times are nanoseconds since 1970, 0 where not recorded."""
@@ -178,6 +184,7 @@ class RankRecording:
     host: str = ""
     pid: int | None = None
     written: int = 0  # when its flight recorder was written, ns since 1970; 0 if not known
+    latest: int = 0  # its file was not written after this, ns since 1970; 0 if not known
     reason: str = ""
     error: str = ""
     stack: tuple[Frame, ...] = ()  # of the main thread, innermost first
@@ -404,7 +411,9 @@ class _Reader:
         elif loaded.data:
             self._budget = _Budget(loaded.size)
             try:
-                self._take(path.name, loaded.data, int(numbered[2]) if numbered else None)
+                number = self._take(path.name, loaded.data, int(numbered[2]) if numbered else None)
+                if "entries" in loaded.data and number is not None:
+                    self._rank(number).latest = path.stat().st_mtime_ns
             except Exception as error:  # a damaged file can raise nearly anything
                 self._failed(path, _cut(error))
 
@@ -414,7 +423,7 @@ class _Reader:
         if numbered and len(numbered[2]) < 10:
             self.unread.add(int(numbered[2]))
 
-    def _take(self, name: str, data: dict[str, Any], number: int | None) -> None:
+    def _take(self, name: str, data: dict[str, Any], number: int | None) -> int | None:
         if "entries" in data:
             if number is None or number > _MOST_RANKS:
                 raise ValueError("its name does not end in a rank")
@@ -427,10 +436,11 @@ class _Reader:
         elif "groups" in data and "pid" in data:
             number = self._groups(data)
         else:
-            return
+            return None
         if number is not None:
             self._rank(number).files.append(name)
             self.prefixes.add(_prefix(name))
+        return number
 
     def _rank(self, rank: int) -> RankRecording:
         return self.ranks.setdefault(rank, RankRecording(rank))

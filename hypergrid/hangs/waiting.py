@@ -86,7 +86,7 @@ class Waiting:
         self.last = {rank: mine.calls[-1] for rank, mine in self.ranks.items() if mine.calls}
         latest = (int(mine.calls.columns[2:5].max()) for mine in self.ranks.values() if mine.calls)
         self._end = max([0, *latest, *(mine.written for mine in self.ranks.values())])
-        self._device = [not title.text.startswith("gloo:") for title in recording.titles]
+        self._device = [title.backend != "gloo" for title in recording.titles]
         self.top: dict[int, dict[str, int]] = {}  # the last number of each group
         self.unequal: dict[tuple[str, int], list[set[int]]] = {}
         self._pending: dict[int, list[_Pending]] = {}
@@ -165,7 +165,7 @@ class Waiting:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
         places = np.unique(calls.title).tolist()
-        return any(calls.titles[at].p2p or calls.titles[at].text[:5] == "nccl:" for at in places)
+        return any(calls.titles[at].p2p or calls.titles[at].backend == "nccl" for at in places)
 
     def behind(self, wait: Wait, first: Iterable[int]) -> list[Wait]:
         """The other ranks that wait because of this cause, the nearest first."""

@@ -10,6 +10,7 @@ result, and its device makes them in order; with gloo it waits in each call.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 from collections import defaultdict, deque
@@ -560,7 +561,10 @@ def write(run: Run, directory: Path, moments: Mapping[int, int] | None = None) -
         entries = _entries(run, host)
         trace = {"version": "2.10", "pg_config": _config(run, host), "entries": entries}
         trace["pg_status"] = _status(run, host)
-        (directory / f"trace_{host.rank}").write_bytes(pickle.dumps(trace, 2))
+        path = directory / f"trace_{host.rank}"
+        path.write_bytes(pickle.dumps(trace, 2))
+        written = run.moments.get(host.rank, run.end)
+        os.utime(path, ns=(written, written))
         if run.program.stacks:
             (directory / f"stack_{host.rank}.json").write_text(json.dumps(_stack(run, host)))
 
