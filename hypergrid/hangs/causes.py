@@ -43,6 +43,7 @@ _TOGETHER = 10**9  # ns; ranks that raised within this of each other raised toge
 _BEFORE = 8  # calls of a group before the one that it waits in, which may be the one that failed
 import os
 LIMIT = int(os.environ.get('LIMIT', '0'))
+MODE = int(os.environ.get('MODE', '0'))
 _MANY = 4  # as many times more ranks are right where only their number speaks
 
 
@@ -116,6 +117,9 @@ class Rules:
             suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
             found = self._departures(suspects, alone=bool(gone))
             fatal = [each for each in found if self._is_proven(each) or self._is_fatal(each, gone)]
+            if gone and not fatal:
+                every = self._departures({*self.ranks} - waiting.gone)
+                fatal = [d for d in every if d.at >= len(self.ranks[d.rank].calls) // 2 and not self.history.is_confirmed(d.rank) and self._speaks(d)]
             odd = self._departed(fatal, waits) or self._minority(waits, found)
             if odd:
                 return odd
@@ -142,6 +146,9 @@ class Rules:
                 left = next((each for each in found if each.rank in named), None)
                 return Cause("mismatch", tuple(named), there, self.waiting.waits, (), left, doubt)
         return None
+
+    def _speaks(self, d: Departure) -> bool:
+        return (d.others > d.alike) if MODE == 0 else (d.others >= d.alike and d.before is not False) if MODE == 1 else d.before is True or d.others > d.alike
 
     def _is_fatal(self, found: Departure, gone: set[int]) -> bool:
         """Whether a call that was not due may have ended others: gloo's ranks do not survive it."""

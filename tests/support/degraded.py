@@ -31,6 +31,8 @@ def write(run: programs.Run, directory: Path, kind: str, rng: random.Random) -> 
     moments: dict[int, int] = {}
     missing: Iterable[int] = ()
     if kind == "one innocent missing":
+        if len(world) < 3:
+            return None  # all that is left would be the guilty rank's own file
         missing = rng.sample(sorted(set(world) - guilty), 1)
     elif kind == "guilty missing":
         missing = guilty
