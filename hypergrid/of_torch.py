@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -119,11 +119,6 @@ PARTS = {
         "sets the timeout of a group; torch.distributed.set_timeout does from 2.14 on",
         "groups keep the timeout that they were created with",
         last="2.13",
-    ),
-    "collectives": Part(
-        ("_rank_not_in_group",),
-        "each collective asks it first, so that those over a closed group can be refused",
-        "a collective over a gloo group that suspend() has closed is not refused",
     ),
     "counts": Part(
         ("ProcessGroup._get_sequence_number_for_group",),
@@ -305,23 +300,6 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
     """Set the timeout of a group, without one that of the default group. *Local*."""
     public = getattr(dist, "set_timeout", None)  # from torch 2.14 on
     (public or c10d._set_pg_timeout)(timeout, group)
-
-
-def note_ranks(group: Any, places: Mapping[int, int]) -> None:
-    """Let torch translate ranks for what it returned as ``group``, also to who is outside of it."""
-    c10d._world.pg_group_ranks[group] = dict(places)
-
-
-def before_collectives(asked: Callable[[ProcessGroup], None]) -> None:
-    """Call ``asked`` with its group before each collective of torch.distributed, from now on."""
-    torchs = c10d._rank_not_in_group
-
-    def asking(group: ProcessGroup | None) -> bool:
-        if isinstance(group, ProcessGroup):
-            asked(group)
-        return bool(torchs(group))
-
-    c10d._rank_not_in_group = asking
 
 
 # Their names.
