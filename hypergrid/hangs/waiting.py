@@ -13,7 +13,9 @@ from hypergrid.hangs.reading import DEFAULT, Call, Frame, Recording, What
 
 Graph: TypeAlias = Mapping[int, Sequence[int]]
 _NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
-P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+# Calls that gloo's recorder may lack, and the stacks show.
+UNRECORDED = (*_P2P, "monitored_barrier", "gather", "gather_object", "scatter")
 _OF_OTHERS = re.compile(
     r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|remote process|"
     r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
@@ -75,7 +77,7 @@ class Waiting:
 
     def __init__(self, recording: Recording, patience: float) -> None:
         self.recording, self.ranks = recording, recording.ranks
-        self._patience = int(patience * 1e9)
+        self.patience = int(patience * 1e9)  # ns
         world = range(recording.world_size)
         self.gone = {r for r in world if r not in self.ranks or not self.ranks[r].answered}
         self.blind = {r for r in self.ranks.keys() - self.gone if not self.ranks[r].has_calls}
@@ -109,7 +111,7 @@ class Waiting:
         self.unseen = {
             rank
             for rank in self.ranks.keys() - self.of.keys() - self.raised - self.in_motion
-            if self.p2p_frame(rank) and not self.sees_p2p(rank) and self._is_idle(rank)
+            if self.unrecorded_frame(rank) and self._is_idle(rank)
         }
         self.guessed = self._guesses()
         self.blocked = self.of.keys() | self.guessed.keys()
@@ -152,12 +154,14 @@ class Waiting:
             rank = to
         return [*came.values()][[*came].index(rank) :]
 
-    def p2p_frame(self, rank: int) -> Frame | None:
-        """The frame of a send or recv that its main thread is in."""
-        mine = self.ranks.get(rank)
-        for frame in mine.stack[:8] if mine else ():
-            ours = frame.function in P2P and "distributed" in frame.file
-            if ours or "p2p" in frame.file.rpartition("/")[2]:
+    def unrecorded_frame(self, rank: int) -> Frame | None:
+        """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
+        recording = self.ranks.get(rank)
+        for frame in recording.stack[:8] if recording else ():
+            if frame.function in UNRECORDED and "distributed" in frame.file:
+                is_recorded = frame.function in _P2P and self.sees_p2p(rank)
+                return None if is_recorded else frame
+            if "p2p" in frame.file.rpartition("/")[2] and not self.sees_p2p(rank):
                 return frame
         return None
 
@@ -180,6 +184,11 @@ class Waiting:
             found += split[0]
             stopped.update(rank for each in split[0] for rank in each.inside)
         return found
+
+    def last_time(self, rank: int) -> int:
+        """When the rank last called something, or saw a call end; 0 if that is not known."""
+        calls = self.ranks[rank].calls
+        return int(calls.columns[2:5, -1].max()) if calls else 0
 
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
@@ -287,7 +296,7 @@ class Waiting:
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
         known = any(self.ranks[rank].written for rank in ranks)
-        return not known or ns >= self._patience or bool(self.victims)
+        return not known or ns >= self.patience or bool(self.victims)
 
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""

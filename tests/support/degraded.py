@@ -20,7 +20,9 @@ KINDS = (
 )
 
 
-def write(run: programs.Run, directory: Path, kind: str, rng: random.Random) -> frozenset[int] | None:
+def write(
+    run: programs.Run, directory: Path, kind: str, rng: random.Random
+) -> frozenset[int] | None:
     """Write the dumps of a run as this kind of evidence, and give the ranks that wrote early.
 
     None if the program is too small for it.
