@@ -37,7 +37,7 @@ Doubt: TypeAlias = Literal[
     "hidden",  # it may wait itself, in what is not recorded
     "alone",  # nobody is seen to wait for it
     "old",  # its dump is older than the call that it misses
-    "slow",  # somebody may be missing in a call that all known ranks are in
+    "partial",  # somebody may be missing in a call that all known ranks are in
     "root",  # the ranks may have named different roots
     "either",  # it may be the others who are wrong
 ]
@@ -106,10 +106,14 @@ class Rules:
         doubt: Doubt = ""
         if longest.call.what.name in _ROOTED:
             doubt = "root"
-        elif members is None or {*members} != {*longest.inside} or waiting.waits:
-            doubt = "slow"
-        elif waiting.gone or not is_whole:
-            doubt = "slow"
+        elif (
+            members is None
+            or {*members} != {*longest.inside}
+            or waiting.waits
+            or waiting.gone
+            or not is_whole
+        ):
+            doubt = "partial"
         return Cause("slow", (), longest, waiting.running, doubt=doubt)
 
     def _free(self, free: set[int]) -> Cause:

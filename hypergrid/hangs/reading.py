@@ -236,8 +236,9 @@ def read(
     directory.
 
     A directory has at most 100,000 files, a file 256 MiB, and all together 64 million calls (of 48
-    bytes each): what comes after them is left out. ``progress`` is called after each file, with the
-    number of files that were read and that of all. Reading takes at most 64 times the largest file beside that.
+    bytes each): what comes after them is left out. Reading takes at most 64 times the largest file
+    beside that. ``progress`` is called after each file, with the number of files that were read and
+    that of all.
 
     Many files are loaded by so many forked ``processes``, each of which holds one file: give more
     than one only where no other thread runs.
@@ -591,8 +592,8 @@ class _Reader:
             is_other_job = bool(mine.job and newest.job) and mine.job != newest.job
             if ended_before or is_other_job:
                 self.problems.append(
-                    f"the files of rank {rank} are of another start of the job, before that of rank "
-                    f"{newest.rank}: they are not used."
+                    f"the files of rank {rank} are of another start of the job than those of rank "
+                    f"{newest.rank}, or of another job: they are not used."
                 )
                 self.ranks[rank] = RankRecording(rank)
 

@@ -36,8 +36,8 @@ class Diagnosis:
     ``ranks`` are the first cause, and everyone else waits because of them; if not ``certain``,
     it may also be a rank for which they wait where nothing is recorded. ``group`` is the label
     and ``members`` the ranks of the group in which they are missed, ``seq`` the number of the
-    call there. ``chain`` is why, in at most four sentences: where the ranks are, what the others do,
-    and what to look at next. ``waiting`` has the ranks that each waiting rank waits for, at most
+    call there. ``chain`` is why, in at most four sentences: where the ranks are, what the others
+    do, and what to look at next. ``waiting`` has the ranks that each waiting rank waits for, at most
     16.
     """
 
@@ -120,7 +120,7 @@ _NEXT = {
 _DOUBTS = {
     "few": "this may not be the directory of all ranks",
     "alone": "nobody is seen to wait for {them}",
-    "slow": "a rank may be missing that these files do not show",
+    "partial": "a rank may be missing that these files do not show",
     "root": "torch does not record roots, and the ranks may have named different ones",
     "unread": "what {they} did is not known",
     "mixed": "{mixed}. The files seem to be of two jobs, or of two times",

@@ -23,7 +23,6 @@ from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import Diagnosis, diagnose
 from tests.support import degraded, peer, programs
 
-
 # Of each kind of evidence, in how many hangs a guilty rank must be named first, and with certainty.
 GOALS = {
     "whole": (0.9, 0.57),
@@ -115,7 +114,7 @@ def faulty(
 def judged(
     seed: int, several: bool = False, kinds: Iterable[str] = ("whole",), varied: bool = False
 ) -> Iterator[Case]:
-    """The verdicts on it, by the kind of evidence; none if the fault does not fit or nobody hangs."""
+    """The verdicts on it, by the kind of evidence; none where nobody hangs because of the fault."""
     run, same = faulty(seed, several, varied)
     if run is None or run.finished:
         return

@@ -302,7 +302,7 @@ def _elsewhere(program: Program, rank: int, op: Op, rng: random.Random) -> Op:
 
 
 def with_sends_in_the_world(program: Program) -> Program:
-    """The same program with ``dist.send(tensor, rank)``: the default group, and ranks of the job."""
+    """The same program with ``dist.send(tensor, rank)``: in the default group, to a global rank."""
     ops = []
     for rank, rank_ops in enumerate(program.ops):
         stages = next((ranks for ranks in program.groups.get("PP", ()) if rank in ranks), ())
