@@ -241,7 +241,8 @@ class Rules:
         history = self.history
         waiting = self.waiting
         seen = self.ranks.keys() - waiting.gone
-        if waiting.unequal or waiting.blind:
+        # A rank that is in no recorded call may be in one that is not recorded.
+        if waiting.unequal or waiting.blind or self._is_hidden(seen - waiting.of.keys()):
             return False
         if any(departure.weight[0] > 1 for departure in self._departures(seen)):
             return False

@@ -37,8 +37,8 @@ class Diagnosis:
     it may also be a rank for which they wait where nothing is recorded. ``group`` is the label
     and ``members`` the ranks of the group in which they are missed, ``seq`` the number of the
     call there. ``chain`` is why, in at most four sentences: where the ranks are, what the others
-    do, and what to look at next. ``waiting`` has the ranks that each waiting rank waits for, at most
-    16.
+    do, and what to look at next. ``waiting`` has the ranks that each waiting rank waits for, at
+    most 16.
     """
 
     kind: Kind
@@ -113,8 +113,8 @@ _NEXT = {
     "order": "find the condition in the script that only some ranks meet before these calls.",
     "raised": "read the error in the output of that rank.",
     "no dump": "look for that rank in the log of its host's kernel, and in that of the scheduler.",
-    "never entered": "read the stack of that rank, and ask again: the number of its last call grows "
-    "if it is only slow.",
+    "never entered": "read the stack of that rank, and ask again: if it is only slow, the number "
+    "of its last call grows.",
     "slow": "look at the network and the devices of these ranks.",
 }
 _DOUBTS = {
@@ -124,8 +124,8 @@ _DOUBTS = {
     "root": "torch does not record roots, and the ranks may have named different ones",
     "unread": "what {they} did is not known",
     "mixed": "{mixed}. The files seem to be of two jobs, or of two times",
-    "old": "{their} dump was written before that call, or while {they} still worked, and {they} may "
-    "have come since. Have all ranks write at the same time",
+    "old": "{their} dump was written before that call, or while {they} still worked, and {they} "
+    "may have come since. Have all ranks write at the same time",
 }
 
 
@@ -363,7 +363,7 @@ class _Words:
             return self._hidden(cause, they)
         if cause.doubt == "either":
             if cause.kind in ("no dump", "never entered"):
-                return f"another rank may have made a call too many, or none, and {they} all"
+                return f"{they} may have done what was due, and another rank a call too many or too few"
             if cause.departure:
                 return "too few ranks did the same until then to say that not the others are wrong"
             return "which of them did not do what was due cannot be seen"

@@ -197,7 +197,7 @@ def ours(directory: Path) -> peer.Said:
     return peer.Said(found.sentence, set(found.ranks), "")
 
 
-def compared(seeds: Iterable[int]) -> Counter[tuple[str, str, str]]:
+def compared(seeds: Iterable[int], kind: str = "whole") -> Counter[tuple[str, str, str]]:
     """What each analysis of each backend's dumps did: how often, and for how many seconds."""
     tools = {"torchfrtrace": peer.torchfrtrace, "fr_attribution": peer.fr_attribution}
     found: Counter[tuple[str, str, str]] = Counter()
@@ -207,7 +207,8 @@ def compared(seeds: Iterable[int]) -> Counter[tuple[str, str, str]]:
             continue
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            programs.write(run, directory)
+            if degraded.write(run, directory, kind, random.Random(f"{seed} {kind}")) is None:
+                continue
             peer.with_members(directory, [*run.names.items()])
             for tool, judge in {"hypergrid diagnose": ours, **tools}.items():
                 start = time.perf_counter()
