@@ -363,7 +363,7 @@ class _Words:
             return self._hidden(cause, they)
         if cause.doubt == "either":
             if cause.kind in ("no dump", "never entered"):
-                return f"{they} may have done what was due, and another rank a call too many or too few"
+                return f"{they} may be right, and another rank made a call too many or too few"
             if cause.departure:
                 return "too few ranks did the same until then to say that not the others are wrong"
             return "which of them did not do what was due cannot be seen"
