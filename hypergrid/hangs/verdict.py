@@ -173,8 +173,13 @@ class _Words:
         if cause.circle:
             lines = []
             for rank, other, wait in cause.circle[:2]:
-                where = f"{self._call(wait)} and waits" if wait else "a send or recv and may wait"
-                lines.append(f"rank {rank} is in {where} for rank {other}.")
+                if wait is None:
+                    where = "is in a send or recv and may wait"
+                elif rank in wait.behind:
+                    where = f"has queued {self._call(wait)} behind another call, and waits"
+                else:
+                    where = f"is in {self._call(wait)} and waits"
+                lines.append(f"rank {rank} {where} for rank {other}.")
             return lines
         if cause.kind == "mismatch":
             calls = [(rank, call.frames) for rank, call in self._unequal(cause) if call.frames]

@@ -128,7 +128,8 @@ class Waiting:
     def needs(self, rank: int) -> dict[int, Wait | None]:
         """The ranks that it waits for, and where; None if that is guessed."""
         found: dict[int, Wait | None] = dict.fromkeys(self.guessed.get(rank, ()))
-        for wait in self.of.get(rank, ()):
+        # A call that the rank is in says more than one that is queued behind it.
+        for wait in sorted(self.of.get(rank, ()), key=lambda wait: rank not in wait.behind):
             found |= dict.fromkeys(wait.missed, wait)
         found.pop(rank, None)
         return found
@@ -149,7 +150,10 @@ class Waiting:
         rank = min(within)
         while rank not in came:
             needs = self.needs(rank)
-            to = min(within.intersection(needs))
+            to = min(
+                within.intersection(needs),
+                key=lambda other: (rank in getattr(needs[other], "behind", ()), other),
+            )
             came[rank] = rank, to, needs[to]
             rank = to
         return [*came.values()][[*came].index(rank) :]
