@@ -48,6 +48,7 @@ class Op:
     later: bool = False
     inside: tuple[Op, ...] = ()
     line: int = 0
+    root: int = 0  # torch does not record it
 
     @property
     def calls(self) -> bool:
@@ -250,6 +251,8 @@ def _fits(program: Program, ops: Sequence[Op], at: int, fault: str) -> bool:
     if fault in NO_COMMUNICATION:
         return op.calls
     collective = bool(op.group) and not op.inside and op.peer < 0
+    if fault == "root":
+        return op.do == "broadcast"
     if fault == "swap":
         return at + 1 < len(ops) and op.calls and ops[at + 1].calls and _other(op, ops[at + 1])
     if fault == "group":
@@ -288,6 +291,8 @@ def _changed(program: Program, rank: int, at: int, fault: str, rng: random.Rando
         return [_elsewhere(program, rank, op, rng)]
     if fault == "size":
         return [replace(op, size=op.size + rng.choice((-1, 1)))]
+    if fault == "root":
+        return [replace(op, root=1)]
     if fault == "dtype":
         return [replace(op, dtype="Double")]
     if fault == "operation":
@@ -475,7 +480,7 @@ class Run:
     def _agree(self, there: Mapping[int, Call]) -> bool:
         """Whether the calls of all members fit; gloo ends a rank that receives too much."""
         calls = [each.op for each in there.values()]
-        if len({op.do for op in calls}) > 1:
+        if len({(op.do, op.root) for op in calls}) > 1:
             return False
         bytes_ = {r: c.op.size * (8 if c.op.dtype == "Double" else 4) for r, c in there.items()}
         kinds = {(op.size, op.dtype) for op in calls}
