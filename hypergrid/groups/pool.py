@@ -163,7 +163,11 @@ class GroupPool:
         """
         options.setdefault("group_desc", label)
         before, timeout = len(self.groups), options.get("timeout")
-        shorter = backends.creation_timeout(options.get("backend"), timeout)
+        # Some groups of Megatron have a longer timeout than the one with which all are created.
+        limit = timeout or of_torch.default_timeout()
+        if self._timeout is not None:
+            limit = min(limit, self._timeout)
+        shorter = backends.creation_timeout(options.get("backend"), limit)
         if shorter is not None:
             options["timeout"] = shorter
         try:

@@ -21,7 +21,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
-from hypergrid.groups import backends
+from hypergrid.groups import backends, gloo
 from tests.support import ROOT, own_keys, own_lines, soaking
 from tests.support.forked import open_groups, run_ranks, total
 
@@ -56,6 +56,26 @@ def test_a_rank_that_waits_for_an_address_hears_of_a_failure_long_before_its_tim
     for text, seconds in run_ranks(4, _hears_of_a_failure, timeout=120):
         assert "injected: no more communicators" in text
         assert seconds < 20  # of three minutes, of which gloo would have waited a fifth
+
+
+def _creation_timeouts(rank):
+    given = []
+    options = gloo.options
+
+    def noted(size, timeout=None):
+        given.append(timeout)
+        return options(size, timeout)
+
+    with mock.patch.object(gloo, "options", noted):
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=1)
+    twin = ps.get_expert_data_parallel_group_gloo()
+    return given, twin._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_no_group_is_created_with_more_time_than_the_initialisation_has():
+    for given, afterwards in run_ranks(4, _creation_timeouts):
+        assert given and max(given) == timedelta(seconds=12)  # of which gloo takes five
+        assert afterwards == c10d.default_pg_timeout  # as megatron-core has it
 
 
 def _interrupted_while_it_destroys(rank):
