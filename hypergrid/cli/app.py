@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compat.planned.checks import Finding, faults, findings
 from compat.planned.job import JobError, script_of
-from compat.planned.layouts import SHARDS, has_experts, shards_of
+from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
@@ -142,6 +142,12 @@ def check(
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
+    unknown = unknown_dims(subject.layouts)
+    if unknown:
+        raise JobError(
+            f"cannot check this plan: {'; '.join(unknown)}, and the rules are for "
+            f"{', '.join(sorted(KNOWN_DIMS))}. Rename the dim to the one that it is, or use show."
+        )
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
     ranking = ranked_orders(subject.order, subject.layouts_in, places)

@@ -28,7 +28,8 @@ listeners_of: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
 def _inherit() -> None:
     """In a forked child no group has listeners, as the parent uses the sockets."""
     listeners_of.clear()
-    listeners_of.update(dict.fromkeys(of_torch.known(), set[int]()))
+    for group in of_torch.known():
+        listeners_of[group] = set()
 
 
 if hasattr(os, "register_at_fork"):
