@@ -25,7 +25,7 @@ from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
-from hypergrid.messages import few, printable
+from hypergrid.messages import few, one_line, printable
 from hypergrid.show.diff import Dump, against_dump, difference, unfit
 from hypergrid.summary import communicators, dims_in_words, summaries
 
@@ -256,7 +256,7 @@ def diagnose(
     layout = saved(plan).plan if plan else None
     wrong = unfit(layout, left) if layout else ""
     if wrong:
-        left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
+        left.problems.append(one_line(f"{plan} is not the plan of this job: {wrong}."))
         layout = None
     found = verdict.diagnose(left, layout)
     if as_json:
