@@ -285,6 +285,7 @@ class GroupPool:
         group that torch cannot destroy, and a function of ``before_closing`` that raises, cause a
         warning, and the other groups are destroyed.
         With ``abort`` NCCL drops operations in progress, and gloo's connections are shut.
+        In a forked child the groups of its parent are only forgotten.
         """
         self._drop(self.groups[keep:], abort)
         if not keep:
@@ -405,6 +406,8 @@ class GroupPool:
             # may have destroyed it already.
             if pooled.shares is None and pooled.group in known:
                 label_of[pooled.group] = pooled.label
+        if not closing.inherited.isdisjoint(label_of):
+            abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
             sockets.shut(label_of)
         for tell in before_closing if leaving else ():

@@ -21,11 +21,19 @@ from torch.distributed import ProcessGroup
 from hypergrid import of_torch
 from hypergrid.agreement.store import descriptors, duplicate, listens
 
-# For each group the inodes of the listening sockets that its connections belong to. A forked child
-# knows none, as its parent uses the sockets.
+# For each group the inodes of the listening sockets that its connections belong to.
 listeners_of: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
+
+
+def _inherit() -> None:
+    """In a forked child no group has listeners, as the parent uses the sockets."""
+    listeners_of.clear()
+    for group in of_torch.known():
+        listeners_of[group] = set()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=listeners_of.clear)
+    os.register_at_fork(after_in_child=_inherit)
 
 
 @contextmanager
