@@ -19,6 +19,7 @@ Hangs and failures
     replay          a real hang's calls as such a program
     recorded        flight recorder dumps in NCCL's form
     soaking         promises about failures, tried as often as asked
+    chaos           one random fault at a random Python call, and the laws for what follows
     restarting      a program that NVRx begins again after a failure
     hostile         garbled and absurd files for the command line
 Programs and pages
