@@ -110,7 +110,7 @@ def note(group: Any) -> None:
     if choice is None or not choice.listeners or not isinstance(group, ProcessGroup):
         return
     listeners = set[int]().union(*choice.listeners)
-    sockets.listeners_of[group] = listeners
+    sockets.note(group, listeners)
     # More sockets are of groups that one call created: nobody can tell which socket is whose.
     if sum(map(len, choice.listeners)) == of_torch.gloo_devices_of(group):
         choice.listeners.clear()

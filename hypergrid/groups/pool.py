@@ -260,10 +260,15 @@ class GroupPool:
         self, label: str, mine: Mapping[str, Ranks], options: dict[str, Any], error: BaseException
     ) -> CreationError:
         members = shortened(" or ".join(map(span_of, mine.values())) or "other ranks", 80)
+        reason = "One of them may have ended, or cannot be reached."
+        if isinstance(error, dist.DistNetworkError):  # torch's stores raise it, and no backend
+            reason = (
+                "The store through which ranks connect is lost: the process or the host that "
+                "serves it has ended, or the network to it is cut."
+            )
         return CreationError(
             f"rank {dist.get_rank()} could not create {label} of ranks {members} "
-            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} One of them "
-            f"may have ended, or cannot be reached."
+            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} {reason}"
         )
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
