@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import warnings
 from collections.abc import Iterator, Set
@@ -150,6 +151,7 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
     if choice is None or arguments or "timeout" not in named or not _are_options(others):
         _torchs(group, store, rank, size, *arguments, **named)
         return
+    _check_descriptors(size)
     timeout = named["timeout"]
     chosen = options(size, timeout)
     for name in others:
@@ -175,6 +177,25 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         if _thread.shared is not None:
             _thread.shared = _Shared()
         raise
+
+
+def _check_descriptors(size: int) -> None:
+    """RuntimeError where this process cannot open a connection to each of ``size`` members.
+
+    Gloo ends the process when its thread cannot accept a connection.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # another system: nothing is known
+        return
+    except OSError:  # none is left to list them with
+        used = most
+    if most - used < size:
+        raise RuntimeError(
+            f"this process may open {most} files, {used} are open, and a gloo group of {size} "
+            f"ranks needs {size} more. Raise the limit: ulimit -n."
+        )
 
 
 def _are_options(names: Set[str]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -76,6 +77,29 @@ def test_no_group_is_created_with_more_time_than_the_initialisation_has():
     for given, afterwards in run_ranks(4, _creation_timeouts):
         assert given and max(given) == timedelta(seconds=12)  # of which gloo takes five
         assert afterwards == c10d.default_pg_timeout  # as megatron-core has it
+
+
+def _runs_out_of_descriptors(rank):
+    new_group = dist.new_group
+    groups = []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    @members_only
+    def greedy(*args, **kwargs):
+        groups.append(args)
+        if rank == 1 and len(groups) == 4:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        return new_group(*args, **kwargs)
+
+    with mock.patch("torch.distributed.new_group", greedy), pytest.raises(CreationError) as error:
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    return str(error.value)
+
+
+def test_a_process_without_descriptors_says_so_and_lives():
+    for text in run_ranks(4, _runs_out_of_descriptors, timeout=90):
+        assert "rank 1 could not create" in text and "ulimit -n" in text
 
 
 def _interrupted_while_it_destroys(rank):
