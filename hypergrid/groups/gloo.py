@@ -151,7 +151,6 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
     if choice is None or arguments or "timeout" not in named or not _are_options(others):
         _torchs(group, store, rank, size, *arguments, **named)
         return
-    _check_descriptors(size)
     timeout = named["timeout"]
     chosen = options(size, timeout)
     for name in others:
@@ -160,6 +159,7 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         if size == 1 or _connects_later(_lazily(size)):
             _torchs(group, store, rank, size, chosen)
             return
+        _check_descriptors(size)
         batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
             if batches:
@@ -185,6 +185,8 @@ def _check_descriptors(size: int) -> None:
     Gloo ends the process when its thread cannot accept a connection.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY:
+        return
     try:
         used = len(os.listdir("/proc/self/fd"))
     except FileNotFoundError:  # another system: nothing is known
