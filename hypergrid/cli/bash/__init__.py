@@ -1,0 +1,38 @@
+"""Reads bash scripts without running them: which programs they start, as far as the text decides.
+
+``commands`` is the entry. ``script`` follows statements over a ``state``, ``words`` makes words of
+syntax, ``builtins`` says what each builtin changes, ``values`` carries what is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hypergrid.cli.bash.script import Command, Script
+from hypergrid.cli.bash.state import State
+from hypergrid.cli.bash.values import MARK, Hole, Holes, ScriptError, Word
+
+__all__ = ["Command", "Hole", "ScriptError", "Word", "commands"]
+
+
+def commands(
+    text: str,
+    fixed: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    takes_defaults: bool = False,
+) -> tuple[list[Command], list[str]]:
+    """The programs that a script starts, and the defaults ``NAME=VALUE`` that were taken.
+
+    ``fixed`` are variables that nothing in the script changes, ``environment`` those with which it
+    begins. ScriptError if the text is not bash, or cannot be followed.
+    """
+    if MARK.search(text):
+        raise ScriptError("the launch line has characters of Unicode's private use area.")
+    state = State(Holes(), fixed or {}, dict(environment or {}), set(environment or ()))
+    script = Script(state, takes_defaults)
+    try:
+        script.run(re.sub(r"\\\s*\Z", "", text.replace("\r\n", "\n")))
+    except RecursionError:
+        raise ScriptError("the launch line is nested too deeply.") from None
+    return script.commands, script.assumed

@@ -1,0 +1,657 @@
+"""Follows a script as bash would run it, as far as its text decides, and starts nothing.
+
+One principle: what is not understood makes what it may assign unknown. Where the text does not
+decide which way is taken, all are followed, and what differs behind them is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+from hypergrid.cli.bash import builtins
+from hypergrid.cli.bash.conditions import holds
+from hypergrid.cli.bash.state import POSITIONAL, State, joined
+from hypergrid.cli.bash.syntax import check_length, first_error, parsed
+from hypergrid.cli.bash.values import Hole, ScriptError, Word, has_open_words, is_unknown, opened, plain
+from hypergrid.cli.bash.words import Expander, ExitError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+SECONDS = 3  # to parse a script and to follow it
+_MOST_ROUNDS = 1000  # of a loop
+_DEEPEST = 50  # functions and scripts in each other
+Status: TypeAlias = bool | None  # of a command; None: not known
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that a script starts."""
+
+    words: Sequence[Word]
+    variables: Mapping[str, Word]  # of its environment, as far as the script sets them
+    line: int
+
+
+@dataclass
+class _Loop:
+    """The states in which a loop was left or continued."""
+
+    broken: list[State] = field(default_factory=list)
+    continued: list[State] = field(default_factory=list)
+
+
+class Script(Expander):
+    """One run of a script: its state now, and the programs that were started so far."""
+
+    state: State | None  # type: ignore[assignment]  # None: the shell has ended
+
+    def __init__(self, state: State, takes_defaults: bool) -> None:
+        super().__init__(state, takes_defaults)
+        self.commands: list[Command] = []
+        self.output: str | None = None  # what a command substitution has printed so far
+        self.loops: list[_Loop] = []
+        self.returned: list[State] = []
+        self._guards = 0  # conditions around this place, where errexit does not count
+        self._depth = 0
+        self._prefix: list[str] = []  # the words before `bash -c`
+        self._line: int | None = None  # of that command, for all in its script
+        self._end = time.monotonic() + SECONDS
+
+    def run(self, text: str) -> Status:
+        """Follow a whole script, or the text of an ``eval``."""
+        outer_source = self.source
+        self.source = check_length(text)
+        root = parsed(self.source, self._end)
+        if root.has_error:
+            error = first_error(root)
+            near = plain(self.written(error).partition("\n")[0])[:60]
+            raise ScriptError(
+                f"line {self.line_of(error)} of the launch line cannot be read as bash, at "
+                f"{near!r}. Close its quotes and brackets."
+            )
+        try:
+            status = self.nested(lambda: self.statements(root.children))
+        finally:
+            self.source = outer_source
+        return status
+
+    def nested(self, step: Callable[[], Status]) -> Status:
+        """Do a step one level deeper."""
+        if self._depth == _DEEPEST:
+            raise ScriptError("the launch line is nested too deeply.")
+        self._depth += 1
+        status = step()
+        self._depth -= 1
+        return status
+
+    def line_of(self, node: Node) -> int:
+        return node.start_point[0] + 1 if self._line is None else self._line
+
+    # Ways through a script.
+
+    def statements(self, nodes: Sequence[Node]) -> Status:
+        """Follow statements one after another, until the shell ends."""
+        status: Status = True
+        for number, node in enumerate(nodes):
+            if not node.is_named or node.type == "comment":
+                continue
+            if time.monotonic() > self._end:
+                raise ScriptError(
+                    f"the launch line takes more than {SECONDS} seconds to read. Paste less of it."
+                )
+            if self.state is None:
+                break
+            if number + 1 < len(nodes) and nodes[number + 1].type == "&":
+                self.apart(lambda: self.statement(node))
+                status = True
+            else:
+                status = self.statement(node)
+        return status
+
+    def statement(self, node: Node) -> Status:
+        """Follow one statement; its status."""
+        follow = _STATEMENTS.get(node.type)
+        try:
+            if follow is not None:
+                return follow(self, node)
+            self.state.forget(f"line {self.line_of(node)} is not understood")
+        except ExitError:
+            self.state = None
+        return None
+
+    def ended(self, status: Status) -> Status:
+        """The status of a simple command; with errexit a shell may end behind it."""
+        if status is False and not self._guards and self.state and "errexit" in self.state.options:
+            self.state = None
+        return status
+
+    def guarded(self, step: Callable[[], Status]) -> Status:
+        """A condition: errexit does not count in it."""
+        self._guards += 1
+        status = step()
+        self._guards -= 1
+        return status
+
+    def fork(self, first: Callable[[], Status], second: Callable[[], Status], why: str) -> Status:
+        """Follow both of two ways, of which the text does not decide one."""
+        entry = self.state and self.state.copy()
+        before = self.output
+        first_status = first()
+        first_exit = self.state
+        self.state = entry
+        second_status = second()
+        self.state = joined(first_exit, self.state, why)
+        if self.output != before:
+            self.output = self.state.holes.text(Hole("$(...)", why=why)) if self.state else ""
+        return first_status if first_status == second_status else None
+
+    def maybe(self, step: Callable[[], object], why: str) -> Status:
+        return self.fork(lambda: bool(step()), lambda: None, why)
+
+    def apart(self, step: Callable[[], Status]) -> Status:
+        """Do a step in a shell of its own, of which no variable comes back."""
+        state = self.state
+        loops, returned = self.loops, self.returned
+        self.state = state.copy()
+        self.loops, self.returned = [], []
+        status = step()
+        has_ended = self.state is None
+        self.state = state
+        self.loops, self.returned = loops, returned
+        return None if has_ended else status
+
+    def repeat(self, step: Callable[[], Status], why: str) -> None:
+        """Do a step any number of times: until nothing more becomes unknown."""
+        before = self.output
+        while self.state is not None:
+            entry = self.state
+            started = len(self.commands)
+            self.state = entry.copy()
+            self.output = before
+            self.round(step, why)
+            self.state = joined(entry, self.state, why)
+            if self.state == entry:
+                break
+            del self.commands[started:]
+        if self.output != before and self.state:
+            self.output = self.state.holes.text(Hole("$(...)", why=why))
+
+    def round(self, step: Callable[[], Status], why: str) -> Status:
+        """One round of a loop."""
+        status = step()
+        for state in self.loops[-1].continued:
+            self.state = joined(self.state, state, why)
+        self.loops[-1].continued.clear()
+        return status
+
+    def loop(self, node: Node, rounds: Callable[[str], None]) -> Status:
+        """Follow a loop until its end, or where it is broken off."""
+        why = f"the loop in line {self.line_of(node)} may change it"
+        self.loops.append(_Loop())
+        rounds(why)
+        for state in self.loops.pop().broken:
+            self.state = joined(self.state, state, why)
+        return None
+
+    def loop_while(
+        self, condition: Callable[[], Status], body: Callable[[], Status], why: str
+    ) -> None:
+        """Rounds as long as the condition holds."""
+        for _ in range(_MOST_ROUNDS):
+            is_true = self.guarded(condition)
+            if self.state is None or is_true is False:
+                return
+            if is_true is None:
+                self.repeat(lambda: (body(), self.guarded(condition))[1], why)
+                return
+            self.round(body, why)
+        raise ScriptError(f"a loop of the launch line has more than {_MOST_ROUNDS} rounds.")
+
+    def _for(self, node: Node) -> Status:
+        variable, *listed = node.named_children
+        body = listed.pop()
+        name = self.written(variable)
+        line = self.line_of(node)
+        has_list = any(child.type == "in" for child in node.children)
+        words = self.words(listed) if has_list else self.state.value(POSITIONAL)
+
+        def step(word: str | None) -> Status:
+            if word is None:
+                self.state.lose([name], f"the loop in line {line} assigns it")
+            else:
+                self.state.assign(name, word, line)
+            return self.statements(body.children)
+
+        def rounds(why: str) -> None:
+            if node.children[0].type == "select" or has_open_words(words):
+                self.repeat(lambda: step(None), why)
+                return
+            for word in words:
+                if self.state is not None:
+                    self.round(lambda: step(word), why)
+
+        return self.loop(node, rounds)
+
+    def _c_style_for(self, node: Node) -> Status:
+        head = self.source[node.start_byte : node.child_by_field_name("body").start_byte]
+        inner = head.decode(errors="replace").partition("((")[2].rpartition("))")[0]
+        first, test, last = (part.strip() for part in inner.split(";"))
+        body = node.child_by_field_name("body").children
+
+        def is_true() -> Status:
+            number = self.number(self._with_variables(test)) if test else 1
+            return None if isinstance(number, Hole) else number != 0
+
+        def step() -> Status:
+            status = self.statements(body)
+            for state in self.loops[-1].continued:
+                self.state = joined(self.state, state, "a loop continues")
+            self.loops[-1].continued.clear()
+            if self.state is not None and last:
+                self.number(self._with_variables(last))
+            return status
+
+        self.number(self._with_variables(first))
+        return self.loop(node, lambda why: self.loop_while(is_true, step, why))
+
+    def _with_variables(self, text: str) -> str:
+        """A sum whose $NAMEs are written as names, which mean the same unless they hold sums."""
+        return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text)
+
+    def _while(self, node: Node) -> Status:
+        body = node.child_by_field_name("body")
+        place = node.children.index(body)
+        test = node.children[1:place]
+        is_until = node.children[0].type == "until"
+
+        def is_true() -> Status:
+            status = self.statements(test)
+            return status if status is None or not is_until else not status
+
+        return self.loop(
+            node, lambda why: self.loop_while(is_true, lambda: self.statements(body.children), why)
+        )
+
+    def _if(self, node: Node) -> Status:
+        inner = [child for child in node.children if child.type not in ("elif_clause", "else_clause")]
+        clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
+        branches = [inner, *(clause.children for clause in clauses)]
+        return self._branch(branches)
+
+    def _branch(self, branches: Sequence[Sequence[Node]]) -> Status:
+        if not branches:
+            return True
+        first = list(branches[0])
+        then = next((i for i, child in enumerate(first) if child.type == "then"), 0)
+        body = first[then + 1 :]
+        is_true = self.guarded(lambda: self.statements(first[1:then])) if then else True
+        if is_true:
+            return self.statements(body)
+        if is_true is False:
+            return self._branch(branches[1:])
+        why = f"line {self.line_of(first[0])} may assign it"
+        return self.fork(lambda: self.statements(body), lambda: self._branch(branches[1:]), why)
+
+    def _case(self, node: Node) -> Status:
+        value, *items = node.named_children
+        return self._items(self.text(value), [item for item in items if item.type == "case_item"])
+
+    def _items(self, text: str, items: Sequence[Node]) -> Status:
+        if not items:
+            return True
+        first = items[0]
+        closing = next(i for i, child in enumerate(first.children) if child.type == ")")
+        patterns = [child for child in first.children[:closing] if child.is_named]
+        answers = [self.matches(text, pattern) for pattern in patterns]
+        body = first.children[closing + 1 :]
+        why = f"line {self.line_of(first)} may assign it"
+        if any(child.type in (";&", ";;&") for child in body):  # the next item may follow it
+            self.maybe(lambda: self.statements(body), why)
+            self.maybe(lambda: self._items(plain(text) + self.state.unknown("", why), items[1:]), why)
+            return None
+        if True in answers:
+            return self.statements(body)
+        if None not in answers:
+            return self._items(text, items[1:])
+        return self.fork(
+            lambda: self.statements(body), lambda: self._items(text, items[1:]), why
+        )
+
+    def _list(self, node: Node) -> Status:
+        """``a && b``, ``a || b``."""
+        first, second = (child for child in node.named_children if child.type != "comment")
+        is_and = any(child.type == "&&" for child in node.children)
+        status = self.guarded(lambda: self.statement(first))
+        if self.state is None:
+            return None
+        if status is None:
+            why = f"line {self.line_of(second)} may assign it"
+            self.fork(lambda: self.statement(second), lambda: None, why)
+            return None
+        return self.statement(second) if status == is_and else status
+
+    def _negated(self, node: Node) -> Status:
+        status = self.guarded(lambda: self.statements(node.children[1:]))
+        return None if status is None else not status
+
+    def _group(self, node: Node) -> Status:
+        if node.children[0].type == "((":
+            number = self.number(self.inner_text(node, 2, 2))
+            return self.ended(None if isinstance(number, Hole) else number != 0)
+        return self.statements(node.children)
+
+    def _subshell(self, node: Node) -> Status:
+        return self.ended(self.apart(lambda: self.statements(node.children)))
+
+    def _pipeline(self, node: Node) -> Status:
+        *feeding, last = (child for child in node.named_children if child.type != "comment")
+        for part in feeding:
+            output, self.output = self.output, None
+            self.apart(lambda: self.statement(part))
+            self.output = output
+        self.apart(lambda: self.statement(last))
+        return None
+
+    def _test(self, node: Node) -> Status:
+        return self.ended(holds(self, node))
+
+    def _function(self, node: Node) -> Status:
+        self.state.functions[self.written(node.child_by_field_name("name"))] = (node, self.source)
+        return True
+
+    def _redirected(self, node: Node) -> Status:
+        body = node.child_by_field_name("body")
+        redirects = [child for child in node.named_children if child != body]
+        why = f"line {self.line_of(node)} may assign it"
+        texts = [self.written(redirect) for redirect in redirects]
+        inner = [target for redirect in redirects for target in _targets(redirect)]
+        # `a > file b`: the parser takes b for a file too.
+        more = [target for redirect in redirects for target in redirect.children_by_field_name("destination")[1:]]
+        self.maybe(lambda: [self.text(target) for target in inner], why)
+        output = self.output
+        is_shown = all(re.match(r"<|2>", text) for text in texts)
+        if not is_shown:
+            self.output = None
+        status = self.command(body, more) if body is not None and body.type == "command" else (
+            self.statement(body) if body is not None else True
+        )
+        if not is_shown:
+            self.output = output
+            if output is not None and any("&1" in text or "/dev" in text or ">(" in text for text in texts):
+                self.print_unknown(" ".join(texts))
+        return status
+
+    # Commands.
+
+    def _assignments(self, node: Node) -> Status:
+        for assignment in node.named_children:
+            self._assign(assignment)
+        return True
+
+    def _assign(self, node: Node) -> Status:
+        target = node.child_by_field_name("name")
+        value = node.child_by_field_name("value")
+        line = self.line_of(node)
+        adds = any(child.type == "+=" for child in node.children)
+        if target.type != "variable_name":
+            return self._assign_element(target, value, adds, line)
+        name = self.written(target)
+        old = self.state.value(name)
+        if value is not None and value.type == "array":
+            self._assign_array(name, value, old if adds else None, line)
+            return True
+        text = "" if value is None else self.text(value)
+        if not adds:
+            if isinstance(old, list) and not is_unknown("".join(old)):
+                self.state.assign(name, [text, *old[1:]], line)  # A=x is A[0]=x of an array
+            elif isinstance(old, list):
+                self.state.lose([name], f"line {line} assigns a part of it")
+            else:
+                self.state.assign(name, text, line)
+        elif isinstance(old, list):
+            self.state.lose([name], f"line {line} assigns a part of it")
+        else:
+            self.state.assign(name, (old or "") + text, line)
+        # Its status is that of a substitution in it.
+        return None if value is not None and "$(" in self.written(value) else True
+
+    def _assign_element(self, target: Node, value: Node | None, adds: bool, line: int) -> Status:
+        name = self.written(target).partition("[")[0]
+        index = self.number(self.inner_text(target, len(name) + 1, 1))
+        old = self.state.value(name)
+        text = "" if value is None else self.text(value)
+        is_list = isinstance(old, list) and not has_open_words(old)
+        if is_list and not adds and isinstance(index, int) and 0 <= index <= len(old):
+            self.state.assign(name, [*old[:index], text, *old[index + 1 :]], line)
+        else:
+            self.state.lose([name], f"line {line} assigns a part of it")
+        return True
+
+    def _assign_array(self, name: str, value: Node, old: object, line: int) -> None:
+        words = self.words(value.named_children)
+        if any(self.written(child).startswith("[") for child in value.named_children):
+            self.state.lose([name], f"line {line} assigns parts of it")
+            return
+        before = [old] if isinstance(old, str) else old or []
+        if isinstance(old, str) and is_unknown(old):
+            before = [self.state.holes.words(self.state.holes.in_text(old)[0])]
+        self.state.assign(name, [*before, *words], line)
+
+    def command(self, node: Node, more: Sequence[Node] = ()) -> Status:
+        """A simple command: a function, a builtin or a program."""
+        children = [*node.named_children, *more]
+        assignments = [child for child in children if child.type == "variable_assignment"]
+        named = [
+            child
+            for child in children
+            if child.type != "variable_assignment" and not child.type.endswith("redirect")
+        ]
+        for before, after in pairwise(children):
+            gap = self.source[before.end_byte : after.start_byte]
+            if b"\n" not in re.sub(rb"\\\\\n", b"", gap):
+                continue
+            # The parser takes assignments in the line before a command for a part of it.
+            if before not in assignments:
+                raise ScriptError(
+                    f"line {self.line_of(before)} of the launch line is not understood: put a "
+                    f"semicolon at its end."
+                )
+            for assignment in assignments[: assignments.index(before) + 1]:
+                self._assign(assignment)
+            assignments = assignments[assignments.index(before) + 1 :]
+        words = self.words(named)
+        line = self.line_of(node)
+        if not words:
+            for assignment in assignments:
+                self._assign(assignment)
+            return None
+        return self.ended(self.start(words, assignments, line))
+
+    def _declaration(self, node: Node) -> Status:
+        """``export A=$B``: what looks like an assignment is not split."""
+        words = []
+        for child in node.children:
+            if child.type != "variable_assignment":
+                words += self.words([child]) if child.is_named else [self.written(child)]
+                continue
+            value = child.child_by_field_name("value")
+            name = self.written(child.child_by_field_name("name"))
+            flags = "".join(word for word in words[1:] if word.startswith("-"))
+            if builtins.is_local(words[0], flags) and self.state.frames:
+                self.state.make_local(name)
+            if "n" in flags:
+                self.state.special.add(name)
+            self._assign(child)
+            words.append(name)
+        return self.start(words, [], self.line_of(node))
+
+    def start(self, words: list[str], assignments: Sequence[Node], line: int) -> Status:
+        """Run a command: a function, a builtin, or a program."""
+        name = words[0]
+        state = self.state
+        builtin = builtins.BUILTINS.get(name)
+        if name not in state.functions and builtin is None:
+            return self.program(words, assignments, line)
+        texts = "".join(map(self.written, assignments))
+        if assignments and (name not in builtins.UNCHANGED or re.search(r":=|\$\(\(", texts)):
+            state.forget(f"line {line} sets variables for {name}")
+        if name in state.functions:
+            return self._call(words, line)
+        return builtin(self, words, line)
+
+    def _call(self, words: list[str], line: int) -> Status:
+        function = self.state.functions[words[0]]
+        if function is None:
+            self.state.forget(f"line {line} calls {words[0]}, which is not known there")
+            return None
+        node, source = function
+        outer = self.source, self.returned, self.loops
+        self.source, self.returned, self.loops = source, [], []
+        self.state.frames.append({})
+        self.state.make_local(POSITIONAL)
+        self.state.variables[POSITIONAL] = words[1:]
+        body = node.child_by_field_name("body")
+        status = self.nested(lambda: self.statement(body))
+        if self.returned:
+            status = None
+        for state in self.returned:
+            self.state = joined(self.state, state, f"{words[0]} returns")
+        if self.state is not None:
+            self.state.leave()
+        self.source, self.returned, self.loops = outer
+        return status
+
+    def program(self, words: list[str], assignments: Sequence[Node], line: int) -> Status:
+        """A program; of ``bash -c`` the script is followed too."""
+        entry = self.state.copy()
+        for assignment in assignments:
+            self._assign(assignment)
+            self.state.exported.add(self.written(assignment.child_by_field_name("name")))
+        environment = self.state
+        self.state = entry
+        if self.output is not None:
+            self.print_unknown(plain(" ".join(words)))
+        if is_unknown(words[0]) or (entry.why and words[0] not in builtins.PROGRAMS):
+            # It may be a function, or a builtin.
+            entry.forget(f"line {line} runs {plain(words[0]) or 'a command'}, which is not known")
+        place = _script_place([plain(word) for word in words])
+        if place:
+            self._shell(words, place, environment, line)
+            return None
+        line = line if self._line is None else self._line
+        holes = entry.holes
+        variables = {
+            name: holes.word(value if name in environment.exported else environment.unknown(
+                name, "it is assigned, and perhaps not exported"), line)
+            for name, value in environment.variables.items()
+            if isinstance(value, str)
+        }  # fmt: skip
+        texts = [holes.word(word, line) for word in (*self._prefix, *words)]
+        self.commands.append(Command(texts, variables, line))
+        return None
+
+    def _shell(self, words: list[str], place: int, environment: State, line: int) -> None:
+        """``bash -c SCRIPT NAME ARGUMENTS``: it gets what is exported, and nothing comes back."""
+        outer = self.state, self._prefix, self._line, self.loops, self.returned, self.output
+        inner = environment.copy()
+        for name in environment.variables.keys() - environment.exported:
+            inner.lose([name], "it is assigned, and perhaps not exported")
+        inner.options.clear()
+        inner.functions = dict.fromkeys(inner.functions)
+        inner.variables[POSITIONAL] = words[place + 2 :]
+        if any(re.match(r"-\w*[li]", plain(word)) for word in words[:place]):
+            inner.forget(f"line {line} starts a shell that reads its own files first")
+        self.state = inner
+        self._prefix = [*self._prefix, *words[: _shell_place(words, place)]]
+        self._line = line if self._line is None else self._line
+        self.loops, self.returned, self.output = [], [], None
+        self.evaluate(words[place], line)
+        self.state, self._prefix, self._line, self.loops, self.returned, self.output = outer
+
+    def evaluate(self, text: str, line: int) -> Status:
+        """Follow a text as code. What is not known in it may be any code."""
+        text = opened(text)
+        if is_unknown(text):
+            self.state.forget(f"line {line} runs a text of which a part is not known")
+        status = self.run(text)
+        if is_unknown(text) and self.state is not None:
+            self.state.forget(f"line {line} runs a text of which a part is not known")
+            return None
+        return status
+
+    def print(self, text: str) -> None:
+        """What a command prints, for a command substitution around it."""
+        if self.output is not None:
+            self.output += text
+
+    def print_unknown(self, written: str) -> None:
+        """A program prints what is not known."""
+        self.print(self.state.holes.text(Hole(written)))
+
+    def substituted(self, node: Node) -> str:
+        outer = self.output
+        if self.written(node).startswith("$(("):  # the parser takes a sum for a command
+            self.state.forget(f"line {self.line_of(node)} is not understood")
+        self.output = ""
+        self.apart(lambda: self.statements(node.children))
+        text = self.output.rstrip("\n")
+        self.output = outer
+        if is_unknown(text):
+            written = self.written(node)
+            name = re.fullmatch(r"\$\((\w+)\)", written)
+            return self.state.holes.text(Hole(written))
+        return text
+
+
+def _targets(redirect: Node) -> list[Node]:
+    """The nodes of a redirection whose expansions take place."""
+    if redirect.type == "heredoc_redirect":
+        bodies = [child for child in redirect.named_children if child.type == "heredoc_body"]
+        return [child for body in bodies for child in body.named_children if "content" not in child.type]
+    return redirect.children_by_field_name("destination")[:1]
+
+
+def _shell_place(words: Sequence[str], place: int) -> int:
+    names = [plain(word).rpartition("/")[2] for word in words[:place]]
+    return max(i for i, name in enumerate(names) if name in ("bash", "sh"))
+
+
+def _script_place(words: Sequence[str]) -> int:
+    """The place of the script in ``bash -lc SCRIPT``; 0 without one."""
+    shells = (i for i, word in enumerate(words) if word.rpartition("/")[2] in ("bash", "sh"))
+    for i in range(next(shells, len(words)) + 1, len(words) - 1):
+        if re.fullmatch(r"-\w*c\w*", words[i]):
+            return i + 1
+        if not words[i].startswith(("-", "+")) and words[i - 1] not in ("-o", "+o"):
+            break
+    return 0
+
+
+_STATEMENTS: Mapping[str, Callable[[Script, Node], Status]] = {
+    "variable_assignment": Script._assign,
+    "variable_assignments": Script._assignments,
+    "command": Script.command,
+    "declaration_command": Script._declaration,
+    "unset_command": Script._declaration,
+    "redirected_statement": Script._redirected,
+    "if_statement": Script._if,
+    "list": Script._list,
+    "pipeline": Script._pipeline,
+    "for_statement": Script._for,
+    "c_style_for_statement": Script._c_style_for,
+    "while_statement": Script._while,
+    "case_statement": Script._case,
+    "test_command": Script._test,
+    "negated_command": Script._negated,
+    "compound_statement": Script._group,
+    "do_group": Script._group,
+    "subshell": Script._subshell,
+    "function_definition": Script._function,
+    "comment": lambda script, node: True,
+}

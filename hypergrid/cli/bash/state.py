@@ -1,0 +1,125 @@
+"""The state of a shell at one place of a script: what is known, whichever way led there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypergrid.cli.bash.values import LONGEST, Hole, Holes, ScriptError, Value
+
+POSITIONAL = "@"
+ABSENT = "\0"  # in a frame: the variable was missing before
+# Bash changes these by itself, so what a script assigns to them says nothing.
+_DYNAMIC = set(
+    "RANDOM SRANDOM SECONDS LINENO UID EUID PPID BASHPID BASH_REMATCH BASH_COMMAND BASH_SUBSHELL "
+    "BASH_ARGV0 BASH_SOURCE BASH_LINENO FUNCNAME GROUPS DIRSTACK EPOCHSECONDS EPOCHREALTIME "
+    "PIPESTATUS HISTCMD COMP_WORDBREAKS OPTIND OPTARG REPLY MAPFILE PWD OLDPWD _".split()
+)
+# Assigning these changes how all later words are read.
+_OF_THE_SHELL = {"IFS", "GLOBIGNORE", "POSIXLY_CORRECT", "SHELLOPTS", "BASHOPTS", "BASH_COMPAT"}
+
+
+@dataclass
+class State:
+    """Variables, functions and options. A variable that is missing is the environment's."""
+
+    holes: Holes
+    fixed: Mapping[str, str]  # values that nothing in the script changes
+    variables: dict[str, Value] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    # Variables that an assignment does not simply set: references, integers, constants.
+    special: set[str] = field(default_factory=set)
+    functions: dict[str, Any] = field(default_factory=dict)  # None: not known
+    options: set[str] = field(default_factory=set)
+    # Of each function that is running, the variables that are restored behind it.
+    frames: list[dict[str, Value]] = field(default_factory=list)
+    why: str = ""  # why a variable that is missing is not simply the environment's
+
+    def copy(self) -> State:
+        """The same state, which changes for itself."""
+        twin = copy(self)
+        for name in ("variables", "exported", "special", "functions", "options"):
+            setattr(twin, name, copy(getattr(self, name)))
+        twin.frames = [dict(frame) for frame in self.frames]
+        return twin
+
+    def value(self, name: str) -> Value:
+        """The value of a variable; a text with a mark where it is not known."""
+        if name in self.fixed:
+            return self.fixed[name]
+        if name in self.variables and name not in _DYNAMIC:
+            return self.variables[name]
+        if name == POSITIONAL:
+            return [self.holes.words(Hole("$@", why=self.why))]
+        return self.unknown(name, self.why)
+
+    def unknown(self, name: str, why: str) -> str:
+        """The value of a variable that is not known."""
+        decides = name.isidentifier() or (name.isdigit() and name != "0")
+        return self.holes.text(Hole(f"${name}", name if decides else "", why))
+
+    def assign(self, name: str, value: Value, line: int) -> None:
+        """Assign a value."""
+        texts = [value] if isinstance(value, str) else value or ()
+        if sum(map(len, texts)) > LONGEST:
+            raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
+        if name in self.special | _OF_THE_SHELL:
+            self.forget(f"line {line} assigns {name}, whose attributes change that")
+        self.variables["IFS" if name in _OF_THE_SHELL else name] = value
+        if "allexport" in self.options:
+            self.exported.add(name)
+
+    def lose(self, names: Iterable[str], why: str) -> None:
+        """The variables may have been assigned anything."""
+        for name in names:
+            if name in self.special:
+                self.forget(why)
+            self.variables[name] = self.unknown(name, why)
+
+    def forget(self, why: str) -> None:
+        """Every variable and function may have been assigned anything."""
+        self.variables.clear()
+        self.exported.clear()
+        self.why = why
+        self.functions = dict.fromkeys(self.functions)
+        for frame in self.frames:
+            frame.update({name: self.unknown(name, why) for name in frame})
+
+    def make_local(self, name: str) -> None:
+        """The variable is restored when the function that is running returns."""
+        self.frames[-1].setdefault(name, self.variables.get(name, ABSENT))
+
+    def leave(self) -> None:
+        """Restore the variables of the function that returns."""
+        for name, value in self.frames.pop().items():
+            self.exported.discard(name)
+            self.variables[name] = value
+            if value == ABSENT:
+                del self.variables[name]
+
+
+def joined(one: State | None, other: State | None, why: str) -> State | None:
+    """What is known where two ways meet; None is a way that ends before."""
+    if one is None or other is None or one == other:
+        return other if one is None else one
+    both = one.copy()
+    names = one.variables.keys() | other.variables.keys()
+    differing = [name for name in sorted(names) if one.value(name) != other.value(name)]
+    both.special |= other.special
+    both.why = one.why or other.why
+    for name in differing:
+        both.variables[name] = one.unknown(name, why)
+        if name == POSITIONAL:
+            both.variables[name] = [one.holes.words(Hole("$@", why=why))]
+    for name in one.functions.keys() | other.functions.keys():
+        if one.functions.get(name) != other.functions.get(name):
+            both.functions[name] = None
+    for frame, other_frame in zip(both.frames, other.frames, strict=True):
+        for name in frame.keys() | other_frame.keys():
+            if frame.get(name) != other_frame.get(name):
+                frame[name] = one.unknown(name, why)
+    both.exported &= other.exported
+    both.options &= other.options
+    return both
