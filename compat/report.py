@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
 
 import torch.distributed as dist
 
 from compat.megatron.planning import Request
 from compat.megatron.replaced import in_words
-from compat.planned.traffic import flows_of
+from compat.planned.layouts import most_hosts
 from compat.state import ParallelState
 from hypergrid import of_torch, policy
 from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import LayoutError
+from hypergrid.layout import RankLayout
 from hypergrid.messages import few
-from hypergrid.network.files import from_addresses, hostlist
-from hypergrid.network.levels import Network
-from hypergrid.network.placement import interleaved, place
 from hypergrid.summary import dims_in_words, long_dims
+from hypergrid.topology import Topology
 
 
 def report(state: ParallelState) -> str:
@@ -66,29 +63,7 @@ def tell_host() -> None:
     """Say in the store on which host this rank is. *Local*; before the ranks agree on groups."""
     store = shared_store()
     if store is not None:
-        address = [os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN")]
-        said = [socket.gethostname(), " ".join(address).strip()]
-        store.set(_host_key(dist.get_rank()), json.dumps(said))
-
-
-def _hosts_of_ranks(ranks: Sequence[int]) -> tuple[list[str], Network | None] | None:
-    """The host of each rank, and the network where SLURM knows it; None if a rank did not say it.
-
-    Hosts of the network come in the order of their first rank.
-    """
-    store, keys = shared_store(), [_host_key(rank) for rank in ranks]
-    if store is None or not store.check(keys):
-        return None
-    said = [json.loads(text) for text in get_all(store, keys)]
-    hosts, addresses = [str(host) for host, _ in said], dict(said)
-    if not all(addresses.values()):
-        return hosts, None
-    many = Counter(hosts)
-    try:
-        units = from_addresses(addresses.values(), 1).units
-        return hosts, Network(tuple(many), tuple(many.values()), units)
-    except LayoutError:  # a report must not end the job
-        return hosts, None
+        store.set(_host_key(dist.get_rank()), socket.gethostname())
 
 
 def _host_key(rank: int) -> str:
@@ -96,22 +71,31 @@ def _host_key(rank: int) -> str:
 
 
 def _on_hosts(request: Request) -> Iterator[str]:
-    """The cost of how the ranks lie on hosts, in words, if the ranks have reported their hosts."""
-    said = _hosts_of_ranks(range(request.plan.window.stop))
-    if said is None:
+    """A sentence if ranks are interleaved over hosts, and all ranks have reported their hosts."""
+    ranks = range(request.plan.window.stop)
+    keys = [_host_key(rank) for rank in ranks]
+    store = shared_store()
+    if store is None or not store.check(keys):
         return
-    hosts, network = said
-    flows = flows_of(request.layouts)
-    apart = interleaved(request.layouts, hosts, flows)
-    if apart is not None:
-        yield apart
-    elif network is not None:
-        found = place(request.layouts, network, flows)
-        if found.cost < found.given:
-            names = hostlist(network.hosts[i] for i in found.order)
-            yield (
-                f"another order of the hosts costs {1 - found.cost / found.given:.0%} less: {names}"
+    hosts = [value.decode() for value in get_all(store, keys)]
+    runs_of_host = Counter(host for host, _ in groupby(hosts))
+    host = next((host for host, runs in runs_of_host.items() if runs > 1), None)
+    if host is None:
+        return
+    ranks_of_host = [rank for rank in ranks if hosts[rank] == host]
+    sentence = f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}"
+    world = RankLayout(("rank",), (len(hosts),))
+    consecutive = most_hosts(request.layouts, Topology(world, dict(Counter(hosts))))
+    for kind, number in most_hosts(request.layouts, Topology(world, hosts)).items():
+        if number > consecutive[kind]:
+            sentence += (
+                f"; {kind} groups touch up to {number} hosts, and {consecutive[kind]} with "
+                f"consecutive ranks"
             )
+    yield (
+        f"{sentence}. Start with srun --distribution=block, or a host file that lists each host "
+        f"once"
+    )
 
 
 def _connected(pool: GroupPool) -> str:

@@ -27,7 +27,6 @@ from compat.megatron.communicators import Configs
 from compat.megatron.getters import FUNCTIONS, SETTERS, bind_getters_to, cached_sizes
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import ALL, RELEASE, has
-from compat.megatron.suspended import SuspendedGroup, exchanged
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
 from compat.swap.order import resolve_order
 from compat.transformer_engine import process as te_process
@@ -128,14 +127,12 @@ class ParallelState:
 
     def _forget(self) -> None:
         self.request: Request | None = None
-        self._timeouts: dict[tuple[str, tuple[int, ...]], timedelta] = {}  # that were changed
-        self._suspended_groups: dict[SuspendedGroup, str] = {}  # placeholder -> name of its group
         self._global_process_group_list: list[ProcessGroup | None] | None = None
         self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
         self._take(Built())
 
     def _take(self, built: Built) -> None:
-        self._grid, self._numbered = built.grid, built.numbers
+        self._grid = built.grid
         self._put(built.slots | cached_sizes(built.numbers, self.request))
 
     @classmethod
@@ -279,17 +276,14 @@ class ParallelState:
                 f"activations must nest. For two states at the same time, call their methods."
             )
 
-    def suspend(self, how: str = "auto") -> dict[str, Suspended]:
+    def suspend(self, how: str = "native") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``; only between collectives.
 
-        Ranks, sizes and the plan stay available. A group that is kept works as before, and getters
-        return it. For the others they return placeholders, which raise on use. Elsewhere (a model,
-        an optimizer), a group that suspends natively must not be used meanwhile; a closed one
-        keeps gloo's file descriptors open: delete it first.
+        Getters return the same groups, ranks and sizes meanwhile. A group that gloo or
+        ``how="keep"`` keeps works as before. One that its backend has suspended must not be used,
+        wherever the caller has it from (a getter, a model, an optimizer): nothing refuses that.
 
-        *Collective*, arguments, result and errors as for ``GroupPool.suspend``. Where outside code
-        has replaced functions that create groups, or SHARP is on, groups cannot be closed until
-        ``resume``, which is an error.
+        *Collective*, arguments, result and errors as for ``GroupPool.suspend``.
 
         Raises
         ------
@@ -298,60 +292,19 @@ class ParallelState:
         """
         if self.request is None or self._grid is None or self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
-        groups = {each.group: SuspendedGroup(each.label) for each in self.pool.groups}
-        names = {group: str(group.group_name) for group in groups}
-        report = self._grid.suspend(how, self.request.participants)
-        for each in self.pool.usable():
-            groups.pop(each.group, None)
-        self._exchange(groups)
-        self._suspended_groups = {
-            placeholder: names[group] for group, placeholder in groups.items()
-        }
-        return report
+        return self._grid.suspend(how, self.request.participants)
 
-    def resume(self) -> dict[str, ProcessGroup]:
-        """Let the groups work again.
-
-        Groups that were not closed are the same objects, and only a native backend waits for other
-        members. If they were closed, *collective* as the first initialisation: all are created
-        again as planned, with the same ranks, options and timeouts, also those of
-        ``update_pg_timeout`` and ``create_all_gather_groups``. These are new objects, as torch
-        cannot reopen a group: replace the old ones wherever they are kept.
-
-        Returns
-        -------
-        dict
-            Each group, the same or a new one, by the name that it had before:
-            ``renewed[old.group_name]``.
+    def resume(self) -> None:
+        """Let the groups work again, as ``GroupPool.resume``: the same objects.
 
         Raises
         ------
         RuntimeError
             The state is not suspended, or a backend cannot resume.
-        As initialisation does; the state is then still suspended.
         """
-        grid, pool = self._grid, self.pool
-        if self.request is None or grid is None or pool is None or pool.suspended is None:
+        if self._grid is None or not self._is_suspended:
             raise RuntimeError(f"this state is not suspended: {self!r}.")
-        new = pool.suspended.is_closed
-        renewed = grid.resume(self.request.timeout, self.request.participants)
-        for each in pool.groups if new else ():
-            if (each.label, each.ranks) in self._timeouts:
-                of_torch.set_timeout(self._timeouts[each.label, each.ranks], each.group)
-        self._exchange({each: renewed[name] for each, name in self._suspended_groups.items()})
-        self._suspended_groups = {}
-        return renewed
-
-    def _exchange(self, others: dict[Any, Any]) -> None:
-        """Put other values in the place of groups, or of placeholders."""
-        was = {slot: getattr(self, slot) for slot in self._numbered}
-        holders = (*GROUP_SLOTS, "_global_process_group_list")
-        self._put({slot: exchanged(getattr(self, slot), others) for slot in holders})
-        self._numbered = {
-            slot: (getattr(self, slot) if group is was[slot] else group, rank, size)
-            for slot, (group, rank, size) in self._numbered.items()
-        }
-        self._put(cached_sizes(self._numbered, self.request))
+        self._grid.resume()
 
     @property
     def _is_suspended(self) -> bool:
@@ -386,13 +339,9 @@ class ParallelState:
             torch.cuda.synchronize()
         groups = [pg]
         if pg is None:
-            subgroups = self._grid.subgroups() if self._grid is not None else []
-            groups = [*(self._global_process_group_list or [None]), *subgroups]
+            groups = self._global_process_group_list or [None]
         for group in groups:
             of_torch.set_timeout(timeout, group)
-        for pooled in pool:
-            if pooled.group in groups:
-                self._timeouts[pooled.label, pooled.ranks] = timeout
 
     def create_all_gather_groups(
         self,
@@ -416,30 +365,6 @@ class ParallelState:
         about = self.request, self.pool, self.note_group, timeout, nccl_comm_cfgs or {}
         made = [build_extra(row, *about) for row in EXTRA_ALL_GATHER[: 1 + wanted]]
         return made[0], made[1] if wanted else None
-
-    def subgroup(
-        self, dims: str, size: int, *, view: str | None = None, limit: int | None = None
-    ) -> ProcessGroup | None:
-        """This rank's group over ``dims`` of the grid, cut into runs of ``size``: its own run.
-
-        Such as the context parallel group of one sequence, whose length says how many ranks it
-        needs. *Local*, arguments, result and errors as ``HyperCommGrid.subgroup``, with the
-        timeout of this state; its expert layers are the view "expert". RuntimeError if the state
-        has no groups.
-        """
-        if self.request is None or self._grid is None:
-            raise RuntimeError(
-                f"subgroup({dims!r}, {size!r}) needs an initialized state: call "
-                f"initialize_model_parallel() first."
-            )
-        timeout = self.request.timeout
-        return self._grid.subgroup(dims, size, view=view, limit=limit, timeout=timeout)
-
-    def release(self, group: ProcessGroup) -> None:
-        """Destroy a subgroup. *Collective* over its members, as ``HyperCommGrid.release``."""
-        if self._grid is None:
-            raise ValueError(f"{self!r} has no subgroup to release.")
-        self._grid.release(group)
 
 
 def _unswitched() -> AbstractContextManager[Any]:

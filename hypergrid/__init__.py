@@ -1,7 +1,7 @@
 """hypergrid: which ranks of a distributed job communicate with each other.
 
-``RankLayout``, ``GroupPlan``, ``GroupTree``, ``Topology`` and ``Network`` are arithmetic and need
-no torch; the rest loads on first use.
+``RankLayout``, ``GroupPlan``, ``GroupTree`` and ``Topology`` are arithmetic and need no torch; the
+rest loads on first use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
     from hypergrid.links import Link as Link
-    from hypergrid.network.levels import Network as Network
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.topology import Topology as Topology
@@ -50,7 +49,6 @@ _HOMES = {
     "HyperCommGrid": "groups.grid",
     "LayoutError": "layout",
     "Link": "links",
-    "Network": "network.levels",
     "RankLayout": "layout",
     "Topology": "topology",
     "abort": "groups.abort",

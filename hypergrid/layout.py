@@ -262,21 +262,6 @@ class RankLayout:
         found: np.ndarray = turned.reshape(-1, prod(self.sizes[i] for i in inner))
         return found
 
-    def subgroup(self, rank: int, dims: Dims, size: int) -> list[int]:
-        """The part with ``rank`` of its group over ``dims``, cut into runs of ``size`` members.
-
-        The last run may be shorter.
-
-        >>> six = RankLayout(("tp", "cp"), (2, 6))
-        >>> six.subgroup(0, "cp", 4), six.subgroup(10, "cp", 4)
-        ([0, 2, 4, 6], [8, 10])
-        """
-        members, size = self.group(rank, dims), whole(size, "sizes of subgroups")
-        if size < 1:
-            raise LayoutError(f"a subgroup needs at least one member, got size={size}.")
-        first = members.index(rank) // size * size
-        return members[first : first + size]
-
     def orthogonal(self, dims: Dims) -> tuple[str, ...]:
         """All dims that are not in ``dims``: a group and its orthogonal group share one rank."""
         axes = self.axes(dims)

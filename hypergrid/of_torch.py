@@ -120,11 +120,6 @@ PARTS = {
         "groups keep the timeout that they were created with",
         last="2.13",
     ),
-    "collectives": Part(
-        ("_rank_not_in_group",),
-        "each collective asks it first, so that those over a closed group can be refused",
-        "a collective over a gloo group that suspend() has closed is not refused",
-    ),
     "counts": Part(
         ("ProcessGroup._get_sequence_number_for_group",),
         "tells how many collectives a group has begun",
@@ -310,18 +305,6 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
 def note_ranks(group: Any, places: Mapping[int, int]) -> None:
     """Let torch translate ranks for what it returned as ``group``, also to who is outside of it."""
     c10d._world.pg_group_ranks[group] = dict(places)
-
-
-def before_collectives(asked: Callable[[ProcessGroup], None]) -> None:
-    """Call ``asked`` with its group before each collective of torch.distributed, from now on."""
-    torchs = c10d._rank_not_in_group
-
-    def asking(group: ProcessGroup | None) -> bool:
-        if isinstance(group, ProcessGroup):
-            asked(group)
-        return bool(torchs(group))
-
-    c10d._rank_not_in_group = asking
 
 
 # Their names.

@@ -21,9 +21,6 @@ from hypergrid.policy import Policy
 SCHEMA = 1
 ASSEMBLED = 2  # the schema of plans with several grids, or grids over listed ranks
 
-# Begins the labels of groups that ranks ask for on demand: no plan has these.
-SUBGROUP = "subgroup "
-
 Ranks = tuple[int, ...]
 Plain: TypeAlias = str | int | float | bool | None
 

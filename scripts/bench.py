@@ -16,7 +16,6 @@ import argparse
 import datetime
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -180,7 +179,6 @@ def all_cases(bench: Bench) -> list[Case]:
         Case(AUDITED, audited),
         Case(IMPORT, imports),
         Case((RECORDED.format(recorded(bench)),), diagnosis),
-        Case((PLACEMENT,), placement),
         Case(RECORDING, recording),
     ]
 
@@ -213,7 +211,6 @@ RECORDING = (
     "The longest that this thread held up a call",
     "CPU of a receive over gloo, recorded on request",
 )
-PLACEMENT = "Order of hosts for 131,072 ranks, CPU, beside 32,768 ranks"
 RECORDED = "Reading and judging the recordings of {:,} ranks, 2,000 calls each"
 
 
@@ -388,17 +385,6 @@ def diagnosis(bench: Bench) -> list[Row]:
                 times[side].append(child("bench_sides.py", job="diagnosis", side=side, **job))
     peer, title = "`pickle` and `json` alone", RECORDED.format(ranks)
     return [Row(title, times["ours"], times["alone"], peer_name=peer, at_least=1 / 2)]
-
-
-def placement(bench: Bench) -> list[Row]:
-    """The peer is what n log n makes of a quarter of the ranks; fewer would fit into the cache."""
-    small, large = 32_768, 131_072
-    limits = {"repeats": bench.repeats(9, 3), "seconds": bench.seconds(60)}
-    found = child("bench_sides.py", job="placement", worlds=[small, large], **limits)
-    growth = large * math.log(large) / (small * math.log(small))
-    # It takes longer where the machine is busy otherwise, and never less: the least counts.
-    ours, grown = [min(found[str(large)])], [growth * min(found[str(small)])]
-    return [Row(PLACEMENT, ours, grown, "n log n", at_least=1, noise=0.2)]
 
 
 def recorded(bench: Bench) -> int:

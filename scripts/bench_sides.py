@@ -239,31 +239,6 @@ def diagnosis(side: str, directory: str, ranks: int) -> float:
     return time.perf_counter() - start
 
 
-def placement(worlds: list[int], repeats: int, seconds: float) -> dict[str, list[float]]:
-    """CPU seconds of ordering the scattered hosts of each world, by its ranks."""
-    import random
-
-    from compat.planned.job import from_sizes
-    from compat.planned.traffic import flows_of
-    from hypergrid.network.levels import Network
-    from hypergrid.network.placement import place
-
-    times: dict[str, list[float]] = {str(world): [] for world in worlds}
-    for _ in rounds(repeats, seconds):
-        for world in worlds:
-            in_order = Network.regular(
-                world, 8, nvlink_domain=64, hosts_per_rack=32, racks_per_pod=16
-            )
-            order = random.Random(0).sample(range(world // 8), world // 8)
-            layouts = from_sizes(world_size=world, tp=8, cp=2, pp=16, ep=8).request().layouts
-            network = in_order.in_order(order)
-            start = time.process_time()
-            found = place(layouts, network, flows_of(layouts))
-            times[str(world)].append(time.process_time() - start)
-            assert found.cost < found.given
-    return times
-
-
 def recording(pairs: int, calls: int) -> dict[str, list[float]]:
     """CPU seconds per call with and without ``record``, in pairs of blocks.
 
@@ -351,5 +326,5 @@ def answer(*jobs: Callable[..., Any]) -> None:
 if __name__ == "__main__":
     answer(
         *(initialise, enumerate_groups, call_getters, audited, import_side),
-        *(recordings, diagnosis, placement, recording),
+        *(recordings, diagnosis, recording),
     )

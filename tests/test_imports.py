@@ -22,7 +22,7 @@ ORDERS = {
         ("topology", "policy", "views", "links"),
         ("tree", "plan", "replicas"),
         ("summary", "assembly"),
-        ("network", "agreement"),
+        ("agreement",),
         ("groups",),
         ("hangs",),
         ("show",),

@@ -66,7 +66,8 @@ def build(
     rank, built = dist.get_rank(), Built()
     # Plan and options first: their errors must be raised before a group exists.
     with request.telling_others():
-        plan, alone = request.plan, not replaced.creates(request.helpers)
+        plan, pretended_size = request.plan, request.pretended_world
+        alone = pretended_size is None and not replaced.creates(request.helpers)
         some = alone and (request.nccl_configs or "get_nccl_options" in request.helpers)
         options = [_options(p, request, rank) if some else None for p in request.planned]
     if RELEASE_HAS["sharp_switched"]:
@@ -74,9 +75,8 @@ def build(
     if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.prepare_ucc()
     grid = built.grid = _grid_over(request)
-    if request.pretended_world is not None:
-        _rehearse(built, request)
-        return built
+    if pretended_size is not None:
+        _warn_of_a_pretended_world(pretended_size)
     if rank not in request.participants:
         return built
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
@@ -85,12 +85,14 @@ def build(
     pool = grid.begin(agreement or Agreement(""), policy, owner, prefix)
     try:
         agreed = request.participants, request.proposal(), request.timeout, request.init_count
-        with nullcontext() if agreement else pool.agreed(*agreed, one_device=alone):
+        # The ranks of a pretended world are not there: nobody could agree.
+        has_agreed = agreement is not None or pretended_size is not None
+        with nullcontext() if has_agreed else pool.agreed(*agreed, one_device=alone):
             check_window(request, pool.agreement)
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
                     with _sharp([p], request, built):
-                        _make(built, pool.make, plan, p, pg_options, p not in request.sharp_rows)
+                        _make(built, pool.make, plan, p, pg_options)
             else:
                 _call_helpers(built, pool, request)
             _assign_aliases(built, request)
@@ -103,25 +105,13 @@ def build(
     return built
 
 
-def _rehearse(built: Built, request: Request) -> None:
-    """Create as upstream does, a call for each group of the world, and own nothing.
-
-    For programs that replace what tells the world, to try a layout without its ranks.
-    """
+def _warn_of_a_pretended_world(size: int) -> None:
     warnings.warn(
         f"outside code has replaced functions of torch.distributed and says that there are "
-        f"{request.pretended_world} ranks, which are not there: groups are created as "
-        f"megatron-core does, without an agreement of the ranks.",
+        f"{size} ranks, which are not there: groups are created as megatron-core does, without an "
+        f"agreement of the ranks.",
         stacklevel=5,
     )
-    around = functools.partial(_sharp, request=request, built=built)
-    with group_helpers.collecting() as made:
-        through = calls.Calls(request, request.helpers, dist.get_rank(), "", "", around)
-        for p, ranks, group in through.groups():
-            _place(built, p, group, ranks if p.chosen else list(ranks))
-    built.groups = [None, *made] if made else []
-    _assign_aliases(built, request)
-    _barrier_on_each(built, request)
 
 
 def check_window(request: Request, agreement: Agreement) -> None:
@@ -142,7 +132,7 @@ def place(request: Request, find: Callable[..., list[Any]]) -> Built:
     """
     rank, built = dist.get_rank(), Built(grid=_grid_over(request))
     for p in request.planned:
-        _make(built, find, request.plan, p, _options(p, request, rank), False)
+        _make(built, find, request.plan, p, _options(p, request, rank))
     _assign_aliases(built, request)
     return built
 
@@ -172,7 +162,6 @@ def _make(
     plan: GroupPlan,
     p: PlannedGroup,
     pg_options: Any,
-    again: bool,
 ) -> None:
     rank, row = dist.get_rank(), p.group
     mine = plan.mine(row, rank)
@@ -182,7 +171,6 @@ def _make(
         lambda: plan.all(row),
         dims=row.dims,
         kind=row.kind,
-        again=again,
         backend=row.backend,
         timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
         pg_options=pg_options,
@@ -206,7 +194,9 @@ def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
             pool.adopt(p.group.label, ranks, group, p.group.dims)
             _place(built, p, group, ranks if p.chosen else list(ranks))
         for group in made:  # also those that upstream makes and keeps in no global
-            if all(group is not pooled.group for pooled in pool.groups):
+            # A replaced new_group may return an object of its own, which torch does not know.
+            is_torchs = isinstance(group, ProcessGroup)
+            if is_torchs and all(group is not pooled.group for pooled in pool.groups):
                 pool.adopt(group.group_desc, dist.get_process_group_ranks(group), group)
     built.groups = [None, *made] if made else []  # upstream's own create_group keeps the list
 

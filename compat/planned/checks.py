@@ -2,51 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from compat.planned.traffic import flows_of
-from hypergrid.network.checks import Finding, Severity
-from hypergrid.network.traffic import Layouts
+from compat.planned.layouts import Layouts, groups_by_kind
+from hypergrid.plan import GroupPlan
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
-# Flow, the place that its groups should not leave, severity; and what it costs if they do.
-_ACROSS: dict[tuple[str, str, Severity], str] = {
-    ("tp", "host", "error"): (
-        "Every layer waits for the network, forward and backward, several times."
-    ),
-    ("expert tp", "host", "error"): (
+Severity: TypeAlias = Literal["error", "warning", "note"]
+_SEVERITIES = ("error", "warning", "note")
+
+# Kind of groups that should stay inside a host, and severity; and what it costs if they do not.
+_ACROSS: dict[tuple[str, Severity], str] = {
+    ("tp", "error"): "Every layer waits for the network, forward and backward, several times.",
+    ("expert tp", "error"): (
         "Every expert layer waits for the network, forward and backward, several times."
     ),
-    ("ep", "host", "warning"): (
+    ("ep", "warning"): (
         "The tokens of every expert layer leave the host and come back, forward and backward."
     ),
-    ("ep", "rack", "warning"): (
-        "The tokens of every expert layer pass the links between racks, which all jobs share."
-    ),
-    ("cp", "host", "warning"): (
-        "Keys and values of every attention layer go round over the network."
-    ),
+    ("cp", "warning"): "Keys and values of every attention layer go round over the network.",
 }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The finding of one rule.
+
+    An "error" will not run as asked, or runs many times slower; a "warning" costs time; a "note"
+    may be intended.
+    """
+
+    rule: str
+    severity: Severity
+    what: str
+    cost: str  # what is expensive about it
+    remedy: str
+    order: str | None = None  # one that avoids it
+
+
+def findings(
+    check: Callable[[Layouts], Iterable[Finding]],
+    layouts: Layouts,
+    better: Iterable[tuple[str, Layouts]] = (),
+) -> list[Finding]:
+    """The findings of ``check`` in ``layouts``, one for each rule at most, the most severe first.
+
+    ``better`` are other orders with their layouts, the best first. Where one of them avoids a
+    finding, the first such order is its remedy.
+    """
+    by_rule = {finding.rule: finding for finding in check(layouts)}
+    for order, other_layouts in better:
+        if all(finding.order for finding in by_rule.values()):
+            break
+        remaining_rules = {finding.rule for finding in check(other_layouts)}
+        for rule, finding in by_rule.items():
+            if rule not in remaining_rules and finding.order is None:
+                remedy = f"order={order} avoids it."
+                by_rule[rule] = replace(finding, remedy=remedy, order=order)
+    return sorted(by_rule.values(), key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
 def faults(
     layouts: Layouts,
     hosts: Topology,
-    racks: Topology | None = None,
     domains: Topology | None = None,
     user_buffers: bool = False,
 ) -> Iterator[Finding]:
     """Findings: what is expensive about ``layouts``.
 
-    ``racks`` and NVLink ``domains`` of several hosts are for where they are known, ``user_buffers``
-    whether Transformer Engine's are on.
+    ``domains`` are NVLink domains, where they are known; ``user_buffers`` says whether Transformer
+    Engine's are on.
     """
-    # Inside an NVLink domain hosts are as near as the GPUs of one.
-    near = ("host", hosts) if domains is None else ("NVLink domain", domains)
-    yield from _across(layouts, {"host": near, "rack": ("rack", racks)})
+    if domains is None:
+        yield from _across(layouts, "host", hosts)
+    else:  # the GPUs of its hosts are as near as those of one host
+        yield from _across(layouts, "NVLink domain", domains)
     dense = layouts["decoder"]
     dims = dense.trimmed.dims
     apart = dense.stride("tp") if "tp" in dims else 1
@@ -97,41 +132,47 @@ def faults(
         )
 
 
-def host_order(given: float, cost: float) -> Iterator[Finding]:
-    """Whether hosts come in an order that costs more than ``cost``, that of a better one."""
-    if given > 1.01 * cost:
-        yield Finding(
-            "host-order",
-            "warning",
-            f"the hosts come in an order in which the traffic costs {given / cost:.2g} times what "
-            f"it does in another one.",
-            "Groups that would fit into an NVLink domain, a rack or a pod are cut by its border.",
-            "`hypergrid place` with the same flags writes the better order.",
-        )
-
-
-def _across(
-    layouts: Layouts, places: Mapping[str, tuple[str, Topology | None]]
-) -> Iterator[Finding]:
-    groups = {flow.name: flow.groups(layouts) for flow in flows_of(layouts)}
-    for (name, place, severity), cost in _ACROSS.items():
-        called, topology = places[place]
-        if topology is None or name not in groups:
+def _across(layouts: Layouts, place: str, places: Topology) -> Iterator[Finding]:
+    """A finding for each kind of groups that has ranks in several ``places``: hosts, or domains."""
+    groups = groups_by_kind(layouts)
+    for (kind, severity), cost in _ACROSS.items():
+        if kind not in groups:
             continue
-        touched = hosts_touched(groups[name], topology)
+        touched = hosts_touched(groups[kind], places)
         many, crossing = len(touched), int((touched > 1).sum())
         if not crossing:
             continue
-        if name == "tp":
+        if kind == "tp":
             groups.pop("expert tp", None)  # the finding about tp covers it
         which = "each of the" if crossing == many else f"{crossing} of the"
         verb = "has" if crossing in (1, many) else "have"
         yield Finding(
-            f"{name}-across-{called}s".replace(" ", "-").lower(),
+            f"{kind}-across-{place}s".replace(" ", "-").lower(),
             severity,
-            f"{name} leaves the {called}: {which} {many} groups of {groups[name].shape[1]} ranks "
-            f"{verb} ranks on up to {touched.max()} {called}s.",
+            f"{kind} leaves the {place}: {which} {many} groups of {groups[kind].shape[1]} ranks "
+            f"{verb} ranks on up to {touched.max()} {place}s.",
             cost,
-            f"No order avoids it without a more expensive fault. A smaller {name} would fit into "
-            f"{'an' if called.startswith('N') else 'a'} {called}.",
+            f"No order avoids it without a more expensive fault. A smaller {kind} would fit into "
+            f"{'an' if place.startswith('N') else 'a'} {place}.",
         )
+
+
+def link_findings(plan: GroupPlan, hosts: Topology) -> list[Finding]:
+    """Links of an assembly whose leaders tell their parts over the network."""
+    found = []
+    for link in plan.links:
+        ends = link.ends(plan.layouts)
+        for grid, parts in ((link.source, ends.leaving), (link.target, ends.entering)):
+            touched = hosts_touched(np.array(parts), hosts)
+            if (touched > 1).any():
+                found.append(
+                    Finding(
+                        "link-across-hosts",
+                        "warning",
+                        f"{link.name}: {(touched > 1).sum()} of {len(parts)} parts of {grid} are "
+                        f"on several hosts, up to {touched.max()}.",
+                        "What arrives is broadcast in each part: once more over the network.",
+                        f"Place the ranks of a part of {grid} on one host.",
+                    )
+                )
+    return found

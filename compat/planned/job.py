@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 from compat.megatron.planning import Request
-from compat.planned.traffic import Shape
 from compat.swap import order
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
@@ -59,27 +58,14 @@ _SETTINGS = {
     "_world": (_NUMBER, "world-size"),
     "_hosts": (_NUMBER, "nnodes"),
     "_per_host": (_NUMBER, "gpus-per-node"),
-    "_hosts_per_rack": (_NUMBER, "hosts-per-rack"),
-    "_racks_per_pod": (_NUMBER, "racks-per-pod"),
     "_nvlink_domain": (_NUMBER, "nvlink-domain"),
-    # The model and the batch, for the traffic alone.
-    "_hidden": (_NUMBER, "hidden-size hidden"),
-    "_sequence": (_NUMBER, "seq-length seq"),
-    "_ffn": (_NUMBER, "ffn-hidden-size ffn"),
+    # The model and the batch.
     "_experts": (_NUMBER, "num-experts experts"),
-    "_topk": (_NUMBER, "moe-router-topk topk"),
-    "_expert_ffn": (_NUMBER, "moe-ffn-hidden-size expert-ffn"),
     "_micro_batch": (_NUMBER, "micro-batch-size"),
-    "_micro_batches": (_NUMBER, "micro-batches"),
     "_batch": (_NUMBER, "global-batch-size"),
     "_heads": (_NUMBER, "num-attention-heads"),
-    "_kv_heads": (_NUMBER, "num-query-groups"),
-    "_expert_layers": (_TEXT, "moe-layer-freq"),
-    "_grouped": (_YES, "group-query-attention"),
-    "_gated": (_YES, "swiglu"),
 }
-_OF_MODEL = tuple(_SETTINGS)[list(_SETTINGS).index("_hidden") :]
-_MICRO_BATCHES = 32  # of a job that does not say
+_OF_MODEL = ("_experts", "_micro_batch", "_batch", "_heads")  # change no group
 _KEYS = {flag: key for key, (_, flags) in _SETTINGS.items() for flag in flags.split()}
 # By launcher, the flags that give the number of ranks and hosts.
 _LAUNCHERS = {
@@ -114,20 +100,22 @@ _OF_SRUN = {
 }
 _GPUS = "SLURM_GPUS_ON_NODE"
 VARIABLES = (*_VARIABLES, *_OF_SRUN, _GPUS)
-# Flags of Megatron and of launchers that change neither the groups nor the volumes, by their first
-# words; and variables whose name says that they hold flags.
+# Flags of Megatron and of launchers that do not change the groups, by their first words;
+# and variables whose name says that they hold flags.
 _WITHOUT_EFFECT = re.compile(
     r"(accumulate|adam|adlr|apply|async|attention|audit|auto|bf16|bias|bert|check|ckpt|clear|clip|"
     r"config|container|cpu|cpus|cross-entropy|cuda|data|dataloader|ddp|decay|decoupled|delay|"
     r"deterministic|disable-(?!gloo)|dist-ckpt|dataset|defer|distribute|embedding|empty|enable|end|eod|eval|exit|"
-    r"exp|export|external|fim|finetune|first-last|fp16|fp32|fp4|fp8|full|fused|grad|gradient|hidden-"
-    r"dropout|high-priority|hysteresis|inference|init|initial|iterations|job|keep|kill|kv|label|l$|"
+    r"exp|export|external|ffn|fim|finetune|first-last|fp16|fp32|fp4|fp8|full|fused|grad|gradient|"
+    r"group-query|hidden|high-priority|hysteresis|inference|init|initial|iterations|job|keep|kill|"
+    r"kv|label|l$|"
     r"load|local|log|logging|loss|lr|main|make|manual|mask|master|max|mem|merge|min|mla|mmap|mock|"
-    r"moe-(?!ffn|layer|router-topk$)|mpi|mscale|mtp|muon|nccl|no-(?!gloo)|node-rank|non|norm|"
-    r"normalization|num-dataset|num-workers|openai|optimizer|output|overlap|override|partition|"
+    r"moe|mpi|mscale|mtp|muon|nccl|no-(?!gloo)|node-rank|non|norm|"
+    r"normalization|num-dataset|num-query|num-workers|openai|optimizer|output|overlap|override|"
+    r"partition|"
     r"position|pretrained|profile|q-lora|qk|rampup|rdzv|recompute|record|redirects|report|rerun|"
-    r"reset|rotary|rope|safe|save|seed|sequence-parallel|sft|shadow|short|"
-    r"skip|split|squared|start|step|te-|"
+    r"reset|rotary|rope|safe|save|seed|seq|sft|shadow|short|"
+    r"skip|split|squared|start|step|swiglu|te-|"
     r"tensorboard|test|tee|time|timing|tokenizer|tp-comm|train|transformer|u$|untie|use-(?!sharp|tp-)|"
     r"v-head|valid|verbose|vocab|wait|wandb|warmup|weight|window|yaml|wgrad)"
 )
@@ -145,10 +133,9 @@ class Job:
     arguments: Mapping[str, Any]  # of initialize_model_parallel, those that were given
     world_size: int
     ranks_per_host: int = RANKS_PER_HOST
-    hosts_per_rack: int | None = None  # None: not known
-    racks_per_pod: int | None = None
     nvlink_domain: int | None = None  # GPUs; None: no more than a host
-    shape: Shape | None = None  # of the model, where all of it is known
+    # Of the model and the batch, by Megatron's flag: {"num-experts": 8}.
+    model: Mapping[str, int] = field(default_factory=dict)
     user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
     # The flags of a launch line, by "used", "without effect" and "not known".
@@ -280,23 +267,27 @@ def from_words(
         _refuse_likeness(flags["not known"], overrides)
     for key, (flag, values) in written.items():
         spared = key in overrides or ("_world" in overrides and key == "_hosts")
-        # A line may leave to variables what only the traffic needs.
+        # A line may leave to variables what changes no group.
         if not spared and not (key in _OF_MODEL and any(word.unknown for word in values)):
             settings[key] = _read(key, flag, values, variables)
-            flags["used"].append(" ".join(filter(None, (flag, *(word.text for word in values)))))
+            if key in _OF_MODEL:
+                flags["without effect"].append(flag)
+            else:
+                flags["used"].append(
+                    " ".join(filter(None, (flag, *(word.text for word in values))))
+                )
             assumed += [by_default(text) for word in values for text in word.assumed]
     if launcher == "torchrun" and "_world" not in settings:
         settings = {"_hosts": 1, "_per_host": 1, **settings}
     elif launcher and not settings.keys() & {"_world", "_per_host"}:
         raise JobError(f"{launcher} is not told the number of ranks. Give {_RANKS[launcher]}.")
-    job = _job(settings, overrides)
+    job = _job(settings)
     return replace(job, assumed=(*job.assumed, *dict.fromkeys(assumed)), flags=flags)
 
 
 def from_sizes(**given: Any) -> Job:
     """The job with these settings, named as flags with ``_`` for ``-``: ``tp=4, world_size=64``."""
-    settings = _by_key(given)
-    return _job(settings, settings)
+    return _job(_by_key(given))
 
 
 def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,8 +349,8 @@ def _refuse_likeness(unknown: Sequence[str], overrides: Mapping[str, Any]) -> No
             raise JobError(f"{flag} is no flag of Megatron. Did you mean --{like[0]}?")
 
 
-def _job(settings: dict[str, Any], overrides: Mapping[str, Any]) -> Job:
-    """The job of all settings, of which ``overrides`` come from no launch line."""
+def _job(settings: Mapping[str, Any]) -> Job:
+    """The job of all settings."""
     arguments = {key: value for key, value in settings.items() if not key.startswith("_")}
     assumed = []
     if "order" not in arguments:
@@ -392,77 +383,25 @@ def _job(settings: dict[str, Any], overrides: Mapping[str, Any]) -> Job:
             f"{per_host * hosts}. Change one of the three numbers."
         )
     _add_virtual_stages(arguments, settings)
-    shape = _shape(settings, overrides, arguments, world, assumed)
-    levels = ("hosts_per_rack", "racks_per_pod", "nvlink_domain")
-    units: dict[str, Any] = {name: settings.get(f"_{name}") for name in levels}
-    buffers, sentences = bool(settings.get("_user_buffers")), tuple(assumed)
+    model = {}
+    for key in ("_layers", *_OF_MODEL):
+        if key in settings:
+            flag = _SETTINGS[key][1].split()[0]
+            model[flag] = settings[key]
     return Job(
-        arguments, world, per_host, **units, shape=shape, user_buffers=buffers, assumed=sentences
+        arguments,
+        world,
+        per_host,
+        settings.get("_nvlink_domain"),
+        model,
+        bool(settings.get("_user_buffers")),
+        tuple(assumed),
     )
-
-
-def _shape(
-    settings: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    world: int,
-    assumed: list[str],
-) -> Shape | None:
-    """The model's shape; None where it is not known. A JobError if it was begun and not ended."""
-    needed = {"_hidden": "hidden", "_layers": "layers", "_sequence": "seq"}
-    missing = [flag for key, flag in needed.items() if key not in settings]
-    begun = [key for key in (*_OF_MODEL, "_layers") if key in overrides]
-    numbers = [key for key in (*_OF_MODEL, "_layers") if _SETTINGS[key][0] == _NUMBER]
-    wrong = [key for key in numbers if settings.get(key, 1) < 1]
-    if missing and begun:
-        raise JobError(
-            f"the shape of a model needs --hidden, --layers and --seq: --{missing[0]} is missing."
-        )
-    if missing or (wrong and not begun):
-        return None
-    if wrong:
-        flag = _SETTINGS[wrong[0]][1].split()[-1]
-        raise JobError(f"--{flag} must be at least 1, got {settings[wrong[0]]}.")
-    replicas = max(1, world // _ranks_of_a_replica(arguments))
-    micro_batch = settings.get("_micro_batch", 1)
-    many = settings.get("_micro_batches")
-    if many is None and "_batch" in settings:
-        many = max(1, settings["_batch"] // (micro_batch * replicas))
-    if many is None:
-        many = _MICRO_BATCHES
-        assumed.append(f"{many} micro-batches in a step; --micro-batches changes it")
-    optional = {
-        name: settings[f"_{name}"]
-        for name in ("ffn", "experts", "topk", "expert_ffn")
-        if f"_{name}" in settings
-    }
-    if "experts" in optional and "_expert_layers" in settings:
-        optional["expert_layers"] = _expert_layers(settings["_expert_layers"], settings["_layers"])
-    if settings.get("_grouped") and "_heads" in settings and "_kv_heads" in settings:
-        optional["kv_share"] = min(1.0, settings["_kv_heads"] / settings["_heads"])
-    optional["gated"] = bool(settings.get("_gated"))
-    ep = arguments.get("expert_model_parallel_size", 1)
-    if ep > 1 and "experts" not in optional:
-        optional["experts"] = ep
-        assumed.append(f"{ep} experts; --experts changes it")
-    sizes = (settings["_hidden"], settings["_layers"], settings["_sequence"], many, micro_batch)
-    return Shape(*sizes, **optional)
 
 
 def _ranks_of_a_replica(arguments: Mapping[str, Any]) -> int:
     names = ("tensor_model", "pipeline_model", "context")
     return prod(arguments.get(f"{name}_parallel_size", 1) for name in names)
-
-
-def _expert_layers(text: str, layers: int) -> int:
-    """How many layers have experts: each n-th, or as a pattern such as ``([0]*3+[1]*58)`` says."""
-    plain = text.replace(" ", "")
-    if re.fullmatch(r"\d{1,6}", plain):
-        return -(-layers // max(1, int(plain)))
-    if not re.fullmatch(r"\(?\[[01,]*\](\*\d+)?(\+\[[01,]*\](\*\d+)?)*\)?", plain):
-        raise JobError(f"--moe-layer-freq {shown(text)} is neither 2 nor like [0]*3+[1]*58.")
-    runs = re.findall(r"\[([01,]*)\](?:\*(\d{1,6}))?", plain)
-    return min(layers, sum(run.count("1") * int(times or 1) for run, times in runs))
 
 
 def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) -> None:

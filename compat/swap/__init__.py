@@ -21,7 +21,7 @@ OURS = {
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds our modules under megatron's names, and wraps what ``own_orders`` lists.
+    """Finds our modules under megatron's names, and warns of what ``own_orders`` lists.
 
     A finder and not an entry in ``sys.modules``: every form of import then sets the attribute of
     the parent package, and nothing is loaded before it is imported.
@@ -32,7 +32,9 @@ class _Finder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname in OURS:
             return ModuleSpec(fullname, self)
-        return own_orders.watched(fullname, path)
+        if fullname in own_orders.MODULES:
+            own_orders.warn_of_own_order(fullname)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(OURS[spec.name])

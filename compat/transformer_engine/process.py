@@ -61,14 +61,14 @@ def empty_meta_package() -> bool:
     return pure and not any(map(_version, _CORES))
 
 
-def warn_of_an_empty_package(stacklevel: int = 2) -> None:
+def warn_of_an_empty_package() -> None:
     """Warn before ``import megatron.core`` fails because of such an installation."""
     if "transformer_engine" not in sys.modules and empty_meta_package():
         warnings.warn(
             f"transformer-engine {_version('transformer-engine')} is installed without its "
             f"libraries, as by `pip install transformer-engine`: `import megatron.core` "
             f"will raise RuntimeError. {remedy()}",
-            stacklevel=stacklevel + 1,
+            stacklevel=3,
         )
 
 
@@ -91,7 +91,7 @@ def release(groups: Sequence[Any], abort: bool = False) -> None:
     """
     expert = sys.modules.get("transformer_engine.pytorch.ep")
     used: Any = getattr(expert, "_EP_GROUP", None)
-    closing = any(group is used for group in groups)
+    closing = used in groups
     if closing and abort:
         vars(expert).update(_EP_GROUP=None, _BOOTSTRAPPED=False)
     elif closing:

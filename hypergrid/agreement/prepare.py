@@ -45,7 +45,6 @@ class Abilities:
     bound: str | None = None
     can_split: bool = False
     can_connect_lazily: bool = True
-    suspends: bool = True  # told by ``GroupPool.suspend`` alone
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Agreement:
     others: str = "members"  # who creates all others: "members" or "everyone"
     why: str = ""  # why members alone cannot create; empty if they can
     lazy: bool = False  # whether gloo connects on first use
-    suspends: bool = True  # whether no rank has said that a backend of its groups cannot
 
 
 def agree(
@@ -429,7 +427,6 @@ def choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[s
             why=why["members"] or "",
             lazy=policy.connect in ("lazy", "auto")
             and all(can.can_connect_lazily for can in everybody),
-            suspends=all(can.suspends for can in everybody),
         )
     )
 

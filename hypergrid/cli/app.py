@@ -1,12 +1,10 @@
-"""The commands: plan, show, check, place, diff, diagnose, audit, parity, verify, doctor."""
+"""The commands: plan, show, check, diff, diagnose, audit, parity, verify, doctor."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,21 +14,18 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.planned.checks import faults, host_order
+from compat.planned.checks import Finding, faults, findings, link_findings
 from compat.planned.job import JobError, script_of
-from compat.planned.traffic import SHARDS, VOLUMES, has_experts, shards_of
+from compat.planned.layouts import SHARDS, has_experts, shards_of
+from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
 from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import PlannedJob, Traffic, line_of, read, saved, started
+from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
-from hypergrid.network.checks import Finding, by_severity, findings, link_findings
-from hypergrid.network.files import FORMATS
-from hypergrid.network.levels import Network
-from hypergrid.network.traffic import ranked
 from hypergrid.show.diff import Dump, against_dump, difference, unfit
 from hypergrid.summary import communicators, descriptors, dims_in_words, summaries
 
@@ -45,11 +40,6 @@ def _top(
     if version:
         typer.echo(__version__)
         raise typer.Exit
-
-
-Volumes = Annotated[
-    str | None, typer.Option(help="What a rank sends, such as tp=8,ep=8,cp=3,dp=0.4,pp=0.25.")
-]
 
 
 @command()
@@ -105,14 +95,15 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
-    """Show the ranks of each host, by NVLink domain and rack: a table, a picture, or a page."""
+    """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
     views = [view] if view is not None else list(subject.plan.grids) or ["decoder"]
     unknown = [each for each in views if each not in subject.layouts]
     if unknown:
         raise LayoutError(
             f"there is no view {unknown[0]!r}: there are {', '.join(subject.layouts)}."
         )
-    within = subject.network.within
+    within = subject.within
+    per_host = subject.ranks_per_host
     for path in (png, svg):
         if path is not None:
             from hypergrid.show.picture import picture
@@ -120,12 +111,12 @@ def show(
             drawn = replace(subject.plan, layouts=subject.layouts)
             both = view is None and by is None and has_experts(subject.layouts)
             names = ("decoder", "expert") if both else views[0]
-            picture(drawn, subject.boxes, path, layout=names, by=by, within=within)
+            picture(drawn, per_host, path, layout=names, by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
 
         offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        text = page(subject.plan, subject.boxes, offered=offered, within=within)
+        text = page(subject.plan, per_host, offered=offered, within=within)
         html.write_text(text, "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
@@ -139,7 +130,7 @@ def show(
         layout = subject.layouts[name]
         long = layout.trimmed.dims or layout.dims[:1]
         chosen = by or ("tp" if "tp" in long else long[0])
-        lines = list(table(layout, subject.boxes, chosen, only=only, width=width, within=within))
+        lines = list(table(layout, per_host, chosen, only=only, width=width, within=within))
         tables.append((name, chosen, lines))
     out = prints.head(subject)
     for name, _, lines in tables:
@@ -156,48 +147,41 @@ def check(
     subject: PlannedJob,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
-    volumes: Volumes = None,
     as_json: Json = False,
 ) -> int:
     """Check a layout: which placements are expensive, why, and which order avoids them.
 
+    --suggest ranks all orders by how many hosts their groups touch.
+
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
-    weights = _volumes(volumes)
     if subject.plan.grids:
         if suggest:
             raise JobError("--suggest ranks the orders of one grid: save a plan for each grid.")
         return _check_grids(subject, as_json)
-    traffic = Traffic.of(subject, weights if volumes else None)
-    orders = ranked(subject.order, subject.layouts_in, traffic.network, traffic.flows_of)
-    asked = next(each for each in orders if each.order == subject.order)
+    # Inside an NVLink domain hosts are as near as the GPUs of one.
+    places = subject.domains or subject.hosts
+    ranking = ranked_orders(subject.order, subject.layouts_in, places)
+    asked = next(ranked for ranked in ranking if ranked.order == subject.order)
     better = (
-        (each.order, subject.layouts_in(each.order) or {})
-        for each in orders
-        if each.total <= asked.total and each is not asked
+        (ranked.order, subject.layouts_in(ranked.order) or {})
+        for ranked in ranking
+        if ranked.numbers <= asked.numbers and ranked is not asked
     )
     found = findings(_faults_of(subject), subject.layouts, better)
-    if subject.network.units and isinstance(traffic.network, Network):
-        placed = traffic.placed()
-        found = by_severity([*found, *host_order(placed.given, placed.cost)])
-    status = int(any(each.severity != "note" for each in found))
+    status = int(any(finding.severity != "note" for finding in found))
     if as_json:
-        data: dict[str, Any] = {"findings": [asdict(each) for each in found]}
-        if traffic.seconds:
-            data |= {"traffic": prints.traffic_data(traffic.estimate())}
+        data: dict[str, Any] = {"findings": [asdict(finding) for finding in found]}
         if suggest:
-            listed = {"unit": traffic.unit, "orders": [asdict(each) for each in orders]}
-            data |= listed if traffic.seconds else {"volumes": weights, **listed}
+            data["orders"] = [asdict(ranked) for ranked in ranking]
         prints.as_json(data)
         return status
     out = prints.head(subject)
     prints.findings(out, found)
-    if traffic.seconds:
-        out.print()
-        prints.traffic(out, subject, traffic.estimate())
     if suggest:
         out.print()
-        prints.orders(out, asked, orders, top, traffic.unit)
+        kind = "NVLink domains" if subject.domains else "hosts"
+        prints.orders(out, asked, ranking[:top], len(ranking), kind)
     return status
 
 
@@ -217,43 +201,12 @@ def _check_grids(subject: PlannedJob, as_json: bool) -> int:
 
 
 def _faults_of(subject: PlannedJob) -> partial[Iterator[Finding]]:
-    places = subject.places
     return partial(
         faults,
-        hosts=places["host"],
-        racks=places.get("rack"),
-        domains=places.get("nvlink"),
+        hosts=subject.hosts,
+        domains=subject.domains,
         user_buffers=subject.job is not None and subject.job.user_buffers,
     )
-
-
-@command()
-def place(
-    subject: PlannedJob,
-    volumes: Volumes = None,
-    written: Annotated[
-        str | None, typer.Option("--as", help=f"Write the order alone: {', '.join(FORMATS)}.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Find the order of the hosts of --topology that costs least.
-
-    It keeps heavy flows inside NVLink domains and near. Hosts that the job does not need are spare.
-    """
-    if written is not None and written not in FORMATS:
-        raise JobError(f"--as {written} is invalid; allowed: {', '.join(FORMATS)}.")
-    if subject.plan.grids:
-        raise JobError("place orders the hosts of one grid: save a plan for each grid.")
-    traffic = Traffic.of(subject, _volumes(volumes) if volumes else None, by_hosts=False)
-    found = traffic.placed()
-    if written is not None:
-        placed = subject.network.in_order(found.order)
-        last = subject.plan.window.stop - sum(placed.ranks[:-1])  # all that the job has there
-        typer.echo(FORMATS[written](replace(placed, ranks=(*placed.ranks[:-1], last))))
-    elif as_json:
-        prints.as_json(prints.placement_data(subject.network, traffic, found))
-    else:
-        prints.placement(prints.head(subject), subject.network, traffic, found)
 
 
 @command(ignore_unknown_options=True)  # sizes are one argument
@@ -300,12 +253,7 @@ def diagnose(
         list[int] | None,
         typer.Option("--pid", help="Have these ranks, or a torchrun's, write first; repeatable."),
     ] = None,
-    stragglers: Annotated[
-        bool,
-        typer.Option("--stragglers", help="Also report who made others wait in collectives."),
-    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the calls for Perfetto.")] = None,
     as_json: Json = False,
 ) -> int:
     """Find the rank that everyone waits for in a job that hangs, from the files of its ranks.
@@ -316,7 +264,6 @@ def diagnose(
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.hangs import reading, verdict
-    from hypergrid.hangs.stragglers import stragglers as who_is_late
 
     problems: tuple[str, ...] = ()
     if pids:
@@ -338,24 +285,18 @@ def diagnose(
         left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
         layout = None
     found = verdict.diagnose(left, layout)
-    late = who_is_late(left, layout) if stragglers or html is not None else []
     if as_json:
-        more = {"stragglers": [asdict(each) for each in late]} if stragglers else {}
-        prints.as_json({**found.to_json(), **more})
+        prints.as_json(found.to_json())
     else:
-        prints.diagnosis(found, late if stragglers else None)
+        prints.diagnosis(found)
     if html is not None:
         from hypergrid.show.job import hosts_of, page_data, plan_of
         from hypergrid.show.page import page
 
         drawn = layout or plan_of(left)
-        job = page_data(left, found, [x for x in late if x.stands_out])
         title = f"{directory.name}: {found.kind}"
-        html.write_text(page(drawn, hosts_of(left, drawn), title, job=job), "utf-8")
-    if trace is not None:
-        from hypergrid.show.trace import trace_events
-
-        trace.write_text(json.dumps(trace_events(left, layout)))
+        text = page(drawn, hosts_of(left, drawn), title, job=page_data(left, found))
+        html.write_text(text, "utf-8")
     return 0 if found.ok else 1
 
 
@@ -366,7 +307,6 @@ def audit(
         Path | None,
         typer.Option(metavar="BASELINE", help="What --json printed before, or a directory."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page.")] = None,
     as_json: Json = False,
 ) -> int:
     """Count the reads of parallel_state, and name the code that reads the wrong state.
@@ -382,10 +322,6 @@ def audit(
     found = reads.read(directory)
     changes = None if against is None else reads.against(found, reads.baseline(against))
     new = [each for each in changes or () if each.after > each.before]
-    if html is not None:
-        from hypergrid.show.reads import page
-
-        html.write_text(page(found, f"Reads of {directory.name}"), "utf-8")
     if as_json:
         more = {"changes": [asdict(each) for each in changes]} if changes is not None else {}
         prints.as_json({**found.to_json(), **more})
@@ -500,21 +436,6 @@ def _dump(text: str) -> Dump | None:
     raw = bytes_of(text)
     is_dump = {"pid", "groups"} <= decoded(raw, dict[str, Any], text).keys()
     return decoded(raw, Dump, text) if is_dump else None
-
-
-def _volumes(text: str | None) -> Mapping[str, float]:
-    if text is None:
-        return VOLUMES
-    try:
-        given = {name: float(value) for name, value in (p.split("=") for p in text.split(","))}
-    except ValueError:
-        raise JobError(f"--volumes {text} is not like tp=8,ep=8,cp=3,dp=0.4,pp=0.25.") from None
-    unknown = sorted(set(given) - set(VOLUMES))
-    if unknown:
-        raise JobError(f"volumes are for {', '.join(VOLUMES)}; not {', '.join(unknown)}.")
-    if not all(0 <= volume < math.inf for volume in given.values()):
-        raise JobError(f"--volumes {text}: each must be 0 or more, and finite.")
-    return {**VOLUMES, **given}
 
 
 def _numbers(text: str | None) -> list[int] | None:

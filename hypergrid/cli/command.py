@@ -12,7 +12,7 @@ import typer
 
 from compat.megatron import releases
 from compat.planned.job import JobError, from_sizes
-from hypergrid.cli.source import NetworkFlags, PlannedJob, from_line, line_of, of_job, saved
+from hypergrid.cli.source import PlannedJob, from_line, line_of, of_job, saved
 from hypergrid.files import FileError
 from hypergrid.layout import LayoutError
 from hypergrid.messages import printable
@@ -36,12 +36,7 @@ _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
     ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
     ("world-size", int, None, "Ranks of the job."),
     ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
-    ("hosts-per-rack", int, None, "Hosts in each rack."),
-    ("racks-per-pod", int, None, "Racks in each pod."),
     ("nvlink-domain", int, None, "GPUs in each NVLink domain, if it is larger than a host."),
-    ("topology", str, "FILE", "The network: YAML, JSON, SLURM's topology.conf or addresses."),
-    ("hostlist", str, "a[1-8],b3", "The job's hosts in the order of their ranks."),
-    ("bandwidth", str, "LEVEL=GB/s", "Of a rank over each level, such as host=450,world=50."),
     ("tp", int, None, "Tensor parallel size."),
     ("cp", int, None, "Context parallel size."),
     ("pp", int, None, "Pipeline parallel size."),
@@ -52,15 +47,7 @@ _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
     ("order", str, "tp-cp-ep-dp-pp", "Dims from fastest to slowest."),
     ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
     ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
-    ("hidden", int, None, "Hidden size; with --layers and --seq the traffic is in seconds."),
     ("layers", int, None, "Layers of the model."),
-    ("seq", int, None, "Tokens of a sequence."),
-    ("ffn", int, None, "Width of the MLP; 4 x hidden if not given."),
-    ("experts", int, None, "Experts of each layer."),
-    ("topk", int, None, "Experts that each token goes to; 2 if not given."),
-    ("expert-ffn", int, None, "Width of an expert; as --ffn if not given."),
-    ("micro-batch-size", int, None, "Sequences of a micro-batch; 1 if not given."),
-    ("micro-batches", int, None, "Micro-batches of a step; 32 if not given."),
 )
 
 
@@ -131,14 +118,12 @@ def _subject(
     pairs = dict(pair.partition("=")[::2] for pair in set or ())
     if not all("=" in pair for pair in set or ()) or (pairs and from_args is None):
         raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
-    network = NetworkFlags(*(given.pop(name) for name in ("topology", "hostlist", "bandwidth")))
     if plan is not None:
-        units = {name: given.pop(name) for name in ("nvlink_domain", "racks_per_pod")}
-        per_host, units["hosts_per_rack"] = given.pop("gpus_per_node"), given.pop("hosts_per_rack")
+        per_host, domain = given.pop("gpus_per_node"), given.pop("nvlink_domain")
         if from_args is not None or megatron is not None or any(given.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
-        return saved(Path(plan), per_host, network, **units)
+        return saved(Path(plan), per_host, domain)
     job = (
         from_sizes(**given) if from_args is None else from_line(line_of(from_args), pairs, **given)
     )
-    return of_job(job, network)
+    return of_job(job)

@@ -16,7 +16,6 @@ from pathlib import Path
 from compat.planned.job import Job, JobError
 from compat.transformer_engine import process as te_process
 from hypergrid.messages import install_command
-from hypergrid.network.levels import NDR, NVLINK4
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
 _REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
@@ -259,9 +258,8 @@ def _ranks() -> Iterator[tuple[str, str, str]]:
         yield (
             "ranks",
             f"interleaved over hosts ({why}): neighbouring ranks, which are the groups of tp, "
-            f"communicate at {NDR:g} GB/s and not at {NVLINK4:g}, {NVLINK4 / NDR:.0f} times slower",
-            "srun --distribution=block, or a host file that lists each host once; "
-            "`hypergrid place` writes one.",
+            f"communicate over the network and not inside a host",
+            "srun --distribution=block, or a host file that lists each host once.",
         )
     elif found:
         yield "ranks", "consecutive on each host", ""

@@ -16,16 +16,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from compat.planned.traffic import SHARDS, has_experts
-from hypergrid.cli.source import PlannedJob, Traffic
-from hypergrid.hangs.stragglers import Late
+from compat.planned.checks import Finding
+from compat.planned.layouts import SHARDS, has_experts
+from compat.planned.orders import RankedOrder
+from hypergrid.cli.source import PlannedJob
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, printable, span_of
-from hypergrid.network.checks import Finding
-from hypergrid.network.files import FORMATS, hostlist
-from hypergrid.network.levels import Network
-from hypergrid.network.placement import HostOrder
-from hypergrid.network.traffic import Estimate, Ranked
 from hypergrid.show.audit import Audit, Change
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
@@ -47,9 +43,9 @@ def as_data(subject: PlannedJob) -> dict[str, Any]:
     made = communicators(subject.plan)
     return {
         **json.loads(subject.plan.to_json()),
-        "ranks_per_host": subject.network.ranks[0],
+        "ranks_per_host": subject.ranks_per_host,
+        **({"nvlink_domain": subject.nvlink_domain} if subject.nvlink_domain else {}),
         **({"megatron": subject.release.partition(" ")[0]} if subject.release else {}),
-        **({"network": subject.network.to_json()} if subject.network.is_irregular else {}),
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
@@ -88,17 +84,16 @@ def head(subject: PlannedJob) -> Console:
     if subject.plan.grids:
         _grids(out, subject)
         return out
-    each = span((min(subject.network.ranks), max(subject.network.ranks)))
     ranks = layouts["decoder"].size
     out.print(
-        f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} of {each}: "
-        f"{sizes_in_words(layouts['decoder'])}"
+        f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} of "
+        f"{subject.ranks_per_host}: {sizes_in_words(layouts['decoder'])}"
     )
-    for level, units in subject.network.units.items():
-        used = Counter(units[:hosts])
-        many = span((min(used.values()), max(used.values())))
-        kind = "NVLink domain" if level == "nvlink" else level
-        out.print(f"{len(used)} {kind}{'s' * (len(used) > 1)} of {many} hosts")
+    if subject.nvlink_domain is not None:
+        hosts_of_domain = Counter(subject.within.values())
+        domains = len(hosts_of_domain)
+        many = span((min(hosts_of_domain.values()), max(hosts_of_domain.values())))
+        out.print(f"{domains} NVLink domain{'s' * (domains > 1)} of {many} hosts")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
     _rests_on(out, subject)
@@ -120,8 +115,7 @@ def _grids(out: Console, subject: PlannedJob) -> None:
     plan, hosts = subject.plan, len(subject.hosts.names)
     out.print(
         f"{len(plan.window)} ranks on {hosts} host{'s' * (hosts > 1)} of "
-        f"{span((min(subject.network.ranks), max(subject.network.ranks)))}, "
-        f"{len(plan.grids)} grids"
+        f"{subject.ranks_per_host}, {len(plan.grids)} grids"
     )
     for name in plan.grids:
         layout = plan.layouts[name]
@@ -170,133 +164,30 @@ def findings(out: Console, found: Sequence[Finding]) -> None:
         out.print("No findings.")
 
 
-def traffic(out: Console, subject: PlannedJob, found: Estimate) -> None:
-    """The volume of each flow over each level, and the seconds that it takes."""
-    network, ranks = subject.network, subject.layouts["decoder"].size
+def orders(
+    out: Console, asked: RankedOrder, best: Sequence[RankedOrder], many: int, places: str
+) -> None:
+    """The ``best`` of ``many`` orders and ``asked``: how many ``places`` their groups touch."""
     rows = []
-    for name, cost in sorted(found.costs.items(), key=lambda pair: -pair[1].slowest):
-        amounts = (cost.volumes[level] for level in network.levels)
-        cells = [_amount(volume / ranks) if volume else "" for volume in amounts]
-        rows.append((name, *cells, _amount(cost.slowest)))
-    columns = (f">{level}" for level in network.levels)
-    out.print("GB that a rank sends in a step, by level, and seconds of the slowest group:")
-    table(out, ("flow", *columns, ">seconds"), rows)
+    for ranked in [*best, *[asked] * (asked not in best)]:
+        marks = ", ".join(["best"] * (ranked is best[0]) + ["yours"] * (ranked is asked))
+        style = "bold" if ranked is best[0] else ""
+        cells = (marks, ranked.order, *map(str, ranked.numbers))
+        rows.append([Text(cell, style=style) for cell in cells])
+    out.print(f"How many {places} a group touches at most, by kind of groups:")
+    table(out, ("", "order", *(f">{kind}" for kind in asked.hosts)), rows)
     out.print()
-    _speeds(out, network)
     out.print(
-        f"A rank waits {_amount(found.low)} to {_amount(found.high)} s for the network in each "
-        f"step."
-        + (f" Most of it is {found.flow}, over the level {found.level}." if found.flow else "")
+        "Of two orders the better one has the smaller number in the first column in which they "
+        "differ; kinds that send more are further left."
     )
-
-
-def _speeds(out: Console, network: Network) -> None:
-    speeds = ", ".join(f"{level} {_amount(gb)}" for level, gb in network.speeds.items())
-    out.print(f"GB/s of a rank: {speeds}; --bandwidth changes them.")
-
-
-def traffic_data(found: Estimate) -> dict[str, Any]:
-    """An estimate as JSON."""
-    return {
-        "seconds": [found.low, found.high],
-        "largest": {"flow": found.flow, "level": found.level},
-        "flows": {name: asdict(cost) for name, cost in found.costs.items()},
-    }
-
-
-def placement(out: Console, network: Network, traffic: Traffic, found: HostOrder) -> None:
-    """The cost of the given order of hosts and of the order that was found, and that order."""
-    flows = _placed_flows(traffic, found)
-    rows = [(name, _amount(old), _amount(new)) for name, (old, new) in flows.items()]
-    total = ("in all", *map(_amount, (found.given, found.cost)))
-    table(out, ("flow", ">as given", ">placed"), [*rows, total])
-    out.print()
-    better = "No order costs less." if found.exact else "It is the best of those that were tried."
-    if found.cost < found.given:
-        less = f"{1 - found.cost / found.given:.0%}"
-        out.print(f"This order of hosts costs {less} less than the given one. {better}")
+    if best[0].numbers == asked.numbers:
+        out.print(f"No order of {many} is better than yours.")
     else:
-        tried = (
-            "No order of hosts" if found.exact else "None of the orders of hosts that were tried"
+        out.print(
+            f"To use the first of {many}: initialize_model_parallel(order={best[0].order!r}), or "
+            f"hypergrid-launch --order {best[0].order}."
         )
-        same = found.order == tuple(range(len(found.order)))
-        also = "." if same else "; this one sends less over the outer levels."
-        out.print(f"{tried} costs less than the given one{also}")
-    out.print(f"hosts: {hostlist(network.hosts[i] for i in found.order)}", soft_wrap=True)
-    if found.spare:
-        out.print(f"spare: {hostlist(network.hosts[i] for i in found.spare)}", soft_wrap=True)
-    out.print()
-    _speeds(out, network)
-    out.print(f"--as writes it for a launcher: {', '.join(FORMATS)}.")
-    out.print(f"Unit: {traffic.unit}, of a rank on average; docs/placement.md has the model.")
-
-
-def placement_data(network: Network, traffic: Traffic, found: HostOrder) -> dict[str, Any]:
-    """The same as JSON."""
-    return {
-        "hosts": [network.hosts[i] for i in found.order],
-        "spare": [network.hosts[i] for i in found.spare],
-        "unit": traffic.unit,
-        "given": found.given,
-        "cost": found.cost,
-        "exact": found.exact,
-        "flows": {
-            name: {"given": old, "cost": new}
-            for name, (old, new) in _placed_flows(traffic, found).items()
-        },
-    }
-
-
-def _placed_flows(traffic: Traffic, found: HostOrder) -> dict[str, tuple[float, float]]:
-    """Of each flow what it costs in the given order, and in the one that was found."""
-    ranks = max(layout.size for layout in traffic.subject.layouts.values())
-    old, new = (traffic.estimate(order).costs for order in ((), (*found.order, *found.spare)))
-    return {name: (old[name].total / ranks, new[name].total / ranks) for name in old}
-
-
-def orders(out: Console, asked: Ranked, found: list[Ranked], top: int, unit: str) -> None:
-    """The best orders and the one that was asked for, with the reasons."""
-    best, rows = found[0], []
-    for each in found[:top] + [asked] * (asked not in found[:top]):
-        marks = ", ".join(["best"] * (each is best) + ["yours"] * (each is asked))
-        amounts = map(_amount, (each.total, *each.flows.values()))
-        style = "bold" if each is best else ""
-        rows.append([Text(cell, style=style) for cell in (marks, each.order, *amounts)])
-    total = {"seconds": ">seconds", "volumes between hosts": ">between hosts"}.get(unit, ">cost")
-    table(out, ("", "order", total, *(f">{flow}" for flow in best.flows)), rows)
-    out.print()
-    for line in _explained(best, asked, len(found), unit):
-        out.print(line)
-
-
-def _explained(best: Ranked, asked: Ranked, many: int, unit: str) -> Iterable[str]:
-    inside = [flow for flow, amount in best.flows.items() if not amount]
-    out = [f"{flow} ({_amount(n)})" for flow, n in best.flows.items() if n]
-    verb = "stays inside a host" if len(inside) == 1 else "stay inside hosts"
-    reasons = [f"{_listed(inside)} {verb}"] * bool(inside)
-    hosts = unit == "volumes between hosts"
-    reasons += [f"what {'crosses' if hosts else 'costs'} is {_listed(out)}"] * bool(out)
-    does, least = ("sends", "sends least") if hosts else ("costs", "costs least")
-    if best.order == asked.order or best.total == asked.total:
-        less = "sends less between hosts" if hosts else "costs less"
-        yield f"No order of {many} {less} than yours: {'; '.join(reasons)}."
-    else:
-        yield (
-            f"{best.order} {least} of {many} orders: {'; '.join(reasons)}. Yours {does} "
-            f"{_amount(asked.total)}, {best.order} {_amount(best.total)}."
-        )
-        yield (
-            f"To use it: initialize_model_parallel(order={best.order!r}), or hypergrid-launch "
-            f"--order {best.order}."
-        )
-    if unit == "seconds":
-        yield "Unit: seconds of a step, on average over the ranks; docs/placement.md has the model."
-        return
-    pace = "" if hosts else ", at the pace of the slowest level, on average over the ranks"
-    yield (
-        f"Unit: one activation tensor a layer and micro-batch{pace}; the model is in "
-        "compat/planned/traffic.py, --volumes changes it."
-    )
 
 
 def difference(out: Console, found: Difference) -> None:
@@ -330,8 +221,8 @@ def difference(out: Console, found: Difference) -> None:
         out.print("Weights: every rank keeps its part.")
 
 
-def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
-    """The verdict, then why, then what could not be read, then who comes last."""
+def diagnosis(found: Diagnosis) -> None:
+    """The verdict, then why, then what could not be read."""
     out = console()
     out.print(Text(found.sentence, style="bold"))
     for heading, lines in (("Why", found.chain), ("Not used", found.problems)):
@@ -341,28 +232,6 @@ def diagnosis(found: Diagnosis, late: Sequence[Late] | None = None) -> None:
             out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
         if len(lines) > 20:
             out.print(f"  and {len(lines) - 20} more")
-    if late is not None:
-        late = [each for each in late if each.stands_out]
-        if not late:
-            out.print("\nNobody made others wait in collectives for more than 1% of the time.")
-            return
-        out.print("\nWho made others wait in collectives, the longest first:")
-        table(out, LATE, map(late_row, late[:20]))
-
-
-LATE = ("who", ">seconds", ">of all time", ">a step", ">calls", "mostly in")
-
-
-def late_row(each: Late) -> tuple[str, ...]:
-    """The cells of LATE."""
-    return (
-        f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
-        f"{each.seconds:,.2f}",
-        f"{each.share:.0%}",
-        "" if each.per_step is None else f"{each.per_step:,.3f}",
-        f"{each.calls:,}",
-        f"{each.operation} of {each.label}",
-    )
 
 
 def audit(found: Audit, changes: Sequence[Change] | None) -> None:
@@ -434,14 +303,6 @@ def span(pair: tuple[int, int], to: str = "-") -> str:
 def red(text: object, wanted: bool) -> Text:
     """The text, red and bold if so ``wanted``."""
     return Text(str(text), style="bold red" if wanted else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
 
 
 def as_json(data: Mapping[str, Any]) -> None:

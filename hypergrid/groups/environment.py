@@ -57,7 +57,7 @@ class EnvironmentTable:
     ----------
     source : HyperCommGrid, optional
         Whose groups are in the table too, also those that it creates later; of a ``ParallelState``
-        its ``grid``. After ``suspend(how="recreate")`` and ``resume()`` of it, make a new table.
+        its ``grid``.
 
     Raises
     ------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -15,14 +15,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.agreement.prepare import Agreement, refusing_together
+from hypergrid.agreement.prepare import Agreement
 from hypergrid.groups import creation
 from hypergrid.groups.pool import GroupPool
-from hypergrid.groups.subgroups import Subgroups
 from hypergrid.groups.suspension import Suspended
-from hypergrid.layout import Dims, LayoutError, RankLayout, listed
-from hypergrid.messages import shown
-from hypergrid.plan import SUBGROUP, GroupPlan, GroupRow
+from hypergrid.layout import Dims, RankLayout
 from hypergrid.policy import Policy
 from hypergrid.topology import Hosts, Topology
 from hypergrid.views import BASE, Key, Views, name_of, ordered
@@ -85,11 +82,8 @@ class HyperCommGrid:
         self.backend = backend
         self._views = Views(layout)
         self._pgs: dict[Key, ProcessGroup | None] = {}
-        self._suspended: dict[Key, str] = {}  # names of the groups that are suspended
         self.pool: GroupPool | None = None
         """The groups that this grid created; None before the first."""
-        self._subgroups: Subgroups | None = None  # once asked for, until the next suspension
-        self._suspensions = 0
 
     @classmethod
     def over(
@@ -200,7 +194,7 @@ class HyperCommGrid:
         """
         key, layout, names = self._views.find(dims, view)
         label = name_of(key)
-        if key in self._pgs or key in self._suspended:
+        if key in self._pgs:
             raise KeyError(
                 f"the groups over {label!r} have already been created, and options cannot be "
                 f"compared. Call get_pg({_call(key)}) for the group of this rank."
@@ -216,114 +210,6 @@ class HyperCommGrid:
                 made = pool.make(label, mine, everyone, dims=tuple(names), **options)
         self._pgs[key] = made[0] if made else None
         return self._pgs[key]
-
-    def subgroup(
-        self,
-        dims: Dims,
-        size: int,
-        *,
-        view: str | None = None,
-        limit: int | None = None,
-        timeout: timedelta | None = None,
-    ) -> ProcessGroup | None:
-        """This rank's group over ``dims``, cut into runs of ``size`` members: the run with it.
-
-        *Local*: never waits for another rank, so that ranks may ask in any order, and compares
-        nothing with them. The group connects in its first collective. Asking again returns the same
-        group until it is released. The grid must have a group already, of any dims.
-        Six ranks in runs of 4 are a group of 4 and one of 2, whose description says so.
-
-        Parameters
-        ----------
-        dims, view
-            As for ``create_pg``; that group itself need not exist.
-        size : int
-            Members of a run; the last may be shorter. At least 1.
-        limit : int, optional
-            Most subgroups that this rank may have by asking; nothing is evicted.
-        timeout : timedelta, optional
-            Of its collectives; by default torch's. The first that asks on this rank sets it.
-
-        Returns
-        -------
-        ProcessGroup or None
-            None outside the grid.
-
-        Raises
-        ------
-        LayoutError
-            A dim that the view does not have, or an invalid size or limit.
-        RuntimeError
-            This grid has no group yet, or is suspended; there are ``limit`` subgroups; or torch
-            must connect at once, as where the default group is bound to a device: then
-            ``create_subgroups`` plans them.
-        """
-        label, layout, names = self._cut(dims, size, view)
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise LayoutError(f"limit must be a whole number from 1 on, got {shown(limit)}.")
-        rank = dist.get_rank()
-        if rank not in layout:
-            return None
-        if self.pool is None:
-            raise RuntimeError(
-                f"rank {rank} asks for {label}, and no group of {self!r} exists yet: call "
-                f"create_pg() on every rank of the grid first. The names of subgroups depend on it."
-            )
-        self._subgroups = self._subgroups or Subgroups(self.pool, self._suspensions)
-        ranks = tuple(layout.subgroup(rank, names, size))
-        return self._subgroups.get(label, ranks, size, limit, tuple(names), self.backend, timeout)
-
-    def create_subgroups(
-        self,
-        dims: Dims,
-        sizes: Iterable[int],
-        *,
-        view: str | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        """Create all subgroups over ``dims`` of these ``sizes`` now, for ``subgroup`` to return.
-
-        *Collective* over ``participants()``, as ``create_pg`` with the same errors: for ranks where
-        groups cannot be created on demand. They are suspended and resumed with the grid.
-        """
-        rank = dist.get_rank()
-        with refusing_together(self.participants(), _policy()):
-            cuts = {size: self._cut(dims, size, view) for size in listed(sizes, "sizes")}
-            existing = {each.label for each in self.pool.groups} if self.pool else set()
-            for label, _, _ in cuts.values():
-                if label in existing:
-                    raise KeyError(f"rank {rank}: {label} has been created: call subgroup().")
-        labels = [label for label, *_ in cuts.values()]
-        proposal = {"grid": repr(self.layout), "backend": self.backend, "groups over": labels}
-        if rank not in self.participants() or not cuts:
-            return
-        with self.agreed(proposal, timeout=timeout) as pool:
-            for size, (label, layout, names) in cuts.items():
-                row = GroupRow(label, label, tuple(names), chunk=int(size), backend=self.backend)
-                pool.make_row(GroupPlan({label: layout}, (row,)), row, timeout)
-
-    def subgroups(self) -> list[ProcessGroup]:
-        """This rank's subgroups that exist, planned or created on demand. *Local*."""
-        planned = self.pool.groups if self.pool is not None else []
-        asked = self._subgroups.groups if self._subgroups is not None else []
-        every = [*(each for each in planned if each.label.startswith(SUBGROUP)), *asked]
-        return [*dict.fromkeys(each.group for each in every)]
-
-    def release(self, group: ProcessGroup) -> None:
-        """Destroy a group that ``subgroup`` returned; it can be asked for again.
-
-        *Collective* over the members of the group: each asks for it, if it did not, and releases
-        it, or the others' next one with these ranks does not connect. ValueError for another group.
-        """
-        if self._subgroups is None:
-            raise ValueError(f"rank {dist.get_rank()} has no subgroup of {self!r} to release.")
-        self._subgroups.release(group)
-
-    def _cut(self, dims: Dims, size: int, view: str | None) -> tuple[str, RankLayout, list[str]]:
-        """The label of the subgroups of that size, and the layout and dims that they are cut of."""
-        key, layout, names = self._views.find(dims, view)
-        layout.subgroup(layout.offset, names, size)  # refuses an invalid size
-        return f"{SUBGROUP}{name_of(key)}:{size}", layout, names
 
     def participants(self) -> Sequence[int]:
         """The ranks that create this grid's groups together. *Local*.
@@ -380,10 +266,6 @@ class HyperCommGrid:
         KeyError if ``create_pg`` was not called for this combination, or there is no such view.
         """
         key, _, _ = self._views.find(dims, view)
-        if key in self._suspended:
-            raise RuntimeError(
-                f"the groups over {name_of(key)!r} are suspended: call resume() on every rank."
-            )
         if key not in self._pgs:
             raise KeyError(
                 f"the groups over {name_of(key)!r} have not been created: call "
@@ -500,49 +382,31 @@ class HyperCommGrid:
         *Local* with ``abort``; else NCCL waits until the other members close theirs, see
         ``GroupPool.destroy``.
         """
-        for groups in (self._subgroups, self.pool):
-            if groups is not None:
-                groups.destroy(abort=abort)
-        self.pool = self._subgroups = None
+        if self.pool is not None:
+            self.pool.destroy(abort=abort)
+        self.pool = None
         self._pgs.clear()
-        self._suspended.clear()
 
     def suspend(
-        self, how: str = "auto", ranks: Sequence[int] | None = None
+        self, how: str = "native", ranks: Sequence[int] | None = None
     ) -> dict[str, Suspended]:
         """Free the device memory of the groups that this grid created, until ``resume``.
 
-        Groups that are kept work as before; ``get_pg`` refuses the others. Subgroups on demand are
-        destroyed. *Collective*, arguments, result and errors as for ``GroupPool.suspend``;
-        ``ranks`` are by default ``participants()``. RuntimeError if there are no groups.
+        ``get_pg`` returns the same groups meanwhile. *Collective* over ``ranks``, by default
+        ``participants()``; arguments, result and errors as for ``GroupPool.suspend``. RuntimeError
+        if there are no groups.
         """
         if self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
-        names = {id(each.group): str(each.group.group_name) for each in self.pool.groups}
-        report = self.pool.suspend(ranks or self.participants(), how)
-        if self._subgroups is not None:
-            self._subgroups.destroy()
-        self._subgroups, self._suspensions = None, self._suspensions + 1
-        for each in self.pool.usable():
-            names.pop(id(each.group), None)
-        self._suspended = {key: names[id(g)] for key, g in self._pgs.items() if id(g) in names}
-        self._pgs = {key: group for key, group in self._pgs.items() if key not in self._suspended}
-        return report
+        if ranks is None:
+            ranks = self.participants()
+        return self.pool.suspend(ranks, how)
 
-    def resume(
-        self, timeout: timedelta | None = None, ranks: Sequence[int] | None = None
-    ) -> dict[str, ProcessGroup]:
-        """Let suspended groups work again; result and errors as ``GroupPool.resume``.
-
-        Where they were closed, *collective* over ``ranks``, by default ``participants()``;
-        ``timeout`` is for ranks to arrive, by default 30 minutes.
-        """
-        if self.pool is None or self.pool.suspended is None:
+    def resume(self) -> None:
+        """Let suspended groups work again, as ``GroupPool.resume``."""
+        if self.pool is None:
             raise RuntimeError(f"there are no suspended groups: {self!r}.")
-        renewed = self.pool.resume(ranks or self.participants(), timeout)
-        self._pgs |= {key: renewed[name] for key, name in self._suspended.items()}
-        self._suspended = {}
-        return renewed
+        self.pool.resume()
 
 
 def _policy() -> Policy:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
 from hypergrid.agreement.commit import all_or_none
-from hypergrid.agreement.prepare import Agreement, agree, one_thread, telling_others
+from hypergrid.agreement.prepare import Abilities, Agreement, agree, one_thread, telling_others
 from hypergrid.agreement.store import abortable, check_timeout, raise_if_waits_ended, settle
 from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import backends, closing, creation, gloo, sockets
 from hypergrid.groups.creation import Ranks
-from hypergrid.groups.suspension import HOW, Suspended, Suspension, retire
+from hypergrid.groups.suspension import HOW, Suspended, Suspension
 from hypergrid.messages import in_words, shortened, shown, span_of
 from hypergrid.plan import GroupPlan, GroupRow, Kind
 from hypergrid.policy import Policy
@@ -65,8 +65,8 @@ class GroupPool:
         self.groups: list[PooledGroup] = []
         self.suspended: Suspension | None = None
         self._owners: dict[tuple[Ranks, Kind], str] = {}
-        # The arguments of ``make`` by labels, for ``resume``.
-        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        # One for each call of ``make``: equal on all ranks, also on those outside of the group.
+        self._labels: list[str] = []
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
         live_pools()  # lets go of those whose groups outside code has destroyed
@@ -126,12 +126,12 @@ class GroupPool:
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
-        before, owners, calls = len(self.groups), dict(self._owners), [*self._calls]
+        before, owners, labels = len(self.groups), dict(self._owners), [*self._labels]
         try:
             yield
         except BaseException:
             self.destroy(before, abort=True)  # other ranks may never destroy theirs
-            self._owners, self._calls = owners, calls
+            self._owners, self._labels = owners, labels
             raise
 
     def make_row(
@@ -152,7 +152,6 @@ class GroupPool:
         *,
         dims: tuple[str, ...] = (),
         kind: Kind | None = None,
-        again: bool = True,
         **options: Any,
     ) -> list[ProcessGroup]:
         """Create the groups of one label; returns those of this rank, often one or none.
@@ -170,8 +169,6 @@ class GroupPool:
             Returns all groups of the label; called only where members alone cannot create.
         kind : Kind, optional
             What must be equal, besides the ranks, to share a communicator; None: never shared.
-        again : bool
-            Whether the same call creates them again, for ``suspend(how="recreate")``.
         **options
             As for ``torch.distributed.new_group``; ``dims`` are for ``hypergrid.dump``.
 
@@ -180,7 +177,6 @@ class GroupPool:
         CreationError
             Torch could not create a group; its own error is the cause.
         """
-        call = label, (mine, everyone), {"dims": dims, "kind": kind, **options}
         options.setdefault("group_desc", self.prefix + label)
         before, timeout = len(self.groups), options.get("timeout")
         shorter = backends.creation_timeout(options.get("backend"), timeout)
@@ -201,8 +197,7 @@ class GroupPool:
                     self._connect(self.groups[-1], timeout)
                     if shorter is not None and shares is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
-                if again:
-                    self._calls.append(call)
+                self._labels.append(label)
         except BaseException as error:
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, mine, options, error) from error
@@ -314,29 +309,31 @@ class GroupPool:
         """
         self._drop(self.groups[keep:], abort)
         if not keep:
-            self._calls, self.suspended = [], None
+            self._labels = []
+            self.suspended = None
 
     def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
         """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
         asked = {id(group) for group in groups}
         self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
 
-    def suspend(self, ranks: Sequence[int], how: str = "auto") -> dict[str, Suspended]:
-        """Free the device memory of the groups until ``resume``.
+    def suspend(self, ranks: Sequence[int], how: str = "native") -> dict[str, Suspended]:
+        """Free the device memory of the groups until ``resume``: on all ranks, or on none.
 
-        *Collective* over ``ranks`` with ``"auto"``, at three round trips to the store per rank;
-        over the members of each group where its backend suspends natively or NCCL closes; else
-        *local*. Every rank gives the same ``how``.
+        *Collective* over ``ranks``, at six round trips to the store per rank, and only between
+        collectives. The ranks agree before the first group is suspended and after the last. The
+        groups stay the same objects. One that its backend has suspended must not be used until
+        ``resume``: neither torch nor this pool refuses a collective over it. No group can be
+        created in this pool meanwhile.
 
         Parameters
         ----------
         ranks : sequence of int
-            Those that created the groups together.
+            The ranks that created the groups together.
         how : str
-            ``"auto"``: gloo is kept, and others suspend natively if they can (torch 2.12 and
-            later, NCCL 2.29.7 and later); if one backend on one rank cannot, as ``"recreate"`` on
-            all. ``"native"``: as that, and an error if not. ``"keep"``: nothing happens.
-            ``"recreate"``: all groups are destroyed, gloo's too.
+            ``"native"``: each backend frees the memory of its groups, as NCCL does from 2.29.7 and
+            torch 2.12 on; gloo has no device memory, and its groups are kept. ``"keep"``: all
+            groups are kept, and nothing happens to them.
 
         Returns
         -------
@@ -348,105 +345,67 @@ class GroupPool:
         ValueError
             Another ``how``.
         RuntimeError
-            The groups are suspended already. A backend cannot suspend, or ``resume`` could not
-            create a group again: nothing has changed. Or a backend failed after others were
-            suspended, and ``resume`` wakes those.
+            The groups are suspended already, or a backend of this rank cannot suspend.
         AgreementError
-            With ``"auto"``: another rank raised or did not call this; ``resume`` wakes what is
-            suspended.
+            Another rank raised, has other groups or another ``how``, or did not call this.
+            After an error all groups are awake, on every rank.
         """
-        if how not in HOW:
-            raise ValueError(f"invalid value for how: {shown(how)}; allowed: {', '.join(HOW)}.")
-        if self.suspended is not None:
-            raise RuntimeError(f"the groups of {self.owner} are suspended already.")
-        own = [each for each in self.groups if each.shares is None]
-        labels = {each.group: each.label for each in own if of_torch.knows(each.group)}
-        self.suspended = found = Suspension([str(each.group.group_name) for each in self.groups])
-        try:
-            if how == "recreate" or not self._starts(found, labels, ranks, how):
-                found.wake()
-                self._check_repeatable()
-                found.close(labels)
-        except BaseException:
-            if not found.suspended:
-                self.suspended = None
-            raise
-        if found.is_closed:
-            self._close(self.groups, False)
-            retire(labels)
-        return found.report
-
-    def _starts(
-        self, found: Suspension, labels: Mapping[ProcessGroup, str], ranks: Ranks, how: str
-    ) -> bool:
-        """Whether no group is to be closed: equal on all ranks."""
-        if how != "auto" or dist.get_rank() not in ranks:
-            return found.start(labels, how)
-        proposal = {"groups, suspended": ", ".join(label for label, *_ in self._calls)}
         with _telling(), abortable():
             with telling_others(lambda: ranks):
-                # True of a rank that has used no communicator.
-                can = replace(creation.abilities(self.policy), suspends=found.start(labels, how))
-            return agree(ranks, proposal, self.policy, can).suspends
-
-    def _check_repeatable(self) -> None:
-        known = {label for label, *_ in self._calls}
-        for each in self.groups:
-            if each.label not in known:
-                raise RuntimeError(
-                    f"rank {dist.get_rank()} cannot suspend {self.owner} with how='recreate': "
-                    f"{each.label} was created by outside code or with SHARP, which resume() "
-                    f"does not repeat. Destroy the groups, and initialise again."
-                )
-
-    def usable(self) -> list[PooledGroup]:
-        """The groups that are not suspended."""
-        suspended = [group for group, _ in self.suspended.suspended] if self.suspended else []
-        return [each for each in self.groups if each.group not in suspended]
-
-    def resume(
-        self, ranks: Sequence[int], timeout: timedelta | None = None
-    ) -> dict[str, ProcessGroup]:
-        """Wake the groups, or create all of them again if they were closed.
-
-        *Collective* over ``ranks`` if they were closed, and they stay suspended if that fails.
-        ``timeout`` as for ``agreed``.
-
-        Returns
-        -------
-        dict
-            Each group by the name it had before: the same one, or the new one.
-
-        Raises
-        ------
-        RuntimeError
-            They are not suspended, or a backend could not wake.
-        AgreementError, CreationError
-            As creation raises.
-        """
-        suspension = self.suspended
-        if suspension is None:
-            raise RuntimeError(f"the groups of {self.owner} are not suspended.")
-        suspension.wake()
-        self.suspended = None
-        if suspension.is_closed and self._calls and dist.get_rank() in ranks:
-            calls, self._calls = self._calls, []
-            proposal = {"groups, again": ", ".join(label for label, *_ in calls)}
+                self._check_suspend(how)
+            proposal = {
+                "suspend": how,
+                "groups": ", ".join(self._labels),
+                "epoch": self.agreement.epoch,
+            }
+            # NCCL waits for all members: a rank that will not suspend must be known before.
+            agree(ranks, proposal, Policy(), Abilities())
+            suspension = Suspension()
+            self.suspended = suspension
             try:
-                with self.agreed(ranks, proposal, timeout, one_device=True):
-                    for label, arguments, options in calls:
-                        self.make(label, *arguments, **options)
+                with telling_others(lambda: ranks):
+                    suspension.start(self._label_of_own_groups(), how)
+                agree(ranks, {**proposal, "suspended": True}, Policy(), Abilities())
             except BaseException:
-                self._calls, self.suspended = calls, suspension
+                # abort() may have destroyed the groups meanwhile.
+                if self.suspended is suspension:
+                    self.resume()
                 raise
-        return {n: each.group for n, each in zip(suspension.names, self.groups, strict=True)}
+        return suspension.report
+
+    def _check_suspend(self, how: str) -> None:
+        if how not in HOW:
+            raise ValueError(
+                f"invalid value for how: {shown(how)}; allowed: {', '.join(HOW)}. To free all that "
+                f"groups hold, destroy them, and initialise again when they are needed."
+            )
+        if self.suspended is not None:
+            raise RuntimeError(
+                f"the groups of {self.owner} are suspended already: call resume() first."
+            )
+
+    def _label_of_own_groups(self) -> dict[ProcessGroup, str]:
+        label_of = {}
+        for pooled in self.groups:
+            # A shared communicator is suspended by the label that it was created for. Outside code
+            # may have destroyed a group, or returned another object for it.
+            if pooled.shares is None and of_torch.knows(pooled.group):
+                label_of[pooled.group] = pooled.label
+        return label_of
+
+    def resume(self) -> None:
+        """Let suspended groups work again: the same objects.
+
+        *Collective* over the members of each group that its backend has suspended, else *local*.
+        RuntimeError if the groups are not suspended, or a backend cannot resume; a further call
+        then goes on with that group.
+        """
+        if self.suspended is None:
+            raise RuntimeError(f"the groups of {self.owner} are not suspended.")
+        self.suspended.wake()
+        self.suspended = None
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
-        gone = {each.label for each in leaving}
-        self._calls = [call for call in self._calls if call[0] not in gone]
-        self._close(leaving, abort)
-
-    def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
         self.groups = [pooled for pooled in self.groups if pooled not in leaving]
         known = of_torch.known()
         ending = {
@@ -484,11 +443,11 @@ def _telling() -> Iterator[None]:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=5)  # at the caller of destroy
+    warnings.warn(text, RuntimeWarning, stacklevel=4)  # at the caller of destroy
 
 
 def live_pools() -> list[GroupPool]:
-    """Every pool of this process that has groups, or has closed them until ``resume``."""
+    """Every pool of this process that has groups, or is suspended."""
     known = of_torch.known()
     for pool in [*_kept]:
         if not any(each.group in known for each in pool.groups):

@@ -4,5 +4,5 @@ In the job: ``record.record`` writes the groups (``dump``), torch's flight recor
 of each rank; ``point_to_point`` adds the sends and receives that gloo does not record. Afterwards,
 without torch: ``reading`` reads such a directory, ``waiting`` finds who waits for whom, ``history``
 what ranks usually do, ``causes`` the first cause, and ``verdict.diagnose`` puts it into a sentence.
-``stragglers`` measures who made others wait. A new kind of hang begins in ``causes``.
+A new kind of hang begins in ``causes``.
 """

@@ -50,7 +50,6 @@ class Steps(NamedTuple):
     """The steps of a job, told by a call of all ranks that comes once in each."""
 
     call: Call
-    many: int  # that were recorded
     done: dict[int, int]  # how many of them each rank has finished
 
 
@@ -152,7 +151,7 @@ class History:
         seqs = np.unique(np.concatenate([calls.seq[calls.done] for calls in of.values()]))
         done = {r: int(np.isin(seqs, calls.seq[calls.done]).sum()) for r, calls in of.items()}
         call = next(calls[0] for calls in of.values() if calls)
-        return Steps(call, len(seqs), done)
+        return Steps(call, done)
 
     def _role(self, at: int) -> tuple[Any, ...]:
         """The numbers that are equal in all groups of a label."""

@@ -13,8 +13,8 @@ function build() {
   let before = "";
   for (const host of hosts) {
     if (host.within !== before) {
-      const units = { className: "units", title: host.within };
-      grid.append(make("div", { ...units, aria: { hidden: true } }, host.within));
+      const heading = { className: "domain", title: host.within };
+      grid.append(make("div", { ...heading, aria: { hidden: true } }, host.within));
     }
     before = host.within;
     const box = make("div", { className: "host", role: "rowgroup", aria: { label: host.name } });

@@ -11,7 +11,7 @@ import numpy as np
 from hypergrid.hangs.reading import DEFAULT, Recording
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
-from hypergrid.plan import SUBGROUP, GroupPlan, GroupRow
+from hypergrid.plan import GroupPlan, GroupRow
 
 _COMPARED = 64  # groups of a recording with those of a plan
 
@@ -149,7 +149,7 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
     """Differences between the live groups of a rank and the plan, in sentences.
 
     ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and groups created by
-    outside code have no label and are left out, as are subgroups, which no plan has.
+    outside code have no label and are left out.
     """
     rank = dump["rank"]
     if rank is None:
@@ -161,7 +161,7 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
         planned.setdefault(row.label, []).append(list(ranks))
     live: dict[str, list[list[int]]] = {}
     for group in dump["groups"]:
-        if group["label"] is not None and f"/{SUBGROUP}" not in f"/{group['label']}":
+        if group["label"] is not None:
             live.setdefault(group["label"], []).append(list(group["ranks"]))
     said = []
     for label in dict.fromkeys((*planned, *live)):

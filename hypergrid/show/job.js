@@ -22,12 +22,6 @@ function verdict() {
   $("job").append(make("p", {}, make("strong", {}, job.sentence)));
   if (job.chain.length) $("job").append(folded("Why", points(job.chain)));
   if (job.problems.length) $("job").append(folded("Not read", points(job.problems)));
-  if (job.late.length) {
-    const line = (tag) => (cells) => make("tr", {}, ...cells.map((text) => make(tag, {}, text)));
-    const table = make("table", {}, ...job.late.slice(0, 1).map(line("th")));
-    table.append(...job.late.slice(1).map(line("td")));
-    $("job").append(folded("Who made others wait in collectives", table));
-  }
   for (const rank of job.ranks) cells.get(rank)?.classList.add("cause");
 }
 

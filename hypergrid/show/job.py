@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from hypergrid.hangs.reading import Call, RankRecording, Recording
-from hypergrid.hangs.stragglers import Late
 from hypergrid.hangs.verdict import Diagnosis, lasting
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
@@ -49,9 +47,7 @@ def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
     return [recording.ranks.get(rank, none).host or "host not known" for rank in plan.window]
 
 
-def page_data(
-    recording: Recording, diagnosis: Diagnosis, late: Sequence[Late] = ()
-) -> dict[str, Any]:
+def page_data(recording: Recording, diagnosis: Diagnosis) -> dict[str, Any]:
     """The data that ``page`` takes as ``job``."""
     return {
         **{name: getattr(diagnosis, name) for name in ("sentence", "chain", "problems", "ranks")},
@@ -61,17 +57,6 @@ def page_data(
             rank: [_line(recording, call) for call in mine.calls[: -_LAST - 1 : -1]]
             for rank, mine in recording.ranks.items()
         },
-        "late": [("who", "seconds", "of all time", "calls", "mostly in")] * bool(late)
-        + [
-            (
-                f"{each.dim} {each.at}" if each.dim else f"rank {each.at}",
-                f"{each.seconds:,.2f}",
-                f"{each.share:.0%}",
-                f"{each.calls:,}",
-                f"{each.operation} of {each.label}",
-            )
-            for each in late[:20]
-        ],
     }
 
 

@@ -34,7 +34,7 @@ def page(
     ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
     that can be switched to, if they are over the ranks of the first one; by default all. ``job``
     is what ``hypergrid.show.job.page_data`` says of a job with this plan. ``within`` has for each
-    host's name the units that it is in.
+    host's name its NVLink domain.
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """
@@ -51,17 +51,17 @@ def page(
         ],
         "job": job,
     }
-    style, script = part("page.css"), "\n".join(map(part, SCRIPTS))
+    style, script = _part("page.css"), "\n".join(map(_part, SCRIPTS))
     parts = {
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        "policy": f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; "
+        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
         "base-uri 'none'; form-action 'none'",
         "style": style,
         "data": _inert(json.dumps(data, separators=(",", ":"))),
         "script": script,
     }
     # One pass, so that data that looks like a slot of the template stays data.
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], part("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _part("page.html"))
 
 
 def _runs(ranks: list[int]) -> Iterator[tuple[int, int]]:
@@ -76,11 +76,11 @@ def _inert(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def digest(text: str) -> str:
+def _digest(text: str) -> str:
     """A style or script as the page's policy names it: no other one runs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def part(name: str) -> str:
+def _part(name: str) -> str:
     """A file of this package."""
     return (files("hypergrid.show") / name).read_text("utf-8")

@@ -56,8 +56,8 @@ def picture(
     ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
     ``.svg`` or ``.pdf``. ``layout`` names one or several of the plan's, by default the first, and
     ``by`` the one dim to show, by default each that is larger than 1 and has groups that no layout
-    before it has. ``within`` has for each host's name the
-    units that it is in; they are headings.
+    before it has. ``within`` has for each host's name its
+    NVLink domain; domains are headings.
 
     Raises
     ------
@@ -169,7 +169,7 @@ class _Panel:
         self.members = layout.group(layout.offset, dim)
         self.places: dict[int, tuple[float, float]] = {}
         self.texts: list[tuple[float, float, str]] = []
-        y, before, around = HEAD, "", ""
+        y, before, domain = HEAD, "", ""
         for hidden, lines in self._folded():
             if hidden:
                 y += 0.06
@@ -178,10 +178,10 @@ class _Panel:
                 continue
             for line in lines:
                 name = self.host[line[0]]
-                if within.get(name, "") != around:
-                    around = within[name]
+                if within.get(name, "") != domain:
+                    domain = within[name]
                     y += 0.1
-                    self.texts.append((0, y, around))
+                    self.texts.append((0, y, domain))
                     y, before = y + 0.2, ""
                 if name != before:
                     y += 0.07 if before else 0

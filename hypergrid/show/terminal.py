@@ -33,7 +33,7 @@ def table(
     ``hosts`` is as for ``hypergrid.Topology``; ``by`` one or several dims, joined by ``"-"``. By
     default all hosts are shown, or above 256 ranks the first and the last; ``only`` names others
     by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
-    ``within`` has for each host's name the units that it is in; they are headings.
+    ``within`` has for each host's name its NVLink domain; domains are headings.
     """
     group = group_numbers(layout, by)
     shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
@@ -50,10 +50,10 @@ def table(
         if left_out and i == len(shown) - 1:
             yield Text(f"... {left_out} hosts between, --hosts shows them ...", style="dim")
             yield Text()
-        around = (within or {}).get(name, "")
-        if around != before:
-            yield Text(around, "bold underline")
-        before = around
+        domain = (within or {}).get(name, "")
+        if domain != before:
+            yield Text(domain, "bold underline")
+        before = domain
         for start in range(0, len(ranks), step):
             part = ranks[start : start + step]
             coloured = Text(name.ljust(label), style="bold")

@@ -48,14 +48,10 @@ def test_fsdp_and_tensor_parallelism_use_the_grids_groups_and_make_none():
     assert "groups that the mesh, FSDP2 and tensor parallelism made: 0" in printed
 
 
-def test_a_suspended_actor_gives_its_descriptors_back_and_trains_on_afterwards():
+def test_a_suspended_actor_trains_on_afterwards_over_the_same_groups():
     results, _ = run("actor_critic")
     for result in results:
-        opened = result["opened"]
-        assert opened["at last"] == opened["at first"] < opened["actor suspended"]
-        assert opened["actor suspended"] < min(opened["with both"], opened["actor resumed"])
-        assert result["names"][0] != result["names"][1]
-        assert "suspended: call resume()" in result["refusal"]
+        assert result["how"] == {"gloo": "keep"} and result["is_same_group"]
     for rank, result in enumerate(results):
         mean = [1, 2, 1, 2, 5, 6, 5, 6][rank]  # of the data parallel ranks, two apart
         assert result["weights"][0] == pytest.approx(1 - 0.1 * mean)
@@ -79,11 +75,3 @@ def test_a_wide_stage_feeds_narrow_ones_with_the_gradients_of_one_rank():
         *({"middle"}, {"last"}, {"middle"}, {"last"}),
     ]
     assert all(error < 1e-12 for result in results for error in result.values())
-
-
-def test_context_groups_follow_the_length_of_each_sequence():
-    results, _ = run("dynamic_context")
-    for result in results:
-        assert result["sizes"][1:3] == [8, 1] and result["sizes"][0] == result["sizes"][4] == 2
-        assert result["sums"][:3] == [24, 128, 16]
-    assert [result["sizes"][3] for result in results] == [3] * 6 + [2] * 2

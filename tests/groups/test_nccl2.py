@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from compat.report import report
-from hypergrid import AgreementError, HyperCommGrid, of_torch
+from hypergrid import AgreementError, of_torch
 from hypergrid.groups import backends, closing, creation
 from tests.support.forked import from_all, join, on_ranks
 
@@ -141,19 +141,12 @@ def test_members_alone_are_refused_with_connect_torch_and_connected_with_eager(r
 
 
 @on_ranks(4, backend="")
-def test_a_window_and_a_subgroup_on_demand_need_connect_lazy(rank):
+def test_a_window_needs_connect_lazy(rank):
     start(rank, 4)
     window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
     with pytest.raises(RuntimeError, match=r"a window of 2 of 4 ranks.*connect='lazy'"):
         ps.initialize_model_parallel(**LAYOUT, **window)
     ps.initialize_model_parallel(**LAYOUT, **window, connect="lazy")
-    grid = HyperCommGrid([4], ["dp"])
-    with mock.patch.dict("os.environ", HYPERGRID_CONNECT="lazy"):
-        grid.create_pg("dp")
-    calls.clear()
-    if rank < 2:
-        grid.subgroup("dp", 2)
-    assert made("new") == [(0, 1)] * (rank < 2) and not made("split")
 
 
 @on_ranks(4, backend="")

@@ -1,4 +1,4 @@
-"""Suspended groups: kept, suspended by their backend, or closed and created anew."""
+"""Suspended groups: the same objects stay, on all ranks or on none."""
 
 from unittest import mock
 
@@ -10,7 +10,7 @@ from compat.state import ParallelState
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups.suspension import Suspended
 from tests.support import backends
-from tests.support.forked import descriptors, join, on_ranks, open_groups, total
+from tests.support.forked import join, on_ranks, open_groups, total
 
 KEPT = {"gloo": Suspended("keep", 2, 0)}
 
@@ -24,51 +24,40 @@ def _text(use, kind=Exception):
 @on_ranks(4)
 def test_groups_of_gloo_are_kept_open_and_are_the_same_objects(rank):
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
-    assert grid.suspend() == KEPT
-    assert grid.get_pg("tp") is tp and total(tp) == 2
-    assert "suspended already" in _text(grid.suspend, RuntimeError)
-    assert "are suspended. Call resume()" in _text(lambda: grid.create_pg("tp-dp"), RuntimeError)
-    assert grid.resume() == {tp.group_name: tp, dp.group_name: dp}
-    assert "no suspended groups" in _text(grid.resume, RuntimeError)
+    tp = grid.create_pg("tp")
+    dp = grid.create_pg("dp")
+    for how in ("native", "keep"):
+        assert grid.suspend(how) == KEPT
+        assert grid.get_pg("tp") is tp and total(tp) == 2
+        assert "suspended already" in _text(grid.suspend, RuntimeError)
+        assert "suspended. Call resume()" in _text(lambda: grid.create_pg("tp-dp"), RuntimeError)
+        grid.resume()
+        assert grid.groups == {"tp": tp, "dp": dp}
+        assert "are not suspended" in _text(grid.resume, RuntimeError)
     assert grid.create_pg("tp-dp").size() == 4
     grid.suspend()
     grid.destroy()
     assert "no groups to suspend" in _text(grid.suspend, RuntimeError)
+    assert "no suspended groups" in _text(grid.resume, RuntimeError)
     assert grid.create_pg("tp").size() == 2
 
 
+@pytest.mark.parametrize("how", ["auto", "close", None])
 @on_ranks(4)
-def test_closed_groups_are_created_again_and_the_old_ones_say_so(rank):
-    start = descriptors()
+def test_another_way_is_refused_on_all_ranks_with_what_to_do_instead(rank, how):
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    tp, dp = grid.create_pg("tp"), grid.create_pg("dp", group_desc="mine")
-    assert grid.suspend("recreate") == {"gloo": Suspended("recreate", 2)}
-    assert grid.groups == {} and len(open_groups()) == 1
-    assert "call resume() on every rank" in _text(lambda: grid.get_pg("tp"), RuntimeError)
-    renewed = grid.resume()
-    assert renewed == {tp.group_name: grid.get_pg("tp"), dp.group_name: grid.get_pg("dp")}
-    assert grid.get_pg("dp").group_desc == "mine" and total(grid.get_pg("tp")) == 2
-    says = "tp, closed by suspend(): use the group that resume() returned under the name"
-    one = torch.ones(1)
-    for use in (
-        lambda: dist.all_reduce(one, group=tp),
-        lambda: dist.all_gather([one, one], one, group=tp),
-        lambda: dist.barrier(tp),
-        lambda: dist.all_gather_object([None, None], 1, tp),
-        lambda: dist.reduce_scatter_tensor(one, torch.ones(2), group=tp),
-        lambda: dist.get_rank(tp),
-    ):
-        assert f"{says} {tp.group_name!r}" in _text(use, RuntimeError)
-    for use in (  # to which torch translates a global rank
-        lambda: dist.broadcast(one, 0, tp),
-        lambda: dist.send(one, 0, tp),
-        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0, tp)]),
-    ):
-        assert "is not registered" in _text(use, ValueError)
-    renewed = use = tp = dp = None
-    grid.destroy()
-    assert descriptors(at_most=start) == start
+    grid.create_pg("tp")
+    text = _text(lambda: grid.suspend(how), ValueError)
+    assert f"invalid value for how: {how!r}; allowed: native, keep." in text
+    assert "destroy them, and initialise again" in text
+    # One rank alone: the others do not wait for it.
+    if rank == 2:
+        _text(lambda: grid.suspend(how), ValueError)
+    else:
+        text = _text(grid.suspend, AgreementError)
+        assert "rank 2 refused" in text and "allowed: native, keep." in text
+    assert grid.pool.suspended is None
+    assert grid.suspend("keep") == {"gloo": Suspended("keep", 1, 0)}
 
 
 @on_ranks(4)
@@ -79,115 +68,124 @@ def test_a_backend_that_suspends_is_called_in_one_order_and_the_objects_stay(ran
     groups = [grid.create_pg(dims) for dims in ("tp", "dp", "tp-dp")]
     extra = HyperCommGrid([4], ["all"], backend="gloo")
     extra.create_pg("all")
+    assert grid.suspend("keep") == {"native": Suspended("keep", 3)}
+    grid.resume()
+    assert calls == []
     assert grid.suspend() == {"native": Suspended("native", 2, 2000)}
     assert calls == [("suspend", 0), ("suspend", 2)]
-    assert "call resume()" in _text(lambda: grid.get_pg("tp"), RuntimeError)
-    assert grid.get_pg("dp") is groups[1]  # it has no memory
-    assert grid.resume() == {group.group_name: group for group in groups}
+    assert [grid.get_pg(dims) for dims in ("tp", "dp", "tp-dp")] == groups
+    grid.resume()
     assert calls[2:] == [("resume", 0), ("resume", 2)]
     assert [grid.get_pg(dims) for dims in ("tp", "dp", "tp-dp")] == groups
     assert total(groups[0]) == 2 and len(made) == 3
 
 
 @on_ranks(4)
-def test_a_first_refusal_means_unsupported_and_changes_nothing_a_later_is_an_error(rank):
-    calls, made, broken = [], [], {0}
-    backends.native(calls, made, lambda number: number in broken and "out of order")
+def test_if_one_rank_cannot_all_raise_and_what_was_suspended_is_awake(rank):
+    calls, broken = [], {(2, 1)}
+    backends.native(calls, [], lambda number: (rank, number) in broken and "out of order")
     grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
-    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
-    text = _text(lambda: grid.suspend("native"), RuntimeError)
-    assert text == f"rank {rank} could not suspend tp with native: RuntimeError: out of order."
-    assert calls == [] and grid.get_pg("tp") is tp and grid.pool.suspended is None
-    broken.symmetric_difference_update({0, 1})
-    text = _text(grid.suspend, RuntimeError)
-    assert "could not suspend dp" in text and "1 others are suspended: call resume()" in text
-    assert grid.resume()[tp.group_name] is tp and calls == [("suspend", 0), ("resume", 0)]
-    broken.symmetric_difference_update({0, 1})
-    assert grid.suspend() == {"native": Suspended("recreate", 2)}
-    assert grid.resume()[dp.group_name] is grid.get_pg("dp") is not dp
-    assert "allowed: auto, native" in _text(lambda: grid.suspend("never"), ValueError)
-    assert grid.suspend("keep") == {"native": Suspended("keep", 2)}
+    tp = grid.create_pg("tp")
+    grid.create_pg("dp")
+    text = _text(grid.suspend, RuntimeError if rank == 2 else AgreementError)
+    assert "rank 2 could not suspend dp with native: RuntimeError: out of order." in text
+    assert "destroy them, and initialise again" in text
+    suspended = [0] if rank == 2 else [0, 1]
+    assert [number for what, number in calls if what == "suspend"] == suspended
+    assert [number for what, number in calls if what == "resume"] == suspended
+    assert grid.pool.suspended is None and grid.get_pg("tp") is tp and total(tp) == 2
+    # All can try again.
+    broken.clear()
+    calls.clear()
+    assert grid.suspend() == {"native": Suspended("native", 2, 2000)}
+    grid.resume()
+    assert calls == [("suspend", 0), ("suspend", 1), ("resume", 0), ("resume", 1)]
 
 
 @on_ranks(4)
-def test_a_rank_that_fails_is_an_error_on_all_and_resume_wakes_what_is_suspended(rank):
-    calls = []
-    backends.native(calls, [], lambda number: (rank, number) == (2, 1) and "out of order")
-    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
-    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
-    text = _text(grid.suspend, (RuntimeError, AgreementError))
-    assert "rank 2 could not suspend dp" in text and (rank == 2 or "refused" in text)
-    assert calls == [("suspend", 0), ("suspend", 1)][: 1 + (rank != 2)]
-    assert grid.resume() == {tp.group_name: tp, dp.group_name: dp}
-    assert len(calls) == 2 + 2 * (rank != 2) and total(tp) == 2
-
-
-@on_ranks(4)
-def test_a_group_that_sleeps_is_woken_before_all_are_closed_because_of_another(rank):
+def test_ranks_that_ask_for_different_things_say_so_before_a_group_is_suspended(rank):
     calls = []
     backends.native(calls, [])
-    backends.register("plain", [])
-    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
-    tp, world = grid.create_pg("tp"), tuple(range(4))
-    with grid.agreed({"groups over": "all"}) as pool:
-        pool.make("all", {"all": world}, lambda: [world], backend="plain")
-    report = grid.suspend()
-    assert calls == [("suspend", 0), ("resume", 0)]
-    assert report == {kind: Suspended("recreate", 1) for kind in ("native", "plain")}
-    assert grid.resume()[tp.group_name] is grid.get_pg("tp") is not tp
-    assert total(grid.get_pg("tp")) == 2
+    first = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    second = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    other = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
+    for grid, dims in ((first, "tp"), (second, "tp"), (other, "dp")):
+        grid.create_pg(dims)
+    text = _text(lambda: first.suspend("keep" if rank == 3 else "native"), AgreementError)
+    assert "suspend is 'keep' on rank 3 and 'native' on rank 0" in text
+    text = _text((other if rank == 3 else first).suspend, AgreementError)
+    assert "groups is 'dp' on rank 3 and 'tp' on rank 0" in text
+    # The labels are equal, the groups are not.
+    text = _text((second if rank == 3 else first).suspend, AgreementError)
+    assert "epoch is" in text and "on rank 3" in text
+    assert calls == []
+    assert all(grid.pool.suspended is None for grid in (first, second, other))
+
+
+@on_ranks(2)
+def test_a_backend_that_cannot_resume_is_an_error_and_resume_goes_on_with_it(rank):
+    calls, made = [], []
+    backends.native(calls, made)
+    grid = HyperCommGrid([2], ["dp"], backend="native")
+    dp = grid.create_pg("dp")
+    grid.suspend()
+    with mock.patch.object(type(made[0]), "resume", side_effect=RuntimeError("out of memory")):
+        assert _text(grid.resume, RuntimeError) == "out of memory"
+    assert grid.pool.suspended is not None
+    grid.resume()
+    assert calls == [("suspend", 0), ("resume", 0)] and total(dp) == 2
+
+
+@on_ranks(4)
+def test_ranks_without_a_group_of_some_labels_agree_with_those_that_have_one(rank):
+    state = ParallelState.create(pipeline_model_parallel_size=4)
+    has_embedding = state._EMBEDDING_GROUP is not None
+    assert has_embedding == (rank in (0, 3))
+    assert state.suspend()["gloo"].how == "keep"
+    state.resume()
+    state.create_all_gather_groups()
+    state.grid.create_pg("tp-pp-dp")
+    assert state.suspend()["gloo"].how == "keep"
+    state.destroy()
 
 
 @on_ranks(4, backend="")
-def test_if_one_backend_cannot_suspend_all_are_created_again_gloos_groups_too(rank):
+def test_a_backend_without_suspension_is_an_error_on_all_and_the_groups_work_on(rank):
     backends.register("plain", [])
     join(rank, 4, backend="plain")
     state = ParallelState.create(tensor_model_parallel_size=2)
-    extra = state.grid.create_pg("tp-pp-dp", group_desc="mine")
-    twin, tp = state.get_data_parallel_group_gloo(), state.get_tensor_model_parallel_group()
-    text = _text(lambda: state.suspend("native"), RuntimeError)
-    assert "could not suspend" in text and state.get_tensor_model_parallel_group() is tp
-    for _ in range(2):
-        listed = len(state._global_process_group_list)
-        report = state.suspend()
-        assert report["gloo"].how == report["plain"].how == "recreate"
-        assert len(open_groups()) == 1
-        for get in (state.get_data_parallel_group_gloo, state.get_tensor_model_parallel_group):
-            assert "suspended: call resume()" in repr(get())
-        with mock.patch("torch.distributed.new_group", side_effect=MemoryError):
-            _text(state.resume, MemoryError)
-        assert len(open_groups()) == 1 and "suspended" in repr(state)
-        renewed = state.resume()
-        assert len(state._global_process_group_list) == listed
-        assert renewed[twin.group_name] is state.get_data_parallel_group_gloo() is not twin
-        assert renewed[tp.group_name] is state.get_tensor_model_parallel_group() is not tp
-        assert renewed[extra.group_name] is state.grid.get_pg("tp-pp-dp") is not extra
-        tp, extra, twin = (renewed[each.group_name] for each in (tp, extra, twin))
-        assert total(tp) == 2 and total(extra) == 4 and total(twin) == 2
-        assert tp in state._global_process_group_list
+    tp = state.get_tensor_model_parallel_group()
+    text = _text(state.suspend, RuntimeError)
+    assert "could not suspend" in text and "destroy them, and initialise again" in text
+    assert state.get_tensor_model_parallel_group() is tp and total(tp) == 2
+    assert "suspended" not in repr(state)
+    report = state.suspend("keep")
+    assert report["plain"].how == report["gloo"].how == "keep"
+    assert "suspended" in repr(state) and total(tp) == 2
     state.destroy()
     assert len(open_groups()) == 1
 
 
 @on_ranks(4, backend="")
-def test_a_native_state_has_placeholders_meanwhile_and_then_the_same_groups(rank):
-    calls, made = [], []
-    backends.native(calls, made)
+def test_a_native_state_answers_with_the_same_groups_meanwhile_and_afterwards(rank):
+    calls = []
+    backends.native(calls, [])
     join(rank, 4, backend="native")
     state = ParallelState.create(tensor_model_parallel_size=2)
     tp, mp = state.get_tensor_model_parallel_group(), state.get_model_parallel_group()
     listed = [*state._global_process_group_list]
-    for how in ("auto", "native"):
+    for _ in range(2):
         calls.clear()
-        report = state.suspend(how)
+        report = state.suspend()
         assert report["native"].how == "native" and report["gloo"].how == "keep"
         assert report["native"].freed == 1000 * report["native"].communicators == 1000 * len(calls)
-        assert "was used while it is suspended" in _text(
-            lambda: state.get_tensor_model_parallel_group().size(), RuntimeError
-        )
+        assert state.get_tensor_model_parallel_group() is tp
         assert state.get_tensor_model_parallel_rank() == rank % 2
-        renewed = state.resume()
-        assert renewed[tp.group_name] is tp is state.get_tensor_model_parallel_group()
+        gradient = torch.ones(1)
+        dist.all_reduce(gradient, group=state.get_data_parallel_group_gloo())
+        assert gradient.item() == 2
+        state.resume()
+        assert state.get_tensor_model_parallel_group() is tp
         assert state.get_model_parallel_group() is mp and total(tp) == 2
         assert state._global_process_group_list == listed
         half = len(calls) // 2

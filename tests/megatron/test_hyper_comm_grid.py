@@ -416,7 +416,8 @@ def test_our_functions_take_either_grid(fake_world):
 
     fake_world(8, rank=3)
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
-    transformer_engine.create_groups(grid)
+    for dims in ("tp", "tp-dp"):
+        grid.create_pg(dims.split("-"))
     tp = grid.get_pg("tp")
     assert transformer_engine.amax_group(grid) is transformer_engine.amax_group(grid.core)
     assert collection.from_grid(grid, ["tp"]).tp is tp is collection.from_grid(grid.core).tp

@@ -176,7 +176,7 @@ with audit.recording(sys.argv[1]):
     theirs = vars(ProcessGroupCollection.use_mpu_process_groups())
     ours = vars(collection.from_state(state))
     assert ours and all(ours[name] is group for name, group in theirs.items() if name in ours)
-    state.suspend("recreate")
+    state.suspend()
     state.resume()
     assert ps.get_data_parallel_world_size() == 4
     ps.destroy_model_parallel()
@@ -323,7 +323,7 @@ def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
         state = ps.current_state()
         assert "of the encoder" in repr(state)
         assert "; encoder RankLayout(" in report(state)
-        state.suspend("recreate")
+        state.suspend()
         assert ps.get_pipeline_model_parallel_world_size() == 2
         state.resume()
         assert ps.get_pipeline_model_parallel_next_rank() == [4, 5]

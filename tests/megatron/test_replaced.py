@@ -131,7 +131,7 @@ def test_ranks_that_replaced_different_functions_are_told(rank):
 
 
 @on_ranks(4)
-def test_a_state_of_ones_own_listens_too_and_creates_again_what_it_was_told(rank):
+def test_a_state_of_ones_own_listens_too(rank):
     calls, original = [], ps.get_nccl_options
 
     def get_nccl_options(name, configs):
@@ -140,24 +140,19 @@ def test_a_state_of_ones_own_listens_too_and_creates_again_what_it_was_told(rank
 
     with mock.patch.object(ps, "get_nccl_options", get_nccl_options):
         state = ParallelState.create(**SIZES)
-    before = len(calls)
-    state.suspend("recreate")
-    state.resume()
     state.destroy()
-    assert before > 10 and len(calls) == before
+    assert len(calls) > 10
 
 
 @on_ranks(4)
-def test_groups_of_a_replaced_function_are_kept_and_never_closed_for_resume(rank):
+def test_groups_of_a_replaced_function_are_suspended_too(rank):
     original = ps.create_group
     with mock.patch.object(ps, "create_group", lambda *a, **k: original(*a, **k)):
         state = ParallelState.create(tensor_model_parallel_size=2)
     tp = state.get_tensor_model_parallel_group()
-    with pytest.raises(RuntimeError, match=f"rank {rank} cannot suspend .*outside code.*Destroy"):
-        state.suspend("recreate")
-    assert state.get_tensor_model_parallel_group() is tp and state.pool.suspended is None
     assert state.suspend()["gloo"].how == "keep"
-    assert state.resume()[tp.group_name] is tp
+    state.resume()
+    assert state.get_tensor_model_parallel_group() is tp
     state.destroy()
 
 

@@ -32,28 +32,18 @@ def printing():
 
 
 @on_ranks(4)
-def test_the_report_notices_interleaved_ranks_and_what_they_cost(rank):
+def test_the_report_notices_interleaved_ranks_and_which_groups_cross_hosts_for_it(rank):
     said = reported(printing(), "abab", rank)
     dist.barrier()
     if rank == 0:
-        # tp: 8 x 4 ranks cross, and dp none; with consecutive ranks dp: 0.4 x 4.
+        # The tp groups are [0, 1] and [2, 3]; those of dp, [0, 2] and [1, 3], are inside a host.
         assert (
-            "ranks are interleaved over hosts: a has ranks 0, 2; what crosses hosts is 32" in said
+            "ranks are interleaved over hosts: a has ranks 0, 2; tp groups touch up to 2 hosts, "
+            "and 1 with consecutive ranks. Start with srun --distribution=block" in said
         )
-        assert "and 1.6 with consecutive ranks" in said
     said = reported(printing(), "aabb", rank)
     if rank == 0:
         assert "TENSOR_MODEL_PARALLEL_GROUP" in said and "interleaved" not in said
-
-
-@on_ranks(4)
-def test_the_report_notices_hosts_in_an_expensive_order(rank):
-    """Four hosts of one rank; tp=2 pairs hosts of different blocks."""
-    address = f"{'b0' if rank in (0, 2) else 'b1'}.h{rank}"
-    slurm = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node"}
-    said = reported(printing(), [f"h{i}" for i in range(4)], rank, **slurm)
-    if rank == 0:
-        assert "another order of the hosts costs" in said and "less: h[0,2,1,3]" in said
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat.planned.job import from_sizes
-from compat.planned.traffic import shards_of
+from compat.planned.layouts import shards_of
 from hypergrid.policy import Policy
 from hypergrid.show.diff import against_dump
 from hypergrid.show.diff import difference as difference_of

@@ -480,27 +480,27 @@ def test_without_matplotlib_it_names_the_extra(tmp_path, monkeypatch):
     assert page(PLAN, 8), "the page does without"
 
 
-WITHIN = {f"host{i}": f"rack {i // 4}, nvlink {i // 2}" for i in range(8)}
+WITHIN = {f"host{i}": f"NVLink domain {i // 2}" for i in range(8)}
 
 
 @needs_browser
-def test_the_page_has_a_heading_for_each_unit(browser, tmp_path):
+def test_the_page_has_a_heading_for_each_nvlink_domain(browser, tmp_path):
     (tmp_path / "page.html").write_text(page(PLAN, 8, within=WITHIN), "utf-8")
     opened = browser.new_page()
     opened.goto(f"file://{tmp_path}/page.html")
-    assert opened.locator(".units").all_inner_texts() == list(dict.fromkeys(WITHIN.values()))
+    assert opened.locator(".domain").all_inner_texts() == list(dict.fromkeys(WITHIN.values()))
     order = opened.locator("#grid > div").evaluate_all("all => all.map(one => one.className)")
-    assert order == ["units", "host", "host"] * 4
+    assert order == ["domain", "host", "host"] * 4
     opened.close()
 
 
-def test_a_picture_and_a_table_have_a_heading_for_each_unit(tmp_path):
+def test_a_picture_and_a_table_have_a_heading_for_each_nvlink_domain(tmp_path):
     from hypergrid.show.picture import picture
     from hypergrid.show.terminal import table
 
     picture(PLAN, 8, tmp_path / "plan.svg", by="tp", within=WITHIN)
-    drawn = re.findall(r">(rack \d, nvlink \d)<", (tmp_path / "plan.svg").read_text())
+    drawn = re.findall(r">(NVLink domain \d)<", (tmp_path / "plan.svg").read_text())
     lines = [line.plain for line in table(DECODER, 8, "tp", within=WITHIN)]
     assert drawn == list(dict.fromkeys(WITHIN.values()))
-    assert [line for line in lines if line.startswith("rack")] == drawn
-    assert lines[0] == "rack 0, nvlink 0" and lines[1].startswith("host0")
+    assert [line for line in lines if line.startswith("NVLink")] == drawn
+    assert lines[0] == "NVLink domain 0" and lines[1].startswith("host0")

@@ -30,10 +30,6 @@ SECONDS, BYTES = 5, 1 << 30  # of CPU, and of memory more than the interpreter h
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "cli" / "launch"
 SIZES = "--world-size 64 --tp 4 --pp 2 --ep 2"
-NETWORK = {
-    "hosts": [{"name": f"h{i}", "gpus": 8, "nvlink": f"d{i // 2}"} for i in range(8)],
-    "bandwidth": {"host": 450, "world": 50},
-}
 SITE = {
     **{"module": "m.a", "file": "m/a.py", "line": 3, "function": "f", "outermost": "m.b"},
     **{"name": "get_x", "writes": False, "phase": "forward", "state": "s", "group": "g"},
@@ -47,12 +43,6 @@ DUMP = {
     **{"schema": 1, "rank": 5, "world_size": 64, "host": "a", "pid": 77},
     "groups": [{"owner": None, "label": "TENSOR_MODEL_PARALLEL_GROUP", "ranks": [4, 5, 6, 7]}],
 }
-YAML = "hosts:\n" + "".join(
-    f"  - {{name: h{i}, gpus: 8, rack: r{i // 4}, since: 2024-01-0{i + 1}}}\n" for i in range(8)
-)
-SLURM = "SwitchName=s0 Nodes=a[0-3]\nSwitchName=s1 Nodes=a[4-7]\nSwitchName=s2 Switches=s[0-1]\n"
-ADDRESSES = "".join(f"core.leaf{i // 4}.a{i} switch.switch.node\n" for i in range(8))
-HOSTFILE = "".join(f"node{i}.cluster.local slots=8\n" for i in range(8))
 
 
 def _plans() -> tuple[Any, Any]:
@@ -68,9 +58,8 @@ def _seeds() -> list[tuple[Any, str]]:
     """What is written to FILE, as data or text, and the command that reads it."""
     plan, assembly = _plans()
     scripts = [(path.read_text(), "plan --from-args FILE") for path in sorted(LAUNCH.glob("*.sh"))]
-    networks = (NETWORK, YAML, SLURM, ADDRESSES, HOSTFILE)
     return [
-        *((plan, f"{name} --plan FILE") for name in ("plan", "check --suggest", "show", "place")),
+        *((plan, f"{name} --plan FILE") for name in ("plan", "check --suggest", "show")),
         (plan, "plan --json --plan FILE"),
         (plan, "plan --rank 3 --plan FILE"),
         (plan, "show --html FILE.html --plan FILE"),
@@ -79,13 +68,8 @@ def _seeds() -> list[tuple[Any, str]]:
         (DUMP, f"diff '{SIZES}' FILE"),
         (READS, "audit DIRECTORY"),
         ({"sites": [SITE]}, "audit DIRECTORY --against FILE"),
-        *((each, f"{name} {SIZES} --topology FILE")
-          for each in networks for name in ("place", "check", "show")),
         *scripts,
         *scripts,
-        ("a[01-64],b3.x", f"place {SIZES} --hostlist TEXT"),
-        ("tp=8,ep=8,cp=3,dp=0.4", f"check {SIZES} --volumes TEXT"),
-        ("host=450,world=50", f"check {SIZES} --bandwidth TEXT"),
         ("tp-cp-ep-dp-pp", "plan --world-size 64 --order TEXT"),
         ("3-5", f"show {SIZES} --hosts TEXT"),
         ("--world-size 64 --tp 4", f"diff '{SIZES}' TEXT"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import random
 import sys
@@ -30,7 +29,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compat import members_only
 from compat import parallel_state as ps
 from compat.state import SLOTS, ParallelState
-from hypergrid import HyperCommGrid
 from hypergrid.agreement.prepare import Abilities, _Memory, _Round
 from hypergrid.groups import pool
 from hypergrid.policy import Policy
@@ -364,43 +362,6 @@ def threads_at_once(runs: int, world: int = 4) -> Tally:
             or any(seconds > 20 for _, seconds, _ in results)
         ):
             tally.lost.append(f"run {number}, turned: {turned}, sizes 2 and {other}: {results}")
-    return tally
-
-
-def _ask_in_any_order(rank: int, world: int, rounds: int, seed: int) -> float:
-    """The longest time in which this rank asked for all its subgroups."""
-    grid = HyperCommGrid([2, world // 4, 2], ["tp", "cp", "dp"])
-    grid.create_pg("tp")
-    dims = [each for n in (1, 2, 3) for each in itertools.combinations(grid.dim_names, n)]
-    every = [(each, size) for each in dims for size in range(2, 1 + grid.dim_size(each))]
-    common, own = random.Random(seed), random.Random(f"{seed}/{rank}")
-    longest = 0.0
-    for _ in range(rounds):
-        wanted = common.sample(every, min(12, len(every)))
-        start = time.monotonic()
-        for each in own.sample(wanted, len(wanted)):
-            grid.subgroup(*each)
-        longest = max(longest, time.monotonic() - start)
-        for each in wanted:
-            group, total = grid.subgroup(*each), torch.tensor(float(rank))
-            dist.all_reduce(total, group=group)
-            assert total.item() == sum(dist.get_process_group_ranks(group)), each
-        groups = {grid.subgroup(*each) for each in common.sample(wanted, len(wanted) // 2)}
-        ordered = sorted(groups, key=lambda group: group.group_name)
-        for group in own.sample(ordered, len(ordered)):
-            grid.release(group)
-    grid.destroy()
-    return longest
-
-
-def subgroups_in_any_order(rounds: int, seed: int = 1, world: int = 64) -> Tally:
-    """Each rank asks for subgroups and releases half of them, each in an order of its own."""
-    tally = Tally("subgroups asked for in random orders: nobody waits, every sum is right", rounds)
-    try:
-        longest = max(run_ranks(world, _ask_in_any_order, world, rounds, seed, timeout=540))
-        tally.seen = f"{world} ranks; the longest needed {longest:.2f} s"
-    except RankFailure as failure:
-        tally.lost.append(failure.line)
     return tally
 
 

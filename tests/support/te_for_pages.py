@@ -28,10 +28,14 @@ class TransformerLayer(torch.nn.Module):
         assert group is None or isinstance(group, dist.ProcessGroup)
 
     def set_context_parallel_group(
-        self, group: list[Any], ranks: list[int], stream: Any, comm_type: str
+        self,
+        cp_group: list[Any],
+        cp_global_ranks: list[int],
+        cp_stream: Any,
+        cp_comm_type: str,
     ) -> None:
-        a2a, p2p = group
-        assert comm_type == "a2a+p2p" and a2a.size() * p2p.size() == len(ranks)
+        a2a, p2p = cp_group
+        assert cp_comm_type == "a2a+p2p" and a2a.size() * p2p.size() == len(cp_global_ranks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -43,16 +47,10 @@ def autocast(recipe: Any = None, amax_reduction_group: Any = None) -> Iterator[N
     yield
 
 
-def layer_with_experts() -> TransformerLayer:
-    """For tp=2, also that of its experts."""
-    model = TransformerLayer(tp_size=2)
-    model.experts = TransformerLayer(tp_size=2)
-    return model
-
-
 def stand_in() -> None:
     """Answer `import transformer_engine.pytorch` in this process."""
     package, module = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     module.TransformerLayer, module.autocast = TransformerLayer, autocast  # type: ignore[attr-defined]
     package.pytorch = module  # type: ignore[attr-defined]
+    torch.cuda.Stream = lambda: None  # type: ignore[assignment, misc]  # there is no GPU
     sys.modules.update({"transformer_engine": package, "transformer_engine.pytorch": module})

@@ -17,6 +17,7 @@ import warnings
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from tests.support import ROOT
@@ -87,6 +88,17 @@ def _text(known: list[str] = []) -> str:  # noqa: B006
         files = (SOURCE / "transformer_engine" / "pytorch").rglob("*.py")
         known.append("\n".join(file.read_text(encoding="utf-8") for file in files))
     return known[0]
+
+
+def create_groups(grid: Any) -> None:
+    """The groups of a grid that ``compat.transformer_engine`` asks for. *Collective*."""
+    wanted = ["tp"], ["a2a"], ["p2p"], ["cp", "a2a", "p2p"], ["tp", "cp", "a2a", "p2p"]
+    for names in (*wanted, ["tp", "cp", "a2a", "p2p", "dp"]):
+        dims = [dim for dim in grid.layout.dims if dim in names]
+        if dims and grid.name(dims) not in grid.groups:
+            grid.create_pg(dims)
+    if "expert" in grid.views:
+        grid.create_pg("tp", view="expert")
 
 
 def load() -> ModuleType:

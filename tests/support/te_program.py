@@ -13,11 +13,10 @@ from tests.support import te_on_cpu  # noqa: E402
 pytorch = te_on_cpu.load()
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 import transformer_engine_torch as extension  # noqa: E402
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 from transformer_engine.common.recipe import DelayedScaling  # noqa: E402
-from transformer_engine.pytorch import distributed, ep, module  # noqa: E402
+from transformer_engine.pytorch import distributed, ep  # noqa: E402
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
 
 from compat import transformer_engine as te  # noqa: E402
@@ -25,7 +24,6 @@ from compat.state import ParallelState  # noqa: E402
 from hypergrid import HyperCommGrid  # noqa: E402
 from tests.support import forked  # noqa: E402
 
-ranks = dist.get_process_group_ranks
 CACHED = distributed.get_distributed_world_size, distributed.get_distributed_rank
 
 
@@ -38,8 +36,8 @@ def a_layer(**kwargs):
 
 def grid_and_state():
     """The same layout twice: tp=2, cp=4 as 2 x 2."""
-    grid = HyperCommGrid([2, 4], ["tp", "cp"])
-    te.create_groups(grid, a2a_size=2)
+    grid = HyperCommGrid([2, 2, 2], ["tp", "a2a", "p2p"])
+    te_on_cpu.create_groups(grid)
     state = ParallelState.create(
         tensor_model_parallel_size=2,
         context_parallel_size=4,
@@ -48,20 +46,16 @@ def grid_and_state():
     return grid, state
 
 
-def tp_of(where):
-    is_grid = isinstance(where, HyperCommGrid)
-    return where.get_pg("tp") if is_grid else where.get_tensor_model_parallel_group()
-
-
 def applied(rank):
-    """After ``apply``: whether every module holds the very groups, and what they are."""
+    """After the setters: whether every module holds the very groups, and what they are."""
     outcome = []
     for where in grid_and_state():
         for comm_type in te.COMM_TYPES:
             layer = a_layer(tp_size=2)
-            how = {"comm_type": comm_type, "a2a_size": 2 if comm_type == "a2a+p2p" else None}
-            te.apply(layer, where, **how)
-            tp, context = tp_of(where), te.cp_args(where, **how)
+            tp = te.tp_args(where)["tp_group"]
+            context = te.cp_args(where, comm_type)
+            layer.set_tensor_parallel_group(tp)
+            layer.set_context_parallel_group(**context, cp_stream=torch.cuda.Stream())
             takers = [m for m in layer.modules() if "tp_group" in vars(m) and m is not layer]
             (attention,) = (
                 m for m in layer.modules() if isinstance(m, pytorch.DotProductAttention)
@@ -69,8 +63,8 @@ def applied(rank):
             outcome.append(
                 (
                     len(takers) >= 5 and all(m.tp_group is tp for m in takers),
-                    attention.cp_group == context.cp_group,
-                    attention.cp_global_ranks == context.cp_global_ranks,
+                    attention.cp_group == context["cp_group"],
+                    attention.cp_global_ranks == context["cp_global_ranks"],
                     (attention.cp_stream.name, attention.cp_comm_type) == ("stream", comm_type),
                     (layer.self_attention.cp_size, layer.self_attention.cp_rank) == (4, rank // 2),
                 )
@@ -78,36 +72,10 @@ def applied(rank):
     return outcome
 
 
-def experts(rank):
-    """Whether the layer's modules have tp, and its experts theirs, which is another one."""
-    state = ParallelState.create(
-        tensor_model_parallel_size=2, expert_model_parallel_size=8, expert_tensor_parallel_size=1
-    )
-    layer = a_layer(tp_size=2)
-    kwargs = {"device": "cpu", "parallel_mode": "column", "bias": False}
-    layer.experts = torch.nn.ModuleList(
-        [pytorch.GroupedLinear(2, 64, 64, tp_size=1, **kwargs), pytorch.DotProductAttention(8, 8)]
-    )
-    try:
-        te.apply(layer, state)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    untouched = layer.layernorm_mlp.tp_group is None
-    te.apply(layer, state, experts=[layer.experts])
-    return [
-        refused,
-        untouched,
-        layer.layernorm_mlp.tp_group is state.get_tensor_model_parallel_group(),
-        layer.experts[0].tp_group is state.get_expert_tensor_parallel_group(),
-    ]
-
-
 def built(rank):
     """The sizes of modules that are given their group as they are built."""
     grid, _ = grid_and_state()
-    tp = grid.get_pg("tp")
-    kwargs = {"tp_group": tp, "tp_size": tp.size()}
+    tp, kwargs = grid.get_pg("tp"), te.tp_args(grid)
     made = [
         pytorch.Linear(32, 64, device="cpu", parallel_mode="column", **kwargs),
         pytorch.LayerNormLinear(32, 64, device="cpu", parallel_mode="column", **kwargs),
@@ -132,7 +100,7 @@ def greatest(rank, group):
 def amax(rank):
     """The highest rank that took part in the reduction: over our groups, and over None."""
     grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
-    te.create_groups(grid)
+    te_on_cpu.create_groups(grid)
     state = ParallelState.create(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
     return [
         greatest(rank, te.amax_group(grid)),
@@ -166,39 +134,12 @@ def destroyed(rank):
 
 
 def too_early(rank):
-    """The size of the world, asked of Transformer Engine too early, and again after ``apply``."""
+    """The size of the world, asked of Transformer Engine too early, and after our arguments."""
     answers = [distributed.get_distributed_world_size()]  # the answer from before the fork
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
-    te.create_groups(grid)
-    te.apply(a_layer(tp_size=2), grid)
+    te_on_cpu.create_groups(grid)
+    a_layer(**te.tp_args(grid))
     return [*answers, distributed.get_distributed_world_size()]
-
-
-class Asked(Exception):
-    """Stops ``initialize_ub`` once it has said which ranks it takes."""
-
-
-def userbuffers(rank):
-    """The ranks that ``initialize_ub`` takes, those of tp, and whether we let it."""
-
-    def helper(world, domain):
-        raise Asked(ranks(domain))
-
-    extension.CommOverlapHelper, extension.ubuf_built_with_mpi = helper, lambda: False
-    outcome = []
-    for dims in (["tp", "dp"], ["dp", "tp"]):
-        grid = HyperCommGrid([2, 4] if dims[0] == "tp" else [4, 2], dims)
-        try:
-            te.check_userbuffers(grid)
-            allowed = True
-        except ValueError:
-            allowed = False
-        module.base._ub_communicators = None
-        try:
-            pytorch.initialize_ub([64, 64], 2, bootstrap_backend="gloo")
-        except Asked as asked:
-            outcome.append((asked.args[0], grid.group_ranks("tp"), allowed))
-    return outcome
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""Megatron's modules that lay ranks out by themselves: the order asked for reaches them."""
+"""Megatron's modules that lay ranks out by themselves are named where another order is wanted."""
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -93,46 +92,53 @@ COMPARES = """
 DENSE = "{'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 2"
 SIZES = {
     "dense": DENSE + "}",
-    "experts": DENSE + ", 'expert_model_parallel_size': 2}",
-    "both": DENSE + ", 'context_parallel_size': 2, 'expert_model_parallel_size': 2}",
 }
+
+
+WARNS = "computes ranks by itself"
 
 
 @every_builder
 @pytest.mark.parametrize(
-    ("order", "sizes", "mapping"),
+    ("order", "first", "second"),
     [
-        ("tp-cp-pp-dp", "dense", False),
-        ("TP-CP-EP-PP-DP", "both", False),
-        ("cp-tp-dp-ep-pp", "experts", True),
-        ("pp-dp-cp-ep-tp", "both", True),
+        ("tp-cp-pp-dp", "dp", "pp"),
+        ("TP-CP-EP-PP-DP", "dp", "pp"),
+        ("dp-tp-cp-ep-pp", "tp", "dp"),
+        ("pp-dp-cp-ep-tp", "tp", "cp"),
     ],
 )
-def test_an_inference_models_groups_are_those_of_parallel_state(builder, order, sizes, mapping):
+def test_what_lays_out_an_inference_model_is_named_where_another_order_is_requested(
+    builder, order, first, second
+):
     release, module, path = builder
-    arguments = (module, SIZES[sizes], "9", *["mapping"] * mapping)
-    done = run(COMPARES, *arguments, path=path, release=release, HYPERGRID_ORDER=order)
-    lines = [line.partition(" ")[2] for line in done.stdout.splitlines()]
-    assert lines == ["same"] * 15, done.stdout + done.stderr
+    arguments = {"path": path, "release": release, "HYPERGRID_ORDER": order}
+    done = run(COMPARES, module, SIZES["dense"], "9", **arguments)
+    assert done.stderr.count(WARNS) == 1, done.stderr
+    assert f"{module} {WARNS}, as if {first} came before {second}" in done.stderr
+    assert f"The order {order!r}, from HYPERGRID_ORDER in the environment" in done.stderr
+    # And it is true: its groups are others than those of the requested order.
+    assert " and not " in done.stdout, done.stdout + done.stderr
 
 
 @every_builder
-def test_without_an_order_from_outside_an_inference_model_is_laid_out_as_stock(builder):
+def test_an_inference_model_is_laid_out_as_stock(builder):
     release, module, path = builder
     for mapping, says in (((), "pp same"), (("mapping",), "pp [9, 11] and not [1, 9]")):
         done = run(COMPARES, module, SIZES["dense"], "9", *mapping, path=path, release=release)
         assert says in done.stdout.splitlines(), done.stdout + done.stderr
+        assert WARNS not in done.stderr
 
 
 @every_builder
-def test_an_order_that_an_inference_model_cannot_have_says_where_it_came_from(builder):
+def test_megatrons_order_for_an_inference_model_is_no_reason_to_warn(builder):
     release, module, path = builder
-    code = COMPARES.replace("build(16,", "build(16, ep_size=2, expt_tp_size=1,")
-    asked = {"release": release, "path": path, "HYPERGRID_ORDER": "tp-cp-dp-pp"}
-    done = run(code, module, SIZES["dense"], "0", **asked)
-    assert "order 'tp-cp-dp-pp' leaves out 'ep', whose size is 2" in done.stderr
-    says = "from HYPERGRID_ORDER in the environment, which also lays out the grids of " + module
-    assert says in done.stderr
+    for order in ("tp-dp-pp", "tp-cp-ep-dp-pp"):
+        arguments = {"path": path, "release": release, "HYPERGRID_ORDER": order}
+        done = run(COMPARES, module, SIZES["dense"], "9", **arguments)
+        lines = [line.partition(" ")[2] for line in done.stdout.splitlines()]
+        assert lines == ["same"] * 15, done.stdout + done.stderr
+        assert WARNS not in done.stderr
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -146,57 +152,50 @@ def test_the_table_names_what_a_release_has_and_everything_that_makes_a_grid(rel
         text = file.read_text(encoding="utf-8")
         if re.search(r"^(?! *(?:class|>>>)).*\b(HyperCommGrid|RankGenerator)\(", text, re.M):
             made.add(name)
-        for wrapped in MODULES.get(name, ()):
-            assert wrapped in text
     assert made <= {"megatron.core.parallel_state", *MODULES}
 
 
-COUNTS_ON_TP = """
+IMPORTS = """
     import sys, compat; compat.install()
-    import torch, torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    torch.cuda.Stream = lambda *a, **k: None  # a machine without CUDA makes none
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    from megatron.core import mpu
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=4,
-        tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True,
-        moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-    )
-    experts = int(sys.argv[1])
-    mpu.initialize_model_parallel(2, expert_model_parallel_size=experts)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    if experts > 1:
-        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-        MoEAlltoAllTokenDispatcher(2, [0, 1], config, groups)
-    else:
-        from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
-        config.max_seqlen_per_dp_cp_rank = 8
-        HybridCPDataLoaderWrapper(iter([]), config)
+    from importlib import import_module
+    import_module(sys.argv[1])
 """
 
 
 @pytest.mark.parametrize(
-    ("experts", "order", "ranks"),
+    ("module", "order", "pair"),
     [
-        (2, "tp-ep-dp-pp", None),
-        (2, "dp-tp-ep-pp", None),
-        (2, "ep-tp-dp-pp", "[0, 2]"),
-        (2, "ep-dp-tp-pp", "[0, 4]"),
-        (1, "tp-dp-pp", None),
-        (1, "dp-tp-pp", "[0, 4]"),
+        ("transformer.moe.token_dispatcher", "tp-ep-dp-pp", None),
+        ("transformer.moe.token_dispatcher", "dp-tp-ep-pp", None),
+        ("transformer.moe.token_dispatcher", "dp-tp-pp", None),
+        ("transformer.moe.token_dispatcher", "ep-tp-dp-pp", "tp came before ep"),
+        ("transformer.moe.token_dispatcher", "ep-dp-tp-pp", "tp came before ep"),
+        ("datasets.data_schedule", "tp-dp-pp", None),
+        ("datasets.data_schedule", "dp-tp-pp", "tp came before dp"),
+        ("optimizer", "dp-tp-pp", None),
     ],
 )
-def test_what_counts_on_tensor_parallel_ranks_side_by_side_is_warned_of(experts, order, ranks):
-    try:
-        release = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("megatron-core is not installed")
-    done = run(COUNTS_ON_TP, str(experts), path="", release=release, HYPERGRID_ORDER=order)
+def test_what_counts_on_tensor_parallel_ranks_side_by_side_is_warned_of(
+    module, order, pair, tmp_path
+):
+    file = tmp_path / "megatron" / "core" / Path(*module.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.touch()
+    arguments = {"path": tmp_path, "release": "0.16.1", "HYPERGRID_ORDER": order}
+    done = run(IMPORTS, f"megatron.core.{module}", **arguments)
     assert done.returncode == 0, done.stderr
-    says = f"tensor-parallel ranks are consecutive, and here they are {ranks}"
-    assert done.stderr.count("assumes that tensor-parallel ranks") == (ranks is not None)
-    assert ranks is None or says in done.stderr
+    assert done.stderr.count(WARNS) == (pair is not None), done.stderr
+    assert pair is None or f"megatron.core.{module} {WARNS}, as if {pair}." in done.stderr
+
+
+def test_a_module_that_is_listed_says_what_the_list_says(tmp_path):
+    """The sources of the two that count on consecutive ranks still have the classes that do."""
+    classes = {
+        "transformer/moe/token_dispatcher.py": ["MoEAlltoAllTokenDispatcher"],
+        "datasets/data_schedule.py": ["HybridCPDataLoaderWrapper"],
+    }
+    if not have_stock("0.16.1"):
+        pytest.skip("run scripts/fetch_megatron 0.16.1")
+    for name, wanted in classes.items():
+        text = (source_dir("0.16.1") / name).read_text(encoding="utf-8")
+        assert all(f"class {each}" in text for each in wanted)

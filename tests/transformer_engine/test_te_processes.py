@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from compat import transformer_engine as te
 from compat.state import ParallelState
+from compat.transformer_engine import process as te_process
 from hypergrid import HyperCommGrid
 from tests.support import ROOT, te_on_cpu
 from tests.support.forked import open_groups, run_ranks
@@ -37,21 +38,18 @@ def run(*command, path=(), **environment):
 
 
 def summed(rank):
-    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
-    grid.register_view("expert", [1, 4, 2], ["tp", "ep", "dp"])
-    te.create_groups(grid, a2a_size=2)
+    grid = HyperCommGrid([2, 2, 1, 2], ["tp", "a2a", "p2p", "dp"])
+    te_on_cpu.create_groups(grid)
     state = ParallelState.create(
         tensor_model_parallel_size=2,
         context_parallel_size=2,
-        expert_model_parallel_size=4,
-        expert_tensor_parallel_size=1,
         hierarchical_context_parallel_sizes=[2, 1],
     )
     sums = []
     for where in (grid, state):
         for group in (
-            te.cp_args(where).cp_group,
-            *te.cp_args(where, "a2a+p2p", 2).cp_group,
+            te.cp_args(where)["cp_group"],
+            *te.cp_args(where, "a2a+p2p")["cp_group"],
             te.amax_group(where),
             te.amax_group(where, tp_only=True),
         ):
@@ -78,22 +76,16 @@ def test_real_groups_of_a_grid_and_of_a_state_reach_the_ranks_of_the_arithmetic(
 def real_classes():
     if not te_on_cpu.SOURCE.is_dir():
         pytest.skip(NOT_FETCHED)
-    names = ["applied", "experts", "built", "amax", "destroyed", "too_early", "userbuffers"]
+    names = ["applied", "built", "amax", "destroyed", "too_early"]
     done = run("-m", "tests.support.te_program", *names)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
-def test_apply_gives_every_module_of_a_real_layer_its_groups(real_classes):
+def test_our_arguments_give_every_module_of_a_real_layer_its_groups(real_classes):
     for outcome in real_classes["applied"]:
         assert len(outcome) == 2 * len(te.COMM_TYPES)
         assert all(map(all, outcome)), outcome
-
-
-def test_apply_gives_experts_a_tensor_parallelism_of_their_own(real_classes):
-    for refused, *truths in real_classes["experts"]:
-        assert "experts.0 was built for tp_size=1, and tp has 2 ranks" in refused
-        assert truths == [True, True, True]  # a refusal gives nobody a group
 
 
 def test_modules_built_with_our_keywords_have_their_part_of_the_weights(real_classes):
@@ -112,15 +104,8 @@ def test_destroy_ends_expert_parallelism_before_its_group_goes_and_clears_sizes(
     assert real_classes["destroyed"] == [[expected] * 2] * 8
 
 
-def test_apply_corrects_a_size_that_was_asked_before_initialisation(real_classes):
+def test_our_arguments_correct_a_size_that_was_asked_before_initialisation(real_classes):
     assert real_classes["too_early"] == [[1, 8]] * 8
-
-
-def test_userbuffers_take_the_ranks_of_tp_exactly_where_the_check_allows_it(real_classes):
-    for inner, outer in real_classes["userbuffers"]:
-        (theirs, ours, allowed), (wrong, meant, refused) = inner, outer
-        assert theirs == ours and allowed
-        assert wrong != meant and not refused
 
 
 # Without Transformer Engine, and beside broken ones.
@@ -145,10 +130,9 @@ def test_destroy_imports_nothing_and_survives_a_context_that_cannot_end(fake_wor
         monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
     asked(group)
     with pytest.warns(RuntimeWarning, match="could not end its expert parallelism over .*no commu"):
-        state.suspend("recreate")
+        state.destroy()
     assert asked.cache_info().currsize == 0
     assert group not in open_groups()
-    state.destroy()
 
 
 @pytest.mark.parametrize("kind", ["ImportError", "RuntimeError", "OSError", "AssertionError"])
@@ -179,7 +163,7 @@ def test_the_probe_where_there_is_none_and_where_there_is_one(monkeypatch):
     assert te.probe()[:2] == (None, False) and "ModuleNotFoundError" in te.probe().why
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert te.probe() == te.Installation(None, True, "")
+    assert te.probe() == te_process.Installation(None, True, "")
 
 
 IMPORT = "import megatron.core; print('imported')"

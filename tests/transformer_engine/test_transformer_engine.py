@@ -4,7 +4,6 @@ import ast
 import functools
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from compat import transformer_engine as te
@@ -60,18 +59,20 @@ def test_a_grid_gives_the_ranks_of_a_state_of_the_same_layout(fake_world, layout
     for rank in (0, 5, 15):
         fake_world(16, rank=rank)
         state, grid = ParallelState.create(**arguments), a_grid(sizes, expert)
-        te.create_groups(grid)
+        te_on_cpu.create_groups(grid)
         for ask in (
-            lambda where: te.cp_args(where).cp_group,
+            lambda where: te.cp_args(where)["cp_group"],
             te.amax_group,
             lambda where: te.amax_group(where, tp_only=True),
         ):
             assert ranks(ask(grid)) == ranks(ask(state))
-        tp, expert_tp = grid.get_pg("tp"), grid.get_pg("tp", view="expert" if expert else None)
-        assert ranks(tp) == ranks(state.get_tensor_model_parallel_group())
-        if expert:
-            assert ranks(expert_tp) == ranks(state.get_expert_tensor_parallel_group())
-        assert te.cp_args(grid).cp_global_ranks == te.cp_args(state).cp_global_ranks
+        for of_experts in (False, True) if expert else (False,):
+            ours = te.tp_args(grid, expert=of_experts)
+            states = te.tp_args(state, expert=of_experts)
+            assert ranks(ours["tp_group"]) == ranks(states["tp_group"])
+            assert ours["tp_size"] == states["tp_size"] == len(ranks(ours["tp_group"]))
+        for name in ("cp_global_ranks", "cp_comm_type"):
+            assert te.cp_args(grid)[name] == te.cp_args(state)[name]
         state.destroy()
         grid.destroy()
 
@@ -82,11 +83,10 @@ def test_a_state_gives_the_very_groups_of_its_getters(fake_world):
     for tp_only in (False, True):
         amax = state.get_amax_reduction_group(True, tp_only_amax_red=tp_only)
         assert te.amax_group(state, tp_only) is te.amax_group(state, tp_only) is amax
-    assert te.cp_args(state).cp_group is state.get_context_parallel_group()
-    state.suspend("recreate")
-    for ask in (te.cp_args, te.amax_group, lambda where: te.apply(holder([]), where)):
-        with pytest.raises(RuntimeError, match="suspended: call resume"):
-            ask(state)
+    assert te.cp_args(state)["cp_group"] is state.get_context_parallel_group()
+    assert te.tp_args(state)["tp_group"] is state.get_tensor_model_parallel_group()
+    expert_group = te.tp_args(state, expert=True)["tp_group"]
+    assert expert_group is state.get_expert_tensor_parallel_group()
     state.destroy()
 
 
@@ -94,32 +94,38 @@ def test_no_group_is_made_unasked_and_the_refusal_names_the_call(fake_world):
     fake_world(8)
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
     for ask, call in (
-        (lambda where: te.apply(holder([]), where), r"create_pg\('tp'\)"),
+        (te.tp_args, r"create_pg\('tp'\)"),
         (te.cp_args, r"create_pg\('cp'\)"),
         (te.amax_group, r"create_pg\('dp-cp-tp'\)"),
         (lambda where: te.amax_group(where, tp_only=True), r"create_pg\('cp-tp'\)"),
-        (lambda where: te.cp_args(where, "a2a+p2p", 2), r"create_groups\(grid, a2a_size=2\)"),
     ):
         with pytest.raises(KeyError, match=call):
             ask(grid)
     assert grid.groups == {}
-    te.create_groups(grid, a2a_size=2)
-    te.create_groups(grid, a2a_size=2)  # what is there already stays
+    te_on_cpu.create_groups(grid)
     assert te.amax_group(grid) is grid.get_pg("tp-cp-dp")
+    with pytest.raises(TypeError, match="not from a dict"):
+        te.tp_args({})
     grid.destroy()
 
 
 def test_a_scope_of_one_rank_is_a_group_and_never_none_which_means_the_world(fake_world):
     fake_world(8, rank=3)
     grid = HyperCommGrid([1, 1, 8], ["tp", "cp", "pp"])
-    te.create_groups(grid)
+    te_on_cpu.create_groups(grid)
     assert ranks(te.amax_group(grid)) == ranks(te.amax_group(grid, tp_only=True)) == [3]
     bare = HyperCommGrid([8], ["pp"])
-    with pytest.raises(ValueError, match="give the grid such a dim of size 1, and create_pg"):
+    with pytest.raises(ValueError, match="dim tp, cp or dp of size 1, and create_pg"):
         te.amax_group(bare)
-    given = []
-    te.apply(holder(given), bare)
-    assert given == [None]  # there None means no tensor parallelism
+
+
+def test_a_rank_outside_the_grid_gets_an_error_and_never_none(fake_world):
+    fake_world(8, rank=7)
+    grid = HyperCommGrid([2, 2], ["tp", "cp"])
+    te_on_cpu.create_groups(grid)
+    for ask in (te.tp_args, te.cp_args, te.amax_group):
+        with pytest.raises(RuntimeError, match="rank 7 is outside"):
+            ask(grid)
 
 
 STATE_SIZES = {"tensor_model_parallel": "tp", "context_parallel": "cp"}
@@ -143,8 +149,12 @@ def ring_formula():
 
 
 def sends_to(context):
-    a2a, p2p = context.cp_group
-    known = {"cp_global_ranks": context.cp_global_ranks, "rank": p2p.rank(), "cp_size": p2p.size()}
+    a2a, p2p = context["cp_group"]
+    known = {
+        "cp_global_ranks": context["cp_global_ranks"],
+        "rank": p2p.rank(),
+        "cp_size": p2p.size(),
+    }
     return eval(ring_formula(), {**known, "cp_size_a2a": a2a.size(), "rank_a2a": a2a.rank()})
 
 
@@ -155,13 +165,16 @@ def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(
     nexts = {}
     for rank in range(16):
         fake_world(16, rank=rank)
-        grid = a_grid(sizes)
-        te.create_groups(grid, a2a_size=a2a)
-        context = te.cp_args(grid, "a2a+p2p", a2a)
-        near, ring = (ranks(group) for group in context.cp_group)
-        whole = grid.group_ranks("cp")
+        split = {}
+        for dim, size in sizes.items():
+            split |= {"a2a": a2a, "p2p": size // a2a} if dim == "cp" else {dim: size}
+        grid = a_grid(split)
+        te_on_cpu.create_groups(grid)
+        context = te.cp_args(grid, "a2a+p2p")
+        near, ring = (ranks(group) for group in context["cp_group"])
+        whole = RankLayout(tuple(sizes), tuple(sizes.values())).group(rank, "cp")
         at = whole.index(rank)
-        assert context.cp_global_ranks == whole
+        assert context["cp_global_ranks"] == whole
         assert near == whole[at - at % a2a :][:a2a]  # consecutive in cp
         assert ring == whole[at % a2a :: a2a]
         nexts[rank] = sends_to(context)
@@ -172,8 +185,8 @@ def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(
             order="-".join([*sizes, *{"tp", "cp", "dp", "pp"}.difference(sizes)]),
             hierarchical_context_parallel_sizes=[a2a, len(ring)],
         )
-        theirs = te.cp_args(state, "a2a+p2p", a2a)
-        assert [ranks(group) for group in theirs.cp_group] == [near, ring]
+        theirs = te.cp_args(state, "a2a+p2p")
+        assert [ranks(group) for group in theirs["cp_group"]] == [near, ring]
         assert sends_to(theirs) == nexts[rank]
         state.destroy()
         grid.destroy()
@@ -183,77 +196,19 @@ def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(
 def test_a_hierarchy_that_does_not_fit_is_refused(fake_world):
     fake_world(16)
     grid = a_grid({"tp": 2, "cp": 4, "dp": 2})
-    for size in (None, 0, 3, 8):
-        with pytest.raises(ValueError, match=r"does not divide cp=4.* Allowed: \[1, 2, 4\]"):
-            te.cp_args(grid, "a2a+p2p", size)
+    for other in (grid, a_grid({"tp": 2, "p2p": 2, "a2a": 2, "dp": 2})):
+        with pytest.raises(ValueError, match="with a2a and p2p in this order in its place"):
+            te.cp_args(other, "a2a+p2p")
     with pytest.raises(ValueError, match="for comm_type: 'ring'; allowed: p2p, all_gather"):
         te.cp_args(grid, "ring")
-    with pytest.raises(ValueError, match="a2a_size=2 is for 'a2a"):
-        te.cp_args(grid, "p2p", 2)
-    with pytest.raises(ValueError, match="there is no context parallelism"):
+    with pytest.raises(ValueError, match="needs a grid with a dim cp"):
         te.cp_args(HyperCommGrid([16], ["dp"]))
     state = ParallelState.create(
-        context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 4]
+        context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2, 2]
     )
-    assert [group.size() for group in te.cp_args(state, "a2a+p2p").cp_group] == [2, 4]
-    with pytest.raises(ValueError, match=r"a2a_size=4, and hierarchical.* is 2"):
-        te.cp_args(state, "a2a+p2p", 4)
+    with pytest.raises(ValueError, match=r"takes two levels .* this state has 3"):
+        te.cp_args(state, "a2a+p2p")
     state.destroy()
-
-
-@pytest.mark.parametrize(
-    ("layout", "theirs"),
-    [
-        (RankLayout(("dp", "tp"), (2, 4)), r"ranks \[0, 1, 2, 3\].* has \[0, 2, 4, 6\]"),
-        (RankLayout(("tp", "dp"), (4, 1), 2), r"ranks \[0, 1, 2, 3\].* has \[2, 3, 4, 5\]"),
-        (RankLayout(("cp", "tp", "dp"), (2, 2, 2)), r"ranks \[0, 1\].* has \[0, 2\]"),
-    ],
-)
-def test_userbuffers_are_refused_unless_tp_is_contiguous_and_innermost(layout, theirs):
-    with pytest.raises(ValueError, match=theirs):
-        te.check_userbuffers(layout)
-
-
-def test_userbuffers_over_a_fastest_tp(fake_world):
-    te.check_userbuffers(RankLayout(("cp", "tp", "dp"), (1, 2, 4)))
-    te.check_userbuffers(RankLayout(("dp",), (4,)))
-    with pytest.raises(
-        ValueError, match="9 ranks into parts of tp=2, which leaves a remainder of 1"
-    ):
-        te.check_userbuffers(RankLayout(("tp", "dp"), (2, 4)), world_size=9)
-    fake_world(8)
-    te.check_userbuffers(HyperCommGrid([2, 4], ["tp", "dp"]))
-    state = ParallelState.create(tensor_model_parallel_size=4)
-    te.check_userbuffers(state)
-    state.destroy()
-
-
-def test_apply_gives_each_module_its_group_and_refuses_what_would_be_wrong(fake_world):
-    fake_world(8)
-    grid = HyperCommGrid([4, 2], ["tp", "dp"])
-    te.create_groups(grid)
-    with pytest.raises(ValueError, match=r"no module of Linear takes a group"):
-        te.apply(torch.nn.Linear(2, 2), grid)
-    given = []
-    with pytest.raises(ValueError, match="0 was built for tp_size=2, and tp has 4 ranks"):
-        te.apply(holder(given, tp_size=2), grid)
-    te.apply(holder(given, tp_size=4), grid)
-    assert given == [grid.get_pg("tp")]
-    grid = a_grid({"tp": 4, "dp": 2}, {"tp": 2, "ep": 4})
-    te.create_groups(grid)
-    model = torch.nn.Sequential(holder(given, tp_size=4), holder(given, tp_size=2))
-    te.apply(model, grid, experts=[model[1]])
-    assert given[1:] == [grid.get_pg("tp"), grid.get_pg("tp", view="expert")]
-    with pytest.raises(TypeError, match="not from a dict"):
-        te.apply(holder(given), {})
-
-
-def holder(given, **attributes):
-    """A model whose one module takes a group, and adds it to ``given``."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    model[0].set_tensor_parallel_group = given.append
-    vars(model[0]).update(attributes)
-    return model
 
 
 # Parameters: Transformer Engine's source, read and not run.
@@ -288,7 +243,7 @@ BUILT = {
 def test_every_module_takes_what_the_page_says_and_has_the_setters(fake_world):
     fake_world(1)
     grid = HyperCommGrid([1, 1], ["tp", "cp"])
-    te.create_groups(grid)
+    te_on_cpu.create_groups(grid)
     for file, name in BUILT.items():
         assert {"tp_group", "tp_size"} <= {*parameters(file, f"{name}.__init__")}, name
     setter = "set_tensor_parallel_group"
@@ -300,7 +255,8 @@ def test_every_module_takes_what_the_page_says_and_has_the_setters(fake_world):
         assert parameters(file, f"{name}.{setter}") == ["tp_group"]
     for file, name in list(BUILT.items())[-3:]:
         assert parameters(file, f"{name}.set_context_parallel_group")[:4] == CP
-    assert list(te.cp_args(grid)._fields) == CP
+    assert [*te.cp_args(grid), "cp_stream"] == [CP[0], CP[1], CP[3], CP[2]]
+    assert {*te.tp_args(grid)} == {"tp_group", "tp_size"}
     assert set(CP) <= set(parameters(ATTENTION[0], f"{ATTENTION[1]}.__init__"))
 
 
@@ -312,7 +268,6 @@ def test_every_function_and_operation_takes_the_keyword_that_the_page_names():
     assert "fp8_group" in parameters("quantization.py", "fp8_autocast")
     assert "dist_process_group" in parameters("cross_entropy.py", "parallel_cross_entropy")
     assert parameters("ep.py", "ep_bootstrap")[0] == "ep_group"
-    assert parameters("module/base.py", "initialize_ub")[:2] == ["shape", "tp_size"]
     popped = ast.unparse(definition("distributed.py", "checkpoint"))
     assert "kwargs.pop('tp_group', None)" in popped
     for op, keyword in {

@@ -1,0 +1,75 @@
+"""The layouts of a Megatron job that users know: their kinds of groups, and what cuts weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from hypergrid.layout import RankLayout
+from hypergrid.plan import GroupPlan
+from hypergrid.summary import hosts_touched
+from hypergrid.topology import Topology
+
+Layouts: TypeAlias = Mapping[str, RankLayout]
+
+# The two layouts that users know (the others are splits of these), and the dims that cut weights.
+SHARDS = {"decoder": ("tp", "pp"), "expert": ("tp", "ep", "pp")}
+
+# Kind of group: its layout and its dims. A kind that sends more in a step comes before the others.
+_KINDS = {
+    "tp": ("decoder", ("tp",)),
+    "expert tp": ("expert", ("tp",)),
+    "ep": ("expert", ("ep",)),
+    "cp": ("decoder", ("cp",)),
+    "dp": ("decoder", ("dp", "cp")),  # gradients are summed over cp too
+    "expert dp": ("expert", ("dp",)),
+    "pp": ("decoder", ("pp",)),
+}
+
+
+def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
+    """The groups by kind, as arrays of shape (groups, ranks of a group); none of a single rank.
+
+    The result has kinds of the expert layout only if that differs from the dense one.
+    """
+    experts_differ = has_experts(layouts)
+    groups = {}
+    for kind, (name, dims) in _KINDS.items():
+        if name == "expert" and not experts_differ:
+            continue
+        layout = layouts[name]
+        ranks = layout.groups([dim for dim in dims if dim in layout.dims])
+        if ranks.shape[1] > 1:
+            groups[kind] = ranks
+    return groups
+
+
+def most_hosts(layouts: Layouts, hosts: Topology) -> dict[str, int]:
+    """By kind how many hosts the group touches that touches the most; 1 if all stay inside."""
+    return {
+        kind: int(hosts_touched(groups, hosts).max())
+        for kind, groups in groups_by_kind(layouts).items()
+    }
+
+
+def has_experts(layouts: Layouts) -> bool:
+    """Whether expert layers are laid out differently from dense ones."""
+    if "expert" not in layouts:
+        return False
+    dense, expert = layouts["decoder"], layouts["expert"]
+    return expert.dim_size("ep") > 1 or expert.dim_size("tp") != dense.dim_size("tp")
+
+
+def shards_of(*plans: GroupPlan) -> dict[str, tuple[str, ...]] | None:
+    """The layouts to compare, each with the dims that cut its weights; None without a decoder.
+
+    The layout of experts is compared only where it differs from the dense one.
+    """
+    shared = {n: dims for n, dims in SHARDS.items() if all(n in plan.layouts for plan in plans)}
+    if "decoder" not in shared:
+        return None
+    if all(p.layouts["decoder"].trimmed == p.layouts[n].trimmed for p in plans for n in shared):
+        return {"decoder": shared["decoder"]}
+    return shared
