@@ -15,12 +15,13 @@ import typer
 from rich.text import Text
 
 from compat.planned.checks import Finding, faults, findings, link_findings
-from compat.planned.job import JobError, script_of
+from compat.planned.job import JobError
 from compat.planned.layouts import SHARDS, has_experts, shards_of
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
+from hypergrid.cli.launch import script_of
 from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded

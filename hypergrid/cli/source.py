@@ -11,10 +11,12 @@ from typing import Any
 
 from compat.megatron import releases
 from compat.megatron.planning import Request
-from compat.planned.job import RANKS_PER_HOST, Job, JobError, by_default, from_words, weight
+from compat.planned.job import RANKS_PER_HOST, Job, JobError
 from compat.planned.layouts import SHARDS
 from compat.planned.orders import ranked_orders
-from hypergrid.cli.shell import Command, commands
+from hypergrid.cli.bash import Command, ScriptError, commands
+from hypergrid.cli.launch import job_of, rank_of
+from hypergrid.cli.world import head_of
 from hypergrid.files import bytes_of, decoded, text_of
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
@@ -197,43 +199,69 @@ def of_job(job: Job) -> PlannedJob:
 
 def line_of(given: str) -> str:
     """The text of ``--from-args``: the value itself, a file's text, or that of standard input."""
-    return text_of(given) if given == "-" or isfile(given) else given
+    if given == "-" or isfile(given):
+        return text_of(given)
+    if re.fullmatch(r"[\w./~-]+\.(sh|slurm|sbatch|bash|ya?ml|txt|job)", given):
+        raise JobError(f"there is no file {given}.")
+    return given
 
 
-def from_line(text: str, settings: Mapping[str, str] | None = None, **given: Any) -> Job:
+def from_line(
+    text: str,
+    variables: Mapping[str, str] | None = None,
+    defaults: bool = False,
+    **flags: Any,
+) -> Job:
     """The job that a launch line or a whole script starts, with these variables and flags."""
-    return started(text, settings, **given)[0]
+    return started(text, variables, defaults, **flags)[0]
 
 
 def started(
-    text: str, settings: Mapping[str, str] | None = None, **given: Any
+    text: str,
+    variables: Mapping[str, str] | None = None,
+    defaults: bool = False,
+    **flags: Any,
 ) -> tuple[Job, Command]:
     """The same, and the command that starts it."""
-    found = list[Command]()
-    for each in commands(text, settings):
+    environment, has_parts = head_of(text)
+    if has_parts and flags.get("world_size") is None:
+        raise JobError(
+            "the job has several parts (#SBATCH hetjob), whose hosts differ. Give --world-size and "
+            "--gpus-per-node."
+        )
+    try:
+        found, taken = commands(text, variables, environment, defaults)
+    except ScriptError as error:
+        raise JobError(str(error)) from None
+    candidates: list[Command] = []
+    for command in found:
         # A pasted line may have lost the backslashes at its ends.
-        if found and re.match(r"-|.*\.py$", each.words[0].text):
-            found[-1] = replace(found[-1], words=[*found[-1].words, *each.words])
+        if candidates and re.match(r"-|.*\.py$", command.words[0].text):
+            words = [*candidates[-1].words, *command.words]
+            candidates[-1] = replace(candidates[-1], words=words)
         else:
-            found.append(each)
-    most = max((weight(each.words) for each in found), default=0)
-    if not most:
+            candidates.append(command)
+    ranks = [rank_of(command.words) for command in candidates]
+    highest = max(ranks, default=0)
+    if not highest:
         raise JobError(
             "the launch line starts no Python program: paste the line with torchrun or srun, or "
             "the script that has it."
         )
-    starts = [each for each in found if weight(each.words) == most]
-    jobs = [from_words(each.words, each.variables, **given) for each in starts]
+    starts = [command for command, rank in zip(candidates, ranks, strict=True) if rank == highest]
+    jobs = [job_of(command.words, command.variables, **flags) for command in starts]
     other = next((i for i, job in enumerate(jobs) if job != jobs[0]), None)
     if other is not None:
-        one, another = starts[0], starts[other]
-        condition = one.condition or another.condition
         raise JobError(
-            f"lines {one.line} and {another.line} of the launch line start different jobs. Paste "
-            f"one of them" + (f", or decide {condition} by --set NAME=VALUE." if condition else ".")
+            f"lines {starts[0].line} and {starts[other].line} of the launch line start different "
+            f"jobs. Paste one of them, or decide by --set NAME=VALUE which is started."
         )
-    assumed = (*jobs[0].assumed, *map(by_default, starts[0].assumed))
-    return replace(jobs[0], assumed=tuple(dict.fromkeys(assumed))), starts[0]
+    defaults_taken = [
+        f"{default}, its default; --set {default.partition('=')[0]}=VALUE changes it"
+        for default in dict.fromkeys(taken)
+    ]
+    assumed = (*jobs[0].assumed, *defaults_taken)
+    return replace(jobs[0], assumed=assumed), starts[0]
 
 
 def read(text: str) -> PlannedJob:

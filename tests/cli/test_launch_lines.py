@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compat.planned.job import JobError, from_sizes, script_of
-from hypergrid.cli.shell import commands
+from compat.planned.job import JobError, from_sizes
+from hypergrid.cli.bash import commands
+from hypergrid.cli.launch import script_of
 from hypergrid.cli.source import from_line, started
 
 SCRIPTS = Path(__file__).parent / "launch"
