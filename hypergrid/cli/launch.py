@@ -180,11 +180,14 @@ class Reader:
     def lacks(self, what: str, word: Word, flag: str = "") -> None:
         """A word is not known: say what decides it."""
         for hole in word.holes or (Hole(word.text),):
-            why = f": {hole.why}" if hole.why else ""
-            remedy = f"Add --set {hole.name}=VALUE" if hole.name else "Write its value in its place"
-            where = f" (line {word.line})" if word.line else ""
             use = "is" if what.startswith("-") else "uses"
-            sentence = f"{what} {use} {hole.text}{where}, which the text does not decide{why}. {remedy}."
+            where = f" (line {word.line})" if word.line else ""
+            sentence = f"{what} {use} {hole.text}{where}, which "
+            if hole.name:
+                why = f": {hole.why}" if hole.why else ""
+                sentence += f"the text does not decide{why}. Add --set {hole.name}=VALUE."
+            else:
+                sentence += "only the job can tell. Write its value in its place."
             if sentence not in self.missing:
                 self.missing.append(sentence)
 
@@ -229,15 +232,15 @@ class Reader:
         meaning = row.meaning
         if meaning in self.overrides:
             return
-        if meaning in OF_MODEL and any(word.holes for word in values) and not any(
-            word.is_open and not word.text for word in values
-        ):
-            self.settings.pop(meaning, None)
-            return
-        words = " ".join([flag, *(word.text for word in values if word.text != flag)])
-        self.flags["without effect" if meaning in OF_MODEL else "used"].append(
-            flag if meaning in OF_MODEL else words
-        )
+        changes_groups = meaning not in OF_MODEL or meaning == "num-layers"
+        if changes_groups:
+            words = [flag, *(word.text for word in values if word.text != flag)]
+            self.flags["used"].append(" ".join(words))
+        else:
+            self.flags["without effect"].append(flag)
+            if any(word.holes and not word.is_open for word in values):
+                self.settings.pop(meaning, None)
+                return
         if row.values == "0":
             self.settings[meaning] = True
         elif meaning in _TEXTS:
@@ -324,7 +327,10 @@ def job_of(
         reader.read(option)
     if "HYPERGRID_ORDER" in variables and "order" not in reader.settings:
         reader._set("HYPERGRID_ORDER", SIZES["order"], [variables["HYPERGRID_ORDER"]])
+    of_script = reader.flags["used"]
+    reader.flags["used"] = []
     ranks_of(reader, of_launchers, variables)
+    reader.flags["used"] += of_script
     reader.finish()
     job = of_settings(reader.settings)
     assumed = (*reader.assumed, *job.assumed)

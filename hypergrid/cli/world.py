@@ -75,8 +75,12 @@ def _torchrun(reader: Reader, options: Options, variables: Mapping[str, Word]) -
     defaults = {"hosts": "PET_NNODES", "per_host": "PET_NPROC_PER_NODE"}
     found = {}
     for meaning, variable in defaults.items():
-        flag, words = options.get(meaning) or (variable, [variables.get(variable, Word("1"))])
-        found[meaning] = _one(reader, meaning, flag, words, variables)
+        if meaning in options:
+            found[meaning] = _one(reader, meaning, *options[meaning], variables)
+        elif variable in variables:
+            found[meaning] = _one(reader, meaning, variable, [variables[variable]], variables)
+        else:
+            found[meaning] = reader.overrides.get(meaning, 1)
     hosts, per_host = found["hosts"], found["per_host"]
     if hosts is None or per_host is None:
         return None, None, None

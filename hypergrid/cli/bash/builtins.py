@@ -38,6 +38,9 @@ _SHOPT = set(
 )
 
 
+_OF_SOFTWARE = ("module", "ml", "conda", "mamba", "spack")
+
+
 def _known_words(script: Script, words: list[str], line: int) -> bool:
     """Whether all words are known; if not, all variables are not."""
     if any(map(is_unknown, words)):
@@ -87,7 +90,12 @@ def _let(script: Script, words: list[str], line: int) -> bool | None:
 
 
 def _forgets(script: Script, words: list[str], line: int) -> bool | None:
-    script.state.forget(f"line {line} runs {plain(' '.join(words))}, which may assign it")
+    state = script.state
+    of_job = {name: value for name, value in state.variables.items() if name.startswith("SLURM_")}
+    state.forget(f"line {line} runs {plain(' '.join(words))}, which may assign it")
+    if words[0] in _OF_SOFTWARE:  # they set variables of software, and none of the job
+        state.variables |= of_job
+        state.exported |= of_job.keys()
     return None
 
 
@@ -260,7 +268,7 @@ def _unset(script: Script, words: list[str], line: int) -> bool | None:
 BUILTINS: Mapping[str, Builtin] = {
     **dict.fromkeys((": true false " + _HARMLESS).split(), _nothing),
     **dict.fromkeys("read mapfile readarray getopts".split(), _reads),
-    **dict.fromkeys("source . enable builtin coproc module ml conda mamba spack".split(), _forgets),
+    **dict.fromkeys(("source", ".", "enable", "builtin", *_OF_SOFTWARE), _forgets),
     **dict.fromkeys("export declare typeset local readonly".split(), _declares),
     **dict.fromkeys(("break", "continue"), _leaves_loop),
     "echo": _echo,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -407,6 +407,9 @@ class Script(Expander):
             self._assign_array(name, value, old if adds else None, line)
             return True
         text = "" if value is None else self.text(value)
+        unknown = self.state.holes.in_text(text)
+        if len(text) == 1 and unknown and not unknown[0].name:
+            text = self.state.holes.text(replace(unknown[0], name=name))  # --set can give it
         if not adds:
             if isinstance(old, list) and not is_unknown("".join(old)):
                 self.state.assign(name, [text, *old[1:]], line)  # A=x is A[0]=x of an array
@@ -454,7 +457,7 @@ class Script(Expander):
         ]
         for before, after in pairwise(children):
             gap = self.source[before.end_byte : after.start_byte]
-            if b"\n" not in re.sub(rb"\\\\\n", b"", gap):
+            if b"\n" not in gap.replace(b"\\\n", b""):
                 continue
             # The parser takes assignments in the line before a command for a part of it.
             if before not in assignments:
@@ -565,10 +568,11 @@ class Script(Expander):
         inner.options.clear()
         inner.functions = dict.fromkeys(inner.functions)
         inner.variables[POSITIONAL] = words[place + 2 :]
-        if any(re.match(r"-\w*[li]", plain(word)) for word in words[:place]):
+        shell = _shell_place(words, place)
+        if any(re.match(r"-\w*[li]", plain(word)) for word in words[shell:place]):
             inner.forget(f"line {line} starts a shell that reads its own files first")
         self.state = inner
-        self._prefix = [*self._prefix, *words[: _shell_place(words, place)]]
+        self._prefix = [*self._prefix, *words[:shell]]
         self._line = line if self._line is None else self._line
         self.loops, self.returned, self.output = [], [], None
         self.evaluate(words[place], line)

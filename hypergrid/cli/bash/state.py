@@ -48,11 +48,11 @@ class State:
     def value(self, name: str) -> Value:
         """The value of a variable; a text with a mark where it is not known."""
         if name in self.fixed:
-            return self.fixed[name]
+            return self.fixed[name].split() if name == POSITIONAL else self.fixed[name]
         if name in self.variables and name not in _DYNAMIC:
             return self.variables[name]
         if name == POSITIONAL:
-            return [self.holes.words(Hole("$@", why=self.why))]
+            return [self.holes.words(Hole("$@", POSITIONAL, self.why))]
         return self.unknown(name, self.why)
 
     def unknown(self, name: str, why: str) -> str:
@@ -112,7 +112,7 @@ def joined(one: State | None, other: State | None, why: str) -> State | None:
     for name in differing:
         both.variables[name] = one.unknown(name, why)
         if name == POSITIONAL:
-            both.variables[name] = [one.holes.words(Hole("$@", why=why))]
+            both.variables[name] = [one.holes.words(Hole("$@", POSITIONAL, why))]
     for name in one.functions.keys() | other.functions.keys():
         if one.functions.get(name) != other.functions.get(name):
             both.functions[name] = None

@@ -79,6 +79,11 @@ def opened(text: str) -> str:
     return MARK.sub(lambda found: chr(ord(found[0]) | 1) if found[0] != QUOTED else "", text)
 
 
+def closed(text: str) -> str:
+    """The text as one that is not split."""
+    return MARK.sub(lambda found: chr(ord(found[0]) & ~1) if found[0] != QUOTED else "", text)
+
+
 def is_unknown(text: str) -> bool:
     """Whether a part of the text is not known."""
     return MARK.search(text.replace(QUOTED, "")) is not None

@@ -13,6 +13,7 @@ from hypergrid.cli.bash.values import (
     QUOTED,
     Hole,
     Value,
+    closed,
     has_open_words,
     is_pattern,
     is_unknown,
@@ -67,7 +68,7 @@ class Expander:
 
     def text(self, node: Node) -> str:
         """The text that a node becomes where words are not split, as in an assignment."""
-        return " ".join(self._pieces(node, True)).replace(QUOTED, "")
+        return closed(" ".join(self._pieces(node, True)))
 
     def inner_text(self, node: Node, opening: int, closing: int) -> str:
         """The text between a node's first and last characters, after its expansions."""
