@@ -56,9 +56,20 @@ class Launch:
 def taken_apart(words: Sequence[Word]) -> Launch:
     """The launchers of a command, in their order, and the script with its words."""
     launch = Launch()
+    for word in words:
+        if word.text[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212" and word.text:
+            raise JobError(
+                f"{word.text} (line {word.line}) begins with a dash of another kind than -, as some "
+                f"editors write it. Write it with - or --."
+            )
     rest = list(words)
     while rest:
         word = rest[0]
+        if word.text == ":" and launch.launchers:
+            raise JobError(
+                f"line {word.line} of the launch line starts a job of several parts, whose hosts "
+                f"differ. Give --world-size and --gpus-per-node instead of the line."
+            )
         name = word.text.rpartition("/")[2]
         program = "python" if re.fullmatch(r"python[\d.]*", name) else _PROGRAMS.get(name, "")
         if word.text.startswith("-") or name.endswith(".py"):
@@ -262,6 +273,8 @@ class Reader:
             self._not_read(override[0].partition("=")[0], [word])
         elif word.holes and (word.is_open or not override):
             self.lacks("The launch line", word)
+        elif not override:
+            self.flags["not read"].append(word.text)
 
     def _not_read(self, flag: str, values: Sequence[Word]) -> None:
         line = values[0].line

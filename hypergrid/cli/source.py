@@ -15,6 +15,7 @@ from compat.planned.job import RANKS_PER_HOST, Job, JobError
 from compat.planned.layouts import SHARDS
 from compat.planned.orders import ranked_orders
 from hypergrid.cli.bash import Command, ScriptError, commands
+from hypergrid.cli.kubernetes import Pods, is_manifest, pods_of
 from hypergrid.cli.launch import job_of, rank_of
 from hypergrid.cli.world import head_of
 from hypergrid.files import bytes_of, decoded, text_of
@@ -223,12 +224,41 @@ def started(
     **flags: Any,
 ) -> tuple[Job, Command]:
     """The same, and the command that starts it."""
+    if is_manifest(text):
+        return _of_pods(pods_of(text), variables, defaults, **flags)
     environment, has_parts = head_of(text)
     if has_parts and flags.get("world_size") is None:
         raise JobError(
             "the job has several parts (#SBATCH hetjob), whose hosts differ. Give --world-size and "
             "--gpus-per-node."
         )
+    return _started(text, variables, environment, defaults, **flags)
+
+
+def _of_pods(
+    pods: Pods, variables: Mapping[str, str] | None, defaults: bool, **flags: Any
+) -> tuple[Job, Command]:
+    """The job that the pods of a manifest start together."""
+    if pods.slots is not None:
+        # mpirun gets its hosts from the operator.
+        flags = {"gpus_per_node": pods.slots, **{k: v for k, v in flags.items() if v is not None}}
+    job, command = _started(pods.line, variables, pods.variables, defaults, **flags)
+    hosts = -(-job.world_size // job.ranks_per_host)
+    if hosts != pods.count and flags.get("world_size") is None:
+        raise JobError(
+            f"the manifest has {pods.count} pods, and its command starts {job.world_size} ranks on "
+            f"{hosts} hosts. Change one of them, or give --world-size."
+        )
+    return job, command
+
+
+def _started(
+    text: str,
+    variables: Mapping[str, str] | None,
+    environment: Mapping[str, str],
+    defaults: bool,
+    **flags: Any,
+) -> tuple[Job, Command]:
     try:
         found, taken = commands(text, variables, environment, defaults)
     except ScriptError as error:

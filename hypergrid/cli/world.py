@@ -125,7 +125,8 @@ def _srun(reader: Reader, options: Options, variables: Mapping[str, Word]) -> _R
     if hosts is None and "nodelist" in options:
         flag, words = options["nodelist"]
         hosts = hosts_in(words[0].text)
-        if words[0].holes:
+        # The brackets of a list are a pattern to bash; no file is named as a list of hosts.
+        if any(hole.name or not hole.why for hole in words[0].holes):
             reader.lacks(flag, words[0])
     per_host = value("per_host", "SLURM_NTASKS_PER_NODE")
     tasks = value("tasks", "")
@@ -198,11 +199,13 @@ def _check_launchers(
             f"{options['refused'][0]} of {outer} decides how often {program} starts in a way that "
             f"is not read. Give --world-size and --gpus-per-node."
         )
-    started = _RULES[outer](reader, options, variables)[0]
-    if started is not None and hosts is not None and started != hosts:
+    started, _, on_each = _RULES[outer](reader, options, variables)
+    is_several = (started is not None and started != hosts) or (on_each or 1) > 1
+    if is_several and hosts is not None:
+        count = f"{started} times" if started else f"{on_each} times on each host"
         raise JobError(
-            f"{outer} starts {program} {started} times, and each of them expects {hosts} hosts: "
-            f"one {program} on each host is needed. Give {outer} one task for each host."
+            f"{outer} starts {program} {count}, and each of them expects {hosts} hosts: one "
+            f"{program} on each host is needed. Give {outer} one task for each host."
         )
 
 
