@@ -10,8 +10,7 @@ import dataclasses
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 import hypergrid
-from hypergrid.agreement.survivors import DifferentError, forget_life, meet_survivors
+from hypergrid.agreement.survivors import forget_life, meet_survivors
 from hypergrid.groups import closing, gloo
 from hypergrid.layout import RankLayout
-from hypergrid.messages import install_command, shown
-from hypergrid.replicas import NoReplicaError, Replicas, any_number
-from hypergrid.topology import Hosts, Topology
+from hypergrid.messages import install_command
+from hypergrid.replicas import NoReplicaError, Replicas
+from hypergrid.topology import Topology
 
 try:
     from nvidia_resiliency_ext import inprocess
@@ -32,6 +31,7 @@ try:
     from nvidia_resiliency_ext.inprocess.exception import RestartAbort
     from nvidia_resiliency_ext.inprocess.initialize import Initialize as _Initialize
     from nvidia_resiliency_ext.inprocess.rank_assignment import (
+        MaxActiveWorldSize,
         RankAssignment,
         RankAssignmentCtx,
         RankDiscarded,
@@ -45,7 +45,7 @@ except ImportError as missing:
 __all__ = ["Abort", "Initialize", "RankLayout", "WholeReplicas"]
 
 _LIVES = "hypergrid/lives"  # in the store, then the iteration
-_SERVED = "hypergrid/served"  # why the first process cannot serve the store, or nothing
+_PATIENCE = timedelta(seconds=60)  # for other processes
 
 
 class Abort(_Abort):
@@ -74,15 +74,14 @@ class Abort(_Abort):
 class Initialize(_Initialize):
     """Starts torch's default group of the active ranks in each iteration. *Collective* over them.
 
-    First the ranks meet in the store: they compare the iteration, the number of ranks and the
-    variables ``HYPERGRID_*``, and do not begin to wait in torch for a rank that has failed
-    meanwhile. What an abort has left half done is destroyed before. Ranks in reserve do nothing.
+    First the ranks meet in the store, so that none of them begins to wait in torch for a rank that
+    has failed meanwhile. Groups that an abort has left are destroyed before. Ranks in reserve do
+    nothing.
 
     Parameters
     ----------
     store : torch.distributed.Store, optional
-        Shared by all processes, and not served by one that may fail. Default: torchrun's, else
-        one at MASTER_ADDR and MASTER_PORT, which the first process serves.
+        Shared by all processes, and not served by one that may fail. Default: torchrun's.
     timeout : timedelta
         How long to wait for the others.
     **options
@@ -93,39 +92,37 @@ class Initialize(_Initialize):
     AgreementError
         A rank is missing; the wrapper begins the next iteration.
     RestartAbort
-        Ranks differ, or NVRx's store has taken MASTER_PORT: another iteration changes neither.
+        There is no store: torchrun did not start the job, and none was given.
     """
 
     def __init__(
         self,
         store: Any = None,
         *,
-        timeout: timedelta = timedelta(seconds=60),
+        timeout: timedelta = _PATIENCE,
         **options: Any,
     ) -> None:
-        self.store, self.timeout, self.options = store, timeout, options
+        self.store = store
+        self.timeout = timeout
+        self.options = options
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
         if dist.is_initialized():
             hypergrid.abort(default=True)
         if self.store is None:
-            self.store = _own_store(state, self.timeout)
+            self.store = _agent_store(self.timeout)
         if state.mode is not inprocess.Mode.ACTIVE:
             return state
-        rank, ranks = state.active_rank, range(state.active_world_size)
-        here = dist.PrefixStore(f"{_LIVES}/{state.iteration}", self.store)
-        choices = {k: v for k, v in os.environ.items() if k.startswith("HYPERGRID_")}
-        compared = {"iteration": state.iteration, "ranks": len(ranks), **choices}
-        try:
-            meet_survivors(here, ranks, rank, compared, self.timeout)
-        except DifferentError as error:
-            raise RestartAbort(str(error)) from error
-        if rank == 0 and state.iteration > 1:  # all have left it
-            with suppress(RuntimeError):
-                forget_life(self.store, f"{_LIVES}/{state.iteration - 2}/")
+        rank = state.active_rank
+        world_size = state.active_world_size
+        store = dist.PrefixStore(f"{_LIVES}/{state.iteration}", self.store)
+        meet_survivors(store, range(world_size), rank, self.timeout)
+        # All ranks are in this iteration, so none of them reads the keys of the last but one.
+        if rank == 0:
+            forget_life(self.store, f"{_LIVES}/{state.iteration - 2}/")
         with gloo.connecting(lambda size: None):  # reads of the store are batched
             dist.init_process_group(
-                store=here, rank=rank, world_size=len(ranks), timeout=self.timeout, **self.options
+                store=store, rank=rank, world_size=world_size, timeout=self.timeout, **self.options
             )
             gloo.note(dist.group.WORLD)
         return state
@@ -136,18 +133,14 @@ class WholeReplicas(RankAssignment):
 
     It assigns ranks and activates them, so it stands alone as ``rank_assignment``. Spares take the
     holes of their host first, see ``hypergrid.replicas.Replicas``. *Collective* in its first call,
-    if hosts are not given; else *local*.
+    in which each process tells its host through NVRx's store; else *local*.
 
     Parameters
     ----------
     layout : RankLayout
         The layout of all active ranks before any loss; other processes are spares.
-    hosts : as for Topology, optional
-        The hosts of all processes. Default: each process says its own through NVRx's store.
-    replicas, together, accepts
-        As for ``Replicas``.
-    timeout : timedelta
-        How long to wait for the hosts of the others.
+    accepts : function
+        Whether a number of replicas can train; such as ``lambda n: 96 % n == 0``.
 
     Raises
     ------
@@ -158,91 +151,54 @@ class WholeReplicas(RankAssignment):
     def __init__(
         self,
         layout: RankLayout,
-        hosts: Hosts | None = None,
-        *,
-        replicas: str = "dp",
-        together: Iterable[str] = ("tp", "ep"),
-        accepts: Callable[[int], bool] = any_number,
-        timeout: timedelta = timedelta(seconds=60),
+        accepts: Callable[[int], bool] = lambda count: True,
     ) -> None:
-        self.layout, self.hosts, self.timeout = layout, hosts, timeout
-        rules = {"replicas": replicas, "together": tuple(together), "accepts": accepts}
-        self._rules: dict[str, Any] = rules
-        self.now: Replicas | None = None
-        """The replicas of this iteration; None before the first."""
+        self._layout = layout
+        self._accepts = accepts
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         state = ctx.state
         try:
-            now = self.now
-            if state.mode is inprocess.Mode.INITIALIZED or now is None:
-                now = self._first(ctx)
-                lost, order = {*ctx.terminated_ranks}, tuple(range(state.world_size))
-            else:
-                order = (*now.active, *now.reserves)
-                lost = {order[rank] for rank in ctx.terminated_ranks}
-            if state.rank in ctx.terminated_ranks:
-                raise RankDiscarded(f"process {order[state.rank]} is among the lost {lost}")
-            self.now = now = now.without(lost) if lost else now
+            # The wrapped function begins, and NVRx's ranks are those that the launcher gave.
+            if state.mode is inprocess.Mode.INITIALIZED:
+                topology = Topology(self._layout, _hosts_of_processes(ctx))
+                self._replicas = Replicas.first(topology, self._accepts)
+                self._processes = tuple(range(state.world_size))
+            lost = {self._processes[rank] for rank in ctx.terminated_ranks}
+            if state.initial_rank in lost:
+                raise RankDiscarded(f"process {state.initial_rank} is lost")
+            self._replicas = self._replicas.without(lost)
         except NoReplicaError as error:
             raise RestartAbort(str(error)) from error
-        rank = (*now.active, *now.reserves).index(order[state.rank])
-        active = rank < len(now.active)
+        active = self._replicas.active
+        # NVRx's ranks of the next iteration: the active ones first.
+        self._processes = (*active, *self._replicas.reserves)
         ctx.state = dataclasses.replace(
             state,
-            rank=rank,
-            world_size=len(now.active) + len(now.reserves),
-            active_rank=rank if active else None,
-            active_world_size=len(now.active),
-            mode=inprocess.Mode.ACTIVE if active else inprocess.Mode.INACTIVE,
+            rank=self._processes.index(state.initial_rank),
+            world_size=len(self._processes),
         )
         ctx.terminated_ranks = set()
-        return ctx
-
-    def _first(self, ctx: RankAssignmentCtx) -> Replicas:
-        world, hosts = ctx.state.world_size, self.hosts
-        if hosts is None:
-            hosts = _everyones_host(ctx, self.timeout)
-        elif isinstance(hosts, int):  # so many on each, of the spares too
-            hosts = [f"host{process // hosts}" for process in range(world)]
-        topology = Topology(self.layout, hosts)
-        if len(topology.numbers) != world:
-            raise RestartAbort(
-                f"hosts={shown(hosts)} have {len(topology.numbers)} processes, and there are "
-                f"{world}. Give the host of every process, spares included."
-            )
-        return Replicas.first(topology, **self._rules)
+        return MaxActiveWorldSize(len(active))(ctx)
 
 
-def _everyones_host(ctx: RankAssignmentCtx, timeout: timedelta) -> list[str]:
-    store, world = ctx.store, ctx.state.world_size
-    keys = [f"hypergrid/host/{process}" for process in range(world)]
-    store.set(keys[ctx.state.rank], socket.gethostname())
-    store.wait(keys, timeout)
-    return [name.decode() for name in store.multi_get(keys)]
+def _hosts_of_processes(ctx: RankAssignmentCtx) -> list[str]:
+    keys = [f"hypergrid/host/{process}" for process in range(ctx.state.world_size)]
+    ctx.store.set(keys[ctx.state.rank], socket.gethostname())
+    ctx.store.wait(keys, _PATIENCE)
+    return [name.decode() for name in ctx.store.multi_get(keys)]
 
 
-def _own_store(state: inprocess.FrozenState, timeout: timedelta) -> Any:
-    """The store at MASTER_PORT. Raises RestartAbort on all ranks if the first cannot serve it."""
-    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves, why = state.initial_rank == 0 and not launched, ""
-    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timeout}
-    try:
-        store = dist.TCPStore(address, port, is_master=serves, **options)
-    except RuntimeError as error:
-        if not serves or "EADDRINUSE" not in str(error):
-            raise
-        store = dist.TCPStore(address, port, is_master=False, **options)  # to tell the others
-        why = (
-            f"The store of this job cannot be served at MASTER_PORT ({port}): the port is taken. "
-            f"NVRx serves its own store there unless it gets another port: "
-            f'inprocess.Wrapper(store_kwargs={{"port": PORT}}, ...).'
+def _agent_store(timeout: timedelta) -> dist.Store:
+    """The store of torchrun, which its agent serves."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RestartAbort(
+            "compat.resiliency.Initialize has no store. Start the job with torchrun, or pass "
+            "Initialize(store), a store of torch that all processes share."
         )
-    if serves:
-        store.set(_SERVED, why)
-    elif not launched:
-        why = store.get(_SERVED).decode()
-    if why:  # another iteration would not change it
-        raise RestartAbort(why)
-    return store
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        wait_for_workers=False,
+        timeout=timeout,
+    )

@@ -31,7 +31,6 @@ from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, s
 from compat.swap.order import resolve_order
 from compat.transformer_engine import process as te_process
 from hypergrid import of_torch
-from hypergrid.agreement.prepare import Agreement
 from hypergrid.agreement.store import abortable, raise_if_waits_ended
 from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
@@ -155,16 +154,13 @@ class ParallelState:
         state.initialize(request)
         return state
 
-    def initialize(
-        self, request: Request, agreement: Agreement | None = None, prefix: str = ""
-    ) -> None:
+    def initialize(self, request: Request) -> None:
         """Build the groups of ``request``, which was checked already, in this fresh state.
 
-        *Collective* and all or nothing, as ``create``; with ``agreement`` inside the two-phase
-        commit of an assembly, which names the state by ``prefix``.
+        *Collective* and all or nothing, as ``create``.
         """
         with environment_restored_on_failure(), abortable():
-            built = build(request, agreement=agreement, prefix=prefix)
+            built = build(request)
             try:
                 self.name = self.name or f"state {next(_counted)}"
                 self.request = request

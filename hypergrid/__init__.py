@@ -10,14 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hypergrid.assembly import AssemblyPlan as AssemblyPlan
-    from hypergrid.assembly import GridPart as GridPart
     from hypergrid.errors import AbortedError as AbortedError
     from hypergrid.errors import AgreementError as AgreementError
     from hypergrid.errors import CreationError as CreationError
     from hypergrid.groups.abort import abort as abort
     from hypergrid.groups.abort import raise_if_aborted as raise_if_aborted
-    from hypergrid.groups.assembly import Assembly as Assembly
     from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
     from hypergrid.groups.validate import validate_grids as validate_grids
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from hypergrid.hangs.record import record as record
     from hypergrid.layout import LayoutError as LayoutError
     from hypergrid.layout import RankLayout as RankLayout
-    from hypergrid.links import Link as Link
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.topology import Topology as Topology
@@ -37,18 +33,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "AbortedError": "errors",
     "AgreementError": "errors",
-    "Assembly": "groups.assembly",
-    "AssemblyPlan": "assembly",
     "CreationError": "errors",
     "EnvironmentTable": "groups.environment",
-    "GridPart": "assembly",
     "GroupNode": "tree",
     "GroupPlan": "plan",
     "GroupRow": "plan",
     "GroupTree": "tree",
     "HyperCommGrid": "groups.grid",
     "LayoutError": "layout",
-    "Link": "links",
     "RankLayout": "layout",
     "Topology": "topology",
     "abort": "groups.abort",

@@ -8,7 +8,7 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hypergrid.messages import install_command
 
@@ -74,25 +74,12 @@ def decoded(text: str | bytes, kind: type[T], what: str) -> T:
 
     FileError, which calls the text ``what``, on anything else. Needs msgspec.
     """
-    found: T = _checked("json", text, kind, what)
-    return found
-
-
-def converted(data: Any, kind: type[T], what: str) -> T:
-    """As ``decoded``, of data; numbers may be in texts."""
-    found: T = _checked("data", data, kind, what)
-    return found
-
-
-def _checked(form: str, given: Any, kind: Any, what: str) -> Any:
     try:
         import msgspec
     except ImportError:
         raise ImportError(f"reading a file needs msgspec: {install_command('cli')}.") from None
     try:
-        if form == "json":
-            return msgspec.json.decode(given, type=kind)
-        return msgspec.convert(given, kind, strict=False)
+        return msgspec.json.decode(text, type=kind)
     except RecursionError:
         raise FileError(f"{what} is nested too deeply.") from None
     except msgspec.ValidationError as error:

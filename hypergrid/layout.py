@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hypergrid.messages import shown, span_of
+from hypergrid.messages import shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,12 +43,11 @@ def dims_of(order: str, known: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """A span of consecutive ranks, or a list of ranks, factorised into named dims.
+    """A span of consecutive ranks, factorised into named dims.
 
     With sizes ``s_i`` (first dim fastest) and strides ``t_i = s_0 * ... * s_(i-1)``, the rank at
-    coordinates ``c_i`` is ``offset + sum(c_i * t_i)``, or the one at that place of the list. A
-    group over some dims is the set of ranks that share every other coordinate, so a rank finds its
-    own group from its number alone.
+    coordinates ``c_i`` is ``offset + sum(c_i * t_i)``. A group over some dims is the set of ranks
+    that share every other coordinate, so a rank finds its own group from its number alone.
 
     Parameters that are not as below raise LayoutError.
 
@@ -60,9 +59,6 @@ class RankLayout:
         The size of each dim, at least 1.
     offset : int
         The first rank of the span, not negative.
-    members : sequence of int, optional
-        The ranks, where they are not consecutive; ``offset`` is then the first of them. They
-        ascend, since torch orders the members of a group by rank.
 
     Examples
     --------
@@ -77,16 +73,12 @@ class RankLayout:
     [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
     >>> layout.orthogonal("tp")
     ('pp', 'dp')
-    >>> RankLayout(("tp", "dp"), (2, 2), members=(0, 1, 8, 9)).group(9, "dp")
-    [1, 9]
     """
 
     dims: tuple[str, ...]
     sizes: tuple[int, ...]
     offset: int = 0
-    members: tuple[int, ...] | None = None
     strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _places: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.dims, str):
@@ -114,30 +106,6 @@ class RankLayout:
         strides = tuple(accumulate(sizes, operator.mul, initial=1))[: len(sizes)]
         # The dataclass is frozen.
         self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=strides)
-        if self.members is not None:
-            self._list(listed(self.members, "members"))
-
-    def _list(self, given: Sequence[Any]) -> None:
-        members = tuple(whole(rank, "members") for rank in given)
-        if len(members) != self.size:
-            raise LayoutError(
-                f"{len(members)} ranks were listed, {shown(list(members))}, for the sizes "
-                f"{shown(list(self.sizes))}, which are {self.size}. List each rank once."
-            )
-        if members[0] < 0 or any(a >= b for a, b in pairwise(members)):
-            raise LayoutError(
-                f"the listed ranks must ascend from 0 on, as torch orders a group's members by "
-                f"rank; got {shown(list(members))}."
-            )
-        if self.offset not in (0, members[0]):
-            raise LayoutError(
-                f"offset={self.offset} and a list of ranks from {members[0]} on: leave one out."
-            )
-        consecutive = members[-1] - members[0] < len(members)
-        places = {} if consecutive else {rank: place for place, rank in enumerate(members)}
-        self.__dict__.update(
-            offset=members[0], members=None if consecutive else members, _places=places
-        )
 
     @classmethod
     def from_order(cls, order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
@@ -164,14 +132,14 @@ class RankLayout:
         return prod(self.sizes)
 
     @cached_property
-    def ranks(self) -> Sequence[int]:
-        """The ranks, ascending: a range, or a tuple where they were listed."""
-        return self.members or range(self.offset, self.offset + self.size)
+    def ranks(self) -> range:
+        """The span itself."""
+        return range(self.offset, self.offset + self.size)
 
-    @cached_property
+    @property
     def stop(self) -> int:
         """One more than the largest rank: a world needs that many."""
-        return self.ranks[-1] + 1
+        return self.ranks.stop
 
     @property
     def order(self) -> str:
@@ -184,16 +152,12 @@ class RankLayout:
         long = {d: s for d, s in zip(self.dims, self.sizes, strict=True) if s > 1}
         return replace(self, dims=tuple(long), sizes=tuple(long.values()))
 
-    def on(self, ranks: Iterable[int]) -> RankLayout:
-        """The same layout of other ranks, as many; ascending, not necessarily consecutive."""
-        return replace(self, offset=0, members=tuple(listed(ranks, "ranks")))
-
     def __contains__(self, rank: object) -> bool:
-        return rank in (self.ranks if self.members is None else self._places)
+        return rank in self.ranks
 
     def __repr__(self) -> str:
         body = "-".join(f"{d}={s}" for d, s in zip(self.dims, self.sizes, strict=True))
-        return f"RankLayout({body}, ranks {span_of(self.ranks)})"
+        return f"RankLayout({body}, ranks {self.offset}..{self.stop - 1})"
 
     def dim_size(self, dims: Dims) -> int:
         """Number of ranks in a group over ``dims``."""
@@ -214,7 +178,7 @@ class RankLayout:
 
     def rank(self, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
-        at = 0
+        rank = self.offset
         for i, given in zip(self.axes(coordinates), coordinates.values(), strict=True):
             value = whole(given, f"coordinates such as {self.dims[i]}")
             if not 0 <= value < self.sizes[i]:
@@ -222,26 +186,30 @@ class RankLayout:
                     f"{self.dims[i]}={value} is outside {self}: it goes from 0 to "
                     f"{self.sizes[i] - 1}."
                 )
-            at += value * self.strides[i]
-        return self.ranks[at]
+            rank += value * self.strides[i]
+        return rank
 
     def shift(self, rank: int, dim: str, by: int = 1) -> int:
         """The rank ``by`` steps further along ``dim``, around its end."""
         (i,) = self.axes((dim,))
-        place = self._within(rank)
-        at = place // self.strides[i] % self.sizes[i]
+        at = self._within(rank) // self.strides[i] % self.sizes[i]
         by = whole(by, "steps")
-        return self.ranks[place + ((at + by) % self.sizes[i] - at) * self.strides[i]]
+        return rank + ((at + by) % self.sizes[i] - at) * self.strides[i]
 
     def group(self, rank: int, dims: Dims) -> list[int]:
         """The group of ``rank`` over ``dims``, ascending. Costs O(size of the group)."""
-        axes, at = sorted(self.axes(dims)), self._within(rank)
-        found = [rank if self.members is None else at]
-        for i in axes:
-            stride, size = self.strides[i], self.sizes[i]
-            first = -(at // stride % size) * stride
-            found = [r + k for k in range(first, first + stride * size, stride) for r in found]
-        return found if self.members is None else [self.members[place] for place in found]
+        position = self._within(rank)
+        # Widen the group dim by dim. Rank 3 of (tp=2, pp=2): [3], over tp [2, 3], over pp [0..3].
+        members = [rank]
+        for axis in sorted(self.axes(dims)):
+            stride = self.strides[axis]
+            own_coordinate = position // stride % self.sizes[axis]
+            widened: list[int] = []
+            for coordinate in range(self.sizes[axis]):
+                distance = (coordinate - own_coordinate) * stride
+                widened.extend(member + distance for member in members)
+            members = widened
+        return members
 
     def groups(self, dims: Dims, *, as_given: bool = False) -> np.ndarray:
         """All groups over ``dims``: an int array of shape (number of groups, size of a group).
@@ -255,9 +223,7 @@ class RankLayout:
         axes = self.axes(dims)
         inner = axes if as_given else sorted(axes)
         outer = [i for i in range(len(self.dims)) if i not in inner]
-        first, members = self.offset, self.members
-        ranks = np.array(members) if members else np.arange(first, first + self.size)
-        grid = ranks.reshape(self.sizes, order="F")
+        grid = np.arange(self.offset, self.stop).reshape(self.sizes, order="F")
         turned = grid.transpose((inner + outer)[::-1])  # numpy's last axis is the fastest
         found: np.ndarray = turned.reshape(-1, prod(self.sizes[i] for i in inner))
         return found
@@ -301,7 +267,7 @@ class RankLayout:
     def _within(self, rank: int) -> int:
         if rank not in self:
             raise LayoutError(f"rank {rank} is outside {self}.")
-        return rank - self.offset if self.members is None else self._places[rank]
+        return rank - self.offset
 
 
 def listed(values: Iterable[Any], what: str) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -300,11 +300,6 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
     """Set the timeout of a group, without one that of the default group. *Local*."""
     public = getattr(dist, "set_timeout", None)  # from torch 2.14 on
     (public or c10d._set_pg_timeout)(timeout, group)
-
-
-def note_ranks(group: Any, places: Mapping[int, int]) -> None:
-    """Let torch translate ranks for what it returned as ``group``, also to who is outside of it."""
-    c10d._world.pg_group_ranks[group] = dict(places)
 
 
 # Their names.

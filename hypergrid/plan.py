@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -14,12 +14,11 @@ import numpy as np
 
 from hypergrid.files import decoded
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.links import Link
 from hypergrid.messages import shown
 from hypergrid.policy import Policy
 
 SCHEMA = 1
-ASSEMBLED = 2  # the schema of plans with several grids, or grids over listed ranks
+ASSEMBLED = 2  # the schema of assemblies, which are refused by name
 
 Ranks = tuple[int, ...]
 Plain: TypeAlias = str | int | float | bool | None
@@ -117,15 +116,11 @@ class GroupPlan:
     Symbolic: it holds layouts and rows, never the world's groups, so that it costs the same for a
     million ranks. Equal plans have equal fingerprints on every rank.
 
-    ``grids`` names the layouts that are grids of their own, on the same ranks or on others; the
-    other layouts are views of them. It is empty where all layouts are views of the first.
-    ``links`` go from one of them to another; their groups are among the rows.
+    The first layout is the grid that the plan is for; the others are views of it.
     """
 
     layouts: Mapping[str, RankLayout]
     rows: tuple[GroupRow, ...] = field(default=())
-    grids: tuple[str, ...] = ()
-    links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layouts:
@@ -143,43 +138,16 @@ class GroupPlan:
                 )
             if row.explicit == ():
                 raise LayoutError(f"the row {shown(row.label)} lists its groups, and lists none.")
-        for what, names in (
-            ("grids", self.grids),
-            *((f"the link {link.name}", (link.source, link.target)) for link in self.links),
-        ):
-            unknown = [name for name in names if name not in self.layouts]
-            if unknown:
-                raise LayoutError(
-                    f"{what} name {shown(unknown[0])}, and the plan has {', '.join(self.layouts)}."
-                )
+
+    @property
+    def layout(self) -> RankLayout:
+        """The first layout, which the plan is for."""
+        return next(iter(self.layouts.values()))
 
     @property
     def window(self) -> range:
-        """The span of ranks that the plan is for; with several grids, from the first to the last.
-
-        Some ranks between may be in no grid.
-        """
-        names = self.grids or list(self.layouts)[:1]
-        spans = [self.layouts[name] for name in names]
-        return range(min(each.offset for each in spans), max(each.stop for each in spans))
-
-    def home(self, rank: int) -> tuple[str, RankLayout] | None:
-        """The first grid that ``rank`` is in, by its name; None outside of all."""
-        names = self.grids or list(self.layouts)[:1]
-        found = (name for name in names if rank in self.layouts[name])
-        name = next(found, None)
-        return None if name is None else (name, self.layouts[name])
-
-    def listed(self) -> GroupPlan:
-        """The same groups, listed rank by rank over the whole window. Costs O(world) a row."""
-        rows = (
-            replace(
-                row, layout="ranks", dims=(), chunk=None, pick="all", explicit=tuple(self.all(row))
-            )
-            for row in self.rows
-        )
-        window = RankLayout(("rank",), (len(self.window),), self.window.start)
-        return GroupPlan({"ranks": window}, tuple(rows))
+        """The span of ranks that the plan is for."""
+        return self.layout.ranks
 
     def mine(self, row: GroupRow, rank: int) -> dict[str, Ranks]:
         """The groups of ``row`` that ``rank`` belongs to, by a name that is equal on all members.
@@ -227,18 +195,11 @@ class GroupPlan:
                 yield row, ranks
 
     def to_json(self) -> str:
-        """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``.
-
-        With several grids, or a grid over listed ranks, ``"schema": 2``: also ``"grids"`` and
-        ``"links"``, and ``"ranks"`` in such a layout.
-        """
+        """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``."""
         layouts: dict[str, dict[str, Any]] = {
             name: {"dims": lay.dims, "sizes": lay.sizes, "offset": lay.offset}
             for name, lay in self.layouts.items()
         }
-        listed = {name: lay.members for name, lay in self.layouts.items() if lay.members}
-        for name, members in listed.items():
-            layouts[name]["ranks"] = members
         default = GroupRow("", "", ())
         rows = [
             {
@@ -248,11 +209,7 @@ class GroupPlan:
             }
             for row in self.rows
         ]
-        data: dict[str, Any] = {"schema": SCHEMA, "layouts": layouts, "rows": rows}
-        if self.grids or self.links or listed:
-            links = [vars(link) for link in self.links]
-            data |= {"schema": ASSEMBLED, "grids": self.grids, "links": links}
-        return json.dumps(data)
+        return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> GroupPlan:
@@ -261,16 +218,22 @@ class GroupPlan:
         Needs msgspec, of the extra ``cli``.
         """
         saved = decoded(text, _Saved, "the plan")
-        if saved.schema not in (SCHEMA, ASSEMBLED):
+        if saved.schema == ASSEMBLED:
+            raise ValueError(
+                f"a plan of schema {ASSEMBLED} is an assembly: several grids, or grids over listed "
+                f"ranks, in one file. Assemblies are no longer supported: save one plan for each "
+                f"grid, and give the plan of one grid."
+            )
+        if saved.schema != SCHEMA:
             raise ValueError(
                 f"a plan of schema {saved.schema} cannot be read: this release of hypergrid reads "
-                f"schema {SCHEMA} and {ASSEMBLED}."
+                f"schema {SCHEMA}."
             )
         layouts = {
-            name: RankLayout(each.dims, each.sizes, each.offset, each.ranks)
-            for name, each in saved.layouts.items()
+            name: RankLayout(layout.dims, layout.sizes, layout.offset)
+            for name, layout in saved.layouts.items()
         }
-        return cls(layouts, saved.rows, saved.grids, saved.links)
+        return cls(layouts, saved.rows)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
@@ -284,7 +247,6 @@ class _Layout:
     dims: tuple[str, ...]
     sizes: tuple[int, ...]
     offset: int = 0
-    ranks: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -294,5 +256,3 @@ class _Saved:
     schema: int | None = None
     layouts: dict[str, _Layout] = field(default_factory=dict)
     rows: tuple[GroupRow, ...] = ()
-    grids: tuple[str, ...] = ()
-    links: tuple[Link, ...] = ()

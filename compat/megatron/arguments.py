@@ -16,7 +16,7 @@ from compat.megatron import communicators, encoder, replaced
 from compat.megatron.rank_generator import RankGenerator, inject_gtp_remat_axis, lay_out
 from compat.megatron.releases import RELEASE_HAS
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import shown, span_of
+from hypergrid.messages import shown
 from hypergrid.policy import CHOICES, Policy, outermost
 
 # The sizes that divide the world in each grid; dp is what is left of it.
@@ -42,7 +42,7 @@ def _dist() -> Any:
     return torch.distributed
 
 
-NO_ARGUMENTS = ("init_count", "job_size", "members", "helpers", "order_source")
+NO_ARGUMENTS = ("init_count", "job_size", "helpers", "order_source")
 RankChooser = Callable[[list[int]], list[int]]
 
 
@@ -105,11 +105,10 @@ class Arguments:
     connect: str | None = None
     creation: str | None = None
     # Not arguments: this process's n-th initialisation; the number of ranks of a job that is only
-    # planned (without it, torch is asked); ranks that are not consecutive; parallel_state's
-    # functions that outside code has replaced, by name; where the order comes from.
+    # planned (without it, torch is asked); parallel_state's functions that outside code has
+    # replaced, by name; where the order comes from.
     init_count: int | None = None
     job_size: int | None = None
-    members: tuple[int, ...] | None = None
     helpers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     order_source: str = "the argument `order`"
     _wrong: dict[str, str] = field(default_factory=dict, init=False)
@@ -130,12 +129,6 @@ class Arguments:
         for name, refusal in self._wrong.items():
             if name != "distributed_timeout_minutes":  # upstream reads it last
                 raise TypeError(refusal)
-        if self.members is not None and (self.decides_ranks or self._encoder_sizes[1]):
-            what = "an encoder" if self._encoder_sizes[1] else replaced.in_words(self.helpers)
-            raise ValueError(
-                f"ranks that are not consecutive, {span_of(self.members)}, cannot be combined with "
-                f"{what}: give consecutive ranks."
-            )
         self._check_sharp()
         if self.job_size is None and not _dist().is_initialized():
             raise AssertionError(
@@ -204,8 +197,6 @@ class Arguments:
         return telling_others(self._window, self.init_count)
 
     def _window(self) -> Sequence[int]:
-        if self.members is not None:
-            return self.members
         try:
             return range(self.rank_offset, self.rank_offset + self.world_size)
         except TypeError:  # not numbers
@@ -361,8 +352,7 @@ class Arguments:
             lay_out(self.order, own)  # first: its message shows the order as it was given
             if self.rank_offset < 0:
                 raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
-            layout = lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
-            return layout if self.members is None else layout.on(self.members)
+            return lay_out(inject_gtp_remat_axis(self.order, after), sizes, offset)
         except (LayoutError, RuntimeError) as error:
             if self.decides_ranks:  # then only the sizes of the layout are used
                 return lay_out(inject_gtp_remat_axis(Arguments.order), sizes, offset)

@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -50,15 +50,8 @@ class Built:
     grid: HyperCommGrid | None = None
 
 
-def build(
-    request: Request,
-    agreement: Agreement | None = None,
-    prefix: str = "",
-) -> Built:
+def build(request: Request) -> Built:
     """Create every group of ``request`` that this rank belongs to.
-
-    With ``agreement`` the ranks have agreed already, and commit together afterwards. ``prefix``
-    begins descriptions.
 
     *Collective* over the request's participants; a rank that is none of them gets no groups.
     After a failure no group is left.
@@ -82,13 +75,14 @@ def build(
     policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
     if request.helpers:
         owner += f", with {replaced.in_words(request.helpers)} replaced"
-    pool = grid.begin(agreement or Agreement(""), policy, owner, prefix)
+    pool = grid.begin(policy, owner)
     try:
         agreed = request.participants, request.proposal(), request.timeout, request.init_count
-        # The ranks of a pretended world are not there: nobody could agree.
-        has_agreed = agreement is not None or pretended_size is not None
-        with nullcontext() if has_agreed else pool.agreed(*agreed, one_device=alone):
-            check_window(request, pool.agreement)
+        agreement: AbstractContextManager[None] = pool.agreed(*agreed, one_device=alone)
+        if pretended_size is not None:
+            agreement = nullcontext()  # the ranks of a pretended world are not there to agree
+        with agreement:
+            _check_window(request, pool.agreement)
             if alone:
                 for p, pg_options in zip(request.planned, options, strict=True):
                     with _sharp([p], request, built):
@@ -114,7 +108,7 @@ def _warn_of_a_pretended_world(size: int) -> None:
     )
 
 
-def check_window(request: Request, agreement: Agreement) -> None:
+def _check_window(request: Request, agreement: Agreement) -> None:
     """Refuse a window that is a part of the world, where members alone cannot create."""
     world, window = dist.get_world_size(), len(request.participants)
     if agreement.way != "members" and window < world:

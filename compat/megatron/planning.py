@@ -223,7 +223,7 @@ class Request(Arguments):
     @cached_property
     def participants(self) -> Sequence[int]:
         """The ranks that create groups: the window, and others that a caller's function chose."""
-        window: Sequence[int] = self.decoder.ranks
+        window = self.decoder.ranks
         if self.decides_ranks:
             from hypergrid.of_torch import default_group
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TypeAlias
 
@@ -12,9 +13,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hypergrid.agreement.prepare import Agreement
+from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
+from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import span_of
+from hypergrid.policy import Policy
 from hypergrid.tree import GroupNode, Placement
 
 OWNER = "DistributedManager"
@@ -103,15 +108,20 @@ def create_mesh(layout: RankLayout, device_type: str) -> tuple[HyperCommGrid, De
         raise
 
 
-def create_flattened(mesh: DeviceMesh) -> tuple[HyperCommGrid, ProcessGroup]:
-    """The group of all ranks of ``mesh``, and the grid that owns it. *Collective* over them."""
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    grid = HyperCommGrid.over(RankLayout(("mesh",), (len(ranks),)).on(ranks))
-    if len(grid.participants()) > len(ranks):
+def create_flattened(mesh: DeviceMesh) -> tuple[GroupPool, ProcessGroup]:
+    """The group of all ranks of ``mesh``, and the pool that owns it. *Collective* over them."""
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    policy = replace(Policy.resolve(), share="none")
+    by_members = creation.way_of(creation.expected(policy), None) == "members"
+    # A mesh of the whole world needs nobody else.
+    if not by_members and len(ranks) < dist.get_world_size():
         raise RuntimeError(
             f"rank {dist.get_rank()} cannot create a group of {len(ranks)} of "
             f"{dist.get_world_size()} ranks: members alone cannot create one here, so every rank "
             f"would have to take part. Create it with create_process_subgroup()."
         )
     name = "mesh " + "-".join(mesh.mesh_dim_names or ())
-    return grid, create(grid, {name: [ranks]}, {})[name]
+    pool = GroupPool(Agreement(""), policy, OWNER)
+    with pool.agreed(ranks, {"group": name}):
+        (group,) = pool.make(name, {name: ranks}, lambda: [ranks])
+    return pool, group

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compat.physicsnemo import groups, launch
 from hypergrid.agreement.prepare import telling_others
 from hypergrid.groups.grid import HyperCommGrid
+from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 from hypergrid.topology import Hosts
 from hypergrid.tree import OPEN, GroupNode, GroupTree
@@ -84,7 +85,7 @@ class DistributedManager:
     _group_ranks: groups.Ranks
     _mesh_dims: dict[str, int]
     _mesh_groups: dict[DeviceMesh, ProcessGroup]
-    _grids: list[HyperCommGrid]
+    _owners: list[HyperCommGrid | GroupPool]
 
     def __init__(self) -> None:
         known = self.__dict__ = DistributedManager._shared_state  # also after cleanup()
@@ -92,7 +93,7 @@ class DistributedManager:
             raise PhysicsNeMoUninitializedDistributedManagerWarning()
         known.setdefault("_cuda", torch.cuda.is_available())
         known.setdefault("_device", torch.device("cuda:0" if self._cuda else "cpu"))
-        known.setdefault("_grids", [])
+        known.setdefault("_owners", [])
         for name in ("groups", "group_names", "group_ranks", "mesh_dims", "mesh_groups"):
             known.setdefault(f"_{name}", {})
 
@@ -261,8 +262,8 @@ class DistributedManager:
             if manager.distributed and dist.is_initialized():
                 if barrier:
                     dist.barrier(device_ids=[manager.local_rank] if manager.cuda else None)
-                for grid in reversed(manager._grids):
-                    grid.destroy()
+                for owner in reversed(manager._owners):
+                    owner.destroy()
                 if manager._owns_default_group:
                     dist.destroy_process_group()
         DistributedManager._shared_state = {}
@@ -408,7 +409,7 @@ class DistributedManager:
         with _checking() as manager:
             layout = groups.mesh_layout(mesh_shape, mesh_dim_names, manager.world_size)
         grid, mesh = groups.create_mesh(layout, "cuda" if manager.cuda else "cpu")
-        manager._grids.append(grid)
+        manager._owners.append(grid)
         manager._mesh_dims = dict(zip(layout.dims[::-1], layout.sizes[::-1], strict=True))
         manager._global_mesh = mesh
         return mesh
@@ -422,8 +423,8 @@ class DistributedManager:
         if mesh.ndim == 1:
             return mesh.get_group()
         if mesh not in self._mesh_groups:
-            grid, self._mesh_groups[mesh] = groups.create_flattened(mesh)
-            self._grids.append(grid)
+            pool, self._mesh_groups[mesh] = groups.create_flattened(mesh)
+            self._owners.append(pool)
         return self._mesh_groups[mesh]
 
     def _check_new(self, name: str, error: type[Exception]) -> None:
@@ -445,7 +446,7 @@ class DistributedManager:
     ) -> None:
         grid = grid or HyperCommGrid.over(RankLayout(("world",), (self.world_size,)))
         made = groups.create(grid, ranks, dims or {})
-        self._grids.append(grid)
+        self._owners.append(grid)
         self._groups.update(made)
         self._group_ranks.update(ranks)
         self._group_names.update((group, name) for name, group in made.items())

@@ -17,10 +17,10 @@ TP_PP_DP = "tp-cp-ep-pp-dp"  # what Megatron's --use-tp-pp-dp-mapping means
 RANKS_PER_HOST = 8
 SIZES = flags_of("sizes")
 OF_MODEL = ("num-layers", "num-experts", "micro-batch-size", "global-batch-size",
-            "num-attention-heads")  # fmt: skip
+            "num-attention-heads", "with_embedding", "with_loss")  # fmt: skip
 _NO_ARGUMENTS = {
     *OF_MODEL, "world", "hosts", "per_host", "nvlink_domain", "tp_pp_dp", "user_buffers",
-    "layers_per_stage", "with_embedding", "with_loss", "no_gloo",
+    "layers_per_stage", "no_gloo",
 }  # fmt: skip
 
 
@@ -72,8 +72,11 @@ def from_sizes(**flags: Any) -> Job:
 
 def settings_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of flags; None or False is a flag that was not given."""
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
-    return {SIZES[name.replace("_", "-")].meaning: value for name, value in given.items()}
+    settings = {}
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            settings[SIZES[name.replace("_", "-")].meaning] = value
+    return settings
 
 
 def of_settings(settings: Mapping[str, Any]) -> Job:
@@ -128,7 +131,7 @@ def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) 
     name = "virtual_pipeline_model_parallel_size"
     each = settings.get("layers_per_stage")
     stages = arguments.get("pipeline_model_parallel_size", 1)
-    if each is not None and name not in arguments and stages > 1:
+    if each is not None and name not in arguments:
         layers = settings.get("num-layers")
         more = sum(bool(settings.get(key)) for key in ("with_embedding", "with_loss"))
         if layers is None or each < 1 or (layers + more) % (stages * each):

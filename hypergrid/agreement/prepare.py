@@ -385,7 +385,7 @@ class _Round:
                 {
                     "error": f"{missing} did not reach group creation within {timeout}. Look at "
                     f"their logs, or give them more time by distributed_timeout_minutes, or by "
-                    f"the timeout of a grid or an assembly."
+                    f"the timeout of a grid."
                 }
             )
 

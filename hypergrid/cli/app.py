@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.planned.checks import Finding, faults, findings, link_findings
+from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
 from compat.planned.layouts import SHARDS, has_experts, shards_of
 from compat.planned.orders import ranked_orders
@@ -89,7 +89,7 @@ def show(
     subject: PlannedJob,
     by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
     view: Annotated[
-        str | None, typer.Option(help="Which layout: decoder, expert, or a grid's name.")
+        str | None, typer.Option(help="Which layout: decoder or expert, or one of a saved plan.")
     ] = None,
     hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
@@ -97,12 +97,9 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
     """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
-    views = [view] if view is not None else list(subject.plan.grids) or ["decoder"]
-    unknown = [each for each in views if each not in subject.layouts]
-    if unknown:
-        raise LayoutError(
-            f"there is no view {unknown[0]!r}: there are {', '.join(subject.layouts)}."
-        )
+    name = "decoder" if view is None else view
+    if name not in subject.layouts:
+        raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
     within = subject.within
     per_host = subject.ranks_per_host
     for path in (png, svg):
@@ -111,7 +108,7 @@ def show(
 
             drawn = replace(subject.plan, layouts=subject.layouts)
             both = view is None and by is None and has_experts(subject.layouts)
-            names = ("decoder", "expert") if both else views[0]
+            names = ("decoder", "expert") if both else name
             picture(drawn, per_host, path, layout=names, by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
@@ -126,40 +123,30 @@ def show(
     from hypergrid.show.terminal import table
 
     only, width = _numbers(hosts), prints.console().width
-    tables = []
-    for name in views:  # all lines first, so that an error comes before any output
-        layout = subject.layouts[name]
-        long = layout.trimmed.dims or layout.dims[:1]
-        chosen = by or ("tp" if "tp" in long else long[0])
-        lines = list(table(layout, per_host, chosen, only=only, width=width, within=within))
-        tables.append((name, chosen, lines))
+    layout = subject.layouts[name]
+    long = layout.trimmed.dims or layout.dims[:1]
+    chosen = by or ("tp" if "tp" in long else long[0])
+    # All lines first, so that an error comes before any output.
+    lines = list(table(layout, per_host, chosen, only=only, width=width, within=within))
     out = prints.head(subject)
-    for name, _, lines in tables:
-        if len(tables) > 1:
-            out.print(Text(f"{name}:", style="bold"))
-        for line in lines:
-            out.print(line, no_wrap=True, crop=False)
-    over = " and ".join(dict.fromkeys(chosen for _, chosen, _ in tables))
-    out.print(f"Ranks of one colour are one group over {over}; the last line numbers the groups.")
+    for line in lines:
+        out.print(line, no_wrap=True, crop=False)
+    out.print(f"Ranks of one colour are one group over {chosen}; the last line numbers the groups.")
 
 
-@command()
+@command(of_model=True)
 def check(
     subject: PlannedJob,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
     as_json: Json = False,
 ) -> int:
-    """Check a layout: which placements are expensive, why, and which order avoids them.
+    """Check a layout: what Megatron refuses, which placements are expensive, which order avoids it.
 
     --suggest ranks all orders by how many hosts their groups touch.
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
-    if subject.plan.grids:
-        if suggest:
-            raise JobError("--suggest ranks the orders of one grid: save a plan for each grid.")
-        return _check_grids(subject, as_json)
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
     ranking = ranked_orders(subject.order, subject.layouts_in, places)
@@ -170,6 +157,8 @@ def check(
         if ranked.numbers <= asked.numbers and ranked is not asked
     )
     found = findings(_faults_of(subject), subject.layouts, better)
+    if subject.job is not None:
+        found = by_severity([*refusals(subject.job), *found])
     status = int(any(finding.severity != "note" for finding in found))
     if as_json:
         data: dict[str, Any] = {"findings": [asdict(finding) for finding in found]}
@@ -184,21 +173,6 @@ def check(
         kind = "NVLink domains" if subject.domains else "hosts"
         prints.orders(out, asked, ranking[:top], len(ranking), kind)
     return status
-
-
-def _check_grids(subject: PlannedJob, as_json: bool) -> int:
-    faults_of = _faults_of(subject)
-    found = [
-        replace(each, what=f"{name}: {each.what}")
-        for name, layouts in subject.models()
-        for each in findings(faults_of, layouts)
-    ]
-    found += link_findings(subject.plan, subject.hosts)
-    if as_json:
-        prints.as_json({"findings": [asdict(each) for each in found]})
-    else:
-        prints.findings(prints.head(subject), found)
-    return int(any(each.severity != "note" for each in found))
 
 
 def _faults_of(subject: PlannedJob) -> partial[Iterator[Finding]]:

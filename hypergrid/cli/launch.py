@@ -26,6 +26,7 @@ _PROGRAMS = {
     "hypergrid-launch": "ours",
 }
 _OF_SCRIPT = {**flags_of("megatron"), **SIZES}
+_OF_STAGES = ("num-layers", "with_embedding", "with_loss")  # they decide virtual stages
 _TEXTS = ("order", "sharp_enabled_group")
 # Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
 _OVERRIDE = re.compile(r"[+~]*(?:\w+\.)+(\w+)=(.*)", re.S)
@@ -226,12 +227,14 @@ class Reader:
             self._read_word(values[0])
         elif row is None:
             self._not_read(flag, values)
-        elif row.meaning == "refused":
+        elif row.meaning == "refused" or (
+            row.meaning == "stages" and any("|" in word.text or word.holes for word in values)
+        ):
             raise JobError(
                 f"{flag} (line {values[0].line}) holds sizes that are not read. Give the sizes as "
                 f"flags, such as --world-size 64 --tp 4, instead of the line."
             )
-        elif row.meaning:
+        elif row.meaning and row.meaning != "stages":
             self._set(flag, row, values)
         else:
             self.flags["without effect"].append(flag)
@@ -243,7 +246,7 @@ class Reader:
         meaning = row.meaning
         if meaning in self.overrides:
             return
-        changes_groups = meaning not in OF_MODEL or meaning == "num-layers"
+        changes_groups = meaning not in OF_MODEL or meaning in _OF_STAGES
         if changes_groups:
             words = [flag, *(word.text for word in values if word.text != flag)]
             self.flags["used"].append(" ".join(words))

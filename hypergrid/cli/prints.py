@@ -21,7 +21,7 @@ from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
 from hypergrid.cli.source import PlannedJob
 from hypergrid.hangs.verdict import Diagnosis
-from hypergrid.messages import few, printable, span_of
+from hypergrid.messages import few, printable
 from hypergrid.show.audit import Audit, Change
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
@@ -81,9 +81,6 @@ def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
 def head(subject: PlannedJob) -> Console:
     """The job in a line or two, and the assumptions; returns where to print the rest."""
     out, layouts, hosts = console(), subject.layouts, len(subject.hosts.names)
-    if subject.plan.grids:
-        _grids(out, subject)
-        return out
     ranks = layouts["decoder"].size
     out.print(
         f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} of "
@@ -111,26 +108,10 @@ def _rests_on(out: Console, subject: PlannedJob) -> None:
     out.print()
 
 
-def _grids(out: Console, subject: PlannedJob) -> None:
-    plan, hosts = subject.plan, len(subject.hosts.names)
-    out.print(
-        f"{len(plan.window)} ranks on {hosts} host{'s' * (hosts > 1)} of "
-        f"{subject.ranks_per_host}, {len(plan.grids)} grids"
-    )
-    for name in plan.grids:
-        layout = plan.layouts[name]
-        out.print(f"{name}: {sizes_in_words(layout)}; ranks {span_of(layout.ranks)}")
-    for link in plan.links:
-        ends = link.ends(plan.layouts)
-        pairs = ", ".join(f"{source} -> {target}" for source, target in ends.pairs[:8])
-        out.print(f"{link.name}: {ends.kind}; {pairs}{', ...' * (len(ends.pairs) > 8)}")
-    _rests_on(out, subject)
-
-
 def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
     """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
-    for name in (n for n in subject.plan.grids or SHARDS if n in data["coordinates"]):
+    for name in (n for n in SHARDS if n in data["coordinates"]):
         place = subject.plan.layouts[name].trimmed.coordinate(rank)
         at = ", ".join(f"{dim}={number}" for dim, number in place.items())
         out.print(f"rank {rank} on {data['host']}, {name}: {at or 'alone'}")

@@ -65,13 +65,6 @@ class PlannedJob:
         pipelines = {each.stride("pp") for each in turned.values() if "pp" in each.dims}
         return turned if len(pipelines) < 2 else None
 
-    def models(self) -> Iterator[tuple[str, Mapping[str, RankLayout]]]:
-        """Each grid of an assembly by its name, with the layouts of its dense and expert layers."""
-        for name in self.plan.grids:
-            known = {"decoder": name, "expert": f"{name}/expert"}
-            found = {key: self.plan.layouts.get(each) for key, each in known.items()}
-            yield name, {key: layout for key, layout in found.items() if layout is not None}
-
     @property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""
@@ -100,7 +93,7 @@ def _topology(ranks: int, in_each: int) -> Topology:
 def _turned(layout: RankLayout, order: str) -> RankLayout:
     sizes = dict(zip(layout.dims, layout.sizes, strict=True))
     tokens = [token for token in order.split("-") if token in sizes]
-    return RankLayout.from_order("-".join(tokens), sizes).on(layout.ranks)
+    return RankLayout.from_order("-".join(tokens), sizes, layout.offset)
 
 
 @dataclass
@@ -110,6 +103,7 @@ class _Beside:
     ranks_per_host: int | None = None
     nvlink_domain: int | None = None
     megatron: str = ""
+    network: dict[str, Any] | None = None  # of a plan that an earlier release has saved
 
 
 def saved(
@@ -121,15 +115,19 @@ def saved(
         plan, beside = GroupPlan.from_json(text), decoded(text, _Beside, "the plan")
     except ValueError as error:
         raise JobError(f"{path}: {error}") from None
+    if beside.network is not None:
+        raise JobError(
+            f"{path} has a network of hosts of different sizes or of several levels, which is no "
+            f"longer read: save the plan again, with --gpus-per-node and --nvlink-domain."
+        )
     _refuse_large(plan.window.stop, plan.rows)
     known = range(plan.window.stop)  # an encoder's ranks are in front of the window
     for what, ranks in _ranks_named(plan):
         outside = next((rank for rank in ranks if rank not in known), None)
         if outside is not None:
-            ends = "grids end" if plan.grids else "first layout, which the plan is for, ends"
             raise JobError(
-                f"{path} is not a valid plan: {what} has rank {outside}, and the {ends} at rank "
-                f"{known[-1]}."
+                f"{path} is not a valid plan: {what} has rank {outside}, and the first layout, "
+                f"which the plan is for, ends at rank {known[-1]}."
             )
     per_host = beside.ranks_per_host if ranks_per_host is None else ranks_per_host
     domain = beside.nvlink_domain if nvlink_domain is None else nvlink_domain

@@ -164,7 +164,7 @@ class HyperCommGrid:
         shared_dims : sequence of str, optional
             Dims whose groups are the same in both: the view uses the groups of the base.
         """
-        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset, self.layout.members)
+        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
         self._views.register(name, layout, shared_dims)
 
     def create_pg(
@@ -224,12 +224,10 @@ class HyperCommGrid:
         alone = creation.way_of(creation.expected(policy), self.backend) == "members"
         return self.layout.ranks if alone else world
 
-    def begin(
-        self, agreement: Agreement, policy: Policy, owner: str | None = None, prefix: str = ""
-    ) -> GroupPool:
-        """Start a pool under ``agreement``, for callers that agreed on more than dims."""
-        self.pool = GroupPool(agreement, policy, owner or f"HyperCommGrid over {self.layout!r}")
-        self.pool.prefix = prefix
+    def begin(self, policy: Policy, owner: str | None = None) -> GroupPool:
+        """Start a pool, for callers that agree on more than dims."""
+        owner = owner or f"HyperCommGrid over {self.layout!r}"
+        self.pool = GroupPool(Agreement(""), policy, owner)
         self.pool.holder = weakref.ref(self)
         return self.pool
 
@@ -247,7 +245,7 @@ class HyperCommGrid:
         the grid which dims they are over.
         """
         first = self.pool is None
-        pool = self.pool or self.begin(Agreement(""), _policy(), owner)
+        pool = self.pool or self.begin(_policy(), owner)
         try:
             with pool.agreed(ranks or self.participants(), proposal, timeout):
                 yield pool

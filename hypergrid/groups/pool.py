@@ -57,9 +57,7 @@ class GroupPool:
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
-        # The one of the first creation that succeeded; a pool may begin with one of an assembly.
-        self.first = agreement if agreement.epoch else None
-        self.prefix = ""  # of the labels, where others see them
+        self.first: Agreement | None = None  # that of the first creation that succeeded
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -102,8 +100,6 @@ class GroupPool:
                 f"suspended. Call resume() first, on every rank."
             )
         check_timeout(timeout)
-        if self.prefix:
-            proposal = {**proposal, "grid of the assembly": self.prefix.rstrip("/")}
         with _telling(), one_thread(ranks, proposal) as turn, abortable():
             can = creation.abilities(self.policy)
             self.agreement = agree(ranks, proposal, self.policy, can, timeout, init_count)
@@ -177,7 +173,7 @@ class GroupPool:
         CreationError
             Torch could not create a group; its own error is the cause.
         """
-        options.setdefault("group_desc", self.prefix + label)
+        options.setdefault("group_desc", label)
         before, timeout = len(self.groups), options.get("timeout")
         shorter = backends.creation_timeout(options.get("backend"), timeout)
         if shorter is not None:
@@ -282,7 +278,7 @@ class GroupPool:
     ) -> CreationError:
         members = shortened(" or ".join(map(span_of, mine.values())) or "other ranks", 80)
         return CreationError(
-            f"rank {dist.get_rank()} could not create {self.prefix}{label} of ranks {members} "
+            f"rank {dist.get_rank()} could not create {label} of ranks {members} "
             f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} One of them "
             f"may have ended, or cannot be reached."
         )

@@ -64,7 +64,7 @@ def _groups() -> list[dict[str, Any]]:
     return [
         {
             "owner": pool and pool.owner,
-            "label": pool and each and pool.prefix + each.label,
+            "label": each and each.label,
             "dims": each and list(each.dims),
             "ranks": dist.get_process_group_ranks(group),
             "backend": dist.get_backend(group),

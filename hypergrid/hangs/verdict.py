@@ -411,12 +411,9 @@ class _Words:
 
 
 def coordinate(recording: Recording, plan: GroupPlan | None, rank: int) -> dict[str, int]:
-    """From the rank's grid in the plan, or from the places in the largest group over each dim."""
+    """From the plan's layout, or from the places in the largest group over each dim."""
     if plan is not None:
-        name, layout = plan.home(rank) or ("", None)
-        which = f"{name} " if plan.grids else ""
-        found = layout.trimmed.coordinate(rank) if layout is not None else {}
-        return {which + dim: at for dim, at in found.items()}
+        return plan.layout.trimmed.coordinate(rank) if rank in plan.layout else {}
     best: dict[str, tuple[int, ...]] = {}
     for group in recording.groups.values():
         if len(group.dims) == 1 and group.ranks and rank in group.ranks:

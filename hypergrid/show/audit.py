@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 from hypergrid.files import FileError, bytes_of, decoded
 
 SCHEMA = 1  # of a rank's file
-PHASES = ("before initialisation", "construction", "forward", "backward", "elsewhere")
 _KEYS = ("module", "file", "line", "function", "outermost", "name", "writes")
 
 

@@ -154,7 +154,7 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
     rank = dump["rank"]
     if rank is None:
         return ["the dump is of a process without process groups."]
-    if rank not in plan.window and not plan.grids:
+    if rank not in plan.window:
         return [f"rank {rank} is outside the plan's ranks {plan.window[0]}..{plan.window[-1]}."]
     planned: dict[str, list[list[int]]] = {}
     for row, ranks in plan.groups_of(rank):

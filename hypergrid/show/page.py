@@ -38,9 +38,7 @@ def page(
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """
-    if plan.grids or any(layout.members for layout in plan.layouts.values()):
-        plan, offered = plan.listed(), None  # the page knows consecutive ranks
-    boxes = ranks_by_host(next(iter(plan.layouts.values())), hosts)
+    boxes = ranks_by_host(plan.layout, hosts)
     data = {
         "title": title,
         "plan": json.loads(plan.to_json()),

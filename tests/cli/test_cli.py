@@ -76,6 +76,7 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
     ("change", "said"),
     [
         ({"schema": 99}, "a plan of schema 99 cannot be read"),
+        ({"schema": 2}, "an assembly: several grids, or grids over listed ranks, in one file"),
         ({"layouts": {}}, "a plan needs a layout"),
         ({"rows": 5}, "expected `array`, got `int`, at `rows`"),
         ({"layouts": WIDER, "rows": []}, "layout 'expert' has rank 5, and the first layout"),
@@ -98,6 +99,14 @@ def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(tmp_path, command
     (tmp_path / "plan.json").write_text(json.dumps(data))
     told = run(f"{command} {tmp_path / 'plan.json'}" + " '--world-size 8'" * (command == "diff"), 2)
     assert told.startswith("hypergrid: ") and told.count("\n") == 1 and said in told
+
+
+def test_a_saved_plan_with_a_network_of_an_earlier_release_is_refused_by_name(tmp_path):
+    saved = json.loads(run("plan --world-size 8 --json"))
+    saved["network"] = {"hosts": ["a", "b"], "ranks": [4, 4]}
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    refusal = run(f"plan --plan {tmp_path / 'plan.json'}", 2)
+    assert "has a network of hosts" in refusal and "--gpus-per-node" in refusal
 
 
 def test_a_saved_plan_may_have_an_encoders_ranks_in_front(tmp_path):

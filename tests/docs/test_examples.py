@@ -56,22 +56,3 @@ def test_a_suspended_actor_trains_on_afterwards_over_the_same_groups():
         mean = [1, 2, 1, 2, 5, 6, 5, 6][rank]  # of the data parallel ranks, two apart
         assert result["weights"][0] == pytest.approx(1 - 0.1 * mean)
         assert result["weights"][3] == pytest.approx((1 - 0.1 * mean) ** 2)
-
-
-def test_two_towers_over_a_bridge_have_the_losses_of_one_grid():
-    results, printed = run("two_towers")
-    split, whole = results[0]["split"], results[0]["whole"]
-    assert all(result["split"] == split for result in results)
-    assert split == pytest.approx(whole, rel=1e-5)
-    assert split[4] < 0.9 * split[0] and split[5] < 0.9 * split[1]
-    assert all(result["error"] < 1e-6 < 1e-2 < result["moved"] for result in results[:4])
-    assert len(printed) == 3
-
-
-def test_a_wide_stage_feeds_narrow_ones_with_the_gradients_of_one_rank():
-    results, _ = run("uneven_pipeline")
-    assert [set(result) for result in results] == [
-        *({f"up {tp}", f"down {tp}"} for tp in (0, 1, 0, 1)),
-        *({"middle"}, {"last"}, {"middle"}, {"last"}),
-    ]
-    assert all(error < 1e-12 for result in results for error in result.values())

@@ -24,7 +24,6 @@ from compat import parallel_state as ps
 from compat.state import SLOTS, ParallelState
 from hypergrid import AbortedError, AgreementError, HyperCommGrid
 from hypergrid.agreement import rendezvous
-from hypergrid.agreement.prepare import Agreement
 from hypergrid.groups import sockets
 from hypergrid.policy import Policy
 from tests.support import forked
@@ -140,7 +139,7 @@ def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_a
 @contextmanager
 def on_one_device():
     """A pool whose groups share a device, and a function that creates one more of three ranks."""
-    pool = HyperCommGrid([3], ["dp"]).begin(Agreement(""), Policy())
+    pool = HyperCommGrid([3], ["dp"]).begin(Policy())
 
     def make(label):
         return pool.make(label, {label: (0, 1, 2)}, lambda: [(0, 1, 2)])[0]

@@ -44,6 +44,29 @@ def test_a_plan_survives_json():
         GroupPlan.from_json(json.dumps({"schema": 99}))
 
 
+# As the last release with assemblies wrote it.
+ASSEMBLY = {
+    "schema": 2,
+    "layouts": {
+        "vision": {"dims": ["dp"], "sizes": [2], "offset": 0, "ranks": [0, 5]},
+        "text": {"dims": ["tp"], "sizes": [2], "offset": 2},
+    },
+    "rows": [
+        {"label": "vision/dp", "layout": "vision", "dims": ["dp"]},
+        {"label": "text/tp", "layout": "text", "dims": ["tp"]},
+        {"label": "vision->text leaders", "layout": "vision", "dims": [], "explicit": [[0, 2, 5]]},
+    ],
+    "grids": ["vision", "text"],
+    "links": [{"source": "vision", "target": "text", "over": ["dp"], "name": "vision->text"}],
+}
+
+
+def test_a_saved_assembly_is_refused_by_name_with_what_to_do():
+    says = "schema 2 is an assembly.* no longer supported: save one plan for each grid"
+    with pytest.raises(ValueError, match=says):
+        GroupPlan.from_json(json.dumps(ASSEMBLY))
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -88,6 +88,20 @@ def test_a_spare_of_the_same_host_takes_the_hole_and_nobody_else_moves():
     assert (now.active, now.reserves) == ((0, 1, 2, 3, 5, 9, 7, 8), (4,))
 
 
+def test_a_spare_of_the_same_host_takes_the_hole_of_a_rank_without_a_block():
+    start = Replicas.first(Topology(RankLayout(("pp", "dp"), (2, 2)), [3, 3]))
+    assert (start.active, start.reserves) == ((0, 1, 2, 3), (4, 5))
+    now = start.without({3})
+    assert (now.active, now.reserves) == ((0, 1, 2, 4), (5,))
+
+
+def test_a_whole_block_keeps_its_room_beside_one_with_a_hole():
+    layout = RankLayout(("tp", "dp"), (2, 3))
+    start = Replicas.first(Topology(layout, ["a", "a", "a", "a", "b", "b", "b", "b"]))
+    now = start.without({0})
+    assert (now.active, now.reserves) == ((6, 7, 2, 3, 4, 5), (1,))
+
+
 def test_a_block_without_a_spare_on_its_host_moves_as_a_whole():
     layout = RankLayout(("tp", "dp"), (2, 2))
     start = Replicas.first(Topology(layout, ["a", "a", "b", "b", "c", "c"]))
@@ -95,14 +109,15 @@ def test_a_block_without_a_spare_on_its_host_moves_as_a_whole():
     assert (now.active, now.reserves) == ((4, 5, 2, 3), (0,))
 
 
-def test_a_replica_that_is_given_up_fills_the_others_with_who_had_the_same_part():
+def test_a_replica_that_is_given_up_fills_the_others():
     layout = RankLayout(("pp", "dp"), (2, 2))
-    now = Replicas.first(Topology(layout, [4]), together=()).without({1})
+    now = Replicas.first(Topology(layout, [4])).without({1})
     # Each replica has lost one part or none: the first rank of the broken one is left over.
     assert (now.active, now.reserves) == ((2, 3), (0,))
     layout = RankLayout(("pp", "dp"), (3, 3))
-    now = Replicas.first(Topology(layout, [9]), together=()).without({2, 3})
-    assert now.layout.size_of("dp") == 2 and now.active == (0, 1, 5, 6, 7, 8)
+    now = Replicas.first(Topology(layout, [9])).without({2, 3})
+    assert now.layout.size_of("dp") == 2
+    assert (now.active, now.reserves) == ((0, 1, 4, 6, 7, 8), (5,))
 
 
 def test_numbers_of_replicas_that_cannot_train_are_not_taken():
@@ -125,5 +140,3 @@ def test_what_cannot_be_placed_is_refused():
         Replicas.first(Topology(RankLayout(("dp",), (2,), 2), [4]))
     with pytest.raises(LayoutError, match="invalid dim 'dp'"):
         Replicas.first(Topology(RankLayout(("tp",), (2,)), [2]))
-    with pytest.raises(LayoutError, match="cannot be both"):
-        Replicas.first(Topology(RankLayout(("tp",), (2,)), [2]), replicas="tp")

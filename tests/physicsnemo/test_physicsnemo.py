@@ -738,6 +738,9 @@ def _meshes(rank):
     assert manager.get_mesh_group(manager.mesh("w")) is mesh.get_group("w")
     total = torch.tensor([rank])
     dist.all_reduce(total, group=group)
+    apart = torch.tensor([rank])  # over ranks that are not consecutive: 0, 1, 4, 5 and the others
+    dist.all_reduce(apart, group=manager.get_mesh_group(mesh["ddp", "w"]))
+    assert apart.item() == (10 if rank % 4 < 2 else 18)
     owners = {entry["owner"] for entry in json.loads(hypergrid.dump())["groups"]}
     texts = []
     for shape, names in (

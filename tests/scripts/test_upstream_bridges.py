@@ -1,4 +1,4 @@
-"""scripts/dev/upstream_bridges: megatron-core's own tests pass on groups of assemblies."""
+"""scripts/dev/upstream_bridges: megatron-core's own tests pass on hypergrid's grids."""
 
 import os
 import subprocess

@@ -45,18 +45,9 @@ DUMP = {
 }
 
 
-def _plans() -> tuple[Any, Any]:
-    from hypergrid.assembly import AssemblyPlan, GridPart
-    from hypergrid.links import Link
-
-    said = CliRunner().invoke(app, ["plan", *SIZES.split(), "--json"]).stdout
-    parts = {"a": GridPart({"tp": 2, "dp": 4}, range(8)), "b": GridPart({"dp": 4}, range(8, 12))}
-    return json.loads(said), json.loads(AssemblyPlan(parts, [Link("a", "b")]).plan.to_json())
-
-
 def _seeds() -> list[tuple[Any, str]]:
     """What is written to FILE, as data or text, and the command that reads it."""
-    plan, assembly = _plans()
+    plan = json.loads(CliRunner().invoke(app, ["plan", *SIZES.split(), "--json"]).stdout)
     scripts = [(path.read_text(), "plan --from-args FILE") for path in sorted(LAUNCH.glob("*.sh"))]
     return [
         *((plan, f"{name} --plan FILE") for name in ("plan", "check --suggest", "show")),
@@ -64,7 +55,6 @@ def _seeds() -> list[tuple[Any, str]]:
         (plan, "plan --rank 3 --plan FILE"),
         (plan, "show --html FILE.html --plan FILE"),
         (plan, f"diff FILE '{SIZES}'"),
-        *((assembly, f"{name} --plan FILE") for name in ("plan", "check", "show")),
         (DUMP, f"diff '{SIZES}' FILE"),
         (READS, "audit DIRECTORY"),
         ({"sites": [SITE]}, "audit DIRECTORY --against FILE"),

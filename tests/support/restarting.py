@@ -83,8 +83,8 @@ def basic(how: str) -> None:
     say(ended=os.environ["RANK"])
 
 
-def port_taken() -> None:
-    """NVRx's store gets no port of its own, and takes MASTER_PORT."""
+def without_store() -> None:
+    """There is no torchrun, and Initialize is given no store."""
 
     @inprocess.Wrapper(initialize=Initialize(backend="gloo"), abort=Abort(), **QUICK)
     def train() -> None:
@@ -106,7 +106,7 @@ def job(how: str, folder: str) -> None:
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT), number)
             try:
-                port_taken() if how == "port" else basic(how)
+                without_store() if how == "no store" else basic(how)
             except BaseException:
                 traceback.print_exc()
             finally:
