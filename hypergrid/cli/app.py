@@ -114,7 +114,11 @@ def show(
         from hypergrid.show.page import page
 
         offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        text = page(subject.plan, per_host, offered=offered, within=within)
+        if view is not None:  # the first one is shown at first
+            offered = [view, *(other for other in offered or subject.layouts if other != view)]
+        if by is not None:
+            subject.layouts[name].dim_size(by)  # refuses a dim that is not there
+        text = page(subject.plan, per_host, offered=offered, within=within, by=by)
         html.write_text(text, "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:

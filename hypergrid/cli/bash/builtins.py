@@ -67,12 +67,18 @@ def _echo(script: Script, words: list[str], line: int) -> bool | None:
 
 
 def _printf(script: Script, words: list[str], line: int) -> bool | None:
-    if words[1:2] == ["-v"] or is_unknown(words[1]):
-        return _reads(script, words, line)
-    if words[1] in ("%s", "%s\\n", "%d", "%d\\n") and len(words) == 3 and not has_open_words(words):
-        script.print(words[2] + "\n" * words[1].endswith("n"))
-    else:
+    variable = words[2:3] if words[1:2] == ["-v"] else []
+    texts = words[3:] if variable else words[1:]
+    if has_open_words(words) or texts[:1] not in (["%s"], ["%d"], ["%s\\n"], ["%d\\n"]) or len(texts) != 2:
         script.print_unknown(plain(" ".join(words)))
+        return _reads(script, words, line) if variable or is_unknown(words[1]) else None
+    text = texts[1] + "\n" * texts[0].endswith("n")
+    if not variable:
+        script.print(text)
+    elif _NAME.fullmatch(variable[0]):
+        script.state.assign(variable[0], text, line)
+    else:
+        return _reads(script, words, line)
     return None
 
 
@@ -241,7 +247,9 @@ def _declares(script: Script, words: list[str], line: int) -> bool | None:
             state.variables[name] = []
         if command == "export" or "x" in flags:
             state.exported.add(name)
-        if set(flags) & set("Anilu"):
+        if "A" in flags and name not in state.maps:
+            state.make_map(name)
+        if set(flags) & set("nilu"):
             state.variables[name] = state.unknown(name, f"line {line} changes what it means")
         if set(flags) & set("nilur") - set("n" if command == "export" else "") or command == "readonly":
             state.special.add(name)
@@ -256,7 +264,7 @@ def _unset(script: Script, words: list[str], line: int) -> bool | None:
         if word.startswith("-"):
             continue
         if words[1] == "-f" or (word in state.functions and word not in state.variables):
-            state.functions[word] = None
+            state.functions.pop(word, None)
             continue
         if _NAME.fullmatch(word) and not any(word in frame for frame in state.frames):
             state.assign(word, None, line)

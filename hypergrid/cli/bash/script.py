@@ -302,7 +302,8 @@ class Script(Expander):
         value, *items = node.named_children
         return self._items(self.text(value), [item for item in items if item.type == "case_item"])
 
-    def _items(self, text: str, items: Sequence[Node]) -> Status:
+    def _items(self, text: str, items: Sequence[Node], is_entered: bool = False) -> Status:
+        """The items of a ``case``; one that ends in ``;&`` enters the next one."""
         if not items:
             return True
         first = items[0]
@@ -310,18 +311,18 @@ class Script(Expander):
         patterns = [child for child in first.children[:closing] if child.is_named]
         answers = [self.matches(text, pattern) for pattern in patterns]
         body = first.children[closing + 1 :]
-        why = f"line {self.line_of(first)} may assign it"
-        if any(child.type in (";&", ";;&") for child in body):  # the next item may follow it
-            self.maybe(lambda: self.statements(body), why)
-            self.maybe(lambda: self._items(plain(text) + self.state.unknown("", why), items[1:]), why)
-            return None
-        if True in answers:
-            return self.statements(body)
+        ending = next((child.type for child in body if child.type in (";&", ";;&")), "")
+
+        def enter() -> Status:
+            status = self.statements(body)
+            return self._items(text, items[1:], ending == ";&") if ending else status
+
+        if is_entered or True in answers:
+            return enter()
         if None not in answers:
             return self._items(text, items[1:])
-        return self.fork(
-            lambda: self.statements(body), lambda: self._items(text, items[1:]), why
-        )
+        why = f"line {self.line_of(first)} may assign it"
+        return self.fork(enter, lambda: self._items(text, items[1:]), why)
 
     def _list(self, node: Node) -> Status:
         """``a && b``, ``a || b``."""
@@ -426,7 +427,11 @@ class Script(Expander):
 
     def _assign_element(self, target: Node, value: Node | None, adds: bool, line: int) -> Status:
         name = self.written(target).partition("[")[0]
-        index = self.number(self.inner_text(target, len(name) + 1, 1))
+        inner = self.inner_text(target, len(name) + 1, 1)
+        if name in self.state.maps and not adds and value is not None and re.fullmatch(r"\w+", inner):
+            self.state.assign(f"{name}[{inner}]", self.text(value), line)
+            return True
+        index = self.number(inner)
         old = self.state.value(name)
         text = "" if value is None else self.text(value)
         is_list = isinstance(old, list) and not has_open_words(old)
@@ -439,6 +444,12 @@ class Script(Expander):
     def _assign_array(self, name: str, value: Node, old: object, line: int) -> None:
         words = self.words(value.named_children)
         if any(self.written(child).startswith("[") for child in value.named_children):
+            pairs = [re.fullmatch(r"\[(\w+)\]=(.*)", self.text(child)) for child in value.named_children]
+            if name in self.state.maps and None not in pairs and old is None:
+                self.state.make_map(name)
+                for key, text in (pair.groups() for pair in pairs):
+                    self.state.assign(f"{name}[{key}]", text, line)
+                return
             self.state.lose([name], f"line {line} assigns parts of it")
             return
         before = [old] if isinstance(old, str) else old or []
@@ -490,6 +501,8 @@ class Script(Expander):
                 self.state.make_local(name)
             if "n" in flags:
                 self.state.special.add(name)
+            if "A" in flags:
+                self.state.make_map(name)
             self._assign(child)
             words.append(name)
         return self.start(words, [], self.line_of(node))

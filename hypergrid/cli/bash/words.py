@@ -17,6 +17,7 @@ from hypergrid.cli.bash.values import (
     has_open_words,
     is_pattern,
     is_unknown,
+    opened,
     plain,
     split,
     touching,
@@ -162,6 +163,11 @@ class Expander:
         """The values of ``${...}``."""
         written = self.written(node)
         found = _BRACES.match(written)
+        indirect = re.fullmatch(r"\$\{!(\w+)\}", written)
+        if indirect is not None:
+            pointed = self._named(indirect[1], "")[0]
+            if re.fullmatch(r"[A-Za-z_]\w*", pointed) and indirect[1] not in self.state.special:
+                return self._named(pointed, "")
         if found is None:
             if "=" in written:
                 self.state.forget(f"line {self.line_of(node)} uses {written}")
@@ -169,7 +175,7 @@ class Expander:
             return [self.state.holes.words(Hole(written, name[0] if name else ""))]
         counts, name, bracket, operator = found.groups()
         index = (bracket or "")[1:-1]
-        if "$" in index:
+        if "$" in index or "'" in index or '"' in index:
             (subscript,) = (child for child in node.named_children if child.type == "subscript")
             index = self.inner_text(subscript, len(name) + 1, 1)
         values = self._named(name, index)
@@ -187,13 +193,18 @@ class Expander:
             if name == "#":
                 return [self._size(value or [], "@", "$#", name)]
             index = name
+        elif name in state.maps and index not in ("", "@", "*"):
+            value = state.value(f"{name}[{index}]")
+            index = ""
         elif name.isdigit() and name != "0" and name not in state.fixed:
             return [self._element(state.value(POSITIONAL), int(name) - 1, name)]
         else:
             value = state.value(name)
         if value is None and "nounset" in state.options:
             raise ExitError
-        values = [] if value is None else [value] if isinstance(value, str) else value
+        values = value if isinstance(value, list) else []
+        if isinstance(value, str):  # what is not known may be an array
+            values = [opened(value)] if index == "@" and is_unknown(value) else [value]
         if index in ("@", "*"):
             return [" ".join(values)] if index == "*" and not has_open_words(values) else values
         if isinstance(value, str) and not index:
