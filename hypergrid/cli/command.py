@@ -65,7 +65,8 @@ _SCRIPT = inspect.Parameter(
     inspect.Parameter.KEYWORD_ONLY,
     default=None,
     annotation=Annotated[
-        str | None, typer.Argument(help="A launch script, or a manifest of Kubernetes; - for input.")
+        str | None,
+        typer.Argument(help="A launch script, or a manifest of Kubernetes; - for input."),
     ],
 )
 

@@ -40,7 +40,9 @@ def pods_of(text: str) -> Pods:
         raise JobError(f"the manifest cannot be read: {error}") from None
     jobs = [document for document in documents if document.get("kind") in KINDS]
     if len(jobs) != 1:
-        raise JobError(f"the manifest has {len(jobs)} jobs of {', '.join(KINDS)}. Give one of them.")
+        raise JobError(
+            f"the manifest has {len(jobs)} jobs of {', '.join(KINDS)}. Give one of them."
+        )
     try:
         return _OF_KIND[jobs[0]["kind"]](jobs[0]["spec"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -51,7 +53,9 @@ def _line(template: Any) -> str:
     """The command of a pod's only container, as a launch line."""
     containers = template["spec"]["containers"]
     if len(containers) != 1:
-        raise JobError(f"a pod has {len(containers)} containers; one is read. Leave out the others.")
+        raise JobError(
+            f"a pod has {len(containers)} containers; one is read. Leave out the others."
+        )
     container = containers[0]
     words = [*(container.get("command") or ()), *(container.get("args") or ())]
     if not words:
@@ -63,7 +67,11 @@ def _line(template: Any) -> str:
             line = line.replace(f"$({name})", str(value))
     if re.search(r"\$\(\w+\)", line) and "-c" not in words:
         raise JobError("the command of the pods uses variables that the manifest does not give.")
-    exports = [f"export {name}={shlex.quote(str(value))}; " for name, value in given.items() if value is not None]
+    exports = [
+        f"export {name}={shlex.quote(str(value))}; "
+        for name, value in given.items()
+        if value is not None
+    ]
     return "".join(exports) + line
 
 
@@ -80,7 +88,9 @@ def _pytorch(spec: Any) -> Pods:
     replicas = spec["pytorchReplicaSpecs"].values()
     lines = {_line(replica["template"]) for replica in replicas}
     if len(lines) != 1:
-        raise JobError("the pods of the PyTorchJob start different commands. Paste one launch line.")
+        raise JobError(
+            "the pods of the PyTorchJob start different commands. Paste one launch line."
+        )
     count = sum(_count(replica, "replicas", 1) for replica in replicas)
     variables = {"PET_NNODES": str(count)}
     per_pod = spec.get("nprocPerNode")

@@ -50,7 +50,9 @@ class Launch:
     script: str = ""
     words: list[Word] = field(default_factory=list)  # of the script
     is_job: bool = False
-    unknown: list[Word] = field(default_factory=list)  # programs and wrappers of which nothing is known
+    unknown: list[Word] = field(
+        default_factory=list
+    )  # programs and wrappers of which nothing is known
     environment: dict[str, Word] = field(default_factory=dict)
 
 
@@ -115,7 +117,9 @@ def _behind_launcher(launch: Launch, program: str, words: list[Word]) -> list[Wo
         return []
     if starts_module and _PROGRAMS.get(rest[0].text):
         return rest
-    if starts_module or (program in ("torchrun", "deepspeed", "accelerate", "ours") and "program" not in meanings):
+    if starts_module or (
+        program in ("torchrun", "deepspeed", "accelerate", "ours") and "program" not in meanings
+    ):
         if rest[0].holes or (program == "python" and not starts_module):
             launch.unknown = rest
         launch.is_job = True
@@ -174,7 +178,11 @@ def _values_behind(words: Sequence[Word], row: Flag | None) -> int:
     """How many of the next words are a flag's values."""
     most = {"?": 1, "*": len(words), "+": len(words)}.get(row.values) if row else len(words)
     if most is None:
-        return min(int(row.values), len(words)) if not words or not words[0].text.startswith("--") else 0
+        return (
+            min(int(row.values), len(words))
+            if not words or not words[0].text.startswith("--")
+            else 0
+        )
     flags = (i for i, word in enumerate(words) if re.match(r"-(?![\d.])", word.text))
     return min(most, next(flags, len(words)))
 
@@ -303,9 +311,7 @@ class Reader:
             raise JobError(" ".join(self.missing[:12]))
 
 
-def job_of(
-    words: Sequence[Word], variables: Mapping[str, Word] | None = None, **flags: Any
-) -> Job:
+def job_of(words: Sequence[Word], variables: Mapping[str, Word] | None = None, **flags: Any) -> Job:
     """The job that a command starts: with its launchers' flags, and Megatron's.
 
     ``variables`` are those of its environment; ``flags`` override the command's, named with ``_``

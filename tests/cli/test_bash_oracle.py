@@ -30,7 +30,14 @@ def start(tmp_path_factory):
         started = programs / "started"
         started.write_bytes(b"")
         command = ["env", "-i", path, "bash", "--norc", "-c", script]
-        subprocess.run(command, cwd=empty, capture_output=True, stdin=subprocess.DEVNULL, timeout=20, check=False)
+        subprocess.run(
+            command,
+            cwd=empty,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=20,
+            check=False,
+        )
         calls = started.read_text().split("\n\0")
         return [call.split("\0")[:-1] for call in calls[:-1]]
 
@@ -64,7 +71,9 @@ def test_500_scripts_start_what_bash_starts_or_are_refused(start):
             refused["all"] += is_decided
         elif ours != theirs:
             wrong.append((script, ours, theirs))
-    assert not wrong, "\n\n".join(f"{s}ours {o}\nbash {t}" for s, o, t in wrong[:5]) + f"\n{len(wrong)}"
+    assert not wrong, (
+        "\n\n".join(f"{s}ours {o}\nbash {t}" for s, o, t in wrong[:5]) + f"\n{len(wrong)}"
+    )
     assert all(shown[construct] >= 30 for construct in CONSTRUCTS)
     print(f"{refused['all']} of {decided} refused", refused)
     assert refused["all"] <= decided / 5, refused

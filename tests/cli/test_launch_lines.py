@@ -250,7 +250,7 @@ def test_virtual_stages_are_counted_as_megatron_counts_them(flags, virtual):
 
 def test_the_model_and_the_batch_are_read_and_change_no_group():
     model = "--num-layers 32 --num-experts 8 --num-attention-heads 16 --global-batch-size 64"
-    job = from_line(f"{RUN} {model} --micro-batch-size \"$MBS\" --hidden-size 512 --seq-length 128")
+    job = from_line(f'{RUN} {model} --micro-batch-size "$MBS" --hidden-size 512 --seq-length 128')
     assert job.model == {
         "num-layers": 32,
         "num-experts": 8,

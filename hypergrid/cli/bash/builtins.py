@@ -69,7 +69,11 @@ def _echo(script: Script, words: list[str], line: int) -> bool | None:
 def _printf(script: Script, words: list[str], line: int) -> bool | None:
     variable = words[2:3] if words[1:2] == ["-v"] else []
     texts = words[3:] if variable else words[1:]
-    if has_open_words(words) or texts[:1] not in (["%s"], ["%d"], ["%s\\n"], ["%d\\n"]) or len(texts) != 2:
+    if (
+        has_open_words(words)
+        or texts[:1] not in (["%s"], ["%d"], ["%s\\n"], ["%d\\n"])
+        or len(texts) != 2
+    ):
         script.print_unknown(plain(" ".join(words)))
         return _reads(script, words, line) if variable or is_unknown(words[1]) else None
     text = texts[1] + "\n" * texts[0].endswith("n")
@@ -139,7 +143,8 @@ def _exit(script: Script, words: list[str], line: int) -> bool | None:
 def _return(script: Script, words: list[str], line: int) -> bool | None:
     if not script.state.frames:
         return _exit(script, words, line)
-    script.returned.append(script.state)
+    status = words[1] == "0" if words[1:] and words[1].isdigit() else None
+    script.returned.append((script.state, status))
     script.state = None
     return None
 
@@ -251,7 +256,10 @@ def _declares(script: Script, words: list[str], line: int) -> bool | None:
             state.make_map(name)
         if set(flags) & set("nilu"):
             state.variables[name] = state.unknown(name, f"line {line} changes what it means")
-        if set(flags) & set("nilur") - set("n" if command == "export" else "") or command == "readonly":
+        if (
+            set(flags) & set("nilur") - set("n" if command == "export" else "")
+            or command == "readonly"
+        ):
             state.special.add(name)
     return True
 

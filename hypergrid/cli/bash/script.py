@@ -17,7 +17,15 @@ from hypergrid.cli.bash import builtins
 from hypergrid.cli.bash.conditions import holds
 from hypergrid.cli.bash.state import POSITIONAL, State, joined
 from hypergrid.cli.bash.syntax import check_length, first_error, parsed
-from hypergrid.cli.bash.values import Hole, ScriptError, Word, has_open_words, is_unknown, opened, plain
+from hypergrid.cli.bash.values import (
+    Hole,
+    ScriptError,
+    Word,
+    has_open_words,
+    is_unknown,
+    opened,
+    plain,
+)
 from hypergrid.cli.bash.words import Expander, ExitError
 
 if TYPE_CHECKING:
@@ -56,7 +64,7 @@ class Script(Expander):
         self.commands: list[Command] = []
         self.output: str | None = None  # what a command substitution has printed so far
         self.loops: list[_Loop] = []
-        self.returned: list[State] = []
+        self.returned: list[tuple[State, Status]] = []
         self._guards = 0  # conditions around this place, where errexit does not count
         self._depth = 0
         self._prefix: list[str] = []  # the words before `bash -c`
@@ -279,7 +287,9 @@ class Script(Expander):
         )
 
     def _if(self, node: Node) -> Status:
-        inner = [child for child in node.children if child.type not in ("elif_clause", "else_clause")]
+        inner = [
+            child for child in node.children if child.type not in ("elif_clause", "else_clause")
+        ]
         clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
         branches = [inner, *(clause.children for clause in clauses)]
         return self._branch(branches)
@@ -373,18 +383,26 @@ class Script(Expander):
         texts = [self.written(redirect) for redirect in redirects]
         inner = [target for redirect in redirects for target in _targets(redirect)]
         # `a > file b`: the parser takes b for a file too.
-        more = [target for redirect in redirects for target in redirect.children_by_field_name("destination")[1:]]
+        more = [
+            target
+            for redirect in redirects
+            for target in redirect.children_by_field_name("destination")[1:]
+        ]
         self.maybe(lambda: [self.text(target) for target in inner], why)
         output = self.output
         is_shown = all(re.match(r"<|2>", text) for text in texts)
         if not is_shown:
             self.output = None
-        status = self.command(body, more) if body is not None and body.type == "command" else (
-            self.statement(body) if body is not None else True
+        status = (
+            self.command(body, more)
+            if body is not None and body.type == "command"
+            else (self.statement(body) if body is not None else True)
         )
         if not is_shown:
             self.output = output
-            if output is not None and any("&1" in text or "/dev" in text or ">(" in text for text in texts):
+            if output is not None and any(
+                "&1" in text or "/dev" in text or ">(" in text for text in texts
+            ):
                 self.print_unknown(" ".join(texts))
         return status
 
@@ -428,7 +446,12 @@ class Script(Expander):
     def _assign_element(self, target: Node, value: Node | None, adds: bool, line: int) -> Status:
         name = self.written(target).partition("[")[0]
         inner = self.inner_text(target, len(name) + 1, 1)
-        if name in self.state.maps and not adds and value is not None and re.fullmatch(r"\w+", inner):
+        if (
+            name in self.state.maps
+            and not adds
+            and value is not None
+            and re.fullmatch(r"\w+", inner)
+        ):
             self.state.assign(f"{name}[{inner}]", self.text(value), line)
             return True
         index = self.number(inner)
@@ -444,7 +467,9 @@ class Script(Expander):
     def _assign_array(self, name: str, value: Node, old: object, line: int) -> None:
         words = self.words(value.named_children)
         if any(self.written(child).startswith("[") for child in value.named_children):
-            pairs = [re.fullmatch(r"\[(\w+)\]=(.*)", self.text(child)) for child in value.named_children]
+            pairs = [
+                re.fullmatch(r"\[(\w+)\]=(.*)", self.text(child)) for child in value.named_children
+            ]
             if name in self.state.maps and None not in pairs and old is None:
                 self.state.make_map(name)
                 for key, text in (pair.groups() for pair in pairs):
@@ -534,9 +559,8 @@ class Script(Expander):
         self.state.variables[POSITIONAL] = words[1:]
         body = node.child_by_field_name("body")
         status = self.nested(lambda: self.statement(body))
-        if self.returned:
-            status = None
-        for state in self.returned:
+        for state, returned in self.returned:
+            status = returned if self.state is None and len(self.returned) == 1 else None
             self.state = joined(self.state, state, f"{words[0]} returns")
         if self.state is not None:
             self.state.leave()
@@ -630,7 +654,9 @@ def _targets(redirect: Node) -> list[Node]:
     """The nodes of a redirection whose expansions take place."""
     if redirect.type == "heredoc_redirect":
         bodies = [child for child in redirect.named_children if child.type == "heredoc_body"]
-        return [child for body in bodies for child in body.named_children if "content" not in child.type]
+        return [
+            child for body in bodies for child in body.named_children if "content" not in child.type
+        ]
     return redirect.children_by_field_name("destination")[:1]
 
 

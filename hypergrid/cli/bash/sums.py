@@ -84,7 +84,9 @@ def _number(node: ast.expr, number_of: Callable[[str], int]) -> int:
             # Python compares a < b == c in another way, so only one comparison is read.
             if type(operator) not in _OPERATORS or isinstance(right, ast.Compare):
                 raise UnknownSumError
-            compared = _OPERATORS[type(operator)](_number(left, number_of), _number(right, number_of))
+            compared = _OPERATORS[type(operator)](
+                _number(left, number_of), _number(right, number_of)
+            )
             value = int(compared)
         case _:
             raise UnknownSumError

@@ -100,7 +100,11 @@ class Expander:
                 # Among other text, the words of a list cannot be told from one.
                 is_list = re.search(r"\$\{?(\w+\[)?@", written) is not None
                 whole = Hole(written)
-                return [self.state.holes.words(whole) if is_list else QUOTED + self.inner_text(node, 1, 1)]
+                return [
+                    self.state.holes.words(whole)
+                    if is_list
+                    else QUOTED + self.inner_text(node, 1, 1)
+                ]
             case "command_name":
                 return self._pieces(node.named_children[0], is_quoted)
             case "concatenation":
@@ -120,6 +124,11 @@ class Expander:
                 return [self.state.holes.text(Hole(written))]
             case "comment":
                 return []
+            case "brace_expression" if node.parent and node.parent.type != "concatenation":
+                span = re.fullmatch(r"\{([1-9]\d{0,2})\.\.([1-9]\d{0,2})\}", written)
+                if span and int(span[1]) <= int(span[2]) and not is_quoted:
+                    numbers = map(str, range(int(span[1]), int(span[2]) + 1))
+                    return list(numbers)
         if "=" in written:  # it may assign
             self.state.forget(f"line {self.line_of(node)} is not understood")
         return [self.state.holes.words(Hole(written))]
@@ -168,6 +177,12 @@ class Expander:
             pointed = self._named(indirect[1], "")[0]
             if re.fullmatch(r"[A-Za-z_]\w*", pointed) and indirect[1] not in self.state.special:
                 return self._named(pointed, "")
+        trimmed = re.fullmatch(r"\$\{(\w+)([#%])([\w./:,-]+)\}", written)
+        if trimmed is not None:
+            name, sign, part = trimmed.groups()
+            text = self._named(name, "")[0]
+            if not is_unknown(text):
+                return [text.removeprefix(part) if sign == "#" else text.removesuffix(part)]
         if found is None:
             if "=" in written:
                 self.state.forget(f"line {self.line_of(node)} uses {written}")
@@ -245,7 +260,9 @@ class Expander:
             if operator[-1] == "=":
                 state.lose([name], holes[0].why)
             return [state.holes.words(Hole(written, holes[0].name, holes[0].why))]
-        is_set = any(values) or (":" not in operator and state.value(name) is not None and values != [])
+        is_set = any(values) or (
+            ":" not in operator and state.value(name) is not None and values != []
+        )
         if operator[-1] == "+":
             return [self._operand(operands)] if is_set else [""]
         if is_set:
@@ -286,7 +303,9 @@ class Expander:
             unknown = self.state.holes.in_text(text)
             if unknown:
                 raise UnknownSumError(unknown[0])
-            return evaluated(text, number_of, lambda name, value: self.state.assign(name, str(value), 0))
+            return evaluated(
+                text, number_of, lambda name, value: self.state.assign(name, str(value), 0)
+            )
         except UnknownSumError as error:
             # What it assigns is not known either, and neither is whether it does.
             if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", text):
