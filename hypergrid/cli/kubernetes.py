@@ -16,7 +16,7 @@ class Pods(NamedTuple):
     """A launch line that each of some pods runs, and how many pods there are."""
 
     line: str
-    count: int
+    pods: int
     variables: dict[str, str]  # that the operator sets in each pod
     slots: int | None = None  # ranks of each worker of an MPIJob
 

@@ -14,7 +14,7 @@ from compat.megatron.planning import Request
 from compat.planned.job import RANKS_PER_HOST, Job, JobError
 from compat.planned.layouts import SHARDS
 from compat.planned.orders import ranked_orders
-from hypergrid.cli.bash import Command, ScriptError, commands
+from hypergrid.cli.bash import LONGEST, Command, ScriptError, commands
 from hypergrid.cli.kubernetes import Pods, is_manifest, pods_of
 from hypergrid.cli.launch import job_of, rank_of
 from hypergrid.cli.world import head_of
@@ -222,6 +222,8 @@ def started(
     **flags: Any,
 ) -> tuple[Job, Command]:
     """The same, and the command that starts it."""
+    if len(text) > LONGEST:
+        raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
     if is_manifest(text):
         return _of_pods(pods_of(text), variables, defaults, **flags)
     environment, has_parts = head_of(text)
@@ -242,9 +244,9 @@ def _of_pods(
         flags = {"gpus_per_node": pods.slots, **{k: v for k, v in flags.items() if v is not None}}
     job, command = _started(pods.line, variables, pods.variables, defaults, **flags)
     hosts = -(-job.world_size // job.ranks_per_host)
-    if hosts != pods.count and flags.get("world_size") is None:
+    if hosts != pods.pods and flags.get("world_size") is None:
         raise JobError(
-            f"the manifest has {pods.count} pods, and its command starts {job.world_size} ranks on "
+            f"the manifest has {pods.pods} pods, and its command starts {job.world_size} ranks on "
             f"{hosts} hosts. Change one of them, or give --world-size."
         )
     return job, command

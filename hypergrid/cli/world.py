@@ -6,14 +6,12 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from compat.planned.flags import flags_of
 from compat.planned.job import JobError
 from hypergrid.cli.bash import Word
-
-if TYPE_CHECKING:
-    from hypergrid.cli.launch import Reader
+from hypergrid.cli.reader import Reader
 
 # The flags of a launcher by their meaning: the flag as it is written, and its values.
 Options: TypeAlias = dict[str, tuple[str, Sequence[Word]]]
@@ -233,7 +231,7 @@ _OF_HEAD = {
 
 
 def head_of(script: str) -> tuple[dict[str, str], bool]:
-    """The variables that SLURM sets for a script's ``#SBATCH`` lines, and whether the job is of parts."""
+    """The variables that SLURM sets for ``#SBATCH`` lines, and whether the job is of parts."""
     lines = re.match(r"(?:[^\S\n]*(?:#.*)?\n)*", f"{script}\n")
     variables: dict[str, str] = {}
     head = lines[0] if lines else ""

@@ -169,7 +169,7 @@ def test_a_launch_line_is_text_a_file_or_standard_input(tmp_path, monkeypatch):
     (tmp_path / "job.sh").write_text("#SBATCH -N 2\nsrun --ntasks-per-node 8 python x.py --tp $TP")
     said = run(f"plan --from-args {tmp_path / 'job.sh'} --set TP=4")
     assert said.startswith("16 ranks on 2 hosts of 8: tp=4 dp=4, order tp-dp\n")
-    assert "used: --ntasks-per-node 8, --tp 4, SLURM_NNODES 2" in said
+    assert "used: SLURM_NNODES 2, --ntasks-per-node 8, --tp 4" in said
     done = CliRunner().invoke(app, ["plan", "--from-args", "-"], input=LINE)
     assert "64 ranks on 8 hosts of 8" in done.output
     assert "--set is NAME=VALUE" in run("plan --world-size 8 --set TP=4", 2)

@@ -279,12 +279,14 @@ def test_the_model_and_the_batch_are_read_and_change_no_group():
          "Add --set N=VALUE."),
         (f"{RUN} --tp $(nproc)", "--tp is $(nproc) (line 1), which only the job can tell"),
         (f"if [ $X = 1 ]; then T=4; fi\n{RUN} --tp $T", "--tp is $T (line 2), which the text does"),
-        (f"A=(--tp 2)\nif [ -f x ]; then A+=(--pp 4); fi\n{RUN} ${{A[@]}}", "The launch line uses $A (line 3)"
-         ", which the text does not decide: line 2 may assign it. Add --set A=VALUE."),
-        (f"for T in 1 2; do\n{RUN} --tp $T; done", "lines 2 and 2 of the launch line start different jobs"),
+        (f"A=(--tp 2)\nif [ -f x ]; then A+=(--pp 4); fi\n{RUN} ${{A[@]}}",
+         "The launch line uses $A (line 3), which the text does not decide: line 2 may assign it. Add --set A=VALUE."),
+        (f"for T in 1 2; do\n{RUN} --tp $T; done",
+         "lines 2 and 2 of the launch line start different jobs"),
         (f"{RUN} $MODEL_ARGS", "The launch line uses $MODEL_ARGS (line 1)"),
         (f"if [ $X = 1 ]; then {RUN} --tp 2; else {RUN} --tp 4; fi", "lines 1 and 1 of the launch "
-         "line start different jobs. Paste one of them, or decide by --set NAME=VALUE which is started."),
+         "line start different jobs. Paste one of them, or decide by --set NAME=VALUE which is "
+         "started."),
         ("srun bash run.sh", "the launch line starts no Python program"),
         (f"{RUN} --tensor-modle-parallel-size 8", "--tensor-modle-parallel-size is no flag of "
          "Megatron. Did you mean --tensor-model-parallel-size?"),

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from hypergrid.cli.bash.script import Command, Script
 from hypergrid.cli.bash.state import State
-from hypergrid.cli.bash.values import MARK, Hole, Holes, ScriptError, Word
+from hypergrid.cli.bash.values import LONGEST, MARK, Hole, Holes, ScriptError, Word
 
-__all__ = ["Command", "Hole", "ScriptError", "Word", "commands"]
+__all__ = ["LONGEST", "Command", "Hole", "ScriptError", "Word", "commands"]
 
 
 def commands(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from hypergrid.cli.bash.state import POSITIONAL
-from hypergrid.cli.bash.values import ScriptError, has_open_words, is_unknown, plain
+from hypergrid.cli.bash.values import Hole, ScriptError, has_open_words, is_unknown, names_in, plain
 
 if TYPE_CHECKING:
     from hypergrid.cli.bash.script import Script
@@ -20,21 +20,22 @@ _HARMLESS = (
     "compgen complete compopt bind suspend logout cd pushd popd dirs alias unalias"
 )
 # Programs that are no functions of a file that was sourced.
-PROGRAMS = set(
-    "awk basename cat chmod cp date df dirname docker du env find free grep head hostname ln ls lscpu "
-    "mkdir mv nproc numactl nvidia-smi pip ps python python3 rm rsync scontrol sed seq sleep sort "
-    "srun ssh sudo tail tar tee time timeout touch torchrun tr uname uniq wc which whoami xargs "
-    "mpirun mpiexec deepspeed accelerate bash sh squeue sinfo scancel sbatch nohup".split()
+PROGRAMS = names_in(
+    "awk basename cat chmod cp date df dirname docker du env find free grep head hostname ln "
+    "ls lscpu mkdir mv nproc numactl nvidia-smi pip ps python python3 rm rsync scontrol sed "
+    "seq sleep sort srun ssh sudo tail tar tee time timeout touch torchrun tr uname uniq wc "
+    "which whoami xargs mpirun mpiexec deepspeed accelerate bash sh squeue sinfo scancel "
+    "sbatch nohup"
 )
 # Options whose effect on the reading of a script is none, or is followed.
 _OPTIONS = {"e": "errexit", "u": "nounset", "a": "allexport"}
-_OTHER_OPTIONS = set("xvfhmbCETHP") | set(
-    "pipefail xtrace verbose noglob hashall monitor notify noclobber errtrace functrace errexit "
-    "nounset allexport".split()
+_OTHER_OPTIONS = set("xvfhmbCETHP") | names_in(
+    "pipefail xtrace verbose noglob hashall monitor notify noclobber errtrace functrace "
+    "errexit nounset allexport"
 )
-_SHOPT = set(
+_SHOPT = names_in(
     "nullglob globstar dotglob nocaseglob failglob checkwinsize cmdhist histappend "
-    "inherit_errexit huponexit lithist xpg_echo".split()
+    "inherit_errexit huponexit lithist xpg_echo"
 )
 
 
@@ -165,21 +166,13 @@ def _shift(script: Script, words: list[str], line: int) -> bool | None:
     values = script.state.value(POSITIONAL)
     count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
     if has_open_words(values) or (len(words) > 1 and not words[1].isdigit()):
-        script.state.lose([], "")
-        script.state.variables.pop(POSITIONAL, None)
-        hole = script.state.holes.words(_shifted_hole(line))
+        hole = script.state.holes.words(Hole("$@", POSITIONAL, f"line {line} shifts it"))
         script.state.variables[POSITIONAL] = [hole]
         return None
     if count > len(values):
         return False
     script.state.assign(POSITIONAL, values[count:], line)
     return True
-
-
-def _shifted_hole(line: int):
-    from hypergrid.cli.bash.values import Hole
-
-    return Hole("$@", why=f"line {line} shifts it")
 
 
 def _set(script: Script, words: list[str], line: int) -> bool | None:
@@ -283,9 +276,9 @@ def _unset(script: Script, words: list[str], line: int) -> bool | None:
 
 BUILTINS: Mapping[str, Builtin] = {
     **dict.fromkeys((": true false " + _HARMLESS).split(), _nothing),
-    **dict.fromkeys("read mapfile readarray getopts".split(), _reads),
+    **dict.fromkeys(["read", "mapfile", "readarray", "getopts"], _reads),
     **dict.fromkeys(("source", ".", "enable", "builtin", *_OF_SOFTWARE), _forgets),
-    **dict.fromkeys("export declare typeset local readonly".split(), _declares),
+    **dict.fromkeys(["export", "declare", "typeset", "local", "readonly"], _declares),
     **dict.fromkeys(("break", "continue"), _leaves_loop),
     "echo": _echo,
     "printf": _printf,

@@ -44,13 +44,20 @@ def _holds(expander: Expander, node: Node, splits_nothing: bool) -> bool | None:
         if first == (operator == "||"):
             return first
         results: list[bool | None] = []
-        step = lambda: results.append(_holds(expander, operands[-1], splits_nothing))  # noqa: E731
-        expander.maybe(step, expander.written(node)) if first is None else step()
-        return None if first is None else results[0]
+
+        def evaluate() -> None:
+            results.append(_holds(expander, operands[-1], splits_nothing))
+
+        if first is None:
+            expander.maybe(evaluate, expander.written(node))
+            return None
+        evaluate()
+        return results[0]
     texts = [_operand(expander, child, splits_nothing) for child in operands]
-    texts = [text for child, text in zip(operands, texts) if child.type != "test_operator"]
-    if None in texts:
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
         return None
+    texts = [known[i] for i, child in enumerate(operands) if child.type != "test_operator"]
     if node.type == "unary_expression" and operator in ("-z", "-n"):
         return (texts[0] == "") == (operator == "-z")
     if node.type != "binary_expression" or len(texts) != 2:

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hypergrid.cli.bash import builtins
 from hypergrid.cli.bash.conditions import holds
 from hypergrid.cli.bash.state import POSITIONAL, State, joined
-from hypergrid.cli.bash.syntax import check_length, first_error, parsed
+from hypergrid.cli.bash.syntax import check_length, first_error, parsed, part
 from hypergrid.cli.bash.values import (
     Hole,
     ScriptError,
+    Value,
     Word,
     has_open_words,
     is_unknown,
     opened,
     plain,
 )
-from hypergrid.cli.bash.words import Expander, ExitError
+from hypergrid.cli.bash.words import ExitError, Expander
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -57,7 +59,7 @@ class _Loop:
 class Script(Expander):
     """One run of a script: its state now, and the programs that were started so far."""
 
-    state: State | None  # type: ignore[assignment]  # None: the shell has ended
+    state: Any  # a State; None where the shell has ended
 
     def __init__(self, state: State, takes_defaults: bool) -> None:
         super().__init__(state, takes_defaults)
@@ -116,7 +118,7 @@ class Script(Expander):
             if self.state is None:
                 break
             if number + 1 < len(nodes) and nodes[number + 1].type == "&":
-                self.apart(lambda: self.statement(node))
+                self.apart(partial(self.statement, node))
                 status = True
             else:
                 status = self.statement(node)
@@ -242,15 +244,15 @@ class Script(Expander):
                 return
             for word in words:
                 if self.state is not None:
-                    self.round(lambda: step(word), why)
+                    self.round(partial(step, word), why)
 
         return self.loop(node, rounds)
 
     def _c_style_for(self, node: Node) -> Status:
-        head = self.source[node.start_byte : node.child_by_field_name("body").start_byte]
+        head = self.source[node.start_byte : part(node, "body").start_byte]
         inner = head.decode(errors="replace").partition("((")[2].rpartition("))")[0]
         first, test, last = (part.strip() for part in inner.split(";"))
-        body = node.child_by_field_name("body").children
+        body = part(node, "body").children
 
         def is_true() -> Status:
             number = self.number(self._with_variables(test)) if test else 1
@@ -273,7 +275,7 @@ class Script(Expander):
         return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text)
 
     def _while(self, node: Node) -> Status:
-        body = node.child_by_field_name("body")
+        body = part(node, "body")
         place = node.children.index(body)
         test = node.children[1:place]
         is_until = node.children[0].type == "until"
@@ -362,9 +364,9 @@ class Script(Expander):
 
     def _pipeline(self, node: Node) -> Status:
         *feeding, last = (child for child in node.named_children if child.type != "comment")
-        for part in feeding:
+        for feeder in feeding:
             output, self.output = self.output, None
-            self.apart(lambda: self.statement(part))
+            self.apart(partial(self.statement, feeder))
             self.output = output
         self.apart(lambda: self.statement(last))
         return None
@@ -373,7 +375,7 @@ class Script(Expander):
         return self.ended(holds(self, node))
 
     def _function(self, node: Node) -> Status:
-        self.state.functions[self.written(node.child_by_field_name("name"))] = (node, self.source)
+        self.state.functions[self.written(part(node, "name"))] = (node, self.source)
         return True
 
     def _redirected(self, node: Node) -> Status:
@@ -414,7 +416,7 @@ class Script(Expander):
         return True
 
     def _assign(self, node: Node) -> Status:
-        target = node.child_by_field_name("name")
+        target = part(node, "name")
         value = node.child_by_field_name("value")
         line = self.line_of(node)
         adds = any(child.type == "+=" for child in node.children)
@@ -464,20 +466,19 @@ class Script(Expander):
             self.state.lose([name], f"line {line} assigns a part of it")
         return True
 
-    def _assign_array(self, name: str, value: Node, old: object, line: int) -> None:
+    def _assign_array(self, name: str, value: Node, old: Value, line: int) -> None:
         words = self.words(value.named_children)
         if any(self.written(child).startswith("[") for child in value.named_children):
-            pairs = [
-                re.fullmatch(r"\[(\w+)\]=(.*)", self.text(child)) for child in value.named_children
-            ]
-            if name in self.state.maps and None not in pairs and old is None:
+            texts = [self.text(child) for child in value.named_children]
+            pairs = [found for text in texts if (found := re.fullmatch(r"\[(\w+)\]=(.*)", text))]
+            if name in self.state.maps and len(pairs) == len(texts) and old is None:
                 self.state.make_map(name)
-                for key, text in (pair.groups() for pair in pairs):
-                    self.state.assign(f"{name}[{key}]", text, line)
+                for pair in pairs:
+                    self.state.assign(f"{name}[{pair[1]}]", pair[2], line)
                 return
             self.state.lose([name], f"line {line} assigns parts of it")
             return
-        before = [old] if isinstance(old, str) else old or []
+        before = [old] if isinstance(old, str) else list(old or [])
         if isinstance(old, str) and is_unknown(old):
             before = [self.state.holes.words(self.state.holes.in_text(old)[0])]
         self.state.assign(name, [*before, *words], line)
@@ -519,8 +520,7 @@ class Script(Expander):
             if child.type != "variable_assignment":
                 words += self.words([child]) if child.is_named else [self.written(child)]
                 continue
-            value = child.child_by_field_name("value")
-            name = self.written(child.child_by_field_name("name"))
+            name = self.written(part(child, "name"))
             flags = "".join(word for word in words[1:] if word.startswith("-"))
             if builtins.is_local(words[0], flags) and self.state.frames:
                 self.state.make_local(name)
@@ -544,6 +544,7 @@ class Script(Expander):
             state.forget(f"line {line} sets variables for {name}")
         if name in state.functions:
             return self._call(words, line)
+        assert builtin is not None
         return builtin(self, words, line)
 
     def _call(self, words: list[str], line: int) -> Status:
@@ -557,7 +558,7 @@ class Script(Expander):
         self.state.frames.append({})
         self.state.make_local(POSITIONAL)
         self.state.variables[POSITIONAL] = words[1:]
-        body = node.child_by_field_name("body")
+        body = part(node, "body")
         status = self.nested(lambda: self.statement(body))
         for state, returned in self.returned:
             status = returned if self.state is None and len(self.returned) == 1 else None
@@ -572,7 +573,7 @@ class Script(Expander):
         entry = self.state.copy()
         for assignment in assignments:
             self._assign(assignment)
-            self.state.exported.add(self.written(assignment.child_by_field_name("name")))
+            self.state.exported.add(self.written(part(assignment, "name")))
         environment = self.state
         self.state = entry
         if self.output is not None:
@@ -644,9 +645,7 @@ class Script(Expander):
         text = self.output.rstrip("\n")
         self.output = outer
         if is_unknown(text):
-            written = self.written(node)
-            name = re.fullmatch(r"\$\((\w+)\)", written)
-            return self.state.holes.text(Hole(written))
+            text = self.state.holes.text(Hole(self.written(node)))
         return text
 
 

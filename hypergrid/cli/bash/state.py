@@ -7,15 +7,16 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypergrid.cli.bash.values import LONGEST, Hole, Holes, ScriptError, Value
+from hypergrid.cli.bash.values import LONGEST, Hole, Holes, ScriptError, Value, names_in
 
 POSITIONAL = "@"
 ABSENT = "\0"  # in a frame: the variable was missing before
 # Bash changes these by itself, so what a script assigns to them says nothing.
-_DYNAMIC = set(
-    "RANDOM SRANDOM SECONDS LINENO UID EUID PPID BASHPID BASH_REMATCH BASH_COMMAND BASH_SUBSHELL "
-    "BASH_ARGV0 BASH_SOURCE BASH_LINENO FUNCNAME GROUPS DIRSTACK EPOCHSECONDS EPOCHREALTIME "
-    "PIPESTATUS HISTCMD COMP_WORDBREAKS OPTIND OPTARG REPLY MAPFILE PWD OLDPWD _".split()
+_DYNAMIC = names_in(
+    "RANDOM SRANDOM SECONDS LINENO UID EUID PPID BASHPID BASH_REMATCH BASH_COMMAND "
+    "BASH_SUBSHELL BASH_ARGV0 BASH_SOURCE BASH_LINENO FUNCNAME GROUPS DIRSTACK EPOCHSECONDS "
+    "EPOCHREALTIME PIPESTATUS HISTCMD COMP_WORDBREAKS OPTIND OPTARG REPLY MAPFILE PWD OLDPWD "
+    "_"
 )
 # Assigning these changes how all later words are read.
 _OF_THE_SHELL = {"IFS", "GLOBIGNORE", "POSIXLY_CORRECT", "SHELLOPTS", "BASHOPTS", "BASH_COMPAT"}

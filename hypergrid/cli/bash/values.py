@@ -74,6 +74,11 @@ class Holes:
         return Word(plain(text), line, tuple(self.in_text(text)), is_open)
 
 
+def names_in(text: str) -> set[str]:
+    """The names that a text lists."""
+    return set(text.split())
+
+
 def opened(text: str) -> str:
     """The text as it may be split into words: what is not known may be any number of them."""
     return MARK.sub(lambda found: chr(ord(found[0]) | 1) if found[0] != QUOTED else "", text)
