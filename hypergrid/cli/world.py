@@ -134,10 +134,10 @@ def _srun(reader: Reader, options: Options, variables: Mapping[str, Word]) -> _R
     if of_job is not None:
         tasks = of_job
     if "hosts" in options and "tasks" not in options and "SLURM_NTASKS" in variables:
-        known = variables["SLURM_NTASKS"].text
-        if known != str(tasks):
+        of_head = variables.get("SLURM_NNODES")
+        if of_head is None or of_head.text != str(hosts):
             raise JobError(
-                f"srun takes {known} tasks from the script's head and other hosts from its flags. "
+                f"srun takes {variables['SLURM_NTASKS'].text} tasks from the script's head and other hosts from its flags. "
                 f"Give it --ntasks."
             )
     if tasks is None:

@@ -280,7 +280,8 @@ def test_the_model_and_the_batch_are_read_and_change_no_group():
         (f"{RUN} --tp $(nproc)", "--tp is $(nproc) (line 1), which only the job can tell"),
         (f"if [ $X = 1 ]; then T=4; fi\n{RUN} --tp $T", "--tp is $T (line 2), which the text does"),
         (f"A=(--tp 2)\nif [ -f x ]; then A+=(--pp 4); fi\n{RUN} ${{A[@]}}",
-         "The launch line uses $A (line 3), which the text does not decide: line 2 may assign it. Add --set A=VALUE."),
+         "The launch line uses $A (line 3), which the text does not decide: line 2 may assign it. "
+         "Add --set A=VALUE."),
         (f"for T in 1 2; do\n{RUN} --tp $T; done",
          "lines 2 and 2 of the launch line start different jobs"),
         (f"{RUN} $MODEL_ARGS", "The launch line uses $MODEL_ARGS (line 1)"),

@@ -1,7 +1,8 @@
 """The flags of each program that takes part in a launch, one a line: name, values, and meaning.
 
 The values are a number, ``?``, ``*`` or ``+``, as in argparse. The meaning is a setting of a job,
-or "refused" where the flag decides sizes in a way that is not read; without one it changes no group.
+or "refused" where the flag decides sizes in a way that is not read; a flag without one changes no
+group.
 """
 
 from __future__ import annotations

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from hypergrid.cli.bash.state import POSITIONAL
 from hypergrid.cli.bash.values import Hole, ScriptError, has_open_words, is_unknown, names_in, plain
 
-if TYPE_CHECKING:
-    from hypergrid.cli.bash.script import Script
-
-Builtin: TypeAlias = Callable[["Script", list[str], int], "bool | None"]
+Script: TypeAlias = Any  # of script.py, which imports this file
+Builtin: TypeAlias = Callable[[Script, list[str], int], "bool | None"]
 _NAME = re.compile(r"[A-Za-z_]\w*")
 # They change no variable of the script; of some the status is known.
 _HARMLESS = (

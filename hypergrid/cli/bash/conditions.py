@@ -57,12 +57,12 @@ def _holds(expander: Expander, node: Node, splits_nothing: bool) -> bool | None:
     known = [text for text in texts if text is not None]
     if len(known) < len(texts):
         return None
-    texts = [known[i] for i, child in enumerate(operands) if child.type != "test_operator"]
+    texts_of_words = [known[i] for i, child in enumerate(operands) if child.type != "test_operator"]
     if node.type == "unary_expression" and operator in ("-z", "-n"):
-        return (texts[0] == "") == (operator == "-z")
-    if node.type != "binary_expression" or len(texts) != 2:
+        return (texts_of_words[0] == "") == (operator == "-z")
+    if node.type != "binary_expression" or len(texts_of_words) != 2:
         return None
-    left, right = texts
+    left, right = texts_of_words
     if operator in ("=", "==", "!="):
         is_same = expander.matches(left, operands[-1]) if splits_nothing else left == right
         return None if is_same is None else is_same == (operator != "!=")
