@@ -120,7 +120,7 @@ class Initialize(_Initialize):
         # All ranks are in this iteration, so none of them reads the keys of the last but one.
         if rank == 0:
             forget_life(self.store, f"{_LIVES}/{state.iteration - 2}/")
-        with gloo.connecting(lambda size: None):  # reads of the store are batched
+        with gloo.connecting():  # reads of the store are batched
             dist.init_process_group(
                 store=store, rank=rank, world_size=world_size, timeout=self.timeout, **self.options
             )

@@ -28,7 +28,7 @@ from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
 from hypergrid.show.diff import Dump, against_dump, difference, unfit
-from hypergrid.summary import communicators, descriptors, dims_in_words, summaries
+from hypergrid.summary import communicators, dims_in_words, summaries
 
 __all__ = ["app"]
 
@@ -78,10 +78,6 @@ def plan(
         "communicators."
     )
     out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
-    opened = descriptors(subject.plan)
-    if any(row.backend == "gloo" for row in subject.plan.rows):
-        twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
-        out.print(f"Gloo twins open descriptors in each rank: {twins}.")
 
 
 @command()
@@ -340,8 +336,8 @@ def verify(
         str, typer.Option(metavar="LINE", help="A launch line or script, pasted, in a file, or -.")
     ],
     checkout: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM, for its parser.")
-    ] = Path(),
+        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM: its parser runs.")
+    ],
     variables: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A variable that the line does not set."),

@@ -26,7 +26,6 @@ from hypergrid.show.audit import Audit, Change
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
     communicators,
-    descriptors,
     dims_in_words,
     long_dims,
     sizes_in_words,
@@ -49,7 +48,6 @@ def as_data(subject: PlannedJob) -> dict[str, Any]:
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
-        "gloo_descriptors_of_a_rank": descriptors(subject.plan),
     }
 
 

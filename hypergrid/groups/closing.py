@@ -44,7 +44,10 @@ class _Abort(threading.Thread):
         super().__init__(name=f"aborting {of_torch.known().get(group)}", daemon=True)
         self.error: Exception | None = None
         self._group: ProcessGroup | None = group
-        self.start()
+        try:
+            self.start()
+        except RuntimeError:  # no memory for one more thread: the caller's does it
+            self.run()
 
     def run(self) -> None:
         try:
@@ -91,7 +94,8 @@ def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[Proce
             _aborts[group] = _Abort(group)
     end, failed = time.monotonic() + limit.total_seconds(), dict[ProcessGroup, str]()
     for group in asked:
-        _aborts[group].join(max(0, end - time.monotonic()))
+        if _aborts[group].is_alive():
+            _aborts[group].join(max(0, end - time.monotonic()))
         error = _aborts[group].error
         if _aborts[group].is_alive():
             failed[group] = f"its abort did not end within {limit.total_seconds():g} s."

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import marshal
-import pickle
 import re
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+
+from hypergrid.hangs import pickles
+from hypergrid.messages import one_line
 
 _NUMBERED = re.compile(r"^(.*?)(\d+)(\.json)?$")
 _MOST_RANKS = 1 << 20
@@ -216,7 +217,7 @@ def read(directory: str | Path, processes: int = 1) -> Recording:
     Flight recorders of torch, pickled or JSON, whose names end in the rank, such as those of
     ``TORCH_FR_DUMP_TEMP_FILE``; what ``hypergrid.dump`` and ``hypergrid.record`` wrote. A file that
     is cut, damaged or too large is named in ``problems`` and left out; a pickle that holds more
-    than lists, tuples, dicts, numbers and text is refused. Raises OSError if there is no such
+    than a flight recorder writes is refused. Raises OSError if there is no such
     directory.
 
     A file has at most 256 MiB, and all together 64 million calls (of 48 bytes each): what comes
@@ -255,29 +256,6 @@ def _by_rank(path: Path) -> tuple[str, int, str]:
 
 def _prefix(name: str) -> str:
     return name.rstrip("0123456789") if not name.endswith(".json") else _prefix(name[:-5])
-
-
-class _Refused(pickle.UnpicklingError):
-    """The pickle names something that is not plain data."""
-
-
-class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise _Refused(f"it holds {module}.{name}, and only plain data is read")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _Refused("it refers to objects outside of it, and only plain data is read")
-
-
-class _InMemory(io.BytesIO):
-    """A file that the unpickler reads at once: from one that cannot peek, it reads in pieces."""
-
-    def peek(self, _: int) -> bytes:
-        return self.getvalue()[self.tell() :]
-
-
-def _unpickled(data: bytes) -> Any:
-    return _Plain(_InMemory(data)).load()
 
 
 @contextmanager
@@ -324,7 +302,7 @@ def _load(path: Path) -> _Loaded:
         if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
             return _Loaded(unknown="it is neither a pickle nor JSON" if data else "it is empty")
         with _bounded(size):
-            loaded = _unpickled(data) if data[0] == 0x80 else json.loads(data)
+            loaded = pickles.load(data) if data[0] == 0x80 else json.loads(data)
             if not isinstance(loaded, dict):
                 raise ValueError("it holds no table")
             if data[0] == 0x80 and "entries" not in loaded:
@@ -332,7 +310,7 @@ def _load(path: Path) -> _Loaded:
             for name in {"entries", "p2p"} & loaded.keys():
                 loaded[name] = _columns(loaded[name] or [], _Budget(size))
         return _Loaded(loaded, size)
-    except _Refused as error:
+    except pickles.Refused as error:
         return _Loaded(problem=f"was refused: {error}")
     except Exception as error:  # a damaged file can raise nearly anything
         return _Loaded(problem=_cut(error))
@@ -404,12 +382,12 @@ class _Reader:
         elif loaded.data:
             self._budget = _Budget(loaded.size)
             try:
-                self._take(path.name, loaded.data, int(numbered[2]) if numbered else None)
+                self._take(one_line(path.name), loaded.data, int(numbered[2]) if numbered else None)
             except Exception as error:  # a damaged file can raise nearly anything
                 self._failed(path, _cut(error))
 
     def _failed(self, path: Path, what: str) -> None:
-        self.problems.append(f"{path.name} {what}.")
+        self.problems.append(one_line(f"{path.name} {what}."))
         numbered = _NUMBERED.match(path.name)
         if numbered and len(numbered[2]) < 10:
             self.unread.add(int(numbered[2]))
@@ -519,14 +497,15 @@ class _Reader:
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             return None  # written before there was a default group
         mine = self._rank(rank)
-        self._process(mine, str(data["host"]), int(data["pid"]))
+        self._process(mine, one_line(str(data["host"])), int(data["pid"]))
         if 0 < int(data["world_size"]) <= _MOST_RANKS:
             self.worlds.setdefault(int(data["world_size"]), f"the groups of rank {rank}")
         # A communicator that several labels share carries the name of the one that created it.
         for group in sorted(data["groups"], key=lambda each: each.get("shared_with") is not None):
-            label = str(group["label"] or group["description"])
+            label = one_line(str(group["label"] or group["description"]))
             ranks = self._members(group["ranks"])
-            self._group(rank, str(group["name"]), label, ranks, group["dims"] or ())
+            dims = [one_line(str(dim)) for dim in group["dims"] or ()]
+            self._group(rank, one_line(str(group["name"])), label, ranks, dims)
         return rank
 
     def _process(self, mine: RankRecording, host: str, pid: int) -> None:
@@ -539,9 +518,9 @@ class _Reader:
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             raise ValueError("it names no rank")
         mine = self._rank(rank)
-        self._process(mine, str(data.get("host") or mine.host), int(data.get("pid") or 0))
-        mine.written, mine.reason = int(data["written_ns"]), str(data.get("reason") or "")
-        mine.error = str(data.get("error") or "")
+        self._process(mine, one_line(str(data.get("host") or mine.host)), int(data.get("pid") or 0))
+        mine.written, mine.reason = int(data["written_ns"]), one_line(str(data.get("reason") or ""))
+        mine.error = one_line(str(data.get("error") or ""))
         threads = data["threads"]
         main = next((each for each in threads if each.get("main")), None)
         mine.stack = _frames(main["frames"]) if main else ()
@@ -638,4 +617,4 @@ def _text(given: Any) -> str:
     """A name that is text, or a number; nothing else, as its text could be endless."""
     if type(given) not in (str, int):
         raise ValueError("a name is not text")
-    return str(given)
+    return one_line(str(given))  # in a sentence it must not begin a line of its own

@@ -273,6 +273,32 @@ def test_the_doctor_finds_this_machine_well():
 
 
 @pytest.fixture
+def hostile_directory(tmp_path, monkeypatch):
+    """The current directory, with packages that leave a file behind when they are imported."""
+    for package in ("megatron", "megatron/core", "megatron/training"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("open('was_run', 'w').close()")
+    (tmp_path / "megatron" / "training" / "arguments.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_verify_runs_only_a_checkout_that_is_named(hostile_directory):
+    said = run(f"verify --from-args '{LINE}'", 2)
+    assert "Missing option '--checkout'" in said
+    assert not (hostile_directory / "was_run").exists()
+
+
+@pytest.mark.parametrize("path", [[], [""]], ids=["as installed", "as python -m"])
+def test_the_doctor_imports_from_where_its_own_process_does(hostile_directory, monkeypatch, path):
+    elsewhere = [each for each in sys.path if each not in ("", str(hostile_directory))]
+    monkeypatch.setattr(sys, "path", [*path, *elsewhere])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    machine._trial()
+    assert (hostile_directory / "was_run").exists() == bool(path)
+
+
+@pytest.fixture
 def a_path_with(tmp_path, monkeypatch):
     def make(name, text):
         package = tmp_path / name
