@@ -19,7 +19,7 @@ _TEXTS = ("order", "sharp_enabled_group")
 _OVERRIDE = re.compile(r"[+~]*(?:\w+\.)+(\w+)=(.*)", re.S)
 _MAY_HOLD_SIZES = re.compile(r"(?i)parallel|config|cfg|yaml|recipe|args")
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
-_FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml|json)")
+_FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml)")
 
 
 class Option(NamedTuple):

@@ -136,9 +136,10 @@ def _srun(reader: Reader, options: Options, variables: Mapping[str, Word]) -> _R
     if "hosts" in options and "tasks" not in options and "SLURM_NTASKS" in variables:
         of_head = variables.get("SLURM_NNODES")
         if of_head is None or of_head.text != str(hosts):
+            tasks_of_head = variables["SLURM_NTASKS"].text
             raise JobError(
-                f"srun takes {variables['SLURM_NTASKS'].text} tasks from the script's head and other hosts from its flags. "
-                f"Give it --ntasks."
+                f"srun takes {tasks_of_head} tasks from the script's head and other hosts from its "
+                f"flags. Give it --ntasks."
             )
     if tasks is None:
         tasks = hosts  # one on each

@@ -141,6 +141,14 @@ def test_what_could_carry_sizes_is_refused(line, said):
     assert said in str(error.value)
 
 
+def test_characters_beyond_the_parsers_tables_are_only_text():
+    """The grammar's scanner crashes at them behind a brace, with the whole process."""
+    line = "X='\U0001f600\u4e2d'\neval echo {\U0001f600..$Y} {\u4e2d} {$X}\n" + RUN + " --name '$X'"
+    code = f"from hypergrid.cli.source import from_line; print(from_line({line!r}).world_size)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
 def test_the_list_of_torchruns_flags_is_that_of_its_parser():
     from torch.distributed.run import get_args_parser
 

@@ -109,7 +109,8 @@ def _forgets(script: Script, words: list[str], line: int) -> bool | None:
 
 
 def _eval(script: Script, words: list[str], line: int) -> bool | None:
-    return script.nested(lambda: script.evaluate(" ".join(words[1:]), line))
+    status: bool | None = script.nested(lambda: script.evaluate(" ".join(words[1:]), line))
+    return status
 
 
 def _exec(script: Script, words: list[str], line: int) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -31,15 +32,24 @@ def parsed(source: bytes, end: float) -> Node:
         raise ImportError(
             f"reading a launch line needs {error.name}: {install_command('cli')}."
         ) from None
+    # The grammar's scanner reads beyond its tables at characters above U+00FF, so it gets others,
+    # of as many bytes, in their place.
+    text = re.sub(r"[^\x00-\xff]", _in_table, source.decode())
+    safe = text.encode()
     parser = Parser(Language(tree_sitter_bash.language()))
     try:
         tree = parser.parse(
-            lambda place, _: source[place : place + 4096],
+            lambda place, _: safe[place : place + 4096],
             progress_callback=lambda place, has_error: time.monotonic() > end,
         )
     except ValueError:
         raise ScriptError("the launch line takes too long to parse. Paste less of it.") from None
     return tree.root_node
+
+
+def _in_table(found: re.Match[str]) -> str:
+    size = len(found[0].encode())
+    return "\xa7" * (size // 2) + "x" * (size % 2)
 
 
 def first_error(node: Node) -> Node:
