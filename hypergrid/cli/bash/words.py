@@ -59,8 +59,9 @@ class Expander:
         raise NotImplementedError
 
     def written(self, node: Node) -> str:
-        """A node as it is written."""
-        return self.source[node.start_byte : node.end_byte].decode(errors="replace").strip()
+        """A node as it is written, without the blanks and line ends that the parser adds to it."""
+        text = self.source[node.start_byte : node.end_byte].decode(errors="replace")
+        return re.sub(r"^(\\\n|\s)+", "", text).strip()
 
     def words(self, nodes: Sequence[Node]) -> list[str]:
         """The words that nodes become: none, one or several each."""
