@@ -250,7 +250,8 @@ def diagnose(
         raise JobError("name the DIRECTORY of the dumps, or the processes by --pid.")
     if not directory.is_dir():
         raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
-    left = reading.read(directory, processes=os.cpu_count() or 1)
+    with prints.progress("Reading") as progress:
+        left = reading.read(directory, os.cpu_count() or 1, progress)
     left.problems += problems
     if not left.ranks:
         raise JobError(" ".join((_without_dumps(directory), *left.problems[:3])))
