@@ -83,12 +83,12 @@ BASH = """
 A=3 B="x y" C='$A' D=
 ARR=(one "two three" $B "")
 ARR+=(four$A "$B"z)
-E="${A}-$A $B" F=${D:-${A}0} G=${U:-7} H=${#ARR[@]} I=$((A * (4 + 2) / 4 % 3)) J=${ARR[1]};
+E="${A}-$A $B" F=${D:-${A}0} G=${U:-7} I=$((A * (4 + 2) / 4 % 3)) J=${ARR[1]};
 [[ $A == [1-3] ]] && K=yes || K=no
-if [ "$A" -gt 3 ]; then L=1; elif [[ -n $A && $C != x ]]; then L=2; else L=3; fi
+if [ "$A" -gt 3 ]; then L=1; elif [[ $C != x ]]; then L=2; else L=3; fi
 [ -z "$D" ] && M=empty
 B+=" z"
-show "${ARR[@]}" / ${ARR[*]} / "${ARR[*]}" / pre$B"post $A" a\\ b "$E" $F $G $H $I "$J" $D "$D" $C
+show "${ARR[@]}" / ${ARR[*]} / "${ARR[*]}" / pre$B"post $A" a\\ b "$E" $F $G $I "$J" $D "$D" $C
 bash -c "show $K $L \\"$M\\" 2>&1 end"
 eval "show \\$A"
 """
@@ -100,6 +100,39 @@ def test_words_are_those_that_bash_makes_of_them():
     texts = [[word.text for word in each.words] for each in commands(BASH, takes_defaults=True)[0]]
     ours = ["".join(f"<{text}>" for text in each[each.index("show") + 1 :]) for each in texts]
     assert sorted(ours) == sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=(1 2)\nTP=${#A[@]}",
+        "if [[ -n x && y != x ]]; then TP=1; else TP=2; fi",
+        "X=2x\nTP=${X%x}",
+        "TP=$(echo 2)",
+        "((TP = 2))",
+        "while false; do TP=4; done",
+        "for TP in 1 2; do break; done",
+        "printf -v TP 4",
+        "set -- 4\nTP=$1",
+        "read TP",
+        "unset TP",
+    ],
+)
+def test_what_is_not_followed_is_refused_where_the_launch_uses_it(script):
+    text = f"TP=2\n{script}\n{RUN} --tp $TP"
+    where = rf"\(line {text.count(chr(10)) + 1}\), which the text does not decide"
+    with pytest.raises(JobError, match=f"--tp is .* {where}.* Add --set"):
+        from_line(text)
+    assert from_line(text, {"TP": "8"}).arguments == {"tensor_model_parallel_size": 8}
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["declare -n R=TP", "declare -A M", "declare -i TP", "shopt -s lastpipe", "trap 'TP=4' DEBUG"],
+)
+def test_what_changes_how_all_later_words_are_read_is_refused_with_its_line(command):
+    with pytest.raises(JobError, match=r"line 2 of the launch line, .*, cannot be followed"):
+        from_line(f"TP=2\n{command}\n{RUN} --tp $TP")
 
 
 def test_a_script_is_understood_as_the_shell_would():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,7 +19,6 @@ from hypergrid.cli.bash.conditions import holds
 from hypergrid.cli.bash.state import POSITIONAL, State, joined
 from hypergrid.cli.bash.syntax import check_length, first_error, parsed, part
 from hypergrid.cli.bash.values import (
-    Hole,
     ScriptError,
     Value,
     Word,
@@ -28,13 +27,12 @@ from hypergrid.cli.bash.values import (
     opened,
     plain,
 )
-from hypergrid.cli.bash.words import ExitError, Expander
+from hypergrid.cli.bash.words import Expander
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
 SECONDS = 3  # to parse a script and to follow it
-_MOST_ROUNDS = 1000  # of a loop
 _DEEPEST = 50  # functions and scripts in each other
 Status: TypeAlias = bool | None  # of a command; None: not known
 
@@ -48,14 +46,6 @@ class Command:
     line: int
 
 
-@dataclass
-class _Loop:
-    """The states in which a loop was left or continued."""
-
-    broken: list[State] = field(default_factory=list)
-    continued: list[State] = field(default_factory=list)
-
-
 class Script(Expander):
     """One run of a script: its state now, and the programs that were started so far."""
 
@@ -64,10 +54,9 @@ class Script(Expander):
     def __init__(self, state: State, takes_defaults: bool) -> None:
         super().__init__(state, takes_defaults)
         self.commands: list[Command] = []
-        self.output: str | None = None  # what a command substitution has printed so far
-        self.loops: list[_Loop] = []
-        self.returned: list[tuple[State, Status]] = []
-        self._guards = 0  # conditions around this place, where errexit does not count
+        self.loops = 0  # around this place
+        self.left: list[State] = []  # where a loop was broken off, or continued
+        self.returned: list[State] = []
         self._depth = 0
         self._prefix: list[str] = []  # the words before `bash -c`
         self._line: int | None = None  # of that command, for all in its script
@@ -127,101 +116,60 @@ class Script(Expander):
     def statement(self, node: Node) -> Status:
         """Follow one statement; its status."""
         follow = _STATEMENTS.get(node.type)
-        try:
-            if follow is not None:
-                return follow(self, node)
-            self.state.forget(f"line {self.line_of(node)} is not understood")
-        except ExitError:
-            self.state = None
-        return None
+        if follow is not None:
+            return follow(self, node)
+        raise ScriptError(
+            f"line {self.line_of(node)} of the launch line cannot be followed: "
+            f"{plain(self.written(node))[:60]!r}."
+        )
 
-    def ended(self, status: Status) -> Status:
-        """The status of a simple command; with errexit a shell may end behind it."""
-        if status is False and not self._guards and self.state and "errexit" in self.state.options:
-            self.state = None
-        return status
-
-    def guarded(self, step: Callable[[], Status]) -> Status:
-        """A condition: errexit does not count in it."""
-        self._guards += 1
-        status = step()
-        self._guards -= 1
-        return status
-
-    def fork(self, first: Callable[[], Status], second: Callable[[], Status], why: str) -> Status:
+    def fork(self, first: Callable[[], object], second: Callable[[], object], why: str) -> Status:
         """Follow both of two ways, of which the text does not decide one."""
         entry = self.state and self.state.copy()
-        before = self.output
-        first_status = first()
+        first()
         first_exit = self.state
         self.state = entry
-        second_status = second()
+        second()
         self.state = joined(first_exit, self.state, why)
-        if self.output != before:
-            self.output = self.state.holes.text(Hole("$(...)", why=why)) if self.state else ""
-        return first_status if first_status == second_status else None
+        return None
 
-    def maybe(self, step: Callable[[], object], why: str) -> Status:
-        return self.fork(lambda: bool(step()), lambda: None, why)
-
-    def apart(self, step: Callable[[], Status]) -> Status:
+    def apart(self, step: Callable[[], object]) -> Status:
         """Do a step in a shell of its own, of which no variable comes back."""
-        state = self.state
-        loops, returned = self.loops, self.returned
-        self.state = state.copy()
-        self.loops, self.returned = [], []
-        status = step()
-        has_ended = self.state is None
-        self.state = state
-        self.loops, self.returned = loops, returned
-        return None if has_ended else status
+        outer = self.state, self.loops, self.left, self.returned
+        self.state = self.state.copy()
+        self.loops = 0
+        self.left = []
+        self.returned = []
+        step()
+        self.state, self.loops, self.left, self.returned = outer
+        return None
 
-    def repeat(self, step: Callable[[], Status], why: str) -> None:
+    def round(self, step: Callable[[], object], why: str) -> bool:
+        """One round of a loop; whether it may have been broken off or continued."""
+        outer = self.left
+        self.left = []
+        self.loops += 1
+        step()
+        self.loops -= 1
+        is_left = bool(self.left)
+        for state in self.left:
+            self.state = joined(self.state, state, why)
+        self.left = outer
+        return is_left
+
+    def repeat(self, step: Callable[[], object], node: Node) -> Status:
         """Do a step any number of times: until nothing more becomes unknown."""
-        before = self.output
+        why = f"the loop in line {self.line_of(node)} may change it"
         while self.state is not None:
             entry = self.state
             started = len(self.commands)
             self.state = entry.copy()
-            self.output = before
             self.round(step, why)
             self.state = joined(entry, self.state, why)
             if self.state == entry:
                 break
             del self.commands[started:]
-        if self.output != before and self.state:
-            self.output = self.state.holes.text(Hole("$(...)", why=why))
-
-    def round(self, step: Callable[[], Status], why: str) -> Status:
-        """One round of a loop."""
-        status = step()
-        for state in self.loops[-1].continued:
-            self.state = joined(self.state, state, why)
-        self.loops[-1].continued.clear()
-        return status
-
-    def loop(self, node: Node, rounds: Callable[[str], None]) -> Status:
-        """Follow a loop until its end, or where it is broken off."""
-        why = f"the loop in line {self.line_of(node)} may change it"
-        self.loops.append(_Loop())
-        rounds(why)
-        for state in self.loops.pop().broken:
-            self.state = joined(self.state, state, why)
         return None
-
-    def loop_while(
-        self, condition: Callable[[], Status], body: Callable[[], Status], why: str
-    ) -> None:
-        """Rounds as long as the condition holds."""
-        for _ in range(_MOST_ROUNDS):
-            is_true = self.guarded(condition)
-            if self.state is None or is_true is False:
-                return
-            if is_true is None:
-                self.repeat(lambda: (body(), self.guarded(condition))[1], why)
-                return
-            self.round(body, why)
-        raise ScriptError(f"a loop of the launch line has more than {_MOST_ROUNDS} rounds.")
 
     def _for(self, node: Node) -> Status:
         variable, *listed = node.named_children
@@ -231,62 +179,34 @@ class Script(Expander):
         has_list = any(child.type == "in" for child in node.children)
         words = self.words(listed) if has_list else self.state.value(POSITIONAL)
 
-        def step(word: str | None) -> Status:
-            if word is None:
-                self.state.lose([name], f"the loop in line {line} assigns it")
-            else:
-                self.state.assign(name, word, line)
-            return self.statements(body.children)
+        def step(word: str) -> None:
+            self.state.assign(name, word, line)
+            self.statements(body.children)
 
-        def rounds(why: str) -> None:
-            if node.children[0].type == "select" or has_open_words(words):
-                self.repeat(lambda: step(None), why)
-                return
-            for word in words:
-                if self.state is not None:
-                    self.round(partial(step, word), why)
+        def any_step() -> None:
+            self.state.lose([name], f"the loop in line {line} assigns it")
+            self.statements(body.children)
 
-        return self.loop(node, rounds)
-
-    def _c_style_for(self, node: Node) -> Status:
-        head = self.source[node.start_byte : part(node, "body").start_byte]
-        inner = head.decode(errors="replace").partition("((")[2].rpartition("))")[0]
-        first, test, last = (part.strip() for part in inner.split(";"))
-        body = part(node, "body").children
-
-        def is_true() -> Status:
-            number = self.number(self._with_variables(test)) if test else 1
-            return None if isinstance(number, Hole) else number != 0
-
-        def step() -> Status:
-            status = self.statements(body)
-            for state in self.loops[-1].continued:
-                self.state = joined(self.state, state, "a loop continues")
-            self.loops[-1].continued.clear()
-            if self.state is not None and last:
-                self.number(self._with_variables(last))
-            return status
-
-        self.number(self._with_variables(first))
-        return self.loop(node, lambda why: self.loop_while(is_true, step, why))
-
-    def _with_variables(self, text: str) -> str:
-        """A sum whose $NAMEs are written as names, which mean the same unless they hold sums."""
-        return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text)
+        if node.children[0].type == "select" or has_open_words(words):
+            return self.repeat(any_step, node)
+        for word in words:
+            if self.state is not None and self.round(partial(step, word), "a loop is left"):
+                return self.repeat(any_step, node)
+        return None
 
     def _while(self, node: Node) -> Status:
         body = part(node, "body")
-        place = node.children.index(body)
-        test = node.children[1:place]
-        is_until = node.children[0].type == "until"
+        test = node.children[1 : node.children.index(body)]
+        names = []
+        if node.type == "c_style_for_statement":
+            names = re.findall(r"[A-Za-z_]\w*", " ".join(map(self.written, test)))
+            test = []
 
-        def is_true() -> Status:
-            status = self.statements(test)
-            return status if status is None or not is_until else not status
+        def step() -> None:
+            self.state.lose(names, f"the loop in line {self.line_of(node)} may assign it")
+            self.statements([*test, *body.children])
 
-        return self.loop(
-            node, lambda why: self.loop_while(is_true, lambda: self.statements(body.children), why)
-        )
+        return self.repeat(step, node)
 
     def _if(self, node: Node) -> Status:
         inner = [
@@ -302,7 +222,7 @@ class Script(Expander):
         first = list(branches[0])
         then = next((i for i, child in enumerate(first) if child.type == "then"), 0)
         body = first[then + 1 :]
-        is_true = self.guarded(lambda: self.statements(first[1:then])) if then else True
+        is_true = self.statements(first[1:then]) if then else True
         if is_true:
             return self.statements(body)
         if is_true is False:
@@ -314,8 +234,8 @@ class Script(Expander):
         value, *items = node.named_children
         return self._items(self.text(value), [item for item in items if item.type == "case_item"])
 
-    def _items(self, text: str, items: Sequence[Node], is_entered: bool = False) -> Status:
-        """The items of a ``case``; one that ends in ``;&`` enters the next one."""
+    def _items(self, text: str, items: Sequence[Node]) -> Status:
+        """The first item that matches, or each that may."""
         if not items:
             return True
         first = items[0]
@@ -323,56 +243,50 @@ class Script(Expander):
         patterns = [child for child in first.children[:closing] if child.is_named]
         answers = [self.matches(text, pattern) for pattern in patterns]
         body = first.children[closing + 1 :]
-        ending = next((child.type for child in body if child.type in (";&", ";;&")), "")
-
-        def enter() -> Status:
-            status = self.statements(body)
-            return self._items(text, items[1:], ending == ";&") if ending else status
-
-        if is_entered or True in answers:
-            return enter()
+        if any(child.type in (";&", ";;&") for child in body):
+            raise ScriptError(
+                f"line {self.line_of(first)} of the launch line cannot be followed: it has ;& "
+                f"or ;;&."
+            )
+        if True in answers:
+            return self.statements(body)
         if None not in answers:
             return self._items(text, items[1:])
         why = f"line {self.line_of(first)} may assign it"
-        return self.fork(enter, lambda: self._items(text, items[1:]), why)
+        return self.fork(lambda: self.statements(body), lambda: self._items(text, items[1:]), why)
 
     def _list(self, node: Node) -> Status:
         """``a && b``, ``a || b``."""
         first, second = (child for child in node.named_children if child.type != "comment")
         is_and = any(child.type == "&&" for child in node.children)
-        status = self.guarded(lambda: self.statement(first))
+        status = self.statement(first)
         if self.state is None:
             return None
         if status is None:
             why = f"line {self.line_of(second)} may assign it"
-            self.fork(lambda: self.statement(second), lambda: None, why)
-            return None
+            return self.fork(lambda: self.statement(second), lambda: None, why)
         return self.statement(second) if status == is_and else status
 
     def _negated(self, node: Node) -> Status:
-        status = self.guarded(lambda: self.statements(node.children[1:]))
+        status = self.statements(node.children[1:])
         return None if status is None else not status
 
     def _group(self, node: Node) -> Status:
-        if node.children[0].type == "((":
-            number = self.number(self.inner_text(node, 2, 2))
-            return self.ended(None if isinstance(number, Hole) else number != 0)
-        return self.statements(node.children)
+        if node.children[0].type != "((":
+            return self.statements(node.children)
+        self.sum_text(self.inner_text(node, 2, 2), self.written(node))
+        return None
 
     def _subshell(self, node: Node) -> Status:
-        return self.ended(self.apart(lambda: self.statements(node.children)))
+        return self.apart(lambda: self.statements(node.children))
 
     def _pipeline(self, node: Node) -> Status:
-        *feeding, last = (child for child in node.named_children if child.type != "comment")
-        for feeder in feeding:
-            output, self.output = self.output, None
-            self.apart(partial(self.statement, feeder))
-            self.output = output
-        self.apart(lambda: self.statement(last))
+        for child in node.named_children:
+            self.apart(partial(self.statement, child))
         return None
 
     def _test(self, node: Node) -> Status:
-        return self.ended(holds(self, node))
+        return holds(self, node)
 
     def _function(self, node: Node) -> Status:
         self.state.functions[self.written(part(node, "name"))] = (node, self.source)
@@ -381,8 +295,6 @@ class Script(Expander):
     def _redirected(self, node: Node) -> Status:
         body = node.child_by_field_name("body")
         redirects = [child for child in node.named_children if child != body]
-        why = f"line {self.line_of(node)} may assign it"
-        texts = [self.written(redirect) for redirect in redirects]
         inner = [target for redirect in redirects for target in _targets(redirect)]
         # `a > file b`: the parser takes b for a file too.
         more = [
@@ -390,23 +302,12 @@ class Script(Expander):
             for redirect in redirects
             for target in redirect.children_by_field_name("destination")[1:]
         ]
-        self.maybe(lambda: [self.text(target) for target in inner], why)
-        output = self.output
-        is_shown = all(re.match(r"<|2>", text) for text in texts)
-        if not is_shown:
-            self.output = None
-        status = (
-            self.command(body, more)
-            if body is not None and body.type == "command"
-            else (self.statement(body) if body is not None else True)
-        )
-        if not is_shown:
-            self.output = output
-            if output is not None and any(
-                "&1" in text or "/dev" in text or ">(" in text for text in texts
-            ):
-                self.print_unknown(" ".join(texts))
-        return status
+        # What they assign is unknown, for a program may start in a process of its own.
+        for target in inner:
+            self.text(target)
+        if body is None:
+            return True
+        return self.command(body, more) if body.type == "command" else self.statement(body)
 
     # Commands.
 
@@ -421,7 +322,7 @@ class Script(Expander):
         line = self.line_of(node)
         adds = any(child.type == "+=" for child in node.children)
         if target.type != "variable_name":
-            return self._assign_element(target, value, adds, line)
+            return self._assign_element(target, value, line)
         name = self.written(target)
         old = self.state.value(name)
         if value is not None and value.type == "array":
@@ -432,9 +333,7 @@ class Script(Expander):
         if len(text) == 1 and unknown and not unknown[0].name:
             text = self.state.holes.text(replace(unknown[0], name=name))  # --set can give it
         if not adds:
-            if isinstance(old, list) and not is_unknown("".join(old)):
-                self.state.assign(name, [text, *old[1:]], line)  # A=x is A[0]=x of an array
-            elif isinstance(old, list):
+            if isinstance(old, list):
                 self.state.lose([name], f"line {line} assigns a part of it")
             else:
                 self.state.assign(name, text, line)
@@ -445,37 +344,17 @@ class Script(Expander):
         # Its status is that of a substitution in it.
         return None if value is not None and "$(" in self.written(value) else True
 
-    def _assign_element(self, target: Node, value: Node | None, adds: bool, line: int) -> Status:
+    def _assign_element(self, target: Node, value: Node | None, line: int) -> Status:
         name = self.written(target).partition("[")[0]
-        inner = self.inner_text(target, len(name) + 1, 1)
-        if (
-            name in self.state.maps
-            and not adds
-            and value is not None
-            and re.fullmatch(r"\w+", inner)
-        ):
-            self.state.assign(f"{name}[{inner}]", self.text(value), line)
-            return True
-        index = self.number(inner)
-        old = self.state.value(name)
-        text = "" if value is None else self.text(value)
-        is_list = isinstance(old, list) and not has_open_words(old)
-        if is_list and not adds and isinstance(index, int) and 0 <= index <= len(old):
-            self.state.assign(name, [*old[:index], text, *old[index + 1 :]], line)
-        else:
-            self.state.lose([name], f"line {line} assigns a part of it")
+        if value is not None:
+            self.text(value)
+        self.number(self.inner_text(target, len(name) + 1, 1))
+        self.state.lose([name], f"line {line} assigns a part of it")
         return True
 
-    def _assign_array(self, name: str, value: Node, old: Value, line: int) -> None:
+    def _assign_array(self, name: str, value: Node, old: Value | None, line: int) -> None:
         words = self.words(value.named_children)
         if any(self.written(child).startswith("[") for child in value.named_children):
-            texts = [self.text(child) for child in value.named_children]
-            pairs = [found for text in texts if (found := re.fullmatch(r"\[(\w+)\]=(.*)", text))]
-            if name in self.state.maps and len(pairs) == len(texts) and old is None:
-                self.state.make_map(name)
-                for pair in pairs:
-                    self.state.assign(f"{name}[{pair[1]}]", pair[2], line)
-                return
             self.state.lose([name], f"line {line} assigns parts of it")
             return
         before = [old] if isinstance(old, str) else list(old or [])
@@ -511,7 +390,7 @@ class Script(Expander):
             for assignment in assignments:
                 self._assign(assignment)
             return None
-        return self.ended(self.start(words, assignments, line))
+        return self.start(words, assignments, line)
 
     def _declaration(self, node: Node) -> Status:
         """``export A=$B``: what looks like an assignment is not split."""
@@ -521,13 +400,8 @@ class Script(Expander):
                 words += self.words([child]) if child.is_named else [self.written(child)]
                 continue
             name = self.written(part(child, "name"))
-            flags = "".join(word for word in words[1:] if word.startswith("-"))
-            if builtins.is_local(words[0], flags) and self.state.frames:
+            if builtins.is_local(words[0]) and self.state.frames:
                 self.state.make_local(name)
-            if "n" in flags:
-                self.state.special.add(name)
-            if "A" in flags:
-                self.state.make_map(name)
             self._assign(child)
             words.append(name)
         return self.start(words, [], self.line_of(node))
@@ -554,19 +428,20 @@ class Script(Expander):
             return None
         node, source = function
         outer = self.source, self.returned, self.loops
-        self.source, self.returned, self.loops = source, [], []
+        self.source = source
+        self.returned = []
+        self.loops = 0
         self.state.frames.append({})
         self.state.make_local(POSITIONAL)
         self.state.variables[POSITIONAL] = words[1:]
         body = part(node, "body")
-        status = self.nested(lambda: self.statement(body))
-        for state, returned in self.returned:
-            status = returned if self.state is None and len(self.returned) == 1 else None
+        self.nested(lambda: self.statement(body))
+        for state in self.returned:
             self.state = joined(self.state, state, f"{words[0]} returns")
         if self.state is not None:
             self.state.leave()
         self.source, self.returned, self.loops = outer
-        return status
+        return None
 
     def program(self, words: list[str], assignments: Sequence[Node], line: int) -> Status:
         """A program; of ``bash -c`` the script is followed too."""
@@ -576,8 +451,6 @@ class Script(Expander):
             self.state.exported.add(self.written(part(assignment, "name")))
         environment = self.state
         self.state = entry
-        if self.output is not None:
-            self.print_unknown(plain(" ".join(words)))
         if is_unknown(words[0]) or (entry.why and words[0] not in builtins.PROGRAMS):
             # It may be a function, or a builtin.
             entry.forget(f"line {line} runs {plain(words[0]) or 'a command'}, which is not known")
@@ -599,11 +472,10 @@ class Script(Expander):
 
     def _shell(self, words: list[str], place: int, environment: State, line: int) -> None:
         """``bash -c SCRIPT NAME ARGUMENTS``: it gets what is exported, and nothing comes back."""
-        outer = self.state, self._prefix, self._line, self.loops, self.returned, self.output
+        outer = self.state, self._prefix, self._line
         inner = environment.copy()
         for name in environment.variables.keys() - environment.exported:
             inner.lose([name], "it is assigned, and perhaps not exported")
-        inner.options.clear()
         inner.functions = dict.fromkeys(inner.functions)
         inner.variables[POSITIONAL] = words[place + 2 :]
         shell = _shell_place(words, place)
@@ -612,9 +484,8 @@ class Script(Expander):
         self.state = inner
         self._prefix = [*self._prefix, *words[:shell]]
         self._line = line if self._line is None else self._line
-        self.loops, self.returned, self.output = [], [], None
-        self.evaluate(words[place], line)
-        self.state, self._prefix, self._line, self.loops, self.returned, self.output = outer
+        self.apart(lambda: self.evaluate(words[place], line))
+        self.state, self._prefix, self._line = outer
 
     def evaluate(self, text: str, line: int) -> Status:
         """Follow a text as code. What is not known in it may be any code."""
@@ -627,26 +498,10 @@ class Script(Expander):
             return None
         return status
 
-    def print(self, text: str) -> None:
-        """What a command prints, for a command substitution around it."""
-        if self.output is not None:
-            self.output += text
-
-    def print_unknown(self, written: str) -> None:
-        """A program prints what is not known."""
-        self.print(self.state.holes.text(Hole(written)))
-
-    def substituted(self, node: Node) -> str:
-        outer = self.output
+    def substituted(self, node: Node) -> None:
         if self.written(node).startswith("$(("):  # the parser takes a sum for a command
             self.state.forget(f"line {self.line_of(node)} is not understood")
-        self.output = ""
         self.apart(lambda: self.statements(node.children))
-        text = self.output.rstrip("\n")
-        self.output = outer
-        if is_unknown(text):
-            text = self.state.holes.text(Hole(self.written(node)))
-        return text
 
 
 def _targets(redirect: Node) -> list[Node]:
@@ -686,7 +541,7 @@ _STATEMENTS: Mapping[str, Callable[[Script, Node], Status]] = {
     "list": Script._list,
     "pipeline": Script._pipeline,
     "for_statement": Script._for,
-    "c_style_for_statement": Script._c_style_for,
+    "c_style_for_statement": Script._while,
     "while_statement": Script._while,
     "case_statement": Script._case,
     "test_command": Script._test,

@@ -30,11 +30,8 @@ class State:
     fixed: Mapping[str, str]  # values that nothing in the script changes
     variables: dict[str, Value] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
-    # Variables that an assignment does not simply set: references, integers, constants.
-    special: set[str] = field(default_factory=set)
-    maps: set[str] = field(default_factory=set)  # associative arrays: M[x] is a variable "M[x]"
+    constants: set[str] = field(default_factory=set)  # assigning one is an error
     functions: dict[str, Any] = field(default_factory=dict)  # None: not known
-    options: set[str] = field(default_factory=set)
     # Of each function that is running, the variables that are restored behind it.
     frames: list[dict[str, Value]] = field(default_factory=list)
     why: str = ""  # why a variable that is missing is not simply the environment's
@@ -42,7 +39,7 @@ class State:
     def copy(self) -> State:
         """The same state, which changes for itself."""
         twin = copy(self)
-        for name in ("variables", "exported", "special", "maps", "functions", "options"):
+        for name in ("variables", "exported", "constants", "functions"):
             setattr(twin, name, copy(getattr(self, name)))
         twin.frames = [dict(frame) for frame in self.frames]
         return twin
@@ -64,32 +61,18 @@ class State:
 
     def assign(self, name: str, value: Value, line: int) -> None:
         """Assign a value."""
-        texts = [value] if isinstance(value, str) else value or ()
+        texts = [value] if isinstance(value, str) else value
         if sum(map(len, texts)) > LONGEST:
             raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
-        if name in self.maps:
-            self.make_map(name)
-        if name in self.special | _OF_THE_SHELL:
-            self.forget(f"line {line} assigns {name}, whose attributes change that")
+        if name in self.constants | _OF_THE_SHELL:
+            self.forget(f"line {line} assigns {name}")
         self.variables["IFS" if name in _OF_THE_SHELL else name] = value
-        if "allexport" in self.options:
-            self.exported.add(name)
-
-    def make_map(self, name: str) -> None:
-        """The variable is an empty associative array."""
-        for element in [known for known in self.variables if known.startswith(f"{name}[")]:
-            del self.variables[element]
-        if not self.frames:  # that of a function would end with it
-            self.maps.add(name)
-        self.variables[name] = self.unknown(name, "it is an associative array")
 
     def lose(self, names: Iterable[str], why: str) -> None:
         """The variables may have been assigned anything."""
         for name in names:
-            if name in self.special:
+            if name in self.constants | _OF_THE_SHELL:
                 self.forget(why)
-            if name in self.maps:
-                self.make_map(name)
             self.variables[name] = self.unknown(name, why)
 
     def forget(self, why: str) -> None:
@@ -121,8 +104,7 @@ def joined(one: State | None, other: State | None, why: str) -> State | None:
     both = one.copy()
     names = one.variables.keys() | other.variables.keys()
     differing = [name for name in sorted(names) if one.value(name) != other.value(name)]
-    both.special |= other.special
-    both.maps |= other.maps
+    both.constants |= other.constants
     both.why = one.why or other.why
     for name in differing:
         both.variables[name] = one.unknown(name, why)
@@ -136,5 +118,4 @@ def joined(one: State | None, other: State | None, why: str) -> State | None:
             if frame.get(name) != other_frame.get(name):
                 frame[name] = one.unknown(name, why)
     both.exported &= other.exported
-    both.options &= other.options
     return both

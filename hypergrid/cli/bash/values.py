@@ -18,7 +18,7 @@ _FIRST = 0xF0002
 _MOST_HOLES = 16_000
 _PATTERN = re.compile(r"[*?\[]")
 
-Value: TypeAlias = str | list[str] | None  # None: known to be unset
+Value: TypeAlias = str | list[str]
 
 
 class ScriptError(ValueError):

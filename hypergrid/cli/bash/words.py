@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -29,12 +29,8 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"\s*(-?(?:0|[1-9]\d{0,17}))\s*")
 _ESCAPED = re.compile(r'\\([\\"$`\n])')
 _EXPANSIONS = {"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"}
-# ${NAME}, ${#NAME}, ${NAME[index]}, and the operators that choose between a value and a default.
-_BRACES = re.compile(r"\$\{(#?)(\w+|[@*])(\[[^\]]*\])?(:?[-=+?]|\}$)")
-
-
-class ExitError(Exception):
-    """The shell ends at this place."""
+# ${NAME}, ${NAME[index]}, and the operators that choose between a value and a default.
+_BRACES = re.compile(r"\$\{(\w+|[@*])(\[[^\]]*\])?(:?[-=]|\}$)")
 
 
 class Expander:
@@ -46,12 +42,8 @@ class Expander:
         self.assumed: list[str] = []  # "TP=8": the defaults that were taken
         self.source = b""
 
-    def substituted(self, node: Node) -> str:
-        """The output of a command substitution."""
-        raise NotImplementedError
-
-    def maybe(self, step: Callable[[], object], why: str) -> object:
-        """Do a step that the shell may do or leave out."""
+    def substituted(self, node: Node) -> None:
+        """Follow a command substitution, whose output is not known."""
         raise NotImplementedError
 
     def line_of(self, node: Node) -> int:
@@ -117,7 +109,8 @@ class Expander:
             case "arithmetic_expansion" if written.startswith("$(("):
                 return [self.sum_text(self.inner_text(node, 3, 2), written)]
             case "command_substitution":
-                return self._split([self.substituted(node)], is_quoted)
+                self.substituted(node)
+                return self._split([self.state.holes.text(Hole(written))], is_quoted)
             case "ansi_c_string" | "translated_string":
                 return [self.state.holes.text(Hole(written))]
             case "process_substitution":
@@ -125,11 +118,6 @@ class Expander:
                 return [self.state.holes.text(Hole(written))]
             case "comment":
                 return []
-            case "brace_expression" if node.parent and node.parent.type != "concatenation":
-                span = re.fullmatch(r"\{([1-9]\d{0,2})\.\.([1-9]\d{0,2})\}", written)
-                if span and int(span[1]) <= int(span[2]) and not is_quoted:
-                    numbers = map(str, range(int(span[1]), int(span[2]) + 1))
-                    return list(numbers)
         if "=" in written:  # it may assign
             self.state.forget(f"line {self.line_of(node)} is not understood")
         return [self.state.holes.words(Hole(written))]
@@ -173,30 +161,19 @@ class Expander:
         """The values of ``${...}``."""
         written = self.written(node)
         found = _BRACES.match(written)
-        indirect = re.fullmatch(r"\$\{!(\w+)\}", written)
-        if indirect is not None:
-            pointed = self._named(indirect[1], "")[0]
-            if re.fullmatch(r"[A-Za-z_]\w*", pointed) and indirect[1] not in self.state.special:
-                return self._named(pointed, "")
-        trimmed = re.fullmatch(r"\$\{(\w+)([#%])([\w./:,-]+)\}", written)
-        if trimmed is not None:
-            name, sign, part = trimmed.groups()
-            text = self._named(name, "")[0]
-            if not is_unknown(text):
-                return [text.removeprefix(part) if sign == "#" else text.removesuffix(part)]
         if found is None:
+            # Its words may assign, and what is assigned in them is not known.
+            self.inner_text(node, 2, 1)
+            names = re.findall(r"[A-Za-z_]\w*", written)
             if "=" in written:
-                self.state.forget(f"line {self.line_of(node)} uses {written}")
-            name = re.search(r"[A-Za-z_]\w*", written)
-            return [self.state.holes.words(Hole(written, name[0] if name else ""))]
-        counts, name, bracket, operator = found.groups()
+                self.state.lose(names, f"line {self.line_of(node)} uses {written}")
+            return [self.state.holes.words(Hole(written, names[0] if names else ""))]
+        name, bracket, operator = found.groups()
         index = (bracket or "")[1:-1]
         if "$" in index or "'" in index or '"' in index:
             (subscript,) = (child for child in node.named_children if child.type == "subscript")
             index = self.inner_text(subscript, len(name) + 1, 1)
         values = self._named(name, index)
-        if counts:
-            return [self._size(values, index, written, name)]
         if operator == "}":
             return values
         return self._chosen(node, name, operator, values)
@@ -204,23 +181,16 @@ class Expander:
     def _named(self, name: str, index: str) -> list[str]:
         """The values of ``name[index]``: one, or those of a list."""
         state = self.state
-        if name in ("@", "*", "#"):
+        if name in ("@", "*"):
             value = state.value(POSITIONAL)
-            if name == "#":
-                return [self._size(value or [], "@", "$#", name)]
             index = name
-        elif name in state.maps and index not in ("", "@", "*"):
-            value = state.value(f"{name}[{index}]")
-            index = ""
         elif name.isdigit() and name != "0" and name not in state.fixed:
             return [self._element(state.value(POSITIONAL), int(name) - 1, name)]
         else:
             value = state.value(name)
-        if value is None and "nounset" in state.options:
-            raise ExitError
         values = value if isinstance(value, list) else []
         if isinstance(value, str):  # what is not known may be an array
-            values = [opened(value)] if index == "@" and is_unknown(value) else [value]
+            values = [opened(value)] if index and is_unknown(value) else [value]
         if index in ("@", "*"):
             return [" ".join(values)] if index == "*" and not has_open_words(values) else values
         if isinstance(value, str) and not index:
@@ -237,14 +207,6 @@ class Expander:
         # A negative place counts from the end.
         return values[place] if -len(values) <= place < len(values) else ""
 
-    def _size(self, values: Value, index: str, written: str, name: str) -> str:
-        """The number of a list's words, or of a text's characters."""
-        assert isinstance(values, list)
-        is_list = index in ("@", "*")
-        if has_open_words(values) if is_list else is_unknown(values[0]) or not values[0].isascii():
-            return self.state.holes.text(Hole(written, name if name.isidentifier() else ""))
-        return str(len(values if is_list else values[0]))
-
     def _chosen(self, node: Node, name: str, operator: str, values: list[str]) -> list[str]:
         """``${NAME:-default}`` and its kind."""
         state = self.state
@@ -252,26 +214,17 @@ class Expander:
         operands = [child for child in node.named_children if child.type != "subscript"][1:]
         holes = state.holes.in_text("".join(values))
         is_of_environment = name not in state.variables and name not in state.fixed
-        if self.takes_defaults and is_of_environment and not state.why:
-            if operator[-1] in "-=":
-                self.assumed.append(f"{name}={plain(self._operand(operands))}")
-            values = []
-        elif holes and not plain("".join(values)):
-            self.maybe(lambda: self._operand(operands), written)
-            if operator[-1] == "=":
-                state.lose([name], holes[0].why)
-            return [state.holes.words(Hole(written, holes[0].name, holes[0].why))]
-        is_set = any(values) or (
-            ":" not in operator and state.value(name) is not None and values != []
-        )
-        if operator[-1] == "+":
-            return [self._operand(operands)] if is_set else [""]
-        if is_set:
-            return values
-        if operator[-1] == "?":
-            raise ExitError
         default = self._operand(operands)
-        if operator[-1] == "=":
+        if self.takes_defaults and is_of_environment and not state.why:
+            self.assumed.append(f"{name}={plain(default)}")
+        elif any(plain(value) for value in values):
+            return values
+        elif holes or ":" not in operator:
+            if "=" in operator:
+                state.lose([name], f"line {self.line_of(node)} uses {written}")
+            hole = holes[0] if holes else Hole(written, name)
+            return [state.holes.words(Hole(written, hole.name, hole.why))]
+        if "=" in operator:
             state.assign(name, default, self.line_of(node))
         return [default]
 
@@ -288,7 +241,7 @@ class Expander:
         return str(number)
 
     def number(self, text: str) -> int | Hole:
-        """The value of an expression, after its assignment; a hole if it is not known."""
+        """The value of an expression; a hole if it is not known."""
 
         def number_of(name: str) -> int:
             value = self._named(name, "")[0]
@@ -304,9 +257,7 @@ class Expander:
             unknown = self.state.holes.in_text(text)
             if unknown:
                 raise UnknownSumError(unknown[0])
-            return evaluated(
-                text, number_of, lambda name, value: self.state.assign(name, str(value), 0)
-            )
+            return evaluated(text, number_of)
         except UnknownSumError as error:
             # What it assigns is not known either, and neither is whether it does.
             if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", text):
