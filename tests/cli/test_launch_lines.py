@@ -84,7 +84,7 @@ A=3 B="x y" C='$A' D=
 ARR=(one "two three" $B "")
 ARR+=(four$A "$B"z)
 E="${A}-$A $B" F=${D:-${A}0} G=${U:-7} I=$((A * (4 + 2) / 4 % 3)) J=${ARR[1]};
-[[ $A == [1-3] ]] && K=yes || K=no
+[[ $A == 3 ]] && K=yes || K=no
 if [ "$A" -gt 3 ]; then L=1; elif [[ $C != x ]]; then L=2; else L=3; fi
 [ -z "$D" ] && M=empty
 B+=" z"
@@ -110,6 +110,9 @@ def test_words_are_those_that_bash_makes_of_them():
         "X=2x\nTP=${X%x}",
         "TP=$(echo 2)",
         "((TP = 2))",
+        "[[ 2 == [1-3] ]] && TP=4",
+        "case 1 in 1) TP=4 ;; esac",
+        "for i in 1 2; do TP=$i; done",
         "while false; do TP=4; done",
         "for TP in 1 2; do break; done",
         "printf -v TP 4",
@@ -316,7 +319,7 @@ def test_the_model_and_the_batch_are_read_and_change_no_group():
          "The launch line uses $A (line 3), which the text does not decide: line 2 may assign it. "
          "Add --set A=VALUE."),
         (f"for T in 1 2; do\n{RUN} --tp $T; done",
-         "lines 2 and 2 of the launch line start different jobs"),
+         "--tp is $T (line 2), which the text does not decide: the loop in line 1 may change it"),
         (f"{RUN} $MODEL_ARGS", "The launch line uses $MODEL_ARGS (line 1)"),
         (f"if [ $X = 1 ]; then {RUN} --tp 2; else {RUN} --tp 4; fi", "lines 1 and 1 of the launch "
          "line start different jobs. Paste one of them, or decide by --set NAME=VALUE which is "

@@ -130,10 +130,8 @@ def _set(script: Script, words: list[str], line: int) -> bool | None:
 
 
 def _trap(script: Script, words: list[str], line: int) -> bool | None:
-    if set(words[2:]) & {"DEBUG", "ERR", "RETURN"} or any(map(is_unknown, words[2:])):
+    if set(words[2:]) - {"EXIT", "INT", "TERM", "HUP", "USR1", "USR2", "0"}:
         return _refused(script, words, line)
-    if len(words) > 2:
-        script.apart(lambda: script.evaluate(words[1].removeprefix("-"), line))
     return None
 
 

@@ -44,8 +44,10 @@ def holds(expander: Expander, test: Node) -> bool | None:
         case ["-n"], [text]:
             return text != ""
         case ["=" | "==" | "!=" as operator], [left, right]:
-            is_same = expander.matches(left, operands[1]) if is_double else left == right
-            return None if is_same is None else is_same == (operator != "!=")
+            # The right side of [[ ]] is a pattern.
+            if is_double and not re.fullmatch(r"[\w./:=,@%-]*", right):
+                return None
+            return (left == right) == (operator != "!=")
         case [operator], [left, right] if operator in _COMPARED:
             if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
                 return _COMPARED[operator](int(left), int(right))

@@ -22,7 +22,6 @@ from hypergrid.cli.bash.values import (
     ScriptError,
     Value,
     Word,
-    has_open_words,
     is_unknown,
     opened,
     plain,
@@ -144,69 +143,38 @@ class Script(Expander):
         self.state, self.loops, self.left, self.returned = outer
         return None
 
-    def round(self, step: Callable[[], object], why: str) -> bool:
-        """One round of a loop; whether it may have been broken off or continued."""
-        outer = self.left
-        self.left = []
-        self.loops += 1
-        step()
-        self.loops -= 1
-        is_left = bool(self.left)
-        for state in self.left:
-            self.state = joined(self.state, state, why)
-        self.left = outer
-        return is_left
-
-    def repeat(self, step: Callable[[], object], node: Node) -> Status:
-        """Do a step any number of times: until nothing more becomes unknown."""
+    def _loop(self, node: Node) -> Status:
+        """Do a loop any number of times: until nothing more becomes unknown."""
         why = f"the loop in line {self.line_of(node)} may change it"
+        body = part(node, "body")
+        head = node.children[1 : node.children.index(body)]
+        names = []
+        test = []
+        if node.type == "while_statement":
+            test = head
+        elif node.type == "for_statement":
+            variable, *listed = node.named_children[:-1]
+            names = [self.written(variable)]
+            self.words(listed)
+        else:
+            names = re.findall(r"[A-Za-z_]\w*", " ".join(map(self.written, head)))
+        outer = self.left
+        self.loops += 1
         while self.state is not None:
             entry = self.state
             started = len(self.commands)
             self.state = entry.copy()
-            self.round(step, why)
-            self.state = joined(entry, self.state, why)
+            self.left = []
+            self.state.lose(names, why)
+            self.statements([*test, *body.children])
+            for state in (*self.left, entry):
+                self.state = joined(self.state, state, why)
             if self.state == entry:
                 break
             del self.commands[started:]
+        self.loops -= 1
+        self.left = outer
         return None
-
-    def _for(self, node: Node) -> Status:
-        variable, *listed = node.named_children
-        body = listed.pop()
-        name = self.written(variable)
-        line = self.line_of(node)
-        has_list = any(child.type == "in" for child in node.children)
-        words = self.words(listed) if has_list else self.state.value(POSITIONAL)
-
-        def step(word: str) -> None:
-            self.state.assign(name, word, line)
-            self.statements(body.children)
-
-        def any_step() -> None:
-            self.state.lose([name], f"the loop in line {line} assigns it")
-            self.statements(body.children)
-
-        if node.children[0].type == "select" or has_open_words(words):
-            return self.repeat(any_step, node)
-        for word in words:
-            if self.state is not None and self.round(partial(step, word), "a loop is left"):
-                return self.repeat(any_step, node)
-        return None
-
-    def _while(self, node: Node) -> Status:
-        body = part(node, "body")
-        test = node.children[1 : node.children.index(body)]
-        names = []
-        if node.type == "c_style_for_statement":
-            names = re.findall(r"[A-Za-z_]\w*", " ".join(map(self.written, test)))
-            test = []
-
-        def step() -> None:
-            self.state.lose(names, f"the loop in line {self.line_of(node)} may assign it")
-            self.statements([*test, *body.children])
-
-        return self.repeat(step, node)
 
     def _if(self, node: Node) -> Status:
         inner = [
@@ -231,29 +199,19 @@ class Script(Expander):
         return self.fork(lambda: self.statements(body), lambda: self._branch(branches[1:]), why)
 
     def _case(self, node: Node) -> Status:
+        """Each item may be followed, and the next one behind it."""
         value, *items = node.named_children
-        return self._items(self.text(value), [item for item in items if item.type == "case_item"])
-
-    def _items(self, text: str, items: Sequence[Node]) -> Status:
-        """The first item that matches, or each that may."""
-        if not items:
-            return True
-        first = items[0]
-        closing = next(i for i, child in enumerate(first.children) if child.type == ")")
-        patterns = [child for child in first.children[:closing] if child.is_named]
-        answers = [self.matches(text, pattern) for pattern in patterns]
-        body = first.children[closing + 1 :]
-        if any(child.type in (";&", ";;&") for child in body):
-            raise ScriptError(
-                f"line {self.line_of(first)} of the launch line cannot be followed: it has ;& "
-                f"or ;;&."
-            )
-        if True in answers:
-            return self.statements(body)
-        if None not in answers:
-            return self._items(text, items[1:])
-        why = f"line {self.line_of(first)} may assign it"
-        return self.fork(lambda: self.statements(body), lambda: self._items(text, items[1:]), why)
+        self.text(value)
+        for item in items:
+            if item.type != "case_item" or self.state is None:
+                continue
+            why = f"line {self.line_of(item)} may assign it"
+            closing = next(i for i, child in enumerate(item.children) if child.type == ")")
+            for pattern in item.children[:closing]:
+                if pattern.is_named:
+                    self.text(pattern)
+            self.fork(partial(self.statements, item.children[closing + 1 :]), lambda: None, why)
+        return None
 
     def _list(self, node: Node) -> Status:
         """``a && b``, ``a || b``."""
@@ -540,9 +498,9 @@ _STATEMENTS: Mapping[str, Callable[[Script, Node], Status]] = {
     "if_statement": Script._if,
     "list": Script._list,
     "pipeline": Script._pipeline,
-    "for_statement": Script._for,
-    "c_style_for_statement": Script._while,
-    "while_statement": Script._while,
+    "for_statement": Script._loop,
+    "c_style_for_statement": Script._loop,
+    "while_statement": Script._loop,
     "case_statement": Script._case,
     "test_command": Script._test,
     "negated_command": Script._negated,

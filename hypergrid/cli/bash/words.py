@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from hypergrid.cli.bash.state import POSITIONAL, State
@@ -264,19 +263,6 @@ class Expander:
                 names = re.findall(r"[A-Za-z_]\w*", text)
                 self.state.lose(names, f"{plain(text).strip()} may assign it")
             return error.args[0] if error.args else Hole(plain(text))
-
-    # Patterns.
-
-    def matches(self, text: str, pattern: Node) -> bool | None:
-        """Whether a text matches a pattern as ``case`` and ``[[`` compare; None if not known."""
-        is_literal = pattern.type in ("string", "raw_string")
-        is_written = pattern.type in ("word", "number", "extglob_pattern", "regex")
-        wanted = self.written(pattern) if is_written else self.text(pattern)
-        # Bash and fnmatch agree on these patterns alone.
-        is_simple = re.fullmatch(r"[\w./:=,@%*?-]*(\[[\w-]+\][\w./:=,@%*?-]*)*", wanted) is not None
-        if is_unknown(text + wanted) or not (is_literal or is_simple):
-            return None
-        return text == wanted if is_literal else fnmatchcase(text, wanted)
 
 
 def _escaped(found: re.Match[str]) -> str:
