@@ -138,6 +138,25 @@ def test_what_changes_how_all_later_words_are_read_is_refused_with_its_line(comm
         from_line(f"TP=2\n{command}\n{RUN} --tp $TP")
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "[[ TP=8 -eq 8 ]]",
+        "X=TP=8\n[[ X -eq 8 ]]",
+        "X=TP=8\necho $((X))",
+        "X=TP=8\nA[X]=1",
+        "X=TP=8\nfor ((i = X; i < 3; i++)); do :; done",
+        "time TP=8",
+        "wait -p TP",
+        "hash -p /bin/true torchrun",
+        "torchrun() { TP=8; }\nunset -f torchrun",
+    ],
+)
+def test_assignments_that_do_not_look_like_one_leave_no_old_value(script):
+    with pytest.raises(JobError):
+        from_line(f"TP=2\n{script}\n{RUN} --tp $TP")
+
+
 def test_a_script_is_understood_as_the_shell_would():
     job = from_line(SCRIPT, defaults=True)
     assert (job.world_size, job.ranks_per_host, job.user_buffers) == (32, 8, True)

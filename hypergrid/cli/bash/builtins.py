@@ -14,14 +14,14 @@ Builtin: TypeAlias = Callable[[Script, list[str], int], "bool | None"]
 _NAME = re.compile(r"[A-Za-z_]\w*")
 # They change no variable of the script.
 _HARMLESS = (
-    "test [ pwd umask ulimit wait jobs kill fg bg disown times type hash help history caller "
+    "test [ pwd umask ulimit jobs kill fg bg disown times type help history caller "
     "compgen complete compopt bind suspend logout cd pushd popd dirs alias unalias echo"
 )
 # Programs that are no functions of a file that was sourced.
 PROGRAMS = names_in(
     "awk basename cat chmod cp date df dirname docker du env find free grep head hostname ln "
     "ls lscpu mkdir mv nproc numactl nvidia-smi pip ps python python3 rm rsync scontrol sed "
-    "seq sleep sort srun ssh sudo tail tar tee time timeout touch torchrun tr uname uniq wc "
+    "seq sleep sort srun ssh sudo tail tar tee timeout touch torchrun tr uname uniq wc "
     "which whoami xargs mpirun mpiexec deepspeed accelerate bash sh squeue sinfo scancel "
     "sbatch nohup"
 )
@@ -86,6 +86,15 @@ def _command(script: Script, words: list[str], line: int) -> bool | None:
     if len(words) == 1 or words[1].startswith("-") or words[1] in BUILTINS:
         return _refused(script, words, line)
     script.program(words[1:], [], line)
+    return None
+
+
+def _time(script: Script, words: list[str], line: int) -> bool | None:
+    """A word of the shell: what follows is run in it."""
+    rest = words[2:] if words[1:2] == ["-p"] else words[1:]
+    if not rest or "=" in rest[0]:
+        return _refused(script, words, line)
+    script.start(rest, [], line)
     return None
 
 
@@ -185,6 +194,9 @@ BUILTINS: Mapping[str, Builtin] = {
     **dict.fromkeys(["export", "declare", "typeset", "local", "readonly"], _declares),
     **dict.fromkeys(("break", "continue"), _leaves_loop),
     "printf": _printf,
+    "wait": _printf,
+    "hash": _refused,
+    "time": _time,
     "eval": _eval,
     "command": _command,
     "exec": _exec,

@@ -22,7 +22,9 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 def holds(expander: Expander, test: Node) -> bool | None:
     """Whether a condition holds; None if the text does not decide it."""
     # What an expansion in it may assign becomes unknown.
-    expander.inner_text(test, 0, 0)
+    text = expander.inner_text(test, 0, 0)
+    if text.startswith("[[") and re.search(r"-(eq|ne|lt|le|gt|ge)\b", text):
+        expander.lose_assigned(text)
     if len(test.named_children) != 1:
         return None
     node = test.named_children[0]

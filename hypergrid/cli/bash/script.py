@@ -157,7 +157,9 @@ class Script(Expander):
             names = [self.written(variable)]
             self.words(listed)
         else:
-            names = re.findall(r"[A-Za-z_]\w*", " ".join(map(self.written, head)))
+            sums = " ".join(map(self.written, head))
+            self.lose_assigned(sums)
+            names = re.findall(r"[A-Za-z_]\w*", sums)
         outer = self.left
         self.loops += 1
         while self.state is not None:
@@ -381,6 +383,10 @@ class Script(Expander):
 
     def _call(self, words: list[str], line: int) -> Status:
         function = self.state.functions[words[0]]
+        if function is None and words[0] in builtins.PROGRAMS:
+            raise ScriptError(
+                f"line {line} of the launch line calls {words[0]}, which may be a function there."
+            )
         if function is None:
             self.state.forget(f"line {line} calls {words[0]}, which is not known there")
             return None

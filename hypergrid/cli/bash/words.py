@@ -258,11 +258,19 @@ class Expander:
                 raise UnknownSumError(unknown[0])
             return evaluated(text, number_of)
         except UnknownSumError as error:
-            # What it assigns is not known either, and neither is whether it does.
-            if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", text):
-                names = re.findall(r"[A-Za-z_]\w*", text)
-                self.state.lose(names, f"{plain(text).strip()} may assign it")
+            self.lose_assigned(text)
             return error.args[0] if error.args else Hole(plain(text))
+
+    def lose_assigned(self, text: str) -> None:
+        """What a sum may assign becomes unknown; a variable in it may hold another sum."""
+        names = re.findall(r"[A-Za-z_]\w*", text)
+        why = f"{plain(text).strip()} may assign it"
+        values = [self.state.variables.get(name, "") for name in names]
+        texts = [value for value in values if isinstance(value, str) and not is_unknown(value)]
+        if not all(_NUMBER.fullmatch(value or "0") for value in texts):
+            self.state.forget(why)
+        if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", text):
+            self.state.lose(names, why)
 
 
 def _escaped(found: re.Match[str]) -> str:
