@@ -18,7 +18,7 @@ from hypergrid import of_torch
 from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
-from hypergrid.messages import few
+from hypergrid.messages import few, one_line
 from hypergrid.summary import dims_in_words, long_dims
 from hypergrid.topology import Topology
 
@@ -75,7 +75,7 @@ def _on_hosts(request: Request) -> Iterator[str]:
     store = shared_store()
     if store is None or not store.check(keys):
         return
-    hosts = [value.decode() for value in get_all(store, keys)]
+    hosts = [one_line(value.decode()) for value in get_all(store, keys)]
     runs_of_host = Counter(host for host, _ in groupby(hosts))
     host = next((host for host, runs in runs_of_host.items() if runs > 1), None)
     if host is None:

@@ -21,7 +21,7 @@ import hypergrid
 from hypergrid.agreement.survivors import forget_life, meet_survivors
 from hypergrid.groups import closing, gloo
 from hypergrid.layout import RankLayout
-from hypergrid.messages import install_command
+from hypergrid.messages import install_command, one_line
 from hypergrid.replicas import NoReplicaError, Replicas
 from hypergrid.topology import Topology
 
@@ -186,7 +186,7 @@ def _hosts_of_processes(ctx: RankAssignmentCtx) -> list[str]:
     keys = [f"hypergrid/host/{process}" for process in range(ctx.state.world_size)]
     ctx.store.set(keys[ctx.state.rank], socket.gethostname())
     ctx.store.wait(keys, _PATIENCE)
-    return [name.decode() for name in ctx.store.multi_get(keys)]
+    return [one_line(name.decode()) for name in ctx.store.multi_get(keys)]
 
 
 def _agent_store(timeout: timedelta) -> dist.Store:

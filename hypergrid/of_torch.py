@@ -254,11 +254,6 @@ def backend_of(group: ProcessGroup) -> str:
     return str(c10d._world.pg_map[group][0])
 
 
-def store_of(group: ProcessGroup) -> Store:
-    """The store through which the members of a group connect."""
-    return c10d._world.pg_map[group][1]
-
-
 def devices_of(backend: str) -> dict[str, str]:
     """The backends that torch's name ``backend`` means, by type of device, in lower case."""
     config = c10d.BackendConfig(c10d.Backend(backend))

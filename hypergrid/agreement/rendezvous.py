@@ -33,7 +33,7 @@ from hypergrid.messages import few, one_line
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
-_SILENCE = 3.0  # seconds without an answer, after which a rank that arrived has ended
+_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
 _KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
-from compat.planned.layouts import SHARDS, has_experts, shards_of
+from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
@@ -26,7 +26,7 @@ from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
-from hypergrid.messages import few, printable
+from hypergrid.messages import few, one_line, printable
 from hypergrid.show.diff import Dump, against_dump, difference, unfit
 from hypergrid.summary import communicators, dims_in_words, summaries
 
@@ -147,6 +147,12 @@ def check(
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
+    unknown = unknown_dims(subject.layouts)
+    if unknown:
+        raise JobError(
+            f"cannot check this plan: {'; '.join(unknown)}, and the rules are for "
+            f"{', '.join(sorted(KNOWN_DIMS))}. Rename the dim to the one that it is, or use show."
+        )
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
     ranking = ranked_orders(subject.order, subject.layouts_in, places)
@@ -258,7 +264,7 @@ def diagnose(
     layout = saved(plan).plan if plan else None
     wrong = unfit(layout, left) if layout else ""
     if wrong:
-        left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
+        left.problems.append(one_line(f"{plan} is not the plan of this job: {wrong}."))
         layout = None
     found = verdict.diagnose(left, layout)
     if as_json:

@@ -86,7 +86,12 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     """
     store.end_waits()
     pools = live_pools()
-    pooled = [each for pool in pools for each in pool.groups if each.shares is None]
+    pooled = [
+        each
+        for pool in pools
+        for each in pool.groups
+        if each.shares is None and each.group not in closing.inherited
+    ]
     labels = {each.group: each.label for each in pooled}
     if default and dist.is_initialized():
         sockets.note_default()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import warnings
 from collections.abc import Iterator, Set
@@ -110,7 +111,7 @@ def note(group: Any) -> None:
     if choice is None or not choice.listeners or not isinstance(group, ProcessGroup):
         return
     listeners = set[int]().union(*choice.listeners)
-    sockets.listeners_of[group] = listeners
+    sockets.note(group, listeners)
     # More sockets are of groups that one call created: nobody can tell which socket is whose.
     if sum(map(len, choice.listeners)) == of_torch.gloo_devices_of(group):
         choice.listeners.clear()
@@ -158,6 +159,7 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         if size == 1 or _connects_later(_lazily(size)):
             _torchs(group, store, rank, size, chosen)
             return
+        _check_descriptors(size)
         batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
             if batches:
@@ -175,6 +177,27 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         if _thread.shared is not None:
             _thread.shared = _Shared()
         raise
+
+
+def _check_descriptors(size: int) -> None:
+    """RuntimeError where this process cannot open a connection to each of ``size`` members.
+
+    Gloo ends the process when its thread cannot accept a connection.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY:
+        return
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # another system: nothing is known
+        return
+    except OSError:  # none is left to list them with
+        used = most
+    if most - used < size:
+        raise RuntimeError(
+            f"this process may open {most} files, {used} are open, and a gloo group of {size} "
+            f"ranks needs {size} more. Raise the limit: ulimit -n."
+        )
 
 
 def _are_options(names: Set[str]) -> bool:

@@ -163,7 +163,11 @@ class GroupPool:
         """
         options.setdefault("group_desc", label)
         before, timeout = len(self.groups), options.get("timeout")
-        shorter = backends.creation_timeout(options.get("backend"), timeout)
+        # Some groups of Megatron have a longer timeout than the one with which all are created.
+        limit = timeout or of_torch.default_timeout()
+        if self._timeout is not None:
+            limit = min(limit, self._timeout)
+        shorter = backends.creation_timeout(options.get("backend"), limit)
         if shorter is not None:
             options["timeout"] = shorter
         try:
@@ -256,10 +260,15 @@ class GroupPool:
         self, label: str, mine: Mapping[str, Ranks], options: dict[str, Any], error: BaseException
     ) -> CreationError:
         members = shortened(" or ".join(map(span_of, mine.values())) or "other ranks", 80)
+        reason = "One of them may have ended, or cannot be reached."
+        if isinstance(error, dist.DistNetworkError):  # torch's stores raise it, and no backend
+            reason = (
+                "The store through which ranks connect is lost: the process or the host that "
+                "serves it has ended, or the network to it is cut."
+            )
         return CreationError(
             f"rank {dist.get_rank()} could not create {label} of ranks {members} "
-            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} One of them "
-            f"may have ended, or cannot be reached."
+            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} {reason}"
         )
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
@@ -281,6 +290,7 @@ class GroupPool:
         group that torch cannot destroy, and a function of ``before_closing`` that raises, cause a
         warning, and the other groups are destroyed.
         With ``abort`` NCCL drops operations in progress, and gloo's connections are shut.
+        In a forked child the groups of its parent are only forgotten.
         """
         self._drop(self.groups[keep:], abort)
         if not keep:
@@ -401,6 +411,8 @@ class GroupPool:
             # may have destroyed it already.
             if pooled.shares is None and pooled.group in known:
                 label_of[pooled.group] = pooled.label
+        if not closing.inherited.isdisjoint(label_of):
+            abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
             sockets.shut(label_of)
         for tell in before_closing if leaving else ():

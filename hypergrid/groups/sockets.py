@@ -14,18 +14,36 @@ import os
 import socket
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
 from hypergrid.agreement.store import descriptors, duplicate, listens
 
-# For each group the inodes of the listening sockets that its connections belong to. A forked child
-# knows none, as its parent uses the sockets.
-listeners_of: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
+# For each group the inodes of the listening sockets that its connections belong to. The references
+# have no callback: Python ignores what a callback raises, and so a Ctrl-C that arrived while gloo
+# ended the group before.
+_listeners_of: dict[ref[ProcessGroup], set[int]] = {}
+
+
+def _inherit() -> None:
+    """In a forked child no group has listeners, as the parent uses the sockets."""
+    _listeners_of.clear()
+    for group in of_torch.known():
+        note(group, set())
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=listeners_of.clear)
+    os.register_at_fork(after_in_child=_inherit)
+
+
+def note(group: ProcessGroup, listeners: set[int]) -> None:
+    """Remember the inodes of the sockets that listen for ``group``. *Local*."""
+    for reference in [*_listeners_of]:
+        if reference() is None:
+            _listeners_of.pop(reference, None)
+    _listeners_of[ref(group)] = listeners
 
 
 @contextmanager
@@ -52,13 +70,13 @@ def note_default() -> None:
     """
     default = of_torch.default_group()
     devices = of_torch.gloo_devices_of(default)
-    if devices == 0 or default in listeners_of:
+    if devices == 0 or ref(default) in _listeners_of:
         return
     unknown = set[int]()
     for members in _event_loops():
         unknown |= _listening(descriptor for descriptor, _ in members)
     unknown -= _listeners(of_torch.known())
-    listeners_of[default] = unknown if len(unknown) == devices else set()
+    note(default, unknown if len(unknown) == devices else set())
 
 
 def shut(groups: Collection[ProcessGroup]) -> int:
@@ -81,7 +99,7 @@ def shut(groups: Collection[ProcessGroup]) -> int:
 
 
 def _listeners(groups: Iterable[ProcessGroup]) -> set[int]:
-    return set().union(*(listeners_of.get(group, ()) for group in groups))
+    return set().union(*(_listeners_of.get(ref(group), ()) for group in groups))
 
 
 def _shut(descriptor: int, inode: int) -> bool:

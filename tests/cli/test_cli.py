@@ -129,6 +129,48 @@ def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(
     assert (data["host"], data["coordinates"]) == ("host1", {"vision": {"a": 0, "dp": 6}})
 
 
+@pytest.mark.parametrize(("dim", "size"), [("pp", 2), ("tp", 4)])
+def test_check_refuses_a_plan_with_a_dim_that_it_has_no_rules_for(tmp_path, dim, size):
+    text = run(f"plan {SIZES} --json")
+    saved = tmp_path / "plan.json"
+    saved.write_text(text.replace(f'"{dim}"', '"stage"'))
+    refusal = run(f"check --plan {saved}", 2)
+    assert f"the layout decoder has the dim stage of size {size}" in refusal
+    assert "the layout expert has the dim stage" in refusal and "No findings" not in refusal
+    assert "stage=" in run(f"show --plan {saved}")
+
+
+@pytest.mark.parametrize("place", ["label", "layout", "dim", "backend", "traffic", "megatron"])
+@pytest.mark.parametrize("command", ["plan", "show", "check", "diff"])
+def test_a_name_in_a_saved_plan_prints_no_line_of_its_own(tmp_path, command, place):
+    forged = "tp\nNo findings."
+    data = json.loads(run("plan --world-size 8 --tp 2 --json"))
+    if place == "megatron":
+        data["megatron"] = forged
+    elif place == "layout":
+        data["layouts"][forged] = data["layouts"]["decoder"]
+    elif place == "dim":
+        dims = data["layouts"]["decoder"]["dims"]
+        data["layouts"][f"x{len(dims)}"] = {"dims": [forged], "sizes": [8]}
+    else:
+        data["rows"][0][place] = forged
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(data))
+    option = "" if command == "diff" else "--plan "
+    other = " '--world-size 8'" * (command == "diff")
+    refusal = run(f"{command} {option}{saved}{other}", 2)
+    assert refusal.count("\n") == 1
+    assert "has a line break: 'tp\\nNo findings.'" in refusal
+
+
+def test_a_label_in_a_dump_prints_no_line_of_its_own(tmp_path):
+    forged = {"label": "dp\n1 dumps are as planned.", "ranks": [0, 1]}
+    dump = {"pid": 1, "rank": 0, "groups": [forged]}
+    (tmp_path / "dump.json").write_text(json.dumps(dump))
+    differences = run(f"diff '--world-size 8' {tmp_path / 'dump.json'}", 1)
+    assert "dp\\n1 dumps are as planned. exists but was not planned." in differences
+
+
 def test_a_saved_plan_without_a_decoder_has_a_picture_of_its_first_layout(tmp_path):
     plan = GroupPlan({"vision": RankLayout(("a", "dp"), (2, 8))})
     (tmp_path / "plan.json").write_text(plan.to_json())

@@ -3,11 +3,13 @@
 import functools
 import os
 import selectors
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
+import traceback
 import types
 from contextlib import contextmanager
 from datetime import timedelta
@@ -328,6 +330,40 @@ def test_a_descriptor_that_is_now_another_socket_and_a_childs_parent_are_left_al
         os._exit(sockets.shut([group]))
     assert os.waitpid(pid, 0)[1] == 0
     assert total(ps.get_data_parallel_group()) == 2
+
+
+@pytest.mark.parametrize("how", ["abort", "abort, default too", "destroy by abort", "destroy"])
+@on_ranks(2)
+def test_a_forked_child_ends_nothing_of_its_parents_groups_and_survives(rank, how):
+    ps.initialize_model_parallel()
+    grid = HyperCommGrid([2], ["dp"])
+    grid.create_pg("dp")
+    total()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            if how == "abort":
+                assert hypergrid.abort() == ((), 0)
+            elif how == "abort, default too":
+                assert hypergrid.abort(default=True) == ((), 0)
+                assert not open_groups()
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                HyperCommGrid([1], ["dp"]).create_pg("dp")
+                assert hypergrid.abort(default=True).groups == ("dp",)
+            else:
+                grid.destroy(abort=how == "destroy by abort")
+                ps.destroy_model_parallel(abort=how == "destroy by abort")
+            if how != "abort, default too":
+                assert open_groups() == [dist.group.WORLD]
+            assert not grid.groups and not ps.model_parallel_is_initialized()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    for group in (None, grid.get_pg("dp"), ps.get_data_parallel_group()):
+        assert total(group) == 2
 
 
 def attributes():

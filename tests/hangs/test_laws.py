@@ -29,7 +29,7 @@ def test_on_worse_evidence_no_innocent_is_named_with_certainty(kind):
     (found,) = tally(range(120), only=kind).values()
     goal = GOALS.get(f"{kind}, varied", (0.4, 0.1))
     assert found.holds(*goal), [found.line(), *found.wrong]
-    assert found.cases > 30
+    assert found.cases > 20  # few worlds have a host of eight
 
 
 def test_ranks_that_name_different_roots_leave_nothing_that_is_certain():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
-from hypergrid.groups import backends
+from hypergrid.groups import backends, gloo
 from tests.support import ROOT, own_keys, own_lines, soaking
 from tests.support.forked import open_groups, run_ranks, total
 
@@ -56,6 +57,71 @@ def test_a_rank_that_waits_for_an_address_hears_of_a_failure_long_before_its_tim
     for text, seconds in run_ranks(4, _hears_of_a_failure, timeout=120):
         assert "injected: no more communicators" in text
         assert seconds < 20  # of three minutes, of which gloo would have waited a fifth
+
+
+def _creation_timeouts(rank):
+    given = []
+    options = gloo.options
+
+    def noted(size, timeout=None):
+        given.append(timeout)
+        return options(size, timeout)
+
+    with mock.patch.object(gloo, "options", noted):
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=1)
+    twin = ps.get_expert_data_parallel_group_gloo()
+    return given, twin._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_no_group_is_created_with_more_time_than_the_initialisation_has():
+    for given, afterwards in run_ranks(4, _creation_timeouts):
+        assert given and max(given) == timedelta(seconds=12)  # of which gloo takes five
+        assert afterwards == c10d.default_pg_timeout  # as megatron-core has it
+
+
+def _runs_out_of_descriptors(rank):
+    new_group = dist.new_group
+    groups = []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    @members_only
+    def greedy(*args, **kwargs):
+        groups.append(args)
+        if rank == 1 and len(groups) == 4:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        return new_group(*args, **kwargs)
+
+    with mock.patch("torch.distributed.new_group", greedy), pytest.raises(CreationError) as error:
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    return str(error.value)
+
+
+def test_a_process_without_descriptors_says_so_and_lives():
+    for text in run_ranks(4, _runs_out_of_descriptors, timeout=90):
+        assert "rank 1 could not create" in text and "ulimit -n" in text
+
+
+def _has_no_descriptors_for_all(rank, connect):
+    left = len(os.listdir("/proc/self/fd")) + 12  # a device takes some
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    grid = HyperCommGrid([4], ["dp"])
+    with (
+        mock.patch.dict(os.environ, HYPERGRID_CONNECT=connect),
+        mock.patch.object(resource, "getrlimit", lambda kind: (left, hard)),
+        mock.patch.object(os, "listdir", lambda path: ["0"] * (left - 2)),
+    ):
+        try:
+            grid.create_pg("dp")
+        except CreationError as error:
+            return str(error)
+    return "created"
+
+
+def test_only_a_group_that_connects_at_once_needs_a_descriptor_for_each_member():
+    assert set(run_ranks(4, _has_no_descriptors_for_all, "lazy")) == {"created"}
+    for text in run_ranks(4, _has_no_descriptors_for_all, "eager"):
+        assert "needs 4 more. Raise the limit: ulimit -n" in text
 
 
 def _interrupted_while_it_destroys(rank):
