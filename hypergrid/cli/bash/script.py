@@ -11,21 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from hypergrid.cli.bash import builtins
-from hypergrid.cli.bash.conditions import holds
-from hypergrid.cli.bash.state import POSITIONAL, State, joined
-from hypergrid.cli.bash.syntax import check_length, first_error, parsed, part
-from hypergrid.cli.bash.values import (
-    ScriptError,
-    Value,
-    Word,
-    is_unknown,
-    opened,
-    plain,
-)
+from hypergrid.cli.bash.conditions import holds, single_holds
+from hypergrid.cli.bash.state import NAME, POSITIONAL, State, joined
+from hypergrid.cli.bash.syntax import check_length, first_error, parsed
+from hypergrid.cli.bash.tokens import commands_in
+from hypergrid.cli.bash.values import OPEN, Hole, ScriptError, Word, is_unknown, opened, plain
 from hypergrid.cli.bash.words import Expander
 
 if TYPE_CHECKING:
@@ -33,6 +26,9 @@ if TYPE_CHECKING:
 
 SECONDS = 3  # to parse a script and to follow it
 _DEEPEST = 50  # functions and scripts in each other
+_MOST_TURNS = 1000  # of a loop
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[(.*?)\])?(\+?)=(.*)", re.S)
+_SUBSTITUTION = re.compile(r"\$\(|`|\$\{\w+:?=")
 Status: TypeAlias = bool | None  # of a command; None: not known
 
 
@@ -45,6 +41,13 @@ class Command:
     line: int
 
 
+class _Branch(NamedTuple):
+    """What is done if a test holds."""
+
+    test: Callable[[], Status]
+    body: Sequence[Node]
+
+
 class Script(Expander):
     """One run of a script: its state now, and the programs that were started so far."""
 
@@ -53,30 +56,33 @@ class Script(Expander):
     def __init__(self, state: State, takes_defaults: bool) -> None:
         super().__init__(state, takes_defaults)
         self.commands: list[Command] = []
-        self.loops = 0  # around this place
-        self.left: list[State] = []  # where a loop was broken off, or continued
-        self.returned: list[State] = []
+        # The states in which loops were broken off or continued, and functions returned.
+        self.left: dict[str, list[State]] = {"break": [], "continue": [], "return": []}
+        self.is_in_loop = False
+        self.output: list[str] | None = None  # what echo printed; None: it is not known
         self._depth = 0
         self._prefix: list[str] = []  # the words before `bash -c`
-        self._line: int | None = None  # of that command, for all in its script
+        self._outer_line: int | None = None  # of a command whose argument is followed
         self._end = time.monotonic() + SECONDS
 
     def run(self, text: str) -> Status:
         """Follow a whole script, or the text of an ``eval``."""
-        outer_source = self.source
-        self.source = check_length(text)
-        root = parsed(self.source, self._end)
+        source = check_length(text)
+        root = parsed(source, self._end)
         if root.has_error:
             error = first_error(root)
-            near = plain(self.written(error).partition("\n")[0])[:60]
+            near = plain(_written(error, source).partition("\n")[0])[:60]
             raise ScriptError(
-                f"line {self.line_of(error)} of the launch line cannot be read as bash, at "
+                f"line {self._line_of(error)} of the launch line cannot be read as bash, at "
                 f"{near!r}. Close its quotes and brackets."
             )
-        try:
-            status = self.nested(lambda: self.statements(root.children))
-        finally:
-            self.source = outer_source
+        return self.nested(lambda: self._with_source(source, root.children))
+
+    def _with_source(self, source: bytes, nodes: Sequence[Node]) -> Status:
+        outer_source = getattr(self, "_source", b"")
+        self._source = source
+        status = self._statements(nodes)
+        self._source = outer_source
         return status
 
     def nested(self, step: Callable[[], Status]) -> Status:
@@ -88,12 +94,36 @@ class Script(Expander):
         self._depth -= 1
         return status
 
-    def line_of(self, node: Node) -> int:
-        return node.start_point[0] + 1 if self._line is None else self._line
+    def apart(self, step: Callable[[], object]) -> Status:
+        """Do a step in a shell of its own, of which no variable comes back."""
+        outer = self.state, self.left, self.is_in_loop
+        self.state = self.state.copy()
+        self.left = {"break": [], "continue": [], "return": []}
+        self.is_in_loop = False
+        step()
+        self.state, self.left, self.is_in_loop = outer
+        return None
+
+    def output_of(self, script: str) -> str:
+        """What a substitution prints, if only ``echo`` does."""
+        outer_output = self.output
+        self.output = []
+        self.apart(lambda: self.evaluate(script, self.line))
+        output = self.output
+        self.output = outer_output
+        if output is None or any(is_unknown(text) for text in output):
+            return self._hole(f"$({script})")
+        return "\n".join(output).rstrip("\n")
+
+    def _line_of(self, node: Node) -> int:
+        return node.start_point[0] + 1 if self._outer_line is None else self._outer_line
+
+    def _text_of(self, node: Node) -> str:
+        return _written(node, self._source)
 
     # Ways through a script.
 
-    def statements(self, nodes: Sequence[Node]) -> Status:
+    def _statements(self, nodes: Sequence[Node]) -> Status:
         """Follow statements one after another, until the shell ends."""
         status: Status = True
         for number, node in enumerate(nodes):
@@ -106,381 +136,446 @@ class Script(Expander):
             if self.state is None:
                 break
             if number + 1 < len(nodes) and nodes[number + 1].type == "&":
-                self.apart(partial(self.statement, node))
+                self.apart(partial(self._statement, node))
                 status = True
             else:
-                status = self.statement(node)
+                status = self._statement(node)
         return status
 
-    def statement(self, node: Node) -> Status:
+    def _statement(self, node: Node) -> Status:
         """Follow one statement; its status."""
+        self.line = self._line_of(node)
         follow = _STATEMENTS.get(node.type)
-        if follow is not None:
-            return follow(self, node)
-        raise ScriptError(
-            f"line {self.line_of(node)} of the launch line cannot be followed: "
-            f"{plain(self.written(node))[:60]!r}."
-        )
+        if follow is None:
+            self._refuse(node)
+        return follow(self, node)
 
-    def fork(self, first: Callable[[], object], second: Callable[[], object], why: str) -> Status:
+    def _fork(self, first: Callable[[], object], second: Callable[[], object], line: int) -> None:
         """Follow both of two ways, of which the text does not decide one."""
-        entry = self.state and self.state.copy()
+        entry = self.state.copy()
         first()
         first_exit = self.state
         self.state = entry
         second()
-        self.state = joined(first_exit, self.state, why)
-        return None
+        self._join([first_exit], f"line {line} may assign it")
 
-    def apart(self, step: Callable[[], object]) -> Status:
-        """Do a step in a shell of its own, of which no variable comes back."""
-        outer = self.state, self.loops, self.left, self.returned
-        self.state = self.state.copy()
-        self.loops = 0
-        self.left = []
-        self.returned = []
-        step()
-        self.state, self.loops, self.left, self.returned = outer
-        return None
+    def _join(self, states: Sequence[State | None], why: str) -> None:
+        for state in states:
+            self.state = joined(self.state, state, why)
 
-    def _loop(self, node: Node) -> Status:
-        """Do a loop any number of times: until nothing more becomes unknown."""
-        why = f"the loop in line {self.line_of(node)} may change it"
-        body = part(node, "body")
-        head = node.children[1 : node.children.index(body)]
-        names = []
-        test = []
-        if node.type == "while_statement":
-            test = head
-        elif node.type == "for_statement":
-            variable, *listed = node.named_children[:-1]
-            names = [self.written(variable)]
-            self.words(listed)
-        else:
-            sums = " ".join(map(self.written, head))
-            self.lose_assigned(sums)
-            names = re.findall(r"[A-Za-z_]\w*", sums)
-        outer = self.left
-        self.loops += 1
-        while self.state is not None:
-            entry = self.state
-            started = len(self.commands)
-            self.state = entry.copy()
-            self.left = []
-            self.state.lose(names, why)
-            self.statements([*test, *body.children])
-            for state in (*self.left, entry):
-                self.state = joined(self.state, state, why)
-            if self.state == entry:
-                break
-            del self.commands[started:]
-        self.loops -= 1
-        self.left = outer
+    def _branches(self, branches: Sequence[_Branch]) -> Status:
+        """Follow the first branch whose test holds."""
+        if not branches:
+            return True
+        test, body = branches[0]
+        line = self.line
+        is_true = test()
+        if self.state is None:
+            return None
+        if is_true:
+            return self._statements(body)
+        if is_true is False:
+            return self._branches(branches[1:])
+        self._fork(lambda: self._statements(body), lambda: self._branches(branches[1:]), line)
         return None
 
     def _if(self, node: Node) -> Status:
-        inner = [
-            child for child in node.children if child.type not in ("elif_clause", "else_clause")
-        ]
         clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
-        branches = [inner, *(clause.children for clause in clauses)]
-        return self._branch(branches)
-
-    def _branch(self, branches: Sequence[Sequence[Node]]) -> Status:
-        if not branches:
-            return True
-        first = list(branches[0])
-        then = next((i for i, child in enumerate(first) if child.type == "then"), 0)
-        body = first[then + 1 :]
-        is_true = self.statements(first[1:then]) if then else True
-        if is_true:
-            return self.statements(body)
-        if is_true is False:
-            return self._branch(branches[1:])
-        why = f"line {self.line_of(first[0])} may assign it"
-        return self.fork(lambda: self.statements(body), lambda: self._branch(branches[1:]), why)
+        own_children = [child for child in node.children if child not in clauses]
+        branches = []
+        for children in (own_children, *(clause.children for clause in clauses)):
+            then = next((i for i, child in enumerate(children) if child.type == "then"), None)
+            if then is None:
+                branches.append(_Branch(lambda: True, children))
+            else:
+                condition = children[1:then]
+                branches.append(_Branch(partial(self._statements, condition), children[then + 1 :]))
+        return self._branches(branches)
 
     def _case(self, node: Node) -> Status:
-        """Each item may be followed, and the next one behind it."""
-        value, *items = node.named_children
-        self.text(value)
+        items = [child for child in node.named_children if child.type == "case_item"]
+        value = self.text(self._text_of(node.named_children[0]))
+        branches = []
         for item in items:
-            if item.type != "case_item" or self.state is None:
-                continue
-            why = f"line {self.line_of(item)} may assign it"
             closing = next(i for i, child in enumerate(item.children) if child.type == ")")
-            for pattern in item.children[:closing]:
-                if pattern.is_named:
-                    self.text(pattern)
-            self.fork(partial(self.statements, item.children[closing + 1 :]), lambda: None, why)
+            head = self._source[item.start_byte : item.children[closing].start_byte].decode()
+            patterns = re.split(r"\s*\|\s*", head.strip(" (\n"))
+            if item.children[-1].type in (";&", ";;&"):
+                self._refuse(item)
+            test = partial(self._matches, value, patterns)
+            branches.append(_Branch(test, item.children[closing + 1 :]))
+        return self._branches(branches)
+
+    def _matches(self, value: str, patterns: Sequence[str]) -> Status:
+        if "*" in patterns:
+            return True
+        texts = [self.text(pattern) for pattern in patterns]
+        is_literal = all(re.fullmatch(r"""[\w./:=,@%"'-]*""", pattern) for pattern in patterns)
+        if is_unknown(value) or not is_literal:
+            return None
+        return value in texts
+
+    def _refuse(self, node: Node) -> NoReturn:
+        raise ScriptError(
+            f"line {self._line_of(node)} of the launch line cannot be followed: "
+            f"{plain(self._text_of(node))[:60]!r}."
+        )
+
+    def _for(self, node: Node) -> Status:
+        body = _part(node, "body")
+        head = self._source[node.start_byte : body.start_byte].decode().rstrip("; \t\n")
+        match = re.fullmatch(r"for\s+(\w+)(?:\s+in\b(.*))?", head, re.S)
+        if match is None:
+            self._refuse(node)
+        name = match[1]
+        listed = commands_in('"$@"' if match[2] is None else match[2]).words
+        words = self.words(listed[0] if listed else [])
+        if any(OPEN in word for word in words):
+            return self._loop(lambda: None, body, [name])
+        if len(words) > _MOST_TURNS:
+            self._refuse(node)
+        remaining = iter(words)
+
+        def goes_on() -> Status:
+            word = next(remaining, None)
+            if word is not None:
+                self.state.assign(name, word, self.line)
+            return word is not None
+
+        return self._loop(goes_on, body, [])
+
+    def _while(self, node: Node) -> Status:
+        body = _part(node, "body")
+        condition = node.children[1 : node.children.index(body)]
+        is_until = node.children[0].type == "until"
+
+        def goes_on() -> Status:
+            status = self._statements(condition)
+            return status if status is None else status != is_until
+
+        return self._loop(goes_on, body, [])
+
+    def _c_for(self, node: Node) -> Status:
+        body = _part(node, "body")
+        head = self._source[node.start_byte : body.start_byte].decode()
+        match = re.fullmatch(r"for\s*\(\((.*?);(.*?);(.*?)\)\)[\s;]*", head, re.S)
+        if match is None:
+            self._refuse(node)
+        first, test, step = match.groups()
+        self.sum_text(first)
+        is_first = True
+
+        def goes_on() -> Status:
+            nonlocal is_first
+            if not is_first:
+                self.sum_text(step)
+            is_first = False
+            return self.sum_holds(test or "1")
+
+        return self._loop(goes_on, body, [])
+
+    def _loop(self, goes_on: Callable[[], Status], body: Node, names: Sequence[str]) -> Status:
+        """Do a loop as often as its test holds; any number of times where that is not known."""
+        why = f"the loop in line {self._line_of(body)} may change it"
+        outer_left, outer_in_loop = self.left, self.is_in_loop
+        self.left = {"break": [], "continue": [], "return": outer_left["return"]}
+        self.is_in_loop = True
+        turns = 0
+        started = None
+        while self.state is not None:
+            status = goes_on()
+            if status is False or self.state is None:
+                break
+            turns += 1
+            if turns > _MOST_TURNS:
+                self._refuse(body)
+            if status is None:
+                # Repeated until nothing more becomes unknown. Programs of earlier turns come again.
+                started = len(self.commands) if started is None else started
+                del self.commands[started:]
+                self.state.lose(names, why)
+            tested = self.state.copy()
+            self._statements(body.children)
+            self._join(self.left["continue"], why)
+            self.left["continue"] = []
+            if status is None:
+                self._join([tested], why)
+                if self.state == tested:
+                    break
+        self._join(self.left["break"], why)
+        self.left, self.is_in_loop = outer_left, outer_in_loop
         return None
 
     def _list(self, node: Node) -> Status:
         """``a && b``, ``a || b``."""
         first, second = (child for child in node.named_children if child.type != "comment")
         is_and = any(child.type == "&&" for child in node.children)
-        status = self.statement(first)
+        line = self._line_of(second)
+        status = self._statement(first)
         if self.state is None:
             return None
         if status is None:
-            why = f"line {self.line_of(second)} may assign it"
-            return self.fork(lambda: self.statement(second), lambda: None, why)
-        return self.statement(second) if status == is_and else status
+            self._fork(lambda: self._statement(second), lambda: None, line)
+            return None
+        return self._statement(second) if status == is_and else status
 
     def _negated(self, node: Node) -> Status:
-        status = self.statements(node.children[1:])
+        status = self._statements(node.children[1:])
         return None if status is None else not status
 
     def _group(self, node: Node) -> Status:
-        if node.children[0].type != "((":
-            return self.statements(node.children)
-        self.sum_text(self.inner_text(node, 2, 2), self.written(node))
-        return None
+        if node.children[0].type == "((":
+            return self.sum_holds(self._text_of(node)[2:-2])
+        return self._statements(node.children)
 
     def _subshell(self, node: Node) -> Status:
-        return self.apart(lambda: self.statements(node.children))
+        return self.apart(lambda: self._statements(node.children))
 
     def _pipeline(self, node: Node) -> Status:
         for child in node.named_children:
-            self.apart(partial(self.statement, child))
+            self.apart(partial(self._statement, child))
+        self.output = None
         return None
 
-    def _test(self, node: Node) -> Status:
-        return holds(self, node)
-
     def _function(self, node: Node) -> Status:
-        self.state.functions[self.written(part(node, "name"))] = (node, self.source)
+        name = _part(node, "name")
+        self.state.functions[self._text_of(name)] = (node, self._source)
         return True
+
+    def _test(self, node: Node) -> Status:
+        return holds(self, self._text_of(node))
 
     def _redirected(self, node: Node) -> Status:
         body = node.child_by_field_name("body")
-        redirects = [child for child in node.named_children if child != body]
-        inner = [target for redirect in redirects for target in _targets(redirect)]
-        # `a > file b`: the parser takes b for a file too.
-        more = [
-            target
-            for redirect in redirects
-            for target in redirect.children_by_field_name("destination")[1:]
-        ]
-        # What they assign is unknown, for a program may start in a process of its own.
-        for target in inner:
-            self.text(target)
+        for redirect in node.named_children:
+            if redirect == body:
+                continue
+            text = self._text_of(redirect)
+            has_command = redirect.type == "heredoc_redirect" and any(
+                child.type not in ("heredoc_start", "heredoc_body", "heredoc_end", "file_redirect")
+                for child in redirect.named_children
+            )
+            if has_command:
+                self._refuse(redirect)
+            self._check_redirection(text)
+        self.output = None
         if body is None:
             return True
-        return self.command(body, more) if body.type == "command" else self.statement(body)
+        if body.type in _SIMPLE:
+            # The parser takes words behind a redirection for a part of it.
+            heredoc = next((c for c in node.named_children if c.type == "heredoc_redirect"), None)
+            end = node.end_byte if heredoc is None else heredoc.start_byte
+            return self._simple(self._source[node.start_byte : end].decode())
+        return self._statement(body)
+
+    def _check_redirection(self, text: str) -> None:
+        """An expansion in a redirection assigns for some commands and not for others."""
+        if re.search(r"\$\(\(|\$\{\w+:?=", text):
+            self.state.forget(f"line {self.line} redirects to what may assign")
 
     # Commands.
 
-    def _assignments(self, node: Node) -> Status:
-        for assignment in node.named_children:
-            self._assign(assignment)
-        return True
+    def sum_holds(self, text: str) -> Status:
+        """Whether an expression is not zero."""
+        number = self.number(self.text(text, in_quotes=True))
+        return None if isinstance(number, Hole) else number != 0
 
-    def _assign(self, node: Node) -> Status:
-        target = part(node, "name")
-        value = node.child_by_field_name("value")
-        line = self.line_of(node)
-        adds = any(child.type == "+=" for child in node.children)
-        if target.type != "variable_name":
-            return self._assign_element(target, value, line)
-        name = self.written(target)
+    def _command(self, node: Node) -> Status:
+        return self._simple(self._text_of(node))
+
+    def _simple(self, text: str) -> Status:
+        """Simple commands, one a line."""
+        commands, targets = commands_in(text)
+        for target in targets:
+            self._check_redirection(target)
+        line = self.line
+        status: Status = True
+        for written in commands:
+            if self.state is not None:
+                self.line = line
+                status = self.simple(written)
+        return status
+
+    def simple(self, written: Sequence[str]) -> Status:
+        """A simple command: assignments, a function, a builtin or a program."""
+        count = 0
+        while count < len(written) and _ASSIGNED.fullmatch(written[count]):
+            count += 1
+        assignments = written[:count]
+        if count == len(written):  # also of a lone `time`
+            statuses = [self.assign(assignment) for assignment in assignments]
+            return None if None in statuses else True
+        command, *arguments = written[count:]
+        if command == "time":  # a word of the shell: what follows is run in it
+            return self.simple(arguments[1:] if arguments[:1] == ["-p"] else arguments)
+        if command in ("[", "test"):
+            return single_holds(self, arguments[:-1] if command == "[" else arguments)
+        if command in builtins.DECLARING:
+            return builtins.declare(self, command, arguments)
+        words = self.words(written[count:])
+        if not words:  # of an empty variable
+            return True if not assignments else self.simple(assignments)
+        return self.start(words, assignments)
+
+    def assign(self, written: str) -> Status:
+        """One assignment ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME[I]=VALUE``, ``NAME=(A B)``."""
+        match = _ASSIGNED.fullmatch(written)
+        assert match is not None
+        name, index, adds, value = match.groups()
         old = self.state.value(name)
-        if value is not None and value.type == "array":
-            self._assign_array(name, value, old if adds else None, line)
+        line = self.line
+        if value.startswith("("):
+            elements = [word for words in commands_in(value[1:-1]).words for word in words]
+            words = self.words(elements)
+            if any(re.match(r"\[.*\]\+?=", element) for element in elements):
+                self.state.lose([name], f"line {line} assigns parts of it")
+                return True
+            before = self.state.values(name) if adds and old is not None else []
+            self.state.assign(name, [*before, *words], line)
             return True
-        text = "" if value is None else self.text(value)
+        text = self.text(value)
         unknown = self.state.holes.in_text(text)
         if len(text) == 1 and unknown and not unknown[0].name:
-            text = self.state.holes.text(replace(unknown[0], name=name))  # --set can give it
-        if not adds:
-            if isinstance(old, list):
-                self.state.lose([name], f"line {line} assigns a part of it")
-            else:
-                self.state.assign(name, text, line)
+            text = self.state.holes.mark(replace(unknown[0], name=name))  # --set can give it
+        if index is not None:
+            self._assign_element(name, index, text)
         elif isinstance(old, list):
             self.state.lose([name], f"line {line} assigns a part of it")
         else:
-            self.state.assign(name, (old or "") + text, line)
+            self.state.assign(name, (old or "") + text if adds else text, line)
         # Its status is that of a substitution in it.
-        return None if value is not None and "$(" in self.written(value) else True
+        return None if _SUBSTITUTION.search(value) else True
 
-    def _assign_element(self, target: Node, value: Node | None, line: int) -> Status:
-        name = self.written(target).partition("[")[0]
-        if value is not None:
-            self.text(value)
-        self.number(self.inner_text(target, len(name) + 1, 1))
-        self.state.lose([name], f"line {line} assigns a part of it")
-        return True
+    def _assign_element(self, name: str, index: str, text: str) -> None:
+        place = self.number(self.text(index))
+        values = self.state.values(name)
+        if (
+            isinstance(place, Hole)
+            or place != len(values)
+            or any(OPEN in value for value in values)
+        ):
+            self.state.lose([name], f"line {self.line} assigns a part of it")
+        else:
+            self.state.assign(name, [*values, text], self.line)
 
-    def _assign_array(self, name: str, value: Node, old: Value | None, line: int) -> None:
-        words = self.words(value.named_children)
-        if any(self.written(child).startswith("[") for child in value.named_children):
-            self.state.lose([name], f"line {line} assigns parts of it")
-            return
-        before = [old] if isinstance(old, str) else list(old or [])
-        if isinstance(old, str) and is_unknown(old):
-            before = [self.state.holes.words(self.state.holes.in_text(old)[0])]
-        self.state.assign(name, [*before, *words], line)
-
-    def command(self, node: Node, more: Sequence[Node] = ()) -> Status:
-        """A simple command: a function, a builtin or a program."""
-        children = [*node.named_children, *more]
-        assignments = [child for child in children if child.type == "variable_assignment"]
-        named = [
-            child
-            for child in children
-            if child.type != "variable_assignment" and not child.type.endswith("redirect")
-        ]
-        for before, after in pairwise(children):
-            gap = self.source[before.end_byte : after.start_byte]
-            if b"\n" not in gap.replace(b"\\\n", b""):
-                continue
-            # The parser takes assignments in the line before a command for a part of it.
-            if before not in assignments:
-                raise ScriptError(
-                    f"line {self.line_of(before)} of the launch line is not understood: put a "
-                    f"semicolon at its end."
-                )
-            for assignment in assignments[: assignments.index(before) + 1]:
-                self._assign(assignment)
-            assignments = assignments[assignments.index(before) + 1 :]
-        words = self.words(named)
-        line = self.line_of(node)
-        if not words:
-            for assignment in assignments:
-                self._assign(assignment)
-            return None
-        return self.start(words, assignments, line)
-
-    def _declaration(self, node: Node) -> Status:
-        """``export A=$B``: what looks like an assignment is not split."""
-        words = []
-        for child in node.children:
-            if child.type != "variable_assignment":
-                words += self.words([child]) if child.is_named else [self.written(child)]
-                continue
-            name = self.written(part(child, "name"))
-            if builtins.is_local(words[0]) and self.state.frames:
-                self.state.make_local(name)
-            self._assign(child)
-            words.append(name)
-        return self.start(words, [], self.line_of(node))
-
-    def start(self, words: list[str], assignments: Sequence[Node], line: int) -> Status:
-        """Run a command: a function, a builtin, or a program."""
+    def start(self, words: list[str], assignments: Sequence[str]) -> Status:
+        """Start a command by its name."""
         name = words[0]
-        state = self.state
+        functions = self.state.functions
         builtin = builtins.BUILTINS.get(name)
-        if name not in state.functions and builtin is None:
-            return self.program(words, assignments, line)
-        texts = "".join(map(self.written, assignments))
-        if assignments and (name not in builtins.UNCHANGED or re.search(r":=|\$\(\(", texts)):
-            state.forget(f"line {line} sets variables for {name}")
-        if name in state.functions:
-            return self._call(words, line)
-        assert builtin is not None
-        return builtin(self, words, line)
-
-    def _call(self, words: list[str], line: int) -> Status:
-        function = self.state.functions[words[0]]
-        if function is None and words[0] in builtins.PROGRAMS:
-            raise ScriptError(
-                f"line {line} of the launch line calls {words[0]}, which may be a function there."
-            )
-        if function is None:
-            self.state.forget(f"line {line} calls {words[0]}, which is not known there")
-            return None
-        node, source = function
-        outer = self.source, self.returned, self.loops
-        self.source = source
-        self.returned = []
-        self.loops = 0
-        self.state.frames.append({})
-        self.state.make_local(POSITIONAL)
-        self.state.variables[POSITIONAL] = words[1:]
-        body = part(node, "body")
-        self.nested(lambda: self.statement(body))
-        for state in self.returned:
-            self.state = joined(self.state, state, f"{words[0]} returns")
-        if self.state is not None:
-            self.state.leave()
-        self.source, self.returned, self.loops = outer
+        if name in functions or (builtin is not None and name not in builtins.HARMLESS):
+            # Whether they last depends on the command, and on POSIX's rules.
+            for assignment in assignments:
+                self.assign(assignment)
+            names = map(_name_of, assignments)
+            self.state.lose(names, f"line {self.line} assigns it for one command")
+        if name in functions:
+            return self.nested(lambda: self._call(name, words[1:]))
+        if builtin is not None:
+            return builtin(self, words)
+        self.output = None
+        self.program(words, assignments)
         return None
 
-    def program(self, words: list[str], assignments: Sequence[Node], line: int) -> Status:
+    def _call(self, name: str, arguments: list[str]) -> Status:
+        state = self.state
+        function = state.functions[name]
+        if function is None:
+            state.forget(f"line {self.line} calls {name}, which is not known")
+            self.output = None
+            return None
+        node, source = function
+        outer_left, outer_in_loop, outer_line = self.left, self.is_in_loop, self._outer_line
+        self.left = {"break": [], "continue": [], "return": []}
+        self.is_in_loop = False
+        state.frames.append({POSITIONAL: state.value(POSITIONAL)})
+        state.variables[POSITIONAL] = arguments
+        body = _part(node, "body")
+        status = self._with_source(source, [body])
+        if self.left["return"]:
+            status = None
+        self._join(self.left["return"], f"{name} in line {self.line} may return before it")
+        self.left, self.is_in_loop, self._outer_line = outer_left, outer_in_loop, outer_line
+        if self.state is not None:
+            self.state.leave()
+        return status
+
+    def program(self, words: list[str], assignments: Sequence[str] = ()) -> None:
         """A program; of ``bash -c`` the script is followed too."""
         entry = self.state.copy()
         for assignment in assignments:
-            self._assign(assignment)
-            self.state.exported.add(self.written(part(assignment, "name")))
+            self.assign(assignment)
+            self.state.exported.add(_name_of(assignment))
         environment = self.state
         self.state = entry
+        line = self.line
         if is_unknown(words[0]) or (entry.why and words[0] not in builtins.PROGRAMS):
             # It may be a function, or a builtin.
             entry.forget(f"line {line} runs {plain(words[0]) or 'a command'}, which is not known")
         place = _script_place([plain(word) for word in words])
         if place:
-            self._shell(words, place, environment, line)
-            return None
-        line = line if self._line is None else self._line
+            self._shell(words, place, environment)
+            return
         holes = entry.holes
-        variables = {
-            name: holes.word(value if name in environment.exported else environment.unknown(
-                name, "it is assigned, and perhaps not exported"), line)
-            for name, value in environment.variables.items()
-            if isinstance(value, str)
-        }  # fmt: skip
+        variables = {}
+        for name, value in environment.variables.items():
+            if name not in environment.exported:
+                value = environment.unknown(name, "it is assigned, and perhaps not exported")
+            if isinstance(value, str):
+                variables[name] = holes.word(value, line)
         texts = [holes.word(word, line) for word in (*self._prefix, *words)]
         self.commands.append(Command(texts, variables, line))
-        return None
 
-    def _shell(self, words: list[str], place: int, environment: State, line: int) -> None:
+    def _shell(self, words: list[str], place: int, environment: State) -> None:
         """``bash -c SCRIPT NAME ARGUMENTS``: it gets what is exported, and nothing comes back."""
-        outer = self.state, self._prefix, self._line
+        outer = self.state, self._prefix, self._outer_line
         inner = environment.copy()
-        for name in environment.variables.keys() - environment.exported:
-            inner.lose([name], "it is assigned, and perhaps not exported")
+        inner.lose(
+            sorted(environment.variables.keys() - environment.exported - {POSITIONAL}),
+            "it is assigned, and perhaps not exported",
+        )
         inner.functions = dict.fromkeys(inner.functions)
         inner.variables[POSITIONAL] = words[place + 2 :]
-        shell = _shell_place(words, place)
-        if any(re.match(r"-\w*[li]", plain(word)) for word in words[shell:place]):
-            inner.forget(f"line {line} starts a shell that reads its own files first")
+        texts = [plain(word).rpartition("/")[2] for word in words[:place]]
+        shell = max(i for i, text in enumerate(texts) if text in ("bash", "sh"))
+        if any(re.match(r"-\w*[li]", text) for text in texts[shell + 1 :]):
+            inner.forget(f"line {self.line} starts a shell that reads its own files first")
         self.state = inner
         self._prefix = [*self._prefix, *words[:shell]]
-        self._line = line if self._line is None else self._line
-        self.apart(lambda: self.evaluate(words[place], line))
-        self.state, self._prefix, self._line = outer
+        self.apart(lambda: self.evaluate(words[place], self.line))
+        self.state, self._prefix, self._outer_line = outer
 
     def evaluate(self, text: str, line: int) -> Status:
         """Follow a text as code. What is not known in it may be any code."""
-        text = opened(text)
+        outer_line = self._outer_line
+        self._outer_line = line
+        why = f"line {line} runs a text of which a part is not known"
         if is_unknown(text):
-            self.state.forget(f"line {line} runs a text of which a part is not known")
-        status = self.run(text)
+            self.state.forget(why)
+        status = self.run(opened(text))
+        self._outer_line = outer_line
+        self.line = line
         if is_unknown(text) and self.state is not None:
-            self.state.forget(f"line {line} runs a text of which a part is not known")
+            self.state.forget(why)
             return None
         return status
 
-    def substituted(self, node: Node) -> None:
-        if self.written(node).startswith("$(("):  # the parser takes a sum for a command
-            self.state.forget(f"line {self.line_of(node)} is not understood")
-        self.apart(lambda: self.statements(node.children))
+
+def _part(node: Node, name: str) -> Node:
+    """A child that every node of this type has."""
+    child = node.child_by_field_name(name)
+    assert child is not None
+    return child
 
 
-def _targets(redirect: Node) -> list[Node]:
-    """The nodes of a redirection whose expansions take place."""
-    if redirect.type == "heredoc_redirect":
-        bodies = [child for child in redirect.named_children if child.type == "heredoc_body"]
-        return [
-            child for body in bodies for child in body.named_children if "content" not in child.type
-        ]
-    return redirect.children_by_field_name("destination")[:1]
+def _name_of(assignment: str) -> str:
+    match = NAME.match(assignment)
+    assert match is not None
+    return match[0]
 
 
-def _shell_place(words: Sequence[str], place: int) -> int:
-    names = [plain(word).rpartition("/")[2] for word in words[:place]]
-    return max(i for i, name in enumerate(names) if name in ("bash", "sh"))
+def _written(node: Node, source: bytes) -> str:
+    return source[node.start_byte : node.end_byte].decode(errors="replace").strip()
 
 
 def _script_place(words: Sequence[str]) -> int:
@@ -494,19 +589,22 @@ def _script_place(words: Sequence[str]) -> int:
     return 0
 
 
+_SIMPLE = {
+    "command",
+    "variable_assignment",
+    "variable_assignments",
+    "declaration_command",
+    "unset_command",
+}
 _STATEMENTS: Mapping[str, Callable[[Script, Node], Status]] = {
-    "variable_assignment": Script._assign,
-    "variable_assignments": Script._assignments,
-    "command": Script.command,
-    "declaration_command": Script._declaration,
-    "unset_command": Script._declaration,
+    **dict.fromkeys(_SIMPLE, Script._command),
     "redirected_statement": Script._redirected,
     "if_statement": Script._if,
     "list": Script._list,
     "pipeline": Script._pipeline,
-    "for_statement": Script._loop,
-    "c_style_for_statement": Script._loop,
-    "while_statement": Script._loop,
+    "for_statement": Script._for,
+    "c_style_for_statement": Script._c_for,
+    "while_statement": Script._while,
     "case_statement": Script._case,
     "test_command": Script._test,
     "negated_command": Script._negated,
@@ -514,5 +612,4 @@ _STATEMENTS: Mapping[str, Callable[[Script, Node], Status]] = {
     "do_group": Script._group,
     "subshell": Script._subshell,
     "function_definition": Script._function,
-    "comment": lambda script, node: True,
 }

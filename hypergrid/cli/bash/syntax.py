@@ -57,10 +57,3 @@ def first_error(node: Node) -> Node:
     while not (node.is_error or node.is_missing):
         node = next(child for child in node.children if child.has_error)
     return node
-
-
-def part(node: Node, name: str) -> Node:
-    """A child that every node of this type has."""
-    child = node.child_by_field_name(name)
-    assert child is not None
-    return child

@@ -7,18 +7,14 @@ Marks are of Unicode's supplementary private use area, which a script may not co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 LONGEST = 1 << 17  # characters of a script, and of each value in it
-QUOTED = "\U000f0000"  # a word in quotes is a word even if it is empty
+# Behind the mark of an unquoted part: it may be several words, or none.
+OPEN = "\U000f0000"
 MARK = re.compile("[\U000f0000-\U000fffff]")
-_FIRST = 0xF0002
-_MOST_HOLES = 16_000
-_PATTERN = re.compile(r"[*?\[]")
-
-Value: TypeAlias = str | list[str]
+_FIRST = 0xF0001
+_MOST_HOLES = 32_000
 
 
 class ScriptError(ValueError):
@@ -45,58 +41,38 @@ class Word:
 
 
 class Holes:
-    """All holes of a script, each with two marks: for some text, and for any number of words."""
+    """All holes of a script, each with its mark."""
 
     def __init__(self) -> None:
         self._index: dict[Hole, int] = {}
 
-    def text(self, hole: Hole) -> str:
-        """The mark for some text."""
+    def mark(self, hole: Hole) -> str:
+        """The character that stands for the hole."""
         number = self._index.setdefault(hole, len(self._index))
         if number == _MOST_HOLES:
             raise ScriptError("too much of the launch line is not decided by its text.")
-        return chr(_FIRST + 2 * number)
-
-    def words(self, hole: Hole) -> str:
-        """The mark for any number of words."""
-        return opened(self.text(hole))
+        return chr(_FIRST + number)
 
     def in_text(self, text: str) -> list[Hole]:
         """The holes of a text."""
         holes = list(self._index)
-        marks = MARK.findall(text.replace(QUOTED, ""))
-        return [holes[(ord(mark) - _FIRST) // 2] for mark in marks]
+        return [holes[ord(mark) - _FIRST] for mark in MARK.findall(text) if mark != OPEN]
 
     def word(self, text: str, line: int) -> Word:
         """The word of a command."""
         # The value of --flag=$VALUE is taken for one word, as people mean it.
-        is_open = has_open_words([text.partition("=")[0]])
+        is_open = OPEN in text.partition("=")[0]
         return Word(plain(text), line, tuple(self.in_text(text)), is_open)
-
-
-def names_in(text: str) -> set[str]:
-    """The names that a text lists."""
-    return set(text.split())
-
-
-def opened(text: str) -> str:
-    """The text as it may be split into words: what is not known may be any number of them."""
-    return MARK.sub(lambda found: chr(ord(found[0]) | 1) if found[0] != QUOTED else "", text)
-
-
-def closed(text: str) -> str:
-    """The text as one that is not split."""
-    return MARK.sub(lambda found: chr(ord(found[0]) & ~1) if found[0] != QUOTED else "", text)
 
 
 def is_unknown(text: str) -> bool:
     """Whether a part of the text is not known."""
-    return MARK.search(text.replace(QUOTED, "")) is not None
+    return MARK.search(text) is not None
 
 
-def has_open_words(values: Iterable[str]) -> bool:
-    """Whether the values may be more or fewer words than they are."""
-    return any(ord(mark) & 1 for value in values for mark in MARK.findall(value))
+def opened(text: str) -> str:
+    """The text, of which each part that is not known may be several words."""
+    return MARK.sub(lambda match: match[0] + OPEN, text.replace(OPEN, ""))
 
 
 def plain(text: str) -> str:
@@ -104,23 +80,6 @@ def plain(text: str) -> str:
     return MARK.sub("", text)
 
 
-def split(value: str) -> list[str]:
-    """The pieces of an unquoted value, "" before a leading and behind a trailing blank."""
-    return re.split(r"[ \t\n]+", opened(value))
-
-
-def is_pattern(text: str) -> bool:
-    """Whether files that match may take the place of an unquoted word."""
-    return _PATTERN.search(text) is not None
-
-
-def touching(parts: Iterable[Sequence[str]]) -> list[str]:
-    """The pieces of all parts: the last of each and the first of the next are one."""
-    pieces: list[str] = []
-    for part in parts:
-        if pieces and part:
-            pieces[-1] += part[0]
-            pieces.extend(part[1:])
-        else:
-            pieces.extend(part)
-    return pieces
+def names_in(text: str) -> set[str]:
+    """The names that a text lists."""
+    return set(text.split())

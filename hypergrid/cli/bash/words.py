@@ -1,285 +1,309 @@
-"""The words and texts that a shell makes of a script's syntax: quotes, expansions, sums."""
+"""The words and texts that a shell makes of a command's tokens: quotes, expansions, sums."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from hypergrid.cli.bash.state import POSITIONAL, State
-from hypergrid.cli.bash.sums import UnknownSumError, evaluated
-from hypergrid.cli.bash.values import (
-    QUOTED,
-    Hole,
-    Value,
-    closed,
-    has_open_words,
-    is_pattern,
-    is_unknown,
-    opened,
-    plain,
-    split,
-    touching,
-)
+from hypergrid.cli.bash.arithmetic import UnknownSumError, evaluated
+from hypergrid.cli.bash.state import NAME, POSITIONAL, State
+from hypergrid.cli.bash.tokens import Token, tokens
+from hypergrid.cli.bash.values import OPEN, Hole, is_unknown, opened, plain
 
-if TYPE_CHECKING:
-    from tree_sitter import Node
+_BRACES = re.compile(r"(#?)(\w+|[@*#])(?:\[(.*?)\])?((:?[-+=?])(.*))?", re.S)
+_NUMBER = re.compile(r"[ \t]*(-?(?:0|[1-9]\d{0,17}))[ \t]*")
+_ASSIGNMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", re.S)
+_INCREMENT = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
+MAY_ASSIGN = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--")
+# Files that match take the place of such a word, or several words do.
+_PATTERN = re.compile(r"[*?]|\[.*\]", re.S)
+_BRACE_LIST = re.compile(r"\{.*(,|\.\.).*\}", re.S)
+_LETTERS = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
-_NUMBER = re.compile(r"\s*(-?(?:0|[1-9]\d{0,17}))\s*")
-_ESCAPED = re.compile(r'\\([\\"$`\n])')
-_EXPANSIONS = {"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"}
-# ${NAME}, ${NAME[index]}, and the operators that choose between a value and a default.
-_BRACES = re.compile(r"\$\{(\w+|[@*])(\[[^\]]*\])?(:?[-=]|\}$)")
+
+class _Fields:
+    """The words that are being put together of pieces."""
+
+    def __init__(self, splits: bool) -> None:
+        self.splits = splits
+        self.words: list[str] = []
+        self.current: str | None = None
+
+    def add(self, text: str) -> None:
+        """A piece that is not split: it makes a word even if it is empty."""
+        self.current = (self.current or "") + text
+
+    def add_list(self, texts: Iterable[str]) -> None:
+        """Words of which the first and the last touch what stands beside them."""
+        for number, text in enumerate(texts):
+            if number:
+                self.end()
+            self.add(text)
+
+    def add_split(self, text: str) -> None:
+        """The value of an expansion outside quotes."""
+        if not self.splits:
+            self.add(text)
+            return
+        for number, piece in enumerate(re.split(r"[ \t\n]+", opened(text))):
+            if number:
+                self.end()
+            if piece:
+                self.add(piece)
+
+    def end(self) -> None:
+        """The word ends here."""
+        if self.current is not None:
+            self.words.append(self.current)
+        self.current = None
 
 
 class Expander:
-    """Makes words of syntax, in ``state``, which expansions such as ``${X:=1}`` change."""
+    """Makes words over a state."""
 
     def __init__(self, state: State, takes_defaults: bool) -> None:
-        self.state = state
+        self.state: State = state
+        self.line = 0  # of the command that is followed
         self.takes_defaults = takes_defaults
-        self.assumed: list[str] = []  # "TP=8": the defaults that were taken
-        self.source = b""
+        self.assumed: list[str] = []  # NAME=VALUE
 
-    def substituted(self, node: Node) -> None:
-        """Follow a command substitution, whose output is not known."""
+    # What a text becomes.
+
+    def words(self, written: Iterable[str]) -> list[str]:
+        """The words that written words become."""
+        words: list[str] = []
+        for text in written:
+            fields = self._fields(text, splits=True)
+            fields.end()
+            words.extend(fields.words)
+        return words
+
+    def text(self, written: str, in_quotes: bool = False) -> str:
+        """The text that a word becomes where words are not split, as in an assignment."""
+        fields = self._fields(written, splits=False, in_quotes=in_quotes)
+        fields.end()
+        return " ".join(fields.words).replace(OPEN, "")
+
+    def _fields(self, written: str, splits: bool, in_quotes: bool = False) -> _Fields:
+        fields = _Fields(splits)
+        bare = ""  # what stands outside of quotes, which may be a pattern
+        for token in tokens(written, in_quotes=in_quotes):
+            self._add(fields, token)
+            if token.kind in ("plain", "list") and not token.in_quotes:
+                bare += token.content
+        if re.match(r"~|[^=]*=~", bare):
+            fields.add(self._hole(written, "HOME"))
+        is_pattern = _PATTERN.search(bare) and not written.startswith("-")
+        if splits and (is_pattern or _BRACE_LIST.search(bare)):
+            fields.add(self._hole(written, why="files or lists take its place") + OPEN)
+        return fields
+
+    def _add(self, fields: _Fields, token: Token) -> None:
+        match token.kind:
+            case "quote":
+                pass
+            case "escape":
+                # A backslash before a line's end joins it with the next line.
+                if token.content != "\\\n":
+                    fields.add(token.content[1:])
+            case "single" | "empty":
+                fields.add(token.content[1:-1])
+            case "variable":
+                self._add_values(fields, token, self._named(token.content[1:], None))
+            case "braces":
+                self._add_values(fields, token, self._braces(token.content))
+            case "sum":
+                fields.add(self.sum_text(token.content))
+            case "substitution":
+                self._add_values(fields, token, [self.output_of(token.content)])
+            case "ansi" if token.content.startswith("$'"):
+                fields.add(self._ansi(token.content))
+            case "plain" | "blank" | "newline":
+                fields.add(token.content)
+            case _:
+                if MAY_ASSIGN.search(token.content):
+                    self.state.forget(f"line {self.line} is not understood")
+                fields.add(self._hole(token.content) + OPEN)
+
+    def _add_values(self, fields: _Fields, token: Token, values: list[str]) -> None:
+        is_list = token.content in ("$@", "@") or token.content.endswith("[@]")
+        if not fields.splits:
+            fields.add(" ".join(values))
+        elif token.in_quotes and is_list:
+            fields.add_list(values)
+        elif token.in_quotes:
+            fields.add(" ".join(values))
+        elif "IFS" in self.state.variables and any(values):
+            fields.add(self._hole("$IFS", why="it is assigned") + OPEN)
+        else:
+            for number, value in enumerate(values):
+                if number:
+                    fields.end()
+                fields.add_split(value)
+                if _PATTERN.search(plain(value)):
+                    fields.add(self._hole(value, why="files that match take its place") + OPEN)
+
+    def _ansi(self, written: str) -> str:
+        text = re.sub(r"\\(.)", lambda match: _LETTERS.get(match[1], "\0"), written[2:-1])
+        return self._hole(written) if "\0" in text else text
+
+    def _hole(self, written: str, name: str = "", why: str = "") -> str:
+        return self.state.holes.mark(Hole(plain(written), name, why))
+
+    def output_of(self, script: str) -> str:
+        """What a substitution prints."""
         raise NotImplementedError
-
-    def line_of(self, node: Node) -> int:
-        """The line of a node."""
-        raise NotImplementedError
-
-    def written(self, node: Node) -> str:
-        """A node as it is written, without the blanks and line ends that the parser adds to it."""
-        text = self.source[node.start_byte : node.end_byte].decode(errors="replace")
-        return re.sub(r"^(\\\n|\s)+", "", text).strip()
-
-    def words(self, nodes: Sequence[Node]) -> list[str]:
-        """The words that nodes become: none, one or several each."""
-        pieces = [piece for node in nodes for piece in self._pieces(node, False)]
-        return [piece.replace(QUOTED, "") for piece in pieces if piece]
-
-    def text(self, node: Node) -> str:
-        """The text that a node becomes where words are not split, as in an assignment."""
-        return closed(" ".join(self._pieces(node, True)))
-
-    def inner_text(self, node: Node, opening: int, closing: int) -> str:
-        """The text between a node's first and last characters, after its expansions."""
-        source = self.source
-        start = node.start_byte + opening
-        parts = []
-        for child in _outermost_expansions(node):
-            # The parser gives blanks before a second $NAME to that node.
-            written = source[child.start_byte : child.end_byte]
-            first = child.start_byte + len(written) - len(written.lstrip())
-            parts.append(_ESCAPED.sub(_escaped, source[start:first].decode(errors="replace")))
-            parts.append(self.text(child))
-            start = child.end_byte
-        end = source[start : node.end_byte - closing].decode(errors="replace")
-        return "".join(parts) + _ESCAPED.sub(_escaped, end)
-
-    def _pieces(self, node: Node, is_quoted: bool) -> list[str]:
-        """The words of a node; the first and the last join what touches the node."""
-        written = self.written(node)
-        match node.type:
-            case "word" | "number" | "variable_name" | "special_variable_name" | "extglob_pattern":
-                return [self._unescaped(written, is_quoted)]
-            case "raw_string":
-                return [QUOTED + written[1:-1]]
-            case "string":
-                if re.fullmatch(r'"\$(@|\{@\}|\{\w+\[@\]\})"', written):
-                    return self._pieces(node.named_children[0], True)
-                # Among other text, the words of a list cannot be told from one.
-                is_list = re.search(r"\$\{?(\w+\[)?@", written) is not None
-                whole = Hole(written)
-                return [
-                    self.state.holes.words(whole)
-                    if is_list
-                    else QUOTED + self.inner_text(node, 1, 1)
-                ]
-            case "command_name":
-                return self._pieces(node.named_children[0], is_quoted)
-            case "concatenation":
-                return self._concatenated(node, is_quoted)
-            case "simple_expansion":
-                return self._split(self._named(written[1:], ""), is_quoted)
-            case "expansion":
-                return self._split(self._expansion(node), is_quoted)
-            case "arithmetic_expansion" if written.startswith("$(("):
-                return [self.sum_text(self.inner_text(node, 3, 2), written)]
-            case "command_substitution":
-                self.substituted(node)
-                return self._split([self.state.holes.text(Hole(written))], is_quoted)
-            case "ansi_c_string" | "translated_string":
-                return [self.state.holes.text(Hole(written))]
-            case "process_substitution":
-                self.substituted(node)
-                return [self.state.holes.text(Hole(written))]
-            case "comment":
-                return []
-        if "=" in written:  # it may assign
-            self.state.forget(f"line {self.line_of(node)} is not understood")
-        return [self.state.holes.words(Hole(written))]
-
-    def _unescaped(self, written: str, is_quoted: bool) -> str:
-        """A word without its backslashes, and the holes that tildes, files and braces leave."""
-        bare = re.sub(r"\\.", "", written, flags=re.S)
-        text = re.sub(r"\\(.?)", _escaped, written, flags=re.S)
-        if written.startswith("~"):
-            text += self.state.holes.text(Hole(written, "HOME"))
-        if not is_quoted and (is_pattern(bare) or "{" in bare):
-            text += self.state.holes.words(Hole(written, why="files that match take its place"))
-        return text
-
-    def _concatenated(self, node: Node, is_quoted: bool) -> list[str]:
-        parts = []
-        place = node.start_byte
-        for child in node.named_children:
-            # The parser leaves out some characters between the parts.
-            gap = self.source[place : child.start_byte].decode(errors="replace").strip()
-            parts.append([self._unescaped(gap, is_quoted)] if gap else [])
-            parts.append(self._pieces(child, is_quoted))
-            place = child.end_byte
-        return touching(parts)
-
-    def _split(self, values: list[str], is_quoted: bool) -> list[str]:
-        if is_quoted:
-            return [QUOTED + value for value in values]
-        if "IFS" in self.state.variables and any(values):
-            return [self.state.holes.words(Hole("$IFS", why="it is assigned"))]
-        pieces = [piece for value in values for piece in split(value)]
-        for number, piece in enumerate(pieces):
-            if is_pattern(piece):
-                hole = Hole(plain(piece), why="files that match take its place")
-                pieces[number] += self.state.holes.words(hole)
-        return pieces
 
     # Variables.
 
-    def _expansion(self, node: Node) -> list[str]:
-        """The values of ``${...}``."""
-        written = self.written(node)
-        found = _BRACES.match(written)
-        if found is None:
-            # Its words may assign, and what is assigned in them is not known.
-            self.inner_text(node, 2, 1)
-            names = re.findall(r"[A-Za-z_]\w*", written)
-            if "=" in written:
-                self.state.lose(names, f"line {self.line_of(node)} uses {written}")
-            return [self.state.holes.words(Hole(written, names[0] if names else ""))]
-        name, bracket, operator = found.groups()
-        index = (bracket or "")[1:-1]
-        if "$" in index or "'" in index or '"' in index:
-            (subscript,) = (child for child in node.named_children if child.type == "subscript")
-            index = self.inner_text(subscript, len(name) + 1, 1)
-        values = self._named(name, index)
-        if operator == "}":
-            return values
-        return self._chosen(node, name, operator, values)
-
-    def _named(self, name: str, index: str) -> list[str]:
+    def _named(self, name: str, index: str | None) -> list[str]:
         """The values of ``name[index]``: one, or those of a list."""
         state = self.state
         if name in ("@", "*"):
-            value = state.value(POSITIONAL)
-            index = name
-        elif name.isdigit() and name != "0" and name not in state.fixed:
-            return [self._element(state.value(POSITIONAL), int(name) - 1, name)]
-        else:
-            value = state.value(name)
-        values = value if isinstance(value, list) else []
-        if isinstance(value, str):  # what is not known may be an array
-            values = [opened(value)] if index and is_unknown(value) else [value]
+            return _of_list(state.values(POSITIONAL), name)
+        if name == "#":
+            return [self._length(state.values(POSITIONAL), "$#")]
+        if name.isdigit() and name != "0" and name not in state.fixed:
+            return [self._element(state.values(POSITIONAL), int(name) - 1, name)]
+        value = state.value(name)
         if index in ("@", "*"):
-            return [" ".join(values)] if index == "*" and not has_open_words(values) else values
-        if isinstance(value, str) and not index:
-            return values
-        place = self.number(index or "0")
+            return _of_list(state.values(name), index)
+        if isinstance(value, str) and index is None:
+            return [value]
+        place = self.number(self.text(index or "0"))
         if isinstance(place, Hole):
-            return [state.holes.text(Hole(f"${name}[{plain(index)}]", place.name, place.why))]
-        return [self._element(values, place, name)]
+            return [self._hole(f"${name}[{index}]", place.name, place.why)]
+        return [self._element(state.values(name), place, name)]
 
-    def _element(self, values: Value, place: int, name: str) -> str:
-        assert isinstance(values, list)
-        if has_open_words(values[: place + 1] if place >= 0 else values):
-            return self.state.unknown(name, self.state.why)
+    def _element(self, values: list[str], place: int, name: str) -> str:
+        before = values[: place + 1] if place >= 0 else values
+        if any(OPEN in value for value in before):
+            value = self.state.unknown(name, self.state.why)
+            return value if isinstance(value, str) else value[0] if value else ""
         # A negative place counts from the end.
         return values[place] if -len(values) <= place < len(values) else ""
 
-    def _chosen(self, node: Node, name: str, operator: str, values: list[str]) -> list[str]:
+    def _length(self, values: list[str], written: str) -> str:
+        unknown = [value for value in values if OPEN in value]
+        return self._open_hole(written, unknown) if unknown else str(len(values))
+
+    def _open_hole(self, written: str, values: list[str]) -> str:
+        """The hole of an expansion of values that are not known."""
+        hole = self.state.holes.in_text("".join(values))[0]
+        return self._hole(written, hole.name, hole.why)
+
+    def _braces(self, content: str) -> list[str]:
+        """The values of ``${content}``."""
+        written = f"${{{content}}}"
+        match = _BRACES.fullmatch(content)
+        if match is None or (match[1] and match[4]):
+            names = NAME.findall(content)
+            if MAY_ASSIGN.search(content):
+                self.state.forget(f"line {self.line} uses {plain(written)}")
+            return [self._hole(written, names[0] if names else "")]
+        length, name, index, tail, operator, operand = match.groups()
+        if length and index in ("@", "*"):
+            return [self._length(self.state.values(name), written)]
+        values = self._named(name, index)
+        if length:
+            text = " ".join(values)
+            return [self._open_hole(written, values) if is_unknown(text) else str(len(text))]
+        if not tail:
+            return values
+        # Whether $1 or an element is set is not followed, only whether it is empty.
+        if ":" not in operator and (index is not None or not name.isidentifier()):
+            return [self._hole(written, name)]
+        return self._chosen(name, operator, operand, values)
+
+    def _chosen(self, name: str, operator: str, operand: str, values: list[str]) -> list[str]:
         """``${NAME:-default}`` and its kind."""
         state = self.state
-        written = self.written(node)
-        operands = [child for child in node.named_children if child.type != "subscript"][1:]
-        holes = state.holes.in_text("".join(values))
+        written = f"${{{name}{operator}{operand}}}"
+        text = " ".join(values)
         is_of_environment = name not in state.variables and name not in state.fixed
-        default = self._operand(operands)
-        if self.takes_defaults and is_of_environment and not state.why:
-            self.assumed.append(f"{name}={plain(default)}")
-        elif any(plain(value) for value in values):
+        is_absent = False  # whether the operand takes the value's place; None: not known
+        if self.takes_defaults and is_of_environment and not state.why and operator[-1] in "-=":
+            self.assumed.append(f"{name}={plain(self.text(operand))}")
+            is_absent = True
+        elif plain(text):
+            is_absent = False
+        elif is_unknown(text):
+            if operator[-1] in "=?":
+                state.lose([name], f"line {self.line} uses {plain(written)}")
+            if MAY_ASSIGN.search(operand):
+                state.forget(f"line {self.line} uses {plain(written)}")
+            return [self._open_hole(written, values)]
+        else:
+            is_absent = ":" in operator or state.value(name) is None
+        if operator[-1] == "+":
+            return [] if is_absent else [self.text(operand)]
+        if not is_absent:
             return values
-        elif holes or ":" not in operator:
-            if "=" in operator:
-                state.lose([name], f"line {self.line_of(node)} uses {written}")
-            hole = holes[0] if holes else Hole(written, name)
-            return [state.holes.words(Hole(written, hole.name, hole.why))]
-        if "=" in operator:
-            state.assign(name, default, self.line_of(node))
+        default = self.text(operand)
+        if operator[-1] == "=":
+            state.assign(name, default, self.line)
         return [default]
-
-    def _operand(self, nodes: Sequence[Node]) -> str:
-        return "".join(self.text(node) for node in nodes)
 
     # Sums.
 
-    def sum_text(self, text: str, written: str) -> str:
+    def sum_text(self, written: str) -> str:
         """The value of an expression as text."""
-        number = self.number(text)
+        number = self.number(self.text(written, in_quotes=True))
         if isinstance(number, Hole):
-            return self.state.holes.text(Hole(written, number.name, number.why))
+            return self._hole(f"$(({written}))", number.name, number.why)
         return str(number)
 
     def number(self, text: str) -> int | Hole:
-        """The value of an expression; a hole if it is not known."""
-
-        def number_of(name: str) -> int:
-            value = self._named(name, "")[0]
-            unknown = self.state.holes.in_text(value)
-            if unknown:
-                raise UnknownSumError(unknown[0])
-            found = _NUMBER.fullmatch(value or "0")
-            if found is None:
-                raise UnknownSumError(Hole(f"${name}"))
-            return int(found[1])
-
+        """The value of an expression, which may assign; a hole if it is not known."""
         try:
             unknown = self.state.holes.in_text(text)
             if unknown:
                 raise UnknownSumError(unknown[0])
-            return evaluated(text, number_of)
+            return self._assigned_number(text)
         except UnknownSumError as error:
             self.lose_assigned(text)
             return error.args[0] if error.args else Hole(plain(text))
 
+    def _assigned_number(self, text: str) -> int:
+        assignment = _ASSIGNMENT.fullmatch(text)
+        increment = _INCREMENT.fullmatch(text)
+        if assignment is not None:
+            name, operator, operand = assignment.groups()
+            expression = f"{name} {operator} ({operand})" if operator else operand
+            number = evaluated(expression, self._number_of)
+            self.state.assign(name, str(number), self.line)
+            return number
+        if increment is not None:
+            name = increment[1] or increment[4]
+            old_number = self._number_of(name)
+            new_number = old_number + (1 if "++" in text else -1)
+            self.state.assign(name, str(new_number), self.line)
+            return old_number if increment[1] else new_number
+        return evaluated(text, self._number_of)
+
+    def _number_of(self, name: str) -> int:
+        value = self._named(name, None)[0]
+        unknown = self.state.holes.in_text(value)
+        if unknown:
+            raise UnknownSumError(unknown[0])
+        match = _NUMBER.fullmatch(value or "0")
+        if match is None:
+            raise UnknownSumError(Hole(f"${name}"))
+        return int(match[1])
+
     def lose_assigned(self, text: str) -> None:
         """What a sum may assign becomes unknown; a variable in it may hold another sum."""
-        names = re.findall(r"[A-Za-z_]\w*", text)
+        names = NAME.findall(plain(text))
         why = f"{plain(text).strip()} may assign it"
         values = [self.state.variables.get(name, "") for name in names]
         texts = [value for value in values if isinstance(value, str) and not is_unknown(value)]
         if not all(_NUMBER.fullmatch(value or "0") for value in texts):
             self.state.forget(why)
-        if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", text):
+        if MAY_ASSIGN.search(text):
             self.state.lose(names, why)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[1].strip("\n")
-
-
-def _outermost_expansions(node: Node) -> Iterator[Node]:
-    for child in node.named_children:
-        if child.type in _EXPANSIONS:
-            yield child
-        else:
-            yield from _outermost_expansions(child)
+def _of_list(values: list[str], index: str) -> list[str]:
+    """``$*`` in quotes is one word."""
+    is_open = any(OPEN in value for value in values)
+    return [" ".join(values)] if index == "*" and not is_open else values
