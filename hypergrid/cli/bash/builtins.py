@@ -16,6 +16,8 @@ HARMLESS = names_in(
     ": true false pwd umask ulimit jobs kill fg bg disown times type help history caller "
     "compgen complete compopt bind suspend logout cd pushd popd dirs alias unalias echo"
 )
+# Variables that are set for these commands alone change nothing else.
+UNCHANGED = HARMLESS | {"read", "mapfile", "readarray", "printf"}
 # Programs that are no functions of a file that was sourced.
 PROGRAMS = names_in(
     "awk basename cat chmod cp date df dirname docker du env find free grep head hostname ln ls "

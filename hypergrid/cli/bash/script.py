@@ -282,6 +282,7 @@ class Script(Expander):
         self.is_in_loop = True
         turns = 0
         started = None
+        last_tested = None
         while self.state is not None:
             status = goes_on()
             if status is False or self.state is None:
@@ -289,19 +290,19 @@ class Script(Expander):
             turns += 1
             if turns > _MOST_TURNS:
                 self._refuse(body)
+            tested = None
             if status is None:
                 # Repeated until nothing more becomes unknown. Programs of earlier turns come again.
+                self.state.lose(names, why)
+                if self.state == last_tested:
+                    break
+                tested = last_tested = self.state.copy()
                 started = len(self.commands) if started is None else started
                 del self.commands[started:]
-                self.state.lose(names, why)
-            tested = self.state.copy()
             self._statements(body.children)
             self._join(self.left["continue"], why)
             self.left["continue"] = []
-            if status is None:
-                self._join([tested], why)
-                if self.state == tested:
-                    break
+            self._join([tested], why)
         self._join(self.left["break"], why)
         self.left, self.is_in_loop = outer_left, outer_in_loop
         return None
@@ -463,7 +464,7 @@ class Script(Expander):
         name = words[0]
         functions = self.state.functions
         builtin = builtins.BUILTINS.get(name)
-        if name in functions or (builtin is not None and name not in builtins.HARMLESS):
+        if name in functions or (builtin is not None and name not in builtins.UNCHANGED):
             # Whether they last depends on the command, and on POSIX's rules.
             for assignment in assignments:
                 self.assign(assignment)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hypergrid.cli.bash.arithmetic import UnknownSumError, evaluated
 from hypergrid.cli.bash.state import NAME, POSITIONAL, State
@@ -40,12 +40,9 @@ class _Fields:
                 self.end()
             self.add(text)
 
-    def add_split(self, text: str) -> None:
-        """The value of an expansion outside quotes."""
-        if not self.splits:
-            self.add(text)
-            return
-        for number, piece in enumerate(re.split(r"[ \t\n]+", opened(text))):
+    def add_split(self, pieces: Sequence[str]) -> None:
+        """The pieces of a value, "" before a leading and behind a trailing blank."""
+        for number, piece in enumerate(pieces):
             if number:
                 self.end()
             if piece:
@@ -139,9 +136,14 @@ class Expander:
             for number, value in enumerate(values):
                 if number:
                     fields.end()
-                fields.add_split(value)
-                if _PATTERN.search(plain(value)):
-                    fields.add(self._hole(value, why="files that match take its place") + OPEN)
+                pieces = re.split(r"[ \t\n]+", opened(value))
+                fields.add_split([self._matched(piece) for piece in pieces])
+
+    def _matched(self, piece: str) -> str:
+        """An unquoted piece: files that match take its place."""
+        if not _PATTERN.search(plain(piece)):
+            return piece
+        return piece + self._hole(piece, why="files that match take its place") + OPEN
 
     def _ansi(self, written: str) -> str:
         text = re.sub(r"\\(.)", lambda match: _LETTERS.get(match[1], "\0"), written[2:-1])
