@@ -74,7 +74,7 @@ def _behind(launch: Launch, program: Flag, words: Sequence[Word]) -> list[Word]:
     meanings = {option.row.meaning for option in options}
     is_module = "module" in meanings
     is_script = is_module or (program.kind == "script" and "program" not in meanings)
-    if "code" in meanings:
+    if "code" in meanings or program.kind == "nothing":
         return []
     if is_script and rest and rest[0].text not in _PROGRAMS:
         launch.script = rest[0]

@@ -53,6 +53,8 @@ def options_of(
             place += 1
             continue
         place += 1
+        if program and word.text == "--":
+            continue
         text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word.text)  # -N16
         flag, equals, value = text.partition("=")
         row = table.get(flag.lstrip("-").replace("_", "-"), _UNLISTED)
