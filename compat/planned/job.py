@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from compat.megatron.planning import Request
 from compat.planned.flags import flags_of
 from compat.swap import order
 from hypergrid.layout import RankLayout
+from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
 
 TP_PP_DP = "tp-cp-ep-pp-dp"  # what Megatron's --use-tp-pp-dp-mapping means
 RANKS_PER_HOST = 8
+MOST_RANKS = 1 << 20
 SIZES = flags_of("sizes")
-OF_MODEL = ("num-layers", "num-experts", "micro-batch-size", "global-batch-size",
-            "num-attention-heads", "with_embedding", "with_loss")  # fmt: skip
-_NO_ARGUMENTS = {
-    *OF_MODEL, "world", "hosts", "per_host", "nvlink_domain", "tp_pp_dp", "user_buffers",
-    "layers_per_stage", "no_gloo",
-}  # fmt: skip
+# A size is an argument of initialize_model_parallel, or says something of the model, or neither.
+_ARGUMENTS = {field.name for field in fields(Request)}
+_OF_MODEL = {row.meaning for row in SIZES.values() if row.kind in ("model", "stages")}
 
 
 class JobError(ValueError):
@@ -81,7 +79,8 @@ def settings_of(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_settings(settings: Mapping[str, Any]) -> Job:
     """The job of all settings. JobError if they do not decide it."""
-    arguments = {name: value for name, value in settings.items() if name not in _NO_ARGUMENTS}
+    arguments = {name: value for name, value in settings.items() if name in _ARGUMENTS}
+    model = {name: value for name, value in settings.items() if name in _OF_MODEL}
     assumed = []
     if settings.get("no_gloo"):
         arguments["create_gloo_process_groups"] = False
@@ -91,55 +90,62 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
             arguments["order"] = resolved
             if "argument" not in source:
                 assumed.append(f"the order {resolved}, from {source}")
-    world = settings.get("world")
-    hosts = settings.get("hosts")
-    per_host = settings.get("per_host")
-    if world is None and per_host is not None:
-        world = per_host * (hosts or 1)
-        if hosts is None:
-            assumed.append(f"the {world} ranks of one host are the whole job")
-    if world is None:
-        sizes = ("tensor_model", "pipeline_model", "context")
-        least = prod(arguments.get(f"{size}_parallel_size", 1) for size in sizes)
-        multiple = f" (a multiple of {least}, the product of the sizes)" if least > 1 else ""
+    if "world" not in settings:
         raise JobError(
-            f"the number of ranks is missing. Give --world-size{multiple}, or torchrun's --nnodes "
-            f"and --nproc-per-node."
+            "the number of ranks is missing. Give --world-size, or the line with torchrun or srun."
         )
-    if per_host is None and hosts:
-        per_host = -(-world // hosts)
-    elif per_host is None:
-        per_host = min(RANKS_PER_HOST, world)
-        assumed.append(f"{per_host} ranks on each host; --gpus-per-node changes it")
-    for name, value in (("world-size", world), ("gpus-per-node", per_host)):
-        if value < 1:
-            raise JobError(f"--{name} must be at least 1, got {value}.")
-    if hosts is not None and world > per_host * hosts:
-        raise JobError(
-            f"{world} ranks do not fit on {hosts} hosts of {per_host}, which are "
-            f"{per_host * hosts}. Change one of the three numbers."
-        )
+    world_size = settings["world"]
+    ranks_per_host = settings.get("per_host")
+    if ranks_per_host is None:
+        ranks_per_host = min(RANKS_PER_HOST, world_size)
+        assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
+    nvlink_domain = settings.get("nvlink_domain")
+    check_hosts(world_size, ranks_per_host, nvlink_domain)
     _add_virtual_stages(arguments, settings)
-    model = {name: settings[name] for name in OF_MODEL if name in settings}
-    buffers = bool(settings.get("user_buffers"))
-    domain = settings.get("nvlink_domain")
-    return Job(arguments, world, per_host, domain, model, buffers, tuple(assumed))
+    return Job(
+        arguments,
+        world_size,
+        ranks_per_host,
+        nvlink_domain,
+        model,
+        "user_buffers" in settings,
+        tuple(assumed),
+    )
+
+
+def check_hosts(world_size: int, ranks_per_host: int, nvlink_domain: int | None) -> None:
+    """Refuse numbers of ranks that no job has, or that take more memory than a laptop has."""
+    for flag, ranks in (
+        ("world-size", world_size),
+        ("gpus-per-node", ranks_per_host),
+        ("nvlink-domain", nvlink_domain),
+    ):
+        if ranks is not None and not 0 < ranks <= MOST_RANKS:
+            raise JobError(f"--{flag} must be from 1 to {MOST_RANKS:,}, got {shown(ranks)}.")
+    if nvlink_domain is not None and nvlink_domain % ranks_per_host:
+        raise JobError(
+            f"an NVLink domain of {nvlink_domain} GPUs does not hold whole hosts of "
+            f"{ranks_per_host}. Give a multiple of the GPUs of a host."
+        )
 
 
 def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Count virtual stages from their layers, as Megatron's parser does; 1 is none."""
+    """Count virtual stages from their layers, as Megatron's parser does; 1 is none.
+
+    126 layers, and the embedding and the loss counted as one each, on 16 stages with 2 layers in
+    each virtual stage: 128 / 16 / 2 = 4 virtual stages.
+    """
     name = "virtual_pipeline_model_parallel_size"
-    each = settings.get("layers_per_stage")
-    stages = arguments.get("pipeline_model_parallel_size", 1)
-    if each is not None and name not in arguments:
-        layers = settings.get("num-layers")
-        more = sum(bool(settings.get(key)) for key in ("with_embedding", "with_loss"))
-        if layers is None or each < 1 or (layers + more) % (stages * each):
-            counted = f"{layers} + {more} for the embedding and the loss" if more else layers
+    layers_each = settings.get("layers_per_stage")
+    if layers_each is not None and name not in arguments:
+        stages = arguments.get("pipeline_model_parallel_size", 1)
+        layers = settings.get("num-layers", 0)
+        layers += settings.get("with_embedding", 0) + settings.get("with_loss", 0)
+        if layers < 1 or layers_each < 1 or layers % (stages * layers_each):
             raise JobError(
-                f"--num-layers-per-virtual-pipeline-stage {each} needs a --num-layers that is a "
-                f"multiple of {stages} stages x {each}, got {counted}."
+                f"--num-layers-per-virtual-pipeline-stage {layers_each} needs a --num-layers that "
+                f"is a multiple of {stages} stages x {layers_each}, got {layers}."
             )
-        arguments[name] = (layers + more) // stages // each
+        arguments[name] = layers // stages // layers_each
     if arguments.get(name) == 1:
         del arguments[name]

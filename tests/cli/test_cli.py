@@ -414,10 +414,10 @@ def test_the_doctor_says_what_ends_processes_that_begin_again(
         (
             "check --world-size 16 --tp 2 --ep 4 --pp 2 --order tp-pp-ep-dp",
             "does not end in pp, so the data-parallel sizes, dense 4 and expert 1, must be "
-            "equal. Put pp last, or change the expert sizes. order=tp-cp-ep-dp-pp can be laid out.",
+            "equal. Put pp last, or change the expert sizes.",
         ),
         ("plan --plan nowhere.json", ": nowhere.json cannot be opened: No such file or directory."),
-        ("plan", "is missing. Give --world-size, or torchrun's"),
+        ("plan", "is missing. Give --world-size, or the line"),
         ("plan --plan pyproject.toml", "pyproject.toml: the plan is not valid: expected `object`"),
         ("plan --plan x --tp 2", "--plan holds the whole layout"),
         ("show --world-size 8 --by xp", "invalid dim 'xp'"),

@@ -184,10 +184,11 @@ def test_a_launch_line_runs_nothing(tmp_path, form):
     assert not [*tmp_path.iterdir()]
 
 
-def test_lines_that_lost_their_backslashes_are_one():
-    line = "torchrun --nproc-per-node 8 -m compat.launch\n  pretrain_gpt.py --tp 4\n --pp 2\n"
-    assert from_line(line).arguments == from_line(line.replace("\n", " ")).arguments
-    assert from_line("--world-size 8\n--tp 4").arguments == {"tensor_model_parallel_size": 4}
+def test_a_line_that_lost_the_backslash_before_it_is_refused():
+    line = "torchrun --nproc-per-node 8 pretrain_gpt.py --tp 4\n --pp 2\n"
+    with pytest.raises(JobError, match=r"line 2 of the launch line begins with a flag. Join it"):
+        from_line(line)
+    assert from_line(line.replace("\n", "\\\n", 1)).arguments["pipeline_model_parallel_size"] == 2
 
 
 def test_quotes_go_over_lines_and_around_sums():
@@ -203,7 +204,6 @@ def test_the_head_of_a_slurm_script_says_where_the_ranks_are():
     line = "srun torchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE x.py --tp 4"
     job = from_line(head + line)
     assert (job.world_size, job.ranks_per_host) == (64, 4)
-    assert from_line(head + line.replace("$SLURM_GPUS_ON_NODE", "gpu")) == job
     one_each = from_line(head + "srun python x.py")  # a task for each host, with its four GPUs
     assert (one_each.world_size, one_each.ranks_per_host) == (16, 1)
     assert from_line("echo\n" + head + RUN.replace("8", "2")).world_size == 2  # SLURM stops there
@@ -222,11 +222,9 @@ def test_the_head_of_a_slurm_script_says_where_the_ranks_are():
         ("srun -N16 -n128 --ntasks-per-node=8 python train.py -n3", 128, 8),
         ("srun -N 4 -n 4 torchrun --nnodes 4 --nproc-per-node 8 train.py", 32, 8),
         ("#SBATCH -N4\nsrun torchrun --nnodes $SLURM_NNODES --nproc-per-node 4 train.py", 16, 4),
-        ("mpirun -np 16 -H a:8,b:8 python train.py", 16, 8),
         ("mpirun --np 16 -npernode 4 python train.py", 16, 4),
         ("deepspeed --num_gpus 8 --num_nodes 2 train.py", 16, 8),
         ("accelerate launch --num_processes 16 --num_machines 4 train.py", 16, 4),
-        ("WORLD_SIZE=24 python train.py --gpus-per-node 6", 24, 6),
         ("python train.py --world-size 4", 4, 4),
         ("python prepare.py --out x\n" + RUN, 8, 8),
         ("mkdir -p x || exit 1\ncd x && " + RUN + " > log 2>&1 &", 8, 8),
@@ -256,16 +254,14 @@ def test_the_script_and_its_words_are_told_from_the_launchers(started_by, script
 
 
 def test_ranks_that_do_not_fit_on_the_hosts_are_refused():
-    with pytest.raises(JobError, match=r"64 ranks do not fit on 4 hosts of 8, which are 32"):
+    with pytest.raises(JobError, match=r"64 ranks, which do not fit on 4 hosts of 8"):
         from_line("srun -N 4 -n 64 --ntasks-per-node 8 python train.py")
     assert from_line("srun -N 4 -n 30 --ntasks-per-node 8 python train.py").world_size == 30
 
 
 def test_settings_beside_the_line_win_over_it_and_spare_reading_it():
     line = "torchrun --nnodes $NNODES --nproc-per-node 8 x.py --tensor-model-parallel-size $TP"
-    assert from_line(line, world_size=64, tp=4, nnodes=8).arguments == {
-        "tensor_model_parallel_size": 4
-    }
+    assert from_line(line, world_size=64, tp=4).arguments == {"tensor_model_parallel_size": 4}
     assert from_line(line, world_size=64, tp=4, gpus_per_node=4).world_size == 64
     assert from_line(line, {"NNODES": "8", "TP": "4"}).world_size == 64
 
@@ -327,13 +323,14 @@ def test_the_model_and_the_batch_are_read_and_change_no_group():
     ("line", "said"),
     [
         ("--tp 4", "the number of ranks is missing"),
-        ("torchrun --nproc-per-node gpu x.py", "--nproc-per-node gpu is the number of GPUs of the"),
-        ("torchrun --nnodes 2:4 --nproc-per-node 8 x.py", "--nnodes 2:4 leaves the number of"),
+        ("WORLD_SIZE=24 python train.py", "the number of ranks is missing"),
+        ("torchrun --nproc-per-node gpu x.py", "--nproc-per-node must be a whole"),
+        ("torchrun --nnodes 2:4 --nproc-per-node 8 x.py", "--nnodes must be a whole number"),
         ("torchrun --nproc-per-node eight x.py", "--nproc-per-node must be a whole number"),
-        ("accelerate launch --config_file a.yaml x.py", "accelerate is not told the number of"),
-        ("deepspeed --hostfile hosts x.py", "deepspeed is not told the number of ranks"),
+        ("accelerate launch --config_file a.yaml x.py", "--config_file (line 1) may hold sizes"),
+        ("deepspeed --hostfile hosts x.py", "--hostfile (line 1) may hold sizes"),
         ("srun python x.py", "srun is not told the number of ranks"),
-        ("#SBATCH --nodes=2-4\nsrun --ntasks-per-node 8 python x.py", "SLURM_NNODES 2-4 leaves"),
+        ("#SBATCH --nodes=2-4\nsrun --ntasks-per-node 8 python x.py", "srun is not told the"),
         ("--world-size 8 --tp $TP", "--tp is $TP (line 1), which the text does not decide. Add "
          "--set TP=VALUE."),
         (f"N=$(nproc)\n{RUN} --tp $N", "--tp is $(nproc) (line 2), which the text does not decide. "
@@ -351,12 +348,12 @@ def test_the_model_and_the_batch_are_read_and_change_no_group():
          "line start different jobs. Paste one of them, or decide by --set NAME=VALUE which is "
          "started."),
         ("srun bash run.sh", "the launch line starts no Python program"),
-        (f"{RUN} --tensor-modle-parallel-size 8", "--tensor-modle-parallel-size is no flag of "
-         "Megatron. Did you mean --tensor-model-parallel-size?"),
+        (f"{RUN} --tensor-modle-parallel-size 8", "--tensor-modle-parallel-size (line 1) may "
+         "hold sizes"),
         ("--world-size 8 --tp", "--tp has no value"),
         ("--world-size 8 --tp --pp 2", "--tp has no value"),
         ("--world-size 8 --name 'x", "Close its quotes"),
-        ("--world-size 0", "--world-size must be at least 1"),
+        ("--world-size 0", "--world-size must be from 1 to"),
         ("--world-size 8 --pp 2 --num-layers-per-virtual-pipeline-stage 3", "--num-layers"),
         ("--world-size $((9**99)) --tp 2", "which only the job can tell"),
         ("A=xxxxxxxx\n" + "A=$A$A\n" * 40 + RUN, "A of the launch line is longer than"),

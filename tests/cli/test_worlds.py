@@ -53,14 +53,7 @@ spec:
         ("PET_NNODES=4 PET_NPROC_PER_NODE=8 torchrun p.py", 32, 8),
         ("export PET_NNODES=4\ntorchrun --nproc_per_node=8 p.py", 32, 8),
         ("PET_NNODES=4 torchrun --nnodes 2 --nproc-per-node 8 p.py", 16, 8),
-        ("torchrun --nnodes 2:2 --nproc-per-node 8 p.py", 16, 8),
-        ("torchrun --nproc-per 4 --standalone p.py", 4, 4),
-        ("srun --nodelist=dgx[01-04] --ntasks-per-node=8 python p.py", 32, 8),
-        ("srun -w a1,b[2-3],c[1,4-5] -n 24 python p.py", 24, 4),
-        ("#SBATCH --nodelist=dgx[01-04]\n#SBATCH --ntasks-per-node=8\nsrun python p.py", 32, 8),
-        ("env A=1 timeout 60 numactl -N 0 nohup " + RUN, 8, 8),
-        ("mpirun -np 16 --map-by ppr:8:node python p.py", 16, 8),
-        ("mpirun -H a:4,b:4 python p.py", 8, 4),
+        ("timeout 60 numactl -N 0 nohup " + RUN, 8, 8),
         (PYTORCH.format(extra="", flags="--nproc-per-node=8"), 32, 8),
         (PYTORCH.format(extra='nprocPerNode: "8"', flags=""), 32, 8),
         (MPI, 32, 8),
@@ -76,18 +69,37 @@ def test_ranks_are_those_that_the_launcher_starts(text, world, per_host):
     ("text", "said"),
     [
         ("PET_NNODES=4\ntorchrun --nproc-per-node 8 p.py", "perhaps not exported"),
-        ("torchrun --nnodes 2:4 --nproc-per-node 8 p.py", "leaves the number of hosts open"),
-        ("srun --ntasks-per-node 8 " + RUN, "srun starts torchrun 8 times on each host"),
-        ("#SBATCH -N 2\n#SBATCH --ntasks-per-node 8\nsrun " + RUN, "starts torchrun 16 times"),
-        ("#SBATCH -N 4\nsrun " + RUN, "srun starts torchrun 4 times, and each of them expects 1"),
+        ("torchrun --nnodes 2:4 --nproc-per-node 8 p.py", "--nnodes must be a whole number"),
+        ("torchrun --nnodes 2:2 --nproc-per-node 8 p.py", "--nnodes must be a whole number"),
+        ("torchrun --nproc-per 4 p.py", "--nproc-per of torchrun (line 1) is not known"),
+        ("srun --nodelist=dgx[01-04] --ntasks-per-node=8 python p.py", "--nodelist (line 1) may"),
+        (
+            "#SBATCH --nodelist=dgx[01-04]\n#SBATCH -n 32\nsrun python p.py",
+            "srun is not told the number of ranks and of hosts",
+        ),
+        ("srun " + RUN, "srun does not start it once on each"),
+        ("srun --export=ALL,PET_NNODES=2 -N 1 " + RUN, "--export (line 1) may hold sizes"),
+        ("mpirun -x PET_NNODES=2 -np 2 -npernode 1 " + RUN, "-x (line 1) may hold sizes"),
+        ("mpirun -np 2 -npernode 2 python a.py : -np 2 python b.py", "another part of the job"),
+        ("mpirun -np 16 --map-by ppr:8:node python p.py", "--map-by (line 1) may hold sizes"),
+        ("mpirun -H a:4,b:4 python p.py", "-H (line 1) may hold sizes"),
+        ("env PET_NNODES=2 " + RUN, "env (line 1) is not known"),
+        ("#SBATCH -N 4 --ntasks-per-node 8\nsrun -N 2 python p.py", "Give it --ntasks"),
+        ("python p.py gpt.yaml", "gpt.yaml (line 1) may hold sizes"),
+        ("srun --ntasks-per-node 8 " + RUN, "srun does not start it once on each"),
+        (
+            "#SBATCH -N 2\n#SBATCH --ntasks-per-node 8\nsrun " + RUN,
+            "srun does not start it once on each",
+        ),
+        ("#SBATCH -N 4\nsrun " + RUN, "torchrun expects 1 hosts, and srun does not"),
         ("#SBATCH -N 2 -n 16\n#SBATCH hetjob\n#SBATCH -N 1\nsrun python p.py", "several parts"),
-        ("srun -N2 -n16 : -N1 -n4 python p.py", "several parts"),
+        ("srun -N2 -n16 : -N1 -n4 python p.py", "another part of the job"),
         ("#SBATCH -N 4 -n 32\nsrun -N 2 python p.py", "Give it --ntasks"),
-        ("srun -N 2 --ntasks-per-gpu 1 python p.py", "--ntasks-per-gpu of srun decides the ranks"),
-        ("srun -n 16 python p.py", "does not say how many of its 16 ranks are on each host"),
+        ("srun -N 2 --ntasks-per-gpu 1 python p.py", "--ntasks-per-gpu (line 1) may hold"),
+        ("srun -n 16 python p.py", "srun is not told the number of ranks and of hosts"),
         ("srun --frobnicate 2 python p.py", "--frobnicate of srun (line 1) is not known"),
-        ("mpirun -np 16 --hostfile hosts python p.py", "--hostfile of mpirun decides the ranks"),
-        ("mpirun -np 16 python p.py", "how many of its 16 ranks are on each host"),
+        ("mpirun -np 16 --hostfile hosts python p.py", "--hostfile (line 1) may hold sizes"),
+        ("mpirun -np 16 python p.py", "mpirun is not told the number of ranks and of hosts"),
         ("pdsh -w h[1-4] " + RUN, "pdsh (line 1) is not known, nor how often it starts"),
         ("deepspeed --num_gpus 8 p.py", "deepspeed is not told the number of ranks"),
         ("torchrun \u2013nproc-per-node 8 p.py", "begins with a dash of another kind"),
@@ -95,7 +107,7 @@ def test_ranks_are_those_that_the_launcher_starts(text, world, per_host):
         (PYTORCH.format(extra="elasticPolicy: {}", flags=""), "elastic"),
         ("apiVersion: v1\nkind: Pod\n", "has 0 jobs of PyTorchJob, MPIJob, JobSet"),
         ("apiVersion: [\nkind: JobSet\n", "the manifest cannot be read"),
-        ("apiVersion: v1\nkind: JobSet\n", "the JobSet cannot be read"),
+        ("apiVersion: v1\nkind: JobSet\n", "the manifest cannot be read"),
     ],
 )
 def test_ranks_that_the_text_does_not_decide_are_refused(text, said):
@@ -123,11 +135,11 @@ def test_overrides_are_read_and_words_that_change_nothing_may_be_unknown(line, a
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--yaml-cfg gpt.yaml", "--yaml-cfg (line 1) holds sizes"),
+        ("--yaml-cfg gpt.yaml", "--yaml-cfg (line 1) may hold sizes"),
         ("--my-config x", "--my-config (line 1) may hold sizes"),
-        ("--settings sizes.toml", "--settings sizes.toml (line 1) may hold sizes"),
+        ("--settings sizes.toml", "--settings (line 1) may hold sizes"),
         ("model.my_parallel_degree=2", "may hold sizes"),
-        ("--hybrid-layer-pattern 'M|M'", "--hybrid-layer-pattern (line 1) holds sizes"),
+        ("--hybrid-layer-pattern 'M|M'", "--hybrid-layer-pattern (line 1) may hold"),
         ("--data-path $DATA", "--data-path is $DATA (line 1)"),
         ('--my-flag "$X"', "--my-flag is $X (line 1)"),
         ('"$X"', "The launch line uses $X (line 1)"),
@@ -152,7 +164,7 @@ def test_characters_beyond_the_parsers_tables_are_only_text():
 def test_the_list_of_torchruns_flags_is_that_of_its_parser():
     from torch.distributed.run import get_args_parser
 
-    rows = dict(flags_of("torchrun"))
+    rows = {name: row for name, row in flags_of("torchrun").items() if row.kind != "variable"}
     rows.pop("use-env", None)
     for action in get_args_parser()._actions:
         names = {name.lstrip("-").replace("_", "-") for name in action.option_strings}
@@ -173,7 +185,7 @@ def test_the_list_of_our_launchers_flags_is_that_of_its_parser():
 
 def test_flags_of_python_are_known_to_python():
     for name, row in flags_of("python").items():
-        if row.values == "0" and len(name) == 1 and name not in ("m", "x"):
+        if row.values == "0" and len(name) == 1 and row.kind != "starts" and name != "x":
             command = [sys.executable, f"-{name}", "-c", ""]
             assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0, name
 
