@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import threading
@@ -24,6 +25,8 @@ from hypergrid.groups import sockets
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _FOR_ADDRESSES = timedelta(seconds=5)  # a member may be busy: a short timeout is stretched to it
+_THREADS = 4  # the usual group and its device start three
+_USUAL_STACK = 8 << 20  # bytes
 # Settings of the user's under which two groups on one device would have the same address, or which
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
@@ -119,6 +122,7 @@ def note(group: Any) -> None:
 
 def options(size: int, timeout: timedelta | None = None) -> Any:
     """Options of a gloo group of ``size`` members, as torch sets them but for when it connects."""
+    _check_memory()
     lazily = _lazily(size)
     shared = _thread.shared
     if shared is None or _connects_later(lazily) or any(name in os.environ for name in _ALONE):
@@ -200,6 +204,23 @@ def _check_descriptors(size: int) -> None:
         )
 
 
+def _check_memory() -> None:
+    """RuntimeError where this process has no memory for the stacks of a gloo group's threads.
+
+    Torch's constructor ends the process when one of its threads starts and the next one does not.
+    """
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if stack == resource.RLIM_INFINITY:
+        stack = _USUAL_STACK
+    try:
+        mmap.mmap(-1, _THREADS * stack, flags=mmap.MAP_PRIVATE, prot=0).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"this process has no memory for the threads of a gloo group: {_THREADS} stacks of "
+            f"{stack >> 20} MiB. Raise its limit of memory: ulimit -v."
+        ) from error
+
+
 def _are_options(names: Set[str]) -> bool:
     """Whether gloo's options have what torch gives its constructor besides the timeout."""
     unknown = [name for name in names if not hasattr(of_torch.gloo_options([]), name)]
@@ -242,4 +263,5 @@ class _InTime(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         wait(self._store, keys, self._timeout, given_up=another_rank_failed)
         values: list[bytes] = self._store.multi_get(keys)
+        _check_memory()  # again: the members have taken a while, and the threads start next
         return values

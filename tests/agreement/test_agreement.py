@@ -149,6 +149,20 @@ def test_what_one_rank_cannot_do_is_done_by_none():
     assert {outcome["way"] for outcome in _agree(ranks)} == {"everyone"}
 
 
+def test_what_a_rank_decided_holds_though_it_ended_before_it_published():
+    store = dist.HashStore()
+    killed = mock.Mock(side_effect=SystemExit)
+    phases = [Phase(store, range(3), rank, killed) for rank in range(3)]
+    for phase in phases:
+        phase.arrive()
+    with pytest.raises(SystemExit):
+        phases[2].publish("all have theirs")
+    start = time.monotonic()
+    for phase in phases[:2]:
+        assert phase.outcome(timedelta(seconds=1), str) == "all have theirs"
+    assert time.monotonic() - start < 5
+
+
 def _meet(ranks, meeting):
     for each in ranks:
         each.arrive()
