@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import (
     append,
+    first_value,
     forget,
     forget_lines,
     interval,
@@ -34,7 +35,17 @@ from hypergrid.messages import few, one_line
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
 _SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
-_KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
+_KEYS = (
+    "arrived",
+    "closed",
+    "closed/set",
+    "outcome",
+    "present",
+    "entries",
+    "told",
+    "final",
+    "read",
+)
 
 
 def _nothing() -> None: ...
@@ -105,7 +116,8 @@ class Phase:
 
     def publish(self, outcome: str, early: bool = False) -> bool:
         """Set the outcome unless there is one. ``early``: ranks that come later find it closed."""
-        if self.store.add("closed", 1) > 1:
+        decision = f"{self.rank} {outcome}"
+        if first_value(self.store, "closed", decision) != decision:
             return False
         if early:
             self._sum = self.store.add("arrived", len(self.ranks))
@@ -144,7 +156,9 @@ class Phase:
             if self.publish(_ROLL_CALL, early=True):
                 self._some_are_absent = True
                 return self._call_roll(absent)
-            wait(self.store, ["outcome"], _GRACE, len(self.ranks))
+            # The rank that has decided may have ended before all could read its outcome.
+            decision = peek(self.store, "closed")
+            self.store.set("outcome", decision.partition(" ")[2])
         outcome = peek(self.store, "outcome")
         if outcome == _ROLL_CALL:
             self._some_are_absent = True
