@@ -21,6 +21,7 @@ from hypergrid.agreement.store import (
 from hypergrid.errors import CreationError
 from hypergrid.messages import in_words, shortened
 
+NO_ADDRESS = "published no address to connect to"  # what a rank says that waited for another
 _FAILED = 1  # what a rank that has failed arrives with, the others with 0
 
 
@@ -81,7 +82,9 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
                 phase.publish(own, early=True)
                 first = phase.outcome(timeout, absent)
                 phase.leave_after_a_failure(store, all_come=True)
-            if isinstance(error, CreationError) and first not in (None, own):
+            # A rank that only waited for this one is no cause of this one's failure.
+            only_waited = first is not None and NO_ADDRESS in first and NO_ADDRESS not in own
+            if isinstance(error, CreationError) and first not in (None, own) and not only_waited:
                 text = f"{shortened(str(error), 200)} The first to fail: {first}"
                 raise CreationError(text) from error.__cause__
             raise

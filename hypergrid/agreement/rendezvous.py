@@ -150,8 +150,12 @@ class Phase:
         compared : function
             Gives the outcome if ranks differ.
         """
+
+        def is_closed() -> bool:
+            return self.store.check(["closed"])
+
         try:
-            wait(self.store, ["outcome"], timeout, len(self.ranks))
+            wait(self.store, ["outcome"], timeout, len(self.ranks), given_up=is_closed)
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
                 self._some_are_absent = True

@@ -235,6 +235,14 @@ def _are_options(names: Set[str]) -> bool:
     return not unknown
 
 
+class NoAddress(RuntimeError):
+    """Members at these ``places`` in the group have published no address to connect to."""
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__(f"places {places}")
+        self.places = places
+
+
 class _InTime(Store):
     """A store whose reads of many keys wait for no longer than ``timeout``.
 
@@ -258,10 +266,16 @@ class _InTime(Store):
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait(self._store, keys, timeout or self._timeout, given_up=another_rank_failed)
+        try:
+            wait(self._store, keys, timeout or self._timeout, given_up=another_rank_failed)
+        except dist.DistStoreError as error:
+            missing = [key for key in keys if not self._store.check([key])]
+            if not missing:  # they came when this rank had given up
+                raise
+            raise NoAddress([int(key.rpartition("/")[2]) for key in missing]) from error
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        wait(self._store, keys, self._timeout, given_up=another_rank_failed)
+        self.wait(keys)
         values: list[bytes] = self._store.multi_get(keys)
         _check_memory()  # again: the members have taken a while, and the threads start next
         return values
