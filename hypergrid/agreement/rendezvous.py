@@ -34,7 +34,7 @@ from hypergrid.messages import few, one_line
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
-_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
+_SILENCE = 3.0  # seconds without an answer, after which a rank that arrived has ended
 _KEYS = (
     "arrived",
     "closed",
@@ -126,8 +126,8 @@ class Phase:
         return True
 
     def is_decided(self) -> bool:
-        """Whether there is an outcome: before all ranks have arrived, a failure."""
-        return self.store.check(["outcome"])
+        """Whether a rank has decided: before all have arrived, on a failure."""
+        return self.store.check(["closed"])
 
     def ask(self) -> None:
         """Let all ranks say in full what they arrived with: their ``outcome`` is ``compared``."""
@@ -150,12 +150,8 @@ class Phase:
         compared : function
             Gives the outcome if ranks differ.
         """
-
-        def is_closed() -> bool:
-            return self.store.check(["closed"])
-
         try:
-            wait(self.store, ["outcome"], timeout, len(self.ranks), given_up=is_closed)
+            wait(self.store, ["outcome"], timeout, len(self.ranks), given_up=self.is_decided)
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
                 self._some_are_absent = True

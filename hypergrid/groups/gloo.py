@@ -27,6 +27,7 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 _FOR_ADDRESSES = timedelta(seconds=5)  # a member may be busy: a short timeout is stretched to it
 _THREADS = 4  # the usual group and its device start three
 _USUAL_STACK = 8 << 20  # bytes
+_OF_A_DEVICE = 4  # descriptors
 # Settings of the user's under which two groups on one device would have the same address, or which
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
@@ -122,8 +123,9 @@ def note(group: Any) -> None:
 
 def options(size: int, timeout: timedelta | None = None) -> Any:
     """Options of a gloo group of ``size`` members, as torch sets them but for when it connects."""
-    _check_memory()
     lazily = _lazily(size)
+    connections = 0 if size == 1 or _connects_later(lazily) else size
+    _check_room(_OF_A_DEVICE + connections)
     shared = _thread.shared
     if shared is None or _connects_later(lazily) or any(name in os.environ for name in _ALONE):
         shared = _Shared()
@@ -163,7 +165,6 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         if size == 1 or _connects_later(_lazily(size)):
             _torchs(group, store, rank, size, chosen)
             return
-        _check_descriptors(size)
         batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
             if batches:
@@ -183,42 +184,27 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         raise
 
 
-def _check_descriptors(size: int) -> None:
-    """RuntimeError where this process cannot open a connection to each of ``size`` members.
+def _check_room(descriptors: int) -> None:
+    """RuntimeError where this process lacks what the threads of a gloo group take.
 
-    Gloo ends the process when its thread cannot accept a connection.
+    Torch's constructor ends the process when one of its threads starts and the next one has no
+    memory for its stack, and gloo when a thread has no descriptor to accept a connection with.
     """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
-        return
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except FileNotFoundError:  # another system: nothing is known
-        return
-    except OSError:  # none is left to list them with
-        used = most
-    if most - used < size:
-        raise RuntimeError(
-            f"this process may open {most} files, {used} are open, and a gloo group of {size} "
-            f"ranks needs {size} more. Raise the limit: ulimit -n."
-        )
-
-
-def _check_memory() -> None:
-    """RuntimeError where this process has no memory for the stacks of a gloo group's threads.
-
-    Torch's constructor ends the process when one of its threads starts and the next one does not.
-    """
-    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    if stack == resource.RLIM_INFINITY:
-        stack = _USUAL_STACK
+    stack = max(resource.getrlimit(resource.RLIMIT_STACK)[0], _USUAL_STACK)
+    opened = []
     try:
         mmap.mmap(-1, _THREADS * stack, flags=mmap.MAP_PRIVATE, prot=0).close()
+        for _ in range(descriptors):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         raise RuntimeError(
-            f"this process has no memory for the threads of a gloo group: {_THREADS} stacks of "
-            f"{stack >> 20} MiB. Raise its limit of memory: ulimit -v."
+            f"this process has no room for a gloo group, which takes {descriptors} descriptors and "
+            f"{_THREADS} stacks of {stack >> 20} MiB: {error.strerror}. Raise its limits: ulimit "
+            f"-n and ulimit -v."
         ) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def _are_options(names: Set[str]) -> bool:
@@ -277,5 +263,5 @@ class _InTime(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.wait(keys)
         values: list[bytes] = self._store.multi_get(keys)
-        _check_memory()  # again: the members have taken a while, and the threads start next
+        _check_room(0)  # again: the members have taken a while, and the threads start next
         return values

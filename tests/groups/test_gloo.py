@@ -166,4 +166,4 @@ def test_a_process_with_memory_for_some_of_a_groups_threads_says_so_and_lives(ra
     assert os.waitpid(child, 0)[1] == 0
     outcome = os.read(read, 10_000).decode()
     enough = stacks == 40
-    assert outcome == "created" if enough else "no memory for the threads" in outcome
+    assert outcome == "created" if enough else "no room for a gloo group" in outcome
