@@ -51,7 +51,7 @@ def by_members(
             group: ProcessGroup = dist.new_group(list(ranks), **copied_options(options))
         except gloo.NoAddress as error:
             missing = span_of([ranks[place] for place in error.places])
-            raise RuntimeError(f"rank {missing} {NO_ADDRESS}.") from error
+            raise RuntimeError(f"ranks {missing} {NO_ADDRESS}.") from error
         except RuntimeError:
             # A dry run in which outside code has replaced new_group.
             if dist.get_backend() != "fake" or backend in (None, "fake"):

@@ -273,4 +273,4 @@ def test_a_rank_that_others_only_waited_for_names_its_own_failure(rank):
     if rank == 2:
         assert "no route to host" in text and "first to fail" not in text
     else:
-        assert "rank 2 published no address to connect to" in text and "keys" not in text
+        assert "ranks 2 published no address to connect to" in text and "keys" not in text
