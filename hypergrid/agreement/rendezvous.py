@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -116,7 +117,8 @@ class Phase:
 
     def publish(self, outcome: str, early: bool = False) -> bool:
         """Set the outcome unless there is one. ``early``: ranks that come later find it closed."""
-        decision = f"{self.rank} {outcome}"
+        # A rank may decide twice on the same: once for each window that overlaps with this one.
+        decision = f"{secrets.token_hex(8)} {outcome}"
         if first_value(self.store, "closed", decision) != decision:
             return False
         if early:

@@ -124,8 +124,7 @@ def note(group: Any) -> None:
 def options(size: int, timeout: timedelta | None = None) -> Any:
     """Options of a gloo group of ``size`` members, as torch sets them but for when it connects."""
     lazily = _lazily(size)
-    connections = 0 if size == 1 or _connects_later(lazily) else size
-    _check_room(_OF_A_DEVICE + connections)
+    _check_room(_OF_A_DEVICE)
     shared = _thread.shared
     if shared is None or _connects_later(lazily) or any(name in os.environ for name in _ALONE):
         shared = _Shared()
@@ -165,6 +164,7 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         if size == 1 or _connects_later(_lazily(size)):
             _torchs(group, store, rank, size, chosen)
             return
+        _check_room(_OF_A_DEVICE + size)
         batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
             if batches:
