@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import (
     append,
+    first_value,
     forget,
     forget_lines,
     interval,
@@ -33,8 +35,18 @@ from hypergrid.messages import few, one_line
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
-_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
-_KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
+_SILENCE = 3.0  # seconds without an answer, after which a rank that arrived has ended
+_KEYS = (
+    "arrived",
+    "closed",
+    "closed/set",
+    "outcome",
+    "present",
+    "entries",
+    "told",
+    "final",
+    "read",
+)
 
 
 def _nothing() -> None: ...
@@ -105,7 +117,9 @@ class Phase:
 
     def publish(self, outcome: str, early: bool = False) -> bool:
         """Set the outcome unless there is one. ``early``: ranks that come later find it closed."""
-        if self.store.add("closed", 1) > 1:
+        # A rank may decide twice on the same: once for each window that overlaps with this one.
+        decision = f"{secrets.token_hex(8)} {outcome}"
+        if first_value(self.store, "closed", decision) != decision:
             return False
         if early:
             self._sum = self.store.add("arrived", len(self.ranks))
@@ -114,8 +128,8 @@ class Phase:
         return True
 
     def is_decided(self) -> bool:
-        """Whether there is an outcome: before all ranks have arrived, a failure."""
-        return self.store.check(["outcome"])
+        """Whether a rank has decided: before all have arrived, on a failure."""
+        return self.store.check(["closed"])
 
     def ask(self) -> None:
         """Let all ranks say in full what they arrived with: their ``outcome`` is ``compared``."""
@@ -139,12 +153,14 @@ class Phase:
             Gives the outcome if ranks differ.
         """
         try:
-            wait(self.store, ["outcome"], timeout, len(self.ranks))
+            wait(self.store, ["outcome"], timeout, len(self.ranks), given_up=self.is_decided)
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
                 self._some_are_absent = True
                 return self._call_roll(absent)
-            wait(self.store, ["outcome"], _GRACE, len(self.ranks))
+            # The rank that has decided may have ended before all could read its outcome.
+            decision = peek(self.store, "closed")
+            self.store.set("outcome", decision.partition(" ")[2])
         outcome = peek(self.store, "outcome")
         if outcome == _ROLL_CALL:
             self._some_are_absent = True

@@ -251,7 +251,8 @@ def read(
     ]
     reader, many = _Reader(), min(processes, len(paths) // 16)
     if len(paths) > _MOST_FILES:
-        left_out = f"{len(paths) - _MOST_FILES:,} files, from {paths[_MOST_FILES].name} on"
+        first = one_line(paths[_MOST_FILES].name)
+        left_out = f"{len(paths) - _MOST_FILES:,} files, from {first} on"
         reader.problems.append(f"{left_out}, are not read: the limit is {_MOST_FILES:,} files.")
         del paths[_MOST_FILES:]
     was_on = gc.isenabled()
