@@ -98,7 +98,7 @@ def bash() -> Iterator[Callable[[str], list[list[str]]]]:
                 timeout=20,
                 check=False,
             )
-            calls = record.read_text().split("\n\0")
+            calls = record.read_bytes().decode(errors="replace").split("\n\0")
             return [call.split("\0")[:-1] for call in calls[:-1]]
 
         yield start

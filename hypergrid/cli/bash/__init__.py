@@ -37,7 +37,7 @@ def commands(
         state.fixed = {name: value for name, value in state.fixed.items() if name != POSITIONAL}
     script = Script(state, takes_defaults)
     try:
-        script.run(re.sub(r"\\\s*\Z", "", text.replace("\r\n", "\n")))
+        script.run(re.sub(r"\\\n*\Z", "", text.replace("\r\n", "\n")))
     except RecursionError:
         raise ScriptError("the launch line is nested too deeply.") from None
     return script.commands, script.assumed

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from operator import add, eq, ge, gt, le, lt, mul, ne, sub
 
+from hypergrid.cli.bash.values import ScriptError
+
 # Not: leading zeros, hexadecimal numbers, //, **, ++, --, !, bits, commas and strings.
 _READ_ALIKE = re.compile(r"(?!.*(//|\*\*|\+\+|--|\d_|0[bBoO]))[\w\s+*/%()<>=&|!-]*", re.S)
 _LARGEST = 1 << 63
@@ -18,7 +20,7 @@ class UnknownSumError(ValueError):
 
 def _quotient(dividend: int, divisor: int) -> int:
     if divisor == 0:
-        raise UnknownSumError
+        raise ScriptError("the launch line divides by zero.")
     quotient = abs(dividend) // abs(divisor)
     return quotient if (dividend < 0) == (divisor < 0) else -quotient  # towards zero
 

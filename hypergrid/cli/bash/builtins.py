@@ -13,7 +13,7 @@ Script: TypeAlias = Any  # of script.py, which imports this file
 Builtin: TypeAlias = Callable[[Script, list[str]], "bool | None"]
 # They change no variable of the script.
 HARMLESS = names_in(
-    ": true false pwd umask ulimit jobs kill fg bg disown times type help history caller "
+    ": true false pwd umask ulimit jobs fg bg disown times type help history caller "
     "compgen complete compopt bind suspend logout cd pushd popd dirs alias unalias echo"
 )
 # Variables that are set for these commands alone change nothing else.
@@ -102,6 +102,8 @@ def _eval(script: Script, words: list[str]) -> bool | None:
 
 
 def _exec(script: Script, words: list[str]) -> bool | None:
+    if words[1:2] and words[1].startswith("-"):
+        return _refuse(script, words)
     if len(words) > 1:
         script.program(words[1:])
         script.state = None
@@ -119,8 +121,9 @@ def _exit(script: Script, words: list[str]) -> bool | None:
 
 
 def _return(script: Script, words: list[str]) -> bool | None:
-    if script.state.frames:
-        script.left["return"].append(script.state)
+    if not script.state.frames:  # an error, behind which bash goes on
+        return False
+    script.left["return"].append(script.state)
     script.state = None
     return None
 
@@ -162,7 +165,11 @@ def _shopt(script: Script, words: list[str]) -> bool | None:
 
 
 def _trap(script: Script, words: list[str]) -> bool | None:
-    return _refuse(script, words) if set(words[2:]) - _SIGNALS else None
+    if set(words[2:]) - _SIGNALS:
+        return _refuse(script, words)
+    if len(words) > 2 and words[1] != "-":  # the programs that it may start
+        script.apart(lambda: script.evaluate(words[1], script.line))
+    return None
 
 
 def _unset(script: Script, words: list[str]) -> bool | None:
@@ -178,6 +185,7 @@ def _unset(script: Script, words: list[str]) -> bool | None:
             state.lose([name], f"line {script.line} unsets it")
         elif not is_of_functions:
             state.assign(name, None, script.line)
+        state.exported.discard(name)
         if name in state.functions:
             state.functions[name] = None
     return None
@@ -190,6 +198,7 @@ def declare(script: Script, command: str, written: Sequence[str]) -> bool | None
     # References, integers and the like change what every later assignment means.
     if flags - {"-a", "-x", "-r"}:
         return _refuse(script, [command, *written])
+    names: set[str] = set()
     for word in written:
         if word in flags:
             continue
@@ -199,6 +208,10 @@ def declare(script: Script, command: str, written: Sequence[str]) -> bool | None
             state.forget(f"line {script.line} runs {command} {word}")
             continue
         name = match[0]
+        # All words are expanded before the first is assigned.
+        if names.intersection(NAME.findall(rest)):
+            return _refuse(script, [command, *written])
+        names.add(name)
         is_new = command in ("local", "declare", "typeset") and bool(state.frames)
         if is_new and name not in state.frames[-1]:
             if rest.startswith("+="):
@@ -218,9 +231,9 @@ def declare(script: Script, command: str, written: Sequence[str]) -> bool | None
 BUILTINS: Mapping[str, Builtin] = {
     **dict.fromkeys(HARMLESS, _harmless),
     **dict.fromkeys(("read", "mapfile", "readarray", "getopts"), _reads),
-    **dict.fromkeys(("source", ".", *_OF_SOFTWARE), _source),
+    **dict.fromkeys(("source", ".", "kill", *_OF_SOFTWARE), _source),
     **dict.fromkeys(("break", "continue"), _leaves_loop),
-    **dict.fromkeys(("hash", "enable", "builtin"), _refuse),
+    **dict.fromkeys(("hash", "enable", "builtin", "coproc"), _refuse),
     "echo": _echo,
     "printf": _printf,
     "wait": _printf,

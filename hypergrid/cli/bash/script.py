@@ -136,6 +136,7 @@ class Script(Expander):
             if self.state is None:
                 break
             if number + 1 < len(nodes) and nodes[number + 1].type == "&":
+                self._check_lines(node)
                 self.apart(partial(self._statement, node))
                 status = True
             else:
@@ -310,6 +311,7 @@ class Script(Expander):
     def _list(self, node: Node) -> Status:
         """``a && b``, ``a || b``."""
         first, second = (child for child in node.named_children if child.type != "comment")
+        self._check_lines(second)
         is_and = any(child.type == "&&" for child in node.children)
         line = self._line_of(second)
         status = self._statement(first)
@@ -321,6 +323,7 @@ class Script(Expander):
         return self._statement(second) if status == is_and else status
 
     def _negated(self, node: Node) -> Status:
+        self._check_lines(node)
         status = self._statements(node.children[1:])
         return None if status is None else not status
 
@@ -333,6 +336,7 @@ class Script(Expander):
         return self.apart(lambda: self._statements(node.children))
 
     def _pipeline(self, node: Node) -> Status:
+        self._check_lines(node)
         for child in node.named_children:
             self.apart(partial(self._statement, child))
         self.output = None
@@ -340,7 +344,10 @@ class Script(Expander):
 
     def _function(self, node: Node) -> Status:
         name = _part(node, "name")
-        self.state.functions[self._text_of(name)] = (node, self._source)
+        text = self._text_of(name)
+        if text in _FIRST_WORDS:
+            self._refuse(node)
+        self.state.functions[text] = (node, self._source)
         return True
 
     def _test(self, node: Node) -> Status:
@@ -348,10 +355,13 @@ class Script(Expander):
 
     def _redirected(self, node: Node) -> Status:
         body = node.child_by_field_name("body")
+        may_fail = False
         for redirect in node.named_children:
             if redirect == body:
                 continue
             text = self._text_of(redirect)
+            is_file = redirect.type == "file_redirect"
+            may_fail |= is_file and not re.search(r"(/dev/null|&[0-9-])$", text)
             has_command = redirect.type == "heredoc_redirect" and any(
                 child.type not in ("heredoc_start", "heredoc_body", "heredoc_end", "file_redirect")
                 for child in redirect.named_children
@@ -360,14 +370,17 @@ class Script(Expander):
                 self._refuse(redirect)
             self._check_redirection(text)
         self.output = None
+        status: Status = True
         if body is None:
-            return True
-        if body.type in _SIMPLE:
+            pass
+        elif body.type in _SIMPLE:
             # The parser takes words behind a redirection for a part of it.
             heredoc = next((c for c in node.named_children if c.type == "heredoc_redirect"), None)
             end = node.end_byte if heredoc is None else heredoc.start_byte
-            return self._simple(self._source[node.start_byte : end].decode())
-        return self._statement(body)
+            status = self._simple(self._source[node.start_byte : end].decode())
+        else:
+            status = self._statement(body)
+        return None if may_fail else status
 
     def _check_redirection(self, text: str) -> None:
         """An expansion in a redirection assigns for some commands and not for others."""
@@ -383,6 +396,17 @@ class Script(Expander):
 
     def _command(self, node: Node) -> Status:
         return self._simple(self._text_of(node))
+
+    def _check_lines(self, node: Node) -> None:
+        """The parser joins ``true || A=1 B=2`` with the next line, which bash does not."""
+        last = node
+        while last.type in _OF_PARTS:
+            last = last.named_children[-1]
+        body = last.child_by_field_name("body")
+        is_simple = last.type in _SIMPLE or (body is not None and body.type in _SIMPLE)
+        has_document = any(child.type == "heredoc_redirect" for child in last.children)
+        if is_simple and not has_document and len(commands_in(self._text_of(last)).words) > 1:
+            self._refuse(last)
 
     def _simple(self, text: str) -> Status:
         """Simple commands, one a line."""
@@ -407,6 +431,10 @@ class Script(Expander):
             statuses = [self.assign(assignment) for assignment in assignments]
             return None if None in statuses else True
         command, *arguments = written[count:]
+        for assignment in assignments:
+            self._check_redirection(assignment)
+        if assignments and command in _FIRST_WORDS:
+            raise ScriptError(f"line {self.line} of the launch line has words before {command}.")
         if command == "time":  # a word of the shell: what follows is run in it
             return self.simple(arguments[1:] if arguments[:1] == ["-p"] else arguments)
         if command in ("[", "test"):
@@ -468,10 +496,17 @@ class Script(Expander):
             # Whether they last depends on the command, and on POSIX's rules.
             for assignment in assignments:
                 self.assign(assignment)
-            names = map(_name_of, assignments)
-            self.state.lose(names, f"line {self.line} assigns it for one command")
-        if name in functions:
-            return self.nested(lambda: self._call(name, words[1:]))
+            names = [_name_of(assignment) for assignment in assignments]
+            why = f"line {self.line} assigns it for one command"
+            self.state.lose(names, why)
+            status: Status = None
+            if name in functions:
+                status = self.nested(lambda: self._call(name, words[1:]))
+            elif builtin is not None:
+                status = builtin(self, words)
+            if self.state is not None:
+                self.state.lose(names, why)
+            return status
         if builtin is not None:
             return builtin(self, words)
         self.output = None
@@ -482,8 +517,9 @@ class Script(Expander):
         state = self.state
         function = state.functions[name]
         if function is None:
-            state.forget(f"line {self.line} calls {name}, which is not known")
+            why = f"line {self.line} calls {name}, which is not known"
             self.output = None
+            self.program([self._hole(name, why=why), *arguments])
             return None
         node, source = function
         outer_left, outer_in_loop, outer_line = self.left, self.is_in_loop, self._outer_line
@@ -517,6 +553,10 @@ class Script(Expander):
         if place:
             self._shell(words, place, environment)
             return
+        if re.search(r"(^|/)(ba)?sh( -.*)?$", " ".join(map(plain, words))):
+            raise ScriptError(
+                f"line {line} of the launch line starts a shell that reads its script."
+            )
         holes = entry.holes
         variables = {}
         for name, value in environment.variables.items():
@@ -536,6 +576,7 @@ class Script(Expander):
             "it is assigned, and perhaps not exported",
         )
         inner.functions = dict.fromkeys(inner.functions)
+        inner.frames = []
         inner.variables[POSITIONAL] = words[place + 2 :]
         texts = [plain(word).rpartition("/")[2] for word in words[:place]]
         shell = max(i for i, text in enumerate(texts) if text in ("bash", "sh"))
@@ -590,6 +631,9 @@ def _script_place(words: Sequence[str]) -> int:
     return 0
 
 
+_OF_PARTS = ("list", "pipeline", "negated_command")
+# Of commands that are not looked up by their name.
+_FIRST_WORDS = {"[", "test", "time", *builtins.DECLARING}
 _SIMPLE = {
     "command",
     "variable_assignment",

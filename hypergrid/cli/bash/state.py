@@ -75,7 +75,9 @@ class State:
         texts = [value] if isinstance(value, str) else value or []
         if sum(map(len, texts)) > LONGEST:
             raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
-        if name in self.constants or name in _OF_THE_SHELL:
+        if name in self.constants:
+            raise ScriptError(f"line {line} of the launch line assigns {name}, which is readonly.")
+        if name in _OF_THE_SHELL:
             self.forget(f"line {line} assigns {name}")
         self.variables["IFS" if name in _OF_THE_SHELL else name] = value
 

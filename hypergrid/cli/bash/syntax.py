@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 def check_length(text: str) -> bytes:
-    """The text in bytes; a ScriptError if it is too long to be read."""
+    """The text in bytes; a ScriptError if it cannot be read."""
     if len(text) > LONGEST:
         raise ScriptError(f"the launch line is longer than {LONGEST:,} characters.")
+    if re.search(r"(?<!\\)\\[ \t]+\n", text):
+        raise ScriptError("the launch line has a blank between a backslash and the line's end.")
     try:
         return text.encode()
     except UnicodeEncodeError:

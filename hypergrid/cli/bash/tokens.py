@@ -17,11 +17,11 @@ _OUTSIDE = re.compile(
     | (?P<quote>") | {_EXPANSIONS} | (?P<process>[<>]\()
     | (?P<redirect>&>>?|>>|>&|<&|<<<|<>|>\||>|<)
     | (?P<comment>(?<![^\s;(])\#[^\n]*) | (?P<newline>\n) | (?P<blank>[ \t]+) | (?P<list>\()
-    | (?P<plain>[\w./:=,+@%^-]+|.)""",
+    | (?P<plain>[\w./:=,+@%^-]+|\$\[|.)""",
     re.S | re.X,
 )
 _IN_QUOTES = re.compile(
-    rf"""(?P<escape>\\[$`"\\\n]) | (?P<quote>") | {_EXPANSIONS} | (?P<plain>[^$`"\\]+|.)""",
+    rf"""(?P<escape>\\[$`"\\\n]) | (?P<quote>") | {_EXPANSIONS} | (?P<plain>[^$`"\\]+|\$\[|.)""",
     re.S | re.X,
 )
 _CLOSING = {"sum": ")", "substitution": ")", "process": ")", "list": ")", "braces": "}"}
@@ -52,6 +52,8 @@ def tokens(text: str, start: int = 0, in_quotes: bool = False) -> Iterator[Token
         kind = match.lastgroup
         content = match[0]
         end = match.end()
+        # A lone backslash, and a sum as it was once written.
+        _check(content not in ("\\", "$["), text, place)
         if kind == "quote" and in_quotes:
             kind = "plain"
         elif kind == "quote":
@@ -120,10 +122,14 @@ def commands_in(text: str) -> Commands:
         written = text[token.start : token.end]
         if token.kind == "escape" and token.content == "\\\n":
             continue
+        # A substitution that seems to end at the bracket of a `case`.
+        _check(token.in_quotes or token.content != ")", text, token.start)
         if token.in_quotes or token.kind not in ("blank", "comment", "newline", "redirect"):
             word += written
             continue
         is_descriptor = token.kind == "redirect" and word.isdigit()
+        # The number of a file goes to a variable.
+        _check(not (token.kind == "redirect" and word.startswith("{")), text, token.start)
         if word and not is_descriptor:
             (targets if is_target else lines[-1]).append(word)
         if word or token.kind == "redirect":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from hypergrid.cli.bash.arithmetic import UnknownSumError, evaluated
 from hypergrid.cli.bash.state import NAME, POSITIONAL, State
 from hypergrid.cli.bash.tokens import Token, tokens
-from hypergrid.cli.bash.values import OPEN, Hole, is_unknown, opened, plain
+from hypergrid.cli.bash.values import OPEN, Hole, ScriptError, is_unknown, opened, plain
 
 _BRACES = re.compile(r"(#?)(\w+|[@*#])(?:\[(.*?)\])?((:?[-+=?])(.*))?", re.S)
 _NUMBER = re.compile(r"[ \t]*(-?(?:0|[1-9]\d{0,17}))[ \t]*")
@@ -88,7 +88,7 @@ class Expander:
             self._add(fields, token)
             if token.kind in ("plain", "list") and not token.in_quotes:
                 bare += token.content
-        if re.match(r"~|[^=]*=~", bare):
+        if re.search(r"(\A|[=:])~", bare):
             fields.add(self._hole(written, "HOME"))
         is_pattern = _PATTERN.search(bare) and not written.startswith("-")
         if splits and (is_pattern or _BRACE_LIST.search(bare)):
@@ -117,13 +117,19 @@ class Expander:
                 fields.add(self._ansi(token.content))
             case "plain" | "blank" | "newline":
                 fields.add(token.content)
+            case "process":
+                self.output_of(token.content)
+                fields.add(self._hole(token.content))
             case _:
                 if MAY_ASSIGN.search(token.content):
                     self.state.forget(f"line {self.line} is not understood")
                 fields.add(self._hole(token.content) + OPEN)
 
     def _add_values(self, fields: _Fields, token: Token, values: list[str]) -> None:
-        is_list = token.content in ("$@", "@") or token.content.endswith("[@]")
+        is_list = re.match(r"\$?@|\w+\[@\]", token.content) is not None
+        if re.search(r"['\"\\]", token.content) and " ".join(values).split() != values:
+            # Quotes in ${X:-"a b"} keep words together.
+            values = [self._hole(token.content) + OPEN]
         if not fields.splits:
             fields.add(" ".join(values))
         elif token.in_quotes and is_list:
@@ -162,20 +168,28 @@ class Expander:
         """The values of ``name[index]``: one, or those of a list."""
         state = self.state
         if name in ("@", "*"):
-            return _of_list(state.values(POSITIONAL), name)
+            return self._of_list(state.values(POSITIONAL), name)
         if name == "#":
             return [self._length(state.values(POSITIONAL), "$#")]
         if name.isdigit() and name != "0" and name not in state.fixed:
             return [self._element(state.values(POSITIONAL), int(name) - 1, name)]
         value = state.value(name)
         if index in ("@", "*"):
-            return _of_list(state.values(name), index)
+            return self._of_list(state.values(name), index)
         if isinstance(value, str) and index is None:
             return [value]
         place = self.number(self.text(index or "0"))
         if isinstance(place, Hole):
             return [self._hole(f"${name}[{index}]", place.name, place.why)]
         return [self._element(state.values(name), place, name)]
+
+    def _of_list(self, values: list[str], index: str) -> list[str]:
+        """``$*`` in quotes is one word."""
+        if index == "@" or any(OPEN in value for value in values):
+            return values
+        if "IFS" in self.state.variables and len(values) > 1:
+            return [self._hole("$IFS", why="it is assigned") + OPEN]
+        return [" ".join(values)]
 
     def _element(self, values: list[str], place: int, name: str) -> str:
         before = values[: place + 1] if place >= 0 else values
@@ -202,19 +216,23 @@ class Expander:
             names = NAME.findall(content)
             if MAY_ASSIGN.search(content):
                 self.state.forget(f"line {self.line} uses {plain(written)}")
-            return [self._hole(written, names[0] if names else "")]
+            is_list = "@" in content or "!" in content
+            return [self._hole(written, names[0] if names else "") + OPEN * is_list]
         length, name, index, tail, operator, operand = match.groups()
         if length and index in ("@", "*"):
             return [self._length(self.state.values(name), written)]
         values = self._named(name, index)
         if length:
             text = " ".join(values)
-            return [self._open_hole(written, values) if is_unknown(text) else str(len(text))]
+            if is_unknown(text):
+                return [self._open_hole(written, values)]
+            # Characters or bytes, by the locale.
+            return [str(len(text)) if text.isascii() else self._hole(written)]
         if not tail:
             return values
         # Whether $1 or an element is set is not followed, only whether it is empty.
         if ":" not in operator and (index is not None or not name.isidentifier()):
-            return [self._hole(written, name)]
+            return [self._hole(written, name) + OPEN * (index == "@" or name == "@")]
         return self._chosen(name, operator, operand, values)
 
     def _chosen(self, name: str, operator: str, operand: str, values: list[str]) -> list[str]:
@@ -234,13 +252,15 @@ class Expander:
                 state.lose([name], f"line {self.line} uses {plain(written)}")
             if MAY_ASSIGN.search(operand):
                 state.forget(f"line {self.line} uses {plain(written)}")
-            return [self._open_hole(written, values)]
+            return [self._open_hole(written, values) + OPEN * (OPEN in text)]
         else:
             is_absent = ":" in operator or state.value(name) is None
         if operator[-1] == "+":
             return [] if is_absent else [self.text(operand)]
         if not is_absent:
             return values
+        if operator[-1] == "?":
+            raise ScriptError(f"line {self.line} of the launch line ends at {plain(written)}.")
         default = self.text(operand)
         if operator[-1] == "=":
             state.assign(name, default, self.line)
@@ -303,9 +323,3 @@ class Expander:
             self.state.forget(why)
         if MAY_ASSIGN.search(text):
             self.state.lose(names, why)
-
-
-def _of_list(values: list[str], index: str) -> list[str]:
-    """``$*`` in quotes is one word."""
-    is_open = any(OPEN in value for value in values)
-    return [" ".join(values)] if index == "*" and not is_open else values
