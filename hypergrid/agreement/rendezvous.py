@@ -35,7 +35,8 @@ from hypergrid.messages import few, one_line
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
-_SILENCE = 3.0  # seconds without an answer, after which a rank that arrived has ended
+_UNTIL_SET = timedelta(seconds=4)  # for the outcome of a rank that has decided
+_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
 _KEYS = (
     "arrived",
     "closed",
@@ -128,8 +129,8 @@ class Phase:
         return True
 
     def is_decided(self) -> bool:
-        """Whether a rank has decided: before all have arrived, on a failure."""
-        return self.store.check(["closed"])
+        """Whether there is an outcome: before all ranks have arrived, a failure."""
+        return self.store.check(["outcome"])
 
     def ask(self) -> None:
         """Let all ranks say in full what they arrived with: their ``outcome`` is ``compared``."""
@@ -153,20 +154,26 @@ class Phase:
             Gives the outcome if ranks differ.
         """
         try:
-            wait(self.store, ["outcome"], timeout, len(self.ranks), given_up=self.is_decided)
+            wait(self.store, ["outcome"], timeout, len(self.ranks))
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
                 self._some_are_absent = True
                 return self._call_roll(absent)
-            # The rank that has decided may have ended before all could read its outcome.
-            decision = peek(self.store, "closed")
-            self.store.set("outcome", decision.partition(" ")[2])
+            self._adopt_decision()
         outcome = peek(self.store, "outcome")
         if outcome == _ROLL_CALL:
             self._some_are_absent = True
             self._answer()
             return self._final(lambda: absent(self._missing()))
         return compared() if outcome == _COMPARE else outcome
+
+    def _adopt_decision(self) -> None:
+        """Another rank has decided. It may have ended before it could set the outcome."""
+        try:
+            wait(self.store, ["outcome"], _UNTIL_SET, len(self.ranks))
+        except RuntimeError:
+            decision = peek(self.store, "closed")
+            self.store.set("outcome", decision.partition(" ")[2])
 
     def _final(self, decide: Callable[[], str]) -> str:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import stat
@@ -264,10 +265,11 @@ def _places(store: Store) -> list[tuple[int, int]]:
     served = innermost(store)
     if not hasattr(served, "port"):
         return []
+    addresses = _addresses(served.host)
 
     def leads_there(connection: socket.socket) -> bool:
-        # Another host's socket may have this port: then it notices a dead link too.
-        return bool(connection.getpeername()[1] == served.port)
+        host, port = connection.getpeername()[:2]
+        return port == served.port and _plain(host) in addresses
 
     return _sockets(leads_there)
 
@@ -290,6 +292,18 @@ def innermost(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+@functools.cache
+def _addresses(host: str) -> set[str]:
+    name = host.encode() if host.isascii() else host  # text would load the codec of foreign names
+    with suppress(OSError):  # no such name any more
+        return {_plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None)}
+    return set()
+
+
+def _plain(address: str) -> str:
+    return address.removeprefix("::ffff:")  # IPv4 in IPv6
 
 
 def _sockets(wanted: Callable[[socket.socket], bool]) -> list[tuple[int, int]]:

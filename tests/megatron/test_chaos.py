@@ -12,7 +12,6 @@ from tests.support.chaos import Case, Seen
     "case",
     [
         Case(4, "exception", "initialise", 2, 0.5, 2.0, False, 2),
-        Case(4, "kill", "create", 1, 0.5, 2.0, False, 2),
         Case(4, "interrupt", "destroy", 3, 0.6, 2.0, True, 2),
         Case(4, "fork", "initialise", 0, 0.7, 2.0, True, 1),
         Case(4, "thread", "create", 1, 0.6, 2.0, False, 1),
