@@ -118,7 +118,6 @@ def test_words_are_those_that_bash_makes_of_them():
         "cp x y || TP=4",
         "source env.sh",
         "module load cuda",
-        "f() { TP=4; }\nf\nunset -f f\nf",
         "printf -v TP 4",
         "TP=$1",
         "read TP",
