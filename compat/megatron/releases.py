@@ -19,6 +19,7 @@ from hypergrid.messages import shown
 Version = tuple[int, int]
 Span = tuple[Version, Version]  # the first and the last release with a behaviour
 F = TypeVar("F", bound=Callable[..., object])
+T = TypeVar("T")
 
 # THE LIST of releases: the last one of each line, with which the tests compare. Whatever depends on
 # the newest, in scripts and tests too, takes it from here.
@@ -44,7 +45,7 @@ def _since(first: Version) -> Span:
 _FIRST: dict[Version, str] = {  # ... and from which release on
     (0, 13): """
         create_hierarchical_groups overwrite_nccl_comm_cfgs high_priority_stream_groups vp_stage
-        get_intra_distributed_optimizer_instance_group
+        get_intra_distributed_optimizer_instance_group HAVE_EINOPS
         get_inter_distributed_optimizer_instance_group
         partial_expert_data_parallel get_expert_data_parallel_group.check_initialized
         get_model_parallel_group.check_initialized get_embedding_group.check_initialized
@@ -133,6 +134,9 @@ BEFORE = {"with_gtp_remat": "partial_"}
 
 # Defaults that differ from those in parallel_state.py, and in which releases.
 DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": (_until((0, 12)), False)}
+
+# Functions that so begin take over the constant defaults of the source.
+_TAKE_DEFAULTS = ("initialize_model_parallel", "get_", "is_", "has_", "model_parallel_is")
 
 # Other behaviour of releases, by name; or the name above that comes and goes with it.
 FACTS: dict[str, Span | str] = {
@@ -259,36 +263,6 @@ def in_words() -> str:
     return said
 
 
-def check_replaced(ours: Mapping[str, Any]) -> None:
-    """Refuse to stand in for a ``parallel_state.py`` that has what the module ``ours`` lacks.
-
-    RuntimeError with the names; a warning where a release was asked for.
-    """
-    source = SOURCE or imported_source()
-    if source is None:
-        return
-    lacking = [name for name in source.private if name not in ours]
-    for name, arguments in source.arguments.items():
-        if name.startswith("_"):
-            continue
-        taken = inspect.signature(ours[name]).parameters if name in ours else ()
-        missing = [f"{name}({each}=)" for each in arguments if each not in taken]
-        lacking += missing if name in ours else [f"{name}()"]
-    if not lacking:
-        return
-    text = (
-        f"megatron's own parallel_state has {', '.join(sorted(lacking))}, and hypergrid's has not, "
-        f"which follows megatron-core {in_words()}; read in {source.path}."
-    )
-    if os.environ.get(ASKED):
-        warnings.warn(f"{text} {ASKED} asks for this.", stacklevel=2)
-        return
-    raise RuntimeError(
-        f"{text} Use a hypergrid that knows this megatron; or, if your code uses none of that, set "
-        f"{ASKED}={RELEASE[0]}.{RELEASE[1]}."
-    )
-
-
 def drop_absent(names: dict[str, Any]) -> None:
     """Remove from a module's names those that the release does not have."""
     for name in [name for name in names if not has(name)]:
@@ -301,6 +275,42 @@ def follow(text: str | None = None) -> None:
     asked = "--megatron"
     RELEASE, SOURCE, ORIGIN = _FOUND if text is None else (_known(text, asked), None, asked)
     RELEASE_HAS.update(facts())
+
+
+def _other_defaults(function: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The constant defaults of the source's function that differ from the ``known`` ones.
+
+    Of initialisation and of getters. Initialisation leaves out arguments of other functions, such
+    as ``create_group``, on which another default would then have no effect.
+    """
+    if SOURCE is None or not function.startswith(_TAKE_DEFAULTS):
+        return {}
+    written = SOURCE.defaults.get(function, {})
+    return {
+        name: default
+        for name, default in written.items()
+        if known.get(name, inspect.Parameter.empty) is not inspect.Parameter.empty
+        and known[name] != default
+    }
+
+
+def take_defaults(names: dict[str, Any]) -> None:
+    """Give the functions among a module's names the constant defaults of the source's."""
+    for name in () if SOURCE is None else SOURCE.defaults.keys() & names.keys():
+        parameters = inspect.signature(names[name]).parameters
+        if _other_defaults(name, {key: row.default for key, row in parameters.items()}):
+            names[name] = as_released(names[name])
+
+
+def take_field_defaults(function: str) -> Callable[[type[T]], type[T]]:
+    """Give the fields of a class the constant defaults of a function of the source."""
+
+    def take(fields: type[T]) -> type[T]:
+        for name, default in _other_defaults(function, vars(fields)).items():
+            setattr(fields, name, default)
+        return fields
+
+    return take
 
 
 def as_released(function: F) -> F:
@@ -325,6 +335,7 @@ def as_released(function: F) -> F:
         for n, (span, default) in DEFAULTS.items()
         if n in written and _is_in(span, RELEASE)
     }
+    now |= _other_defaults(name, now)
     named = [n for n in parameters if n not in placed and (EVERY or n not in always)]
     released: Any = function
     if now != written or [*placed, *named] != [*parameters]:
