@@ -43,7 +43,7 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
             from megatron.core import __version__ as release
             from megatron.core.parallel_state import RankGenerator
         from compat import parallel_state
-        from compat.megatron.drift import refuse_drift
+        from compat.swap.drift import refuse_drift
 
         refuse_drift("megatron.core.parallel_state", vars(parallel_state))
     except RuntimeError as error:

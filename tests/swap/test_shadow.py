@@ -41,26 +41,63 @@ def test_beside_broken_copies_of_stock_it_finds_each_difference_that_shows(relea
 
 
 JOB = """
-    import datetime, os, sys
+    import datetime, os, sys, time
+    import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
     from megatron.core import parallel_state
 
+    rank = int(os.environ["RANK"])
+    plain = parallel_state.create_group
     if "late" in sys.argv:
-        plain = parallel_state.create_group
         def create_group(*args, **kwargs):
-            if kwargs.get("group_desc") == "TENSOR_MODEL_PARALLEL_GROUP" and 3 in args[0]:
-                kwargs["timeout"] = datetime.timedelta(minutes=7)
+            kwargs["timeout"] = kwargs.get("timeout") or datetime.timedelta(days=208)
             return plain(*args, **kwargs)
         parallel_state.create_group = create_group
+    if "any" in sys.argv:
+        new_group = dist.new_group
+        dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs)
+    if "generator" in sys.argv:
+        class Generator(parallel_state.RankGenerator):
+            def get_ranks(self, token):
+                lists = [super().get_ranks(token)]
+                dist.broadcast_object_list(lists, src=0)
+                return lists[0]
+        parallel_state.RankGenerator = Generator
+    if "other" in sys.argv:
+        # As a broken copy of stock: the group's timeout is no longer the one that is asked for.
+        late = (lambda ranks, **kwargs: plain(ranks, **{**kwargs, "timeout": LATE})
+                if kwargs.get("group_desc") == "TENSOR_MODEL_PARALLEL_GROUP" and 3 in ranks
+                else plain(ranks, **kwargs))
+        LATE = datetime.timedelta(minutes=7)
+        code = parallel_state.initialize_model_parallel.__wrapped__
+        vars(parallel_state)["create_group"] = late
+        from compat.swap import shadow
+        parallel_state.initialize_model_parallel = code
+        shadow.watch(parallel_state)
 
+    if "nothing" in sys.argv:
+        sys.exit()
     dist.init_process_group("gloo")
     before = c10d._world.group_count
-    parallel_state.initialize_model_parallel(2, 2)
-    if dist.get_rank() == 0:
+    sizes = {"virtual_pipeline_model_parallel_size": 2} if "interleaved" in sys.argv else {}
+    sizes |= {"order": "tp-xp"} if "refused" in sys.argv else {}
+    if "dead" in sys.argv and rank == 2:
+        time.sleep(1)
+        os._exit(0)
+    if "dead" in sys.argv:
+        # Stock waits for no rank while it creates groups of which the dead one is no member.
+        c10d._store_based_barrier = lambda *args, **kwargs: None
+        c10d._new_process_group_helper = lambda *args, **kwargs: (None, None)
+        dist.new_group = lambda *args, **kwargs: None
+    begun = time.monotonic()
+    parallel_state.initialize_model_parallel(2, 2, **sizes)
+    print(f"rank {rank} waited {time.monotonic() - begun:.0f} s")
+    if rank == 0:
         print(f"{parallel_state.__name__} made {c10d._world.group_count - before} groups")
-    dist.barrier()
-    dist.destroy_process_group()
+    if "dead" not in sys.argv:
+        dist.barrier()
+        dist.destroy_process_group()
 """
 
 
