@@ -21,8 +21,8 @@ _WAIT = 10.0  # seconds for the answers of the other ranks
 _COMPARED = (
     "Compared: names, arguments and defaults of the replaced modules; of the groups the ranks, "
     "backend, description, timeout and options; aliases; the results of all getters, also with "
-    "flags and vp_stage; with replaced functions, the order of their calls. Not compared: groups of "
-    "HyperCommGrid and groups that are created later."
+    "flags and vp_stage; with replaced functions, the order of their calls. Not compared: groups "
+    "of HyperCommGrid and groups that are created later."
 )
 _store: Any = None  # that the ranks share, kept for the end of the process
 _failure = ""  # of the last initialisation, in words

@@ -1,12 +1,21 @@
 """A shadow run: stock runs the job, and what hypergrid would have created is compared with it."""
 
 import datetime
+import functools
+import os
 import textwrap
+import threading
+import time
 
 import pytest
+import torch.distributed as dist
 
+from compat import members_only
+from compat.swap import answers, shadow
+from tests.parity.repairs import replaced
 from tests.support import ROOT, warm
-from tests.support.stock import MAIN
+from tests.support.forked import run_ranks
+from tests.support.stock import MAIN, load_stock, source
 
 TODAY = f"{datetime.date.today():%Y%m%d}"
 # What the first initialisation of a job shows; others raise, or show after a destroy.
@@ -48,56 +57,17 @@ JOB = """
     from megatron.core import parallel_state
 
     rank = int(os.environ["RANK"])
-    plain = parallel_state.create_group
-    if "late" in sys.argv:
-        def create_group(*args, **kwargs):
-            kwargs["timeout"] = kwargs.get("timeout") or datetime.timedelta(days=208)
-            return plain(*args, **kwargs)
-        parallel_state.create_group = create_group
-    if "any" in sys.argv:
-        new_group = dist.new_group
-        dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs)
-    if "generator" in sys.argv:
-        class Generator(parallel_state.RankGenerator):
-            def get_ranks(self, token):
-                lists = [super().get_ranks(token)]
-                dist.broadcast_object_list(lists, src=0)
-                return lists[0]
-        parallel_state.RankGenerator = Generator
-    if "other" in sys.argv:
-        # As a broken copy of stock: the group's timeout is no longer the one that is asked for.
-        late = (lambda ranks, **kwargs: plain(ranks, **{**kwargs, "timeout": LATE})
-                if kwargs.get("group_desc") == "TENSOR_MODEL_PARALLEL_GROUP" and 3 in ranks
-                else plain(ranks, **kwargs))
-        LATE = datetime.timedelta(minutes=7)
-        code = parallel_state.initialize_model_parallel.__wrapped__
-        vars(parallel_state)["create_group"] = late
-        from compat.swap import shadow
-        parallel_state.initialize_model_parallel = code
-        shadow.watch(parallel_state)
-
+    if "late" in sys.argv and rank > 1:
+        parallel_state.timedelta = lambda minutes: datetime.timedelta(minutes=minutes + 1)
     if "nothing" in sys.argv:
         sys.exit()
     dist.init_process_group("gloo")
     before = c10d._world.group_count
-    sizes = {"virtual_pipeline_model_parallel_size": 2} if "interleaved" in sys.argv else {}
-    sizes |= {"order": "tp-xp"} if "refused" in sys.argv else {}
-    if "dead" in sys.argv and rank == 2:
-        time.sleep(1)
-        os._exit(0)
-    if "dead" in sys.argv:
-        # Stock waits for no rank while it creates groups of which the dead one is no member.
-        c10d._store_based_barrier = lambda *args, **kwargs: None
-        c10d._new_process_group_helper = lambda *args, **kwargs: (None, None)
-        dist.new_group = lambda *args, **kwargs: None
-    begun = time.monotonic()
-    parallel_state.initialize_model_parallel(2, 2, **sizes)
-    print(f"rank {rank} waited {time.monotonic() - begun:.0f} s")
-    if rank == 0:
+    parallel_state.initialize_model_parallel(3 if "refused" in sys.argv else 2, 2)
+    if dist.get_rank() == 0:
         print(f"{parallel_state.__name__} made {c10d._world.group_count - before} groups")
-    if "dead" not in sys.argv:
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 """
 
 
@@ -118,9 +88,9 @@ def run_job(tmp_path, *arguments, fails=False, launch=("-m", "compat.launch"), *
 def test_stock_runs_the_job_and_one_line_says_that_nothing_differs(tmp_path):
     out = run_job(tmp_path, "--shadow")
     (said,) = (line for line in out.splitlines() if line.startswith("hypergrid"))
-    assert said == (
+    assert said.startswith(
         "hypergrid (shadow): would have created the same groups on all 4 ranks: 20 groups on this "
-        "one, 53 -> 20 calls of new_group."
+        "one, 53 -> 20 calls of new_group. Compared: names, arguments and defaults of the replaced "
     )
     assert "megatron.core.parallel_state made 53 groups" in out
 
@@ -130,7 +100,7 @@ def test_a_difference_is_told_by_rank_and_field_and_the_job_goes_on(tmp_path):
     assert "(shadow): would differ from stock on 2 of 4 ranks. Stock's groups are used." in out
     for rank in (2, 3):
         assert (
-            f"rank {rank}: TENSOR_MODEL_PARALLEL_GROUP: timeout is 0:07:00 with stock, and would "
+            f"rank {rank}: TENSOR_MODEL_PARALLEL_GROUP: timeout is 0:31:00 with stock, and would "
             f"be 0:30:00." in out
         )
     assert "megatron.core.parallel_state made 53 groups" in out
@@ -157,21 +127,298 @@ def test_what_a_shadow_run_cannot_obey_is_refused(tmp_path):
     assert done.returncode == 2 and "--no-swap switches off: remove one" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [
+        ("nothing", "rank 0: nothing was compared: the script did not call"),
+        ("refused", "nothing was compared: initialize_model_parallel failed, RuntimeError: "),
+    ],
+)
+def test_a_run_without_an_initialisation_says_so_in_one_line(tmp_path, argument, why):
+    out = run_job(tmp_path, "--shadow", argument, fails=argument == "refused")
+    (said,) = (line for line in out.splitlines() if line.startswith("hypergrid"))
+    assert why in said
+
+
+def test_a_function_that_hypergrid_lacks_is_the_first_thing_that_is_said(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    for name in ("utils", "inference/__init__", "inference/symmetric_memory"):
+        (core / name).parent.mkdir(exist_ok=True)
+        (core / f"{name}.py").write_text(
+            "GlobalMemoryBuffer = GlobalSymmetricMemoryBuffer = SymmetricMemoryManager = dict\n"
+            "is_torch_min_version = lambda version, check_equality=True: True\n"
+        )
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\n")
+    more = "\n\nif True:\n    def get_router_group():\n        return None\n"
+    (core / "parallel_state.py").write_text(source("0.16.1") + more)
+    out = run_job(tmp_path, "--shadow", PYTHONPATH=str(tmp_path))
+    assert "(shadow): would differ from stock on 4 of 4 ranks" in out
+    assert "the swap refuses this megatron: megatron's own parallel_state differs" in out
+    assert "get_router_group() is unknown" in out
+
+
+def unanswered(rank, strict):
+    """What rank 0 prints, and how long each rank waits, where rank 2 does not answer."""
+    printed = []
+    answers._WAIT = 1
+    answers.print = lambda text, flush: printed.append(text)
+    os.environ["HYPERGRID_SHADOW"] = "strict" if strict else "1"
+    raised = ""
+    begun = time.monotonic()
+    with answers.failure_noted():
+        pass
+    try:
+        if rank != 2:
+            answers.report(1, range(4), "20 groups", [])
+    except RuntimeError as error:
+        raised = str(error)
+    waited = time.monotonic() - begun
+    for thread in threading.enumerate():
+        if thread.name == "hypergrid shadow":
+            thread.join()
+    return printed, waited, raised
+
+
+def test_a_rank_that_does_not_answer_makes_the_run_undecided_and_nobody_waits():
+    results = run_ranks(4, unanswered, False)
+    ((line,),) = (printed for printed, *_ in results if printed)
+    assert line.startswith("hypergrid (shadow): undecided: the same groups on 3 ranks that answer")
+    assert "1 of 4 ranks did not answer: 2." in line
+    assert "on all" not in line
+    assert max(waited for _, waited, _ in results) < 0.9
+
+
+def test_in_a_strict_run_that_is_undecided_all_ranks_end_in_time():
+    results = run_ranks(4, unanswered, True)
+    for rank in (0, 1, 3):
+        _, waited, raised = results[rank]
+        assert waited < 5 and "undecided" in raised
+
+
+def shadowed(rank, replace, edits=(), sizes=None):
+    """Differences that a shadow run finds on one real rank beside an edited stock."""
+    told = []
+    stock = load_stock("0.16.1", replaced(*edits) if edits else None)
+    shadow.watch(stock, lambda *answer: told.append(answer))
+    if replace:
+        replace(stock)
+    new_group = dist.new_group
+    try:
+        if replace is through_any:
+            dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs)
+        stock.initialize_model_parallel(**(sizes or {"tensor_model_parallel_size": 2}))
+    finally:
+        dist.new_group = new_group
+    stock.destroy_model_parallel()
+    ((_, _, _, differences),) = told
+    return differences
+
+
+def through_any(stock):
+    """torch.distributed.new_group is replaced by a function of any arguments."""
+
+
+def with_a_timeout(stock):
+    plain = stock.create_group
+
+    def create_group(ranks=None, timeout=None, *args, **kwargs):
+        return plain(ranks, timeout or datetime.timedelta(days=208), *args, **kwargs)
+
+    stock.create_group = create_group
+
+
+def with_any_arguments(stock):
+    plain = stock.create_group
+    stock.create_group = lambda *args, **kwargs: plain(*args, **kwargs)
+
+
+def for_members(stock):
+    plain = stock.create_group
+
+    @members_only
+    def create_group(ranks, **kwargs):
+        return plain(ranks, **kwargs)
+
+    stock.create_group = create_group
+
+
+def with_ranks_of_another_order(stock):
+    class Generator(stock.RankGenerator):
+        def get_ranks(self, token):
+            lists = [super().get_ranks(token)]
+            dist.broadcast_object_list(lists, src=0)
+            return lists[0]
+
+    stock.RankGenerator = Generator
+
+
+def with_other_lists(stock):
+    plain = stock.generate_masked_orthogonal_rank_groups
+    stock.generate_masked_orthogonal_rank_groups = lambda *args, **kwargs: plain(*args, **kwargs)
+
+
+def wrapping(name):
+    def replace(stock):
+        plain = getattr(stock, name)
+        setattr(stock, name, functools.wraps(plain)(lambda *a, **k: plain(*a, **k)))
+
+    return replace
+
+
+EXPERTS = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
+HYBRID = {"context_parallel_size": 2, "hybrid_context_parallel": True}
+REPLACEMENTS_OF_CLIENTS = [
+    *((each, EXPERTS) for each in (with_a_timeout, with_any_arguments, for_members, through_any)),
+    *((each, INTERLEAVED) for each in (with_a_timeout, with_ranks_of_another_order, through_any)),
+    *((each, CONTEXT) for each in (with_a_timeout, with_other_lists, through_any)),
+    *((each, HYBRID) for each in (with_any_arguments, with_ranks_of_another_order)),
+    (wrapping("get_nccl_options"), EXPERTS),
+    (wrapping("create_hierarchical_groups"), CONTEXT),
+    (wrapping("create_hybrid_dp_cp_groups"), HYBRID),
+    (wrapping("default_embedding_ranks"), INTERLEAVED),
+    (wrapping("default_position_embedding_ranks"), INTERLEAVED),
+    (wrapping("_set_global_memory_buffer"), EXPERTS),
+    (wrapping("get_tensor_model_parallel_group"), EXPERTS),
+    (wrapping("initialize_model_parallel"), INTERLEAVED),
+]
+
+
+def of_clients(rank):
+    return [shadowed(rank, replace, (), sizes) for replace, sizes in REPLACEMENTS_OF_CLIENTS]
+
+
+def test_functions_that_clients_replace_are_no_false_alarm():
+    assert len(REPLACEMENTS_OF_CLIENTS) == 20
+    for rank, found in enumerate(run_ranks(4, of_clients, timeout=120)):
+        for (replace, sizes), differences in zip(REPLACEMENTS_OF_CLIENTS, found, strict=True):
+            assert not differences, (rank, replace, sizes, differences)
+
+
+# Edits of stock's source: (what is looked for, what stands there instead), and sizes that show it.
+END = "    _set_global_memory_buffer()\n\n\n"
+TP = 'group_desc="TENSOR_MODEL_PARALLEL_GROUP"'
+BROKEN = {
+    "a group more": ((END, "    create_group([0, 1], group_desc='MORE')\n" + END), EXPERTS),
+    "a second description": (
+        (END, f"    create_group([0, 1], {TP})\n" + END),
+        EXPERTS,
+    ),
+    "new_group directly": ((END, "    torch.distributed.new_group([0, 1])\n" + END), EXPERTS),
+    "new_group of c10d": (
+        (END, "    torch.distributed.distributed_c10d.new_group([0, 1])\n" + END),
+        EXPERTS,
+    ),
+    "another description": ((TP, 'group_desc="TENSOR"'), EXPERTS),
+    "another backend": ((TP, f'backend="gloo", {TP}'), EXPERTS),
+    "another timeout": (
+        ("timedelta(minutes=distributed_timeout_minutes)", "timedelta(minutes=7)"),
+        EXPERTS,
+    ),
+    "by members alone": ((TP, f"use_local_synchronization=True, {TP}"), EXPERTS),
+    "other ranks": (("('tp-cp')", "('tp-dp')"), CONTEXT),
+    "a getter of another group": (
+        ("return _CONTEXT_PARALLEL_GROUP\n", "return _TENSOR_AND_CONTEXT_PARALLEL_GROUP\n"),
+        {**CONTEXT, "context_parallel_size": 2, "hierarchical_context_parallel_sizes": [2]}
+        | {"tensor_model_parallel_size": 2},
+    ),
+    "a virtual stage": (
+        ("        if vp_stage != 0:\n", "        if vp_stage == 0:\n"),
+        INTERLEAVED,
+    ),
+    "a global of a copy": (("_EMBEDDING_GLOBAL_RANKS = embedding_ranks", "pass"), INTERLEAVED),
+    "hybrid sizes": (("range(int(log2(len(ranks))))", "range(int(log2(len(ranks))) + 1)"), HYBRID),
+    "an alias becomes a copy": (
+        (
+            "            _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _EXPERT_DATA_PARALLEL_GROUP\n",
+            "            _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = create_group(\n"
+            "                ranks, timeout=timeout, group_desc='EXPERT_DATA_PARALLEL_GROUP')\n",
+        ),
+        EXPERTS,
+    ),
+    "a rank": (
+        (
+            "    return get_tensor_model_parallel_group().rank()",
+            "    return get_tensor_model_parallel_group().rank() + 1",
+        ),
+        EXPERTS,
+    ),
+    "a size": (
+        (
+            "    return get_tensor_model_parallel_group().size()",
+            "    return get_tensor_model_parallel_group().size() + 1",
+        ),
+        EXPERTS,
+    ),
+    "a global of its own": (
+        (END, "    global _VENDORS_GROUP\n    _VENDORS_GROUP = _MODEL_PARALLEL_GROUP\n" + END),
+        EXPERTS,
+    ),
+    "a group less": (
+        ("            _HYBRID_DP_CP_GROUPS.update(", "            dict().update("),
+        HYBRID,
+    ),
+}
+
+
+def beside_broken_copies(rank):
+    return {name: shadowed(rank, None, [edit], sizes) for name, (edit, sizes) in BROKEN.items()}
+
+
+def test_each_difference_of_a_broken_copy_of_stock_is_noticed_on_some_rank():
+    results = run_ranks(4, beside_broken_copies, timeout=120)
+    noticed = {name for found in results for name, differences in found.items() if differences}
+    assert {*BROKEN} - noticed == set()
+
+
+def test_a_group_more_is_named_with_its_ranks():
+    edit, sizes = BROKEN["a group more"]
+    for rank, told in enumerate(run_ranks(4, shadowed, None, [edit], sizes)):
+        more = ["MORE of ranks [0, 1]: stock creates it, and hypergrid would not"]
+        assert told == (more if rank < 2 else [])
+
+
+def test_other_import_hooks_stay_in_place(tmp_path):
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    (tmp_path / "hook.py").write_text(
+        "import importlib.machinery, sys\n"
+        "class Loader(importlib.machinery.SourceFileLoader):\n"
+        "    def get_data(self, path):\n"
+        "        return b'def initialize_model_parallel(): return 3'\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'megatron.core.parallel_state':\n"
+        "            file = 'hooked.py'\n"
+        "            return importlib.util.spec_from_file_location(\n"
+        "                name, file, loader=Loader(name, file))\n"
+        "import importlib.util\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    code = (
+        "import hook; from compat.swap import shadow; shadow.install()\n"
+        "from megatron.core import parallel_state as ps\n"
+        "print(ps.initialize_model_parallel.__wrapped__())\n"
+    )
+    done = warm.run("-c", code, cwd=str(tmp_path), PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.stdout.splitlines()[0] == "3", done.stderr
+
+
 def test_arguments_that_hypergrid_refuses_are_a_difference_and_no_error():
     from types import ModuleType
 
-    from compat.swap import shadow
-
     stock = ModuleType("stock")
     found = []
-    stock.initialize_model_parallel = lambda new_axis_size=1: "what stock returns"
+    stock.initialize_model_parallel = lambda new_axis_size: "what stock returns"
     shadow.watch(stock, lambda *told: found.append(told))
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        assert stock.initialize_model_parallel() == "what stock returns"
+        assert stock.initialize_model_parallel(new_axis_size=2) == "what stock returns"
     finally:
         dist.destroy_process_group()
     ((_, ranks, _, (said,)),) = found
