@@ -150,7 +150,7 @@ def _defined_by(statements: Sequence[ast.AST], prefix: str) -> Iterator[Definiti
                     if isinstance(name, ast.Name):
                         yield Definition(prefix + name.id, kind, value=value)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            yield Definition(f"{prefix}{ast.unparse(node)}", "value")
+            yield Definition(f"{prefix}import *", "value")  # whose names are not known
         for block in _BLOCKS:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield from _defined_by(getattr(node, block, ()), prefix)
