@@ -14,11 +14,11 @@ from compat.megatron.planning import Request
 from compat.megatron.replaced import in_words
 from compat.planned.layouts import most_hosts
 from compat.state import ParallelState
-from hypergrid import of_torch, policy
+from hypergrid import of_torch
 from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
-from hypergrid.messages import few
+from hypergrid.messages import few, one_line
 from hypergrid.summary import dims_in_words, long_dims
 from hypergrid.topology import Topology
 
@@ -52,9 +52,7 @@ def report(state: ParallelState) -> str:
             backend = planned.group.backend or backend
         lines.append(
             f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
-            f"{few(pooled.ranks)}"
-            + (f"  = {pooled.shares}" if pooled.shares else "")
-            + ("  connects on first use" if pool.waits(pooled) else "")
+            f"{few(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
         )
     return "\n".join(lines)
 
@@ -77,7 +75,7 @@ def _on_hosts(request: Request) -> Iterator[str]:
     store = shared_store()
     if store is None or not store.check(keys):
         return
-    hosts = [value.decode() for value in get_all(store, keys)]
+    hosts = [one_line(value.decode()) for value in get_all(store, keys)]
     runs_of_host = Counter(host for host, _ in groupby(hosts))
     host = next((host for host, runs in runs_of_host.items() if runs > 1), None)
     if host is None:
@@ -99,12 +97,11 @@ def _on_hosts(request: Request) -> Iterator[str]:
 
 
 def _connected(pool: GroupPool) -> str:
-    connect, most = pool.policy.connect, policy.LARGEST_MESH
-    waiting = "" if connect == "lazy" else f"gloo groups of more than {most} ranks "
+    connect = pool.policy.connect
+    if connect == "torch":
+        return ""
     if connect == "eager":
         return ", each connected at creation"
-    if connect == "torch" or not any(pool.policy.waits(len(g.ranks)) for g in pool.groups):
-        return ""
     if pool.agreement.lazy:
-        return f", {waiting}connected on first use"
+        return ", connected on first use"
     return ", connected at once: not every rank's torch can connect on first use"

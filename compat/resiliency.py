@@ -21,7 +21,7 @@ import hypergrid
 from hypergrid.agreement.survivors import forget_life, meet_survivors
 from hypergrid.groups import closing, gloo
 from hypergrid.layout import RankLayout
-from hypergrid.messages import install_command
+from hypergrid.messages import install_command, one_line
 from hypergrid.replicas import NoReplicaError, Replicas
 from hypergrid.topology import Topology
 
@@ -120,7 +120,7 @@ class Initialize(_Initialize):
         # All ranks are in this iteration, so none of them reads the keys of the last but one.
         if rank == 0:
             forget_life(self.store, f"{_LIVES}/{state.iteration - 2}/")
-        with gloo.connecting(lambda size: None):  # reads of the store are batched
+        with gloo.connecting():  # reads of the store are batched
             dist.init_process_group(
                 store=store, rank=rank, world_size=world_size, timeout=self.timeout, **self.options
             )
@@ -186,7 +186,7 @@ def _hosts_of_processes(ctx: RankAssignmentCtx) -> list[str]:
     keys = [f"hypergrid/host/{process}" for process in range(ctx.state.world_size)]
     ctx.store.set(keys[ctx.state.rank], socket.gethostname())
     ctx.store.wait(keys, _PATIENCE)
-    return [name.decode() for name in ctx.store.multi_get(keys)]
+    return [one_line(name.decode()) for name in ctx.store.multi_get(keys)]
 
 
 def _agent_store(timeout: timedelta) -> dist.Store:

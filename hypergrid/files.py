@@ -8,11 +8,12 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hypergrid.messages import install_command
 
 LONGEST = 32 << 20  # bytes of a file
+_DEEPEST_YAML = 20
 T = TypeVar("T")
 
 
@@ -69,30 +70,36 @@ def check_private(directory: Path) -> None:
         )
 
 
+def check_yaml(text: str, most_aliases: int = 0) -> None:
+    """Refuse YAML that is nested too deeply, or whose aliases could stand for endless values.
+
+    Reads the events of the parser, before anything is built of them: the builders recurse, and the
+    C one ends the process. ValueError; ``yaml.YAMLError`` if it is no YAML. Needs PyYAML.
+    """
+    import yaml
+
+    depth = aliases = 0
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        if depth > _DEEPEST_YAML:
+            raise ValueError(f"nested more than {_DEEPEST_YAML} deep")
+        if aliases > most_aliases:
+            raise ValueError(f"more than {most_aliases} aliases")
+
+
 def decoded(text: str | bytes, kind: type[T], what: str) -> T:
     """JSON as an object of that type: of dataclasses, of TypedDicts, or of plain types.
 
     FileError, which calls the text ``what``, on anything else. Needs msgspec.
     """
-    found: T = _checked("json", text, kind, what)
-    return found
-
-
-def converted(data: Any, kind: type[T], what: str) -> T:
-    """As ``decoded``, of data; numbers may be in texts."""
-    found: T = _checked("data", data, kind, what)
-    return found
-
-
-def _checked(form: str, given: Any, kind: Any, what: str) -> Any:
     try:
         import msgspec
     except ImportError:
         raise ImportError(f"reading a file needs msgspec: {install_command('cli')}.") from None
     try:
-        if form == "json":
-            return msgspec.json.decode(given, type=kind)
-        return msgspec.convert(given, kind, strict=False)
+        return msgspec.json.decode(text, type=kind)
     except RecursionError:
         raise FileError(f"{what} is nested too deeply.") from None
     except msgspec.ValidationError as error:

@@ -31,6 +31,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def one_line(text: str) -> str:
+    """The text of somebody else inside a sentence: line breaks and tabs are written out too."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def shown_apart(one: object, other: object) -> tuple[str, str]:
     """Both as ``shown``; cut around their first difference where those are equal."""
     short = shown(one), shown(other)

@@ -11,7 +11,7 @@ import functools
 import pkgutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -254,11 +254,6 @@ def backend_of(group: ProcessGroup) -> str:
     return str(c10d._world.pg_map[group][0])
 
 
-def store_of(group: ProcessGroup) -> Store:
-    """The store through which the members of a group connect."""
-    return c10d._world.pg_map[group][1]
-
-
 def devices_of(backend: str) -> dict[str, str]:
     """The backends that torch's name ``backend`` means, by type of device, in lower case."""
     config = c10d.BackendConfig(c10d.Backend(backend))
@@ -429,9 +424,16 @@ def set_devices(options: Any, devices: list[Any]) -> None:
     options._devices = devices
 
 
-def devices_in(part: Any) -> list[Any]:
-    """The device that a part of a group connects through, if its backend is gloo."""
-    return getattr(part.options, "_devices", [])
+def gloo_devices_of(group: ProcessGroup) -> int:
+    """How many devices the gloo backends of a group connect through."""
+    count = 0
+    with suppress(AttributeError, RuntimeError):  # a backend that does not tell
+        for part in parts_of(group):
+            inner = checked_by(part)
+            devices = len(getattr(inner.options, "_devices", []))
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL checks the calls of a group through a second one.
+            count += devices if inner is part else 2 * devices
+    return count
 
 
 def is_nccl2(part: object) -> bool:

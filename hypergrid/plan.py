@@ -184,7 +184,7 @@ class GroupPlan:
         owners: dict[tuple[Ranks, Kind], str] = {}
         for row, ranks in self.groups_of(rank):
             kind, owner = row.kind, row.label
-            if kind is not None and policy.may_share(kind, ranks):
+            if kind is not None and policy.may_share(kind):
                 owner = owners.setdefault((ranks, kind.among(len(ranks))), owner)
             yield row, ranks, None if owner == row.label else owner
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hypergrid.messages import shown
 
 CHOICES = {
-    "share": ("none", "singletons", "all"),
-    "connect": ("torch", "eager", "lazy", "auto"),
+    "share": ("none", "all"),
+    "connect": ("torch", "eager", "lazy"),
     "creation": ("auto", "members", "split", "everyone"),
 }
 
 DEFAULT = "the default"
-# With connect="auto": members of the largest gloo group that connects at once. A full mesh of n
-# members is n (n - 1) / 2 connections, and each has a descriptor at both ends.
-LARGEST_MESH = 64
 
 _flags: dict[str, str] = {}
 
@@ -51,15 +47,13 @@ class Policy:
 
     Parameters
     ----------
-    share : {"none", "singletons", "all"}
+    share : {"none", "all"}
         Which names with equal ranks, backend, options, timeout and traffic use one communicator:
-        none, those of a single rank (with any traffic), or all but groups that must be separate.
-        The default group is never shared.
-    connect : {"torch", "eager", "lazy", "auto"}
+        none, or all but groups that must be separate. The default group is never shared.
+    connect : {"torch", "eager", "lazy"}
         When members connect: as torch does, gloo at once and NCCL on first use; every backend at
         once, but NCCL not for a single rank, nor where an unbatched send has a communicator of
-        its two ranks (docs/failures.md); all on first use, if every rank's gloo can; "auto" is
-        "torch", but gloo groups of more than ``LARGEST_MESH`` members as with "lazy".
+        its two ranks (docs/failures.md); all on first use, if every rank's gloo can.
     creation : {"auto", "members", "split", "everyone"}
         Who takes part in creating a group. "auto" is the first of the others that every rank
         supports; the others raise where they are impossible.
@@ -89,12 +83,6 @@ class Policy:
             values[name] = value
         return cls(**values)
 
-    def waits(self, members: int) -> bool:
-        """Whether a gloo group of that many connects on first use, where every rank's torch can."""
-        return self.connect == "lazy" or (self.connect == "auto" and members > LARGEST_MESH)
-
-    def may_share(self, kind: object, ranks: Sequence[int]) -> bool:
+    def may_share(self, kind: object) -> bool:
         """Whether a group of ``kind`` (None: it must be separate) may be used for two names."""
-        return kind is not None and (
-            self.share == "all" or (self.share == "singletons" and len(ranks) == 1)
-        )
+        return kind is not None and self.share == "all"

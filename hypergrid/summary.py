@@ -13,7 +13,6 @@ from hypergrid.policy import CHOICES, Policy
 from hypergrid.topology import Topology
 
 _MOST_KINDS = 256  # a job's groups are laid out in fewer ways
-_DEVICE = 4  # descriptors of one gloo device
 
 
 @dataclass(frozen=True)
@@ -70,27 +69,6 @@ def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
         policy = Policy(share=share)
         of_rank = [sum(owner is None for *_, owner in plan.sharing(r, policy)) for r in ranks]
         counts[share] = (min(of_rank), max(of_rank))
-    return counts
-
-
-def descriptors(plan: GroupPlan, backend: str = "") -> dict[str, tuple[int, int]]:
-    """For each choice of ``connect``: descriptors that a rank's gloo groups open at creation.
-
-    At least and at most, with ``share="none"``. A device has four: a listening socket, an epoll and
-    the ends of a pipe. Each connected member has one more; groups that connect on first use get
-    these later, up to as many. ``backend`` is the default group's.
-    """
-    counts = {}
-    for connect in CHOICES["connect"]:
-        policy, of_rank = Policy(connect=connect), []
-        for rank in kinds_of_ranks(plan):
-            kinds = ((row.backend or backend, len(ranks)) for row, ranks in plan.groups_of(rank))
-            sizes = [size for kind, size in kinds if kind == "gloo"]
-            waiting = [size for size in sizes if size > 1 and policy.waits(size)]
-            connections = sum(size - 1 for size in sizes) - sum(size - 1 for size in waiting)
-            devices = len(waiting) + (len(sizes) > len(waiting))
-            of_rank.append(_DEVICE * devices + connections)
-        counts[connect] = (min(of_rank), max(of_rank))
     return counts
 
 

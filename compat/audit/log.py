@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from compat.megatron.releases import RELEASE
+from hypergrid.files import check_private, replace
 from hypergrid.show.audit import SCHEMA
 
 _EVERY = 10.0  # seconds between two writings, for processes that are killed
@@ -35,6 +36,7 @@ class Log:
         # Processes of two hosts may have one number, and each may record several times.
         self._name = f"reads.{self._rank}.{self.process}.{secrets.token_hex(4)}"
         self.directory.mkdir(parents=True, exist_ok=True)
+        check_private(self.directory)
         tempfile.TemporaryFile(dir=self.directory).close()
         self._lock = threading.RLock()  # a signal's handler may read
         # By the code's id, since code compares by its bytes; the value keeps the code alive.
@@ -84,9 +86,7 @@ class Log:
                 "problems": [*self._problems.values()],
             }
             try:
-                part = self.directory / f"{self._name}.part"
-                part.write_text(json.dumps(data), "utf-8")
-                part.rename(part.with_suffix(".json"))
+                replace(self.directory / f"{self._name}.json", json.dumps(data).encode())
             except OSError as error:
                 text = f"the audit in {self.directory} is not written: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -5,12 +5,12 @@ environment of UCC.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from compat.megatron.releases import RELEASE_HAS
+from hypergrid.files import check_yaml
 from hypergrid.messages import install_command, shown
 
 Configs = dict[str, dict[str, Any]]
@@ -151,8 +151,7 @@ def _read(path: str) -> Any:
             text = stream.read(_LONGEST + 1)
         if len(text) > _LONGEST:
             raise ValueError(f"longer than {_LONGEST} characters")
-        if len(re.findall(r"\*[\w-]", text)) > _MOST_ALIASES:
-            raise ValueError(f"more than {_MOST_ALIASES} aliases")
+        check_yaml(text, _MOST_ALIASES)
         configs = yaml.safe_load(text)
     except Exception as error:
         kinds = (FileNotFoundError, OSError)

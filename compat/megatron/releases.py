@@ -351,7 +351,7 @@ def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[s
     A wrapper would double the cost of a call.
     """
     code = function.__code__
-    lines = linecache.getlines(code.co_filename)
+    lines = linecache.getlines(code.co_filename, function.__globals__)  # also in a zip
     end = max(line for *_, line in code.co_lines() if line)  # or where its last statement ends
     while end < len(lines) and lines[end][0].isspace():
         end += 1

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from hypergrid.layout import RankLayout
+from hypergrid.messages import one_line
 from hypergrid.plan import GroupPlan
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
@@ -27,6 +28,18 @@ _KINDS = {
     "expert dp": ("expert", ("dp",)),
     "pp": ("decoder", ("pp",)),
 }
+KNOWN_DIMS = {dim for _, dims in _KINDS.values() for dim in dims}
+
+
+def unknown_dims(layouts: Layouts) -> list[str]:
+    """The dims of the two layouts that users know, in words, that are none of Megatron's."""
+    return [
+        f"the layout {name} has the dim {one_line(dim)} of size {layouts[name].dim_size(dim)}"
+        for name in SHARDS
+        if name in layouts
+        for dim in layouts[name].trimmed.dims
+        if dim not in KNOWN_DIMS
+    ]
 
 
 def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:

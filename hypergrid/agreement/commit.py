@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,6 +22,28 @@ from hypergrid.errors import CreationError
 from hypergrid.messages import in_words, shortened
 
 _FAILED = 1  # what a rank that has failed arrives with, the others with 0
+
+
+class _Thread(threading.local):
+    phase: Phase | None = None  # of the groups that this thread creates
+
+
+_thread = _Thread()
+
+
+def another_rank_failed() -> bool:
+    """Whether one of the ranks that create groups together with this thread has failed."""
+    return _thread.phase is not None and _thread.phase.is_decided()
+
+
+@contextmanager
+def _creating(phase: Phase) -> Iterator[None]:
+    outer = _thread.phase
+    _thread.phase = phase
+    try:
+        yield
+    finally:
+        _thread.phase = outer
 
 
 @contextmanager
@@ -47,7 +70,8 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
 
     with noticing_a_dead_link(store, timeout):
         try:
-            yield
+            with _creating(phase):
+                yield
         except BaseException as error:
             raise_if_waits_ended()  # nothing is to wait any more, also not for the store
             first = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -96,11 +96,8 @@ def agree(
         (``refuse``) or does not arrive within ``timeout``, the policy's way of creation is
         impossible, windows overlap, or two threads of a process create. Also on a lost store.
     """
-    with one_thread(ranks, proposal) as turn:
-        try:
-            return _agree(ranks, proposal, policy, can, timeout, life)
-        finally:
-            turn.decided.set()
+    with one_thread(ranks):
+        return _agree(ranks, proposal, policy, can, timeout, life)
 
 
 def _agree(
@@ -136,28 +133,20 @@ def refuse(ranks: Sequence[int], error: BaseException, life: int | None = None) 
     """Tell the other ranks that this one has refused its arguments, so that none waits for it.
 
     The others raise with this error's text once all have arrived. This rank waits for that ten
-    seconds at most, so that it is not a call ahead.
+    seconds at most, so that it is not a call ahead; and not at all while another of its threads
+    creates groups.
     """
     if not dist.is_initialized() or dist.get_rank() not in ranks:
         return
-    store, first = shared_store(), _turn
-    if store is None:
-        _counted(ranks)  # as the others do, who cannot be told and try what was refused here
-    else:
-        if first is not None and first.thread != threading.get_ident():
-            store = another_connection(store)
-            if list(first.ranks) == list(ranks):
-                first.decided.wait()  # this refusal is for the next round
-        text = f"{type(error).__name__}: {str(error)[:2000]}"
-        memory = _memory()
-        here = memory.refused.get(span_of(ranks))
-        if here is None:
-            here = memory.refused[span_of(ranks)] = _Round(store, ranks, memory, life)
-            here.arrive({"refused": text}, Abilities(), Policy())
-            # Now: this rank may be gone when the others compare.
-            here.phase.tell(here.digest, here.entry)
-        here.phase.store.wait(["outcome"], timedelta(seconds=10))
-        here.outcome(timedelta(seconds=10))
+    refusal = _Refusal(ranks, error, life)
+    with _only_thread(ranks) as is_only:
+        if not is_only:
+            _refuse_beside(refusal)
+            return
+        tally = refusal.tell(shared_store())
+    if tally is not None:
+        tally.phase.store.wait(["outcome"], timedelta(seconds=10))
+        tally.outcome(timedelta(seconds=10))
 
 
 @contextmanager
@@ -192,51 +181,93 @@ def refusing_together(ranks: Sequence[int], policy: Policy) -> Iterator[None]:
         raise
 
 
-@dataclass
-class _Turn:
-    """The one thread of this process that creates groups; any other fails meanwhile."""
+@dataclass(frozen=True)
+class _Refusal:
+    """What the other ranks are told by a rank that refuses."""
 
     ranks: Sequence[int]
-    proposal: Mapping[str, Any]
-    thread: int = field(default_factory=threading.get_ident)
-    decided: threading.Event = field(default_factory=threading.Event)  # its agreement is over
-    mistakable: str = ""  # why other ranks may have agreed with another thread
+    error: BaseException
+    life: int | None = None
 
-    def end(self) -> None:
-        """Fail if other ranks may have agreed with another thread. Called before the commit."""
-        if self.mistakable:
-            raise AgreementError(self.mistakable)
+    def tell(self, store: Store | None) -> _Round | None:
+        """Arrive in the next round as a rank that refuses. Waits for nobody."""
+        if store is None:
+            _counted(self.ranks)  # as the others do, who cannot be told and try what is refused
+            return None
+        memory = _memory()
+        span = span_of(self.ranks)
+        if span not in memory.refused:
+            text = f"{type(self.error).__name__}: {str(self.error)[:2000]}"
+            tally = _Round(store, self.ranks, memory, self.life)
+            memory.refused[span] = tally
+            with noticing_a_dead_link(store, timedelta(seconds=10)):
+                tally.arrive({"refused": text}, Abilities(), Policy())
+                # Now: this rank may be gone when the others compare.
+                if tally.phase.tell(tally.digest, tally.entry):
+                    tally.compare()
+        return memory.refused[span]
 
 
-_turn: _Turn | None = None
-_alternately = threading.RLock()
+# Held by the one thread of this process that agrees or creates, which may nest such calls.
+_creating = threading.RLock()
+_windows: list[list[int]] = []  # the ranks of that thread's calls, the outermost first
+_untold: deque[_Refusal] = deque()  # by other threads, for the same ranks
 
 
 @contextmanager
-def one_thread(ranks: Sequence[int], proposal: Mapping[str, Any]) -> Iterator[_Turn]:
-    """Only one thread of this process may agree or create: another fails on all ranks.
+def _only_thread(ranks: Sequence[int]) -> Iterator[bool]:
+    """Whether no other thread agrees or creates; inside, none can begin to."""
+    if not _creating.acquire(blocking=False):
+        yield False
+        return
+    _windows.append([*ranks])
+    try:
+        yield True
+    finally:
+        _windows.pop()
+        _creating.release()
+        _tell_untold()
+
+
+@contextmanager
+def one_thread(ranks: Sequence[int]) -> Iterator[None]:
+    """Only one thread of this process may agree or create: another fails at once.
 
     Ranks cannot know which groups belong together if their threads take turns in different orders.
-    If another thread asks for the same groups at the same time, other ranks may have agreed with
-    it instead: ``end`` then makes both fail.
+    The other ranks are told as of any refusal.
     """
-    global _turn
-    if not _alternately.acquire(blocking=False):
-        first, error = _turn, _two_threads(ranks)
-        if first is not None and (list(first.ranks), first.proposal) == (list(ranks), proposal):
-            first.mistakable = str(error)
-        with suppress(Exception):  # the refusal itself is what the caller must see
-            refuse(ranks, error)
-        raise error
-    outer = _turn
-    try:
-        _turn = outer or _Turn(ranks, proposal)
-        yield _turn
-    finally:
-        if outer is None and _turn is not None:
-            _turn.decided.set()
-        _turn = outer
-        _alternately.release()
+    with _only_thread(ranks) as is_only:
+        if not is_only:
+            error = _two_threads(ranks)
+            with suppress(Exception):  # the refusal itself is what the caller must see
+                _refuse_beside(_Refusal(ranks, error))
+            raise error
+        yield
+
+
+def _refuse_beside(refusal: _Refusal) -> None:
+    """Refuse while another thread creates groups. Waits for nobody.
+
+    In a round of the same ranks this rank may have arrived by the other thread, and would be
+    counted twice: that thread tells of the refusal when it has ended its own call.
+    """
+    outermost = next(iter(_windows), None)
+    if outermost is None or outermost == [*refusal.ranks]:
+        _untold.append(refusal)
+        _tell_untold()  # the other thread may have ended meanwhile
+        return
+    store = shared_store()
+    # The other thread may be waiting in the store, and blocks calls through its connection.
+    refusal.tell(None if store is None else another_connection(store))
+
+
+def _tell_untold() -> None:
+    while _untold and not _windows and _creating.acquire(blocking=False):
+        try:
+            with suppress(Exception):  # the store is lost; or another thread has told it
+                _untold.popleft().tell(shared_store())
+        finally:
+            _creating.release()
 
 
 def _two_threads(ranks: Sequence[int]) -> AgreementError:
@@ -389,10 +420,11 @@ class _Round:
                 }
             )
 
-        def compared() -> str:
-            return self.phase.compare(self.digest, self.entry, self._decide)
+        return self.phase.outcome(timeout, absent, self.compare)
 
-        return self.phase.outcome(timeout, absent, compared)
+    def compare(self) -> str:
+        """The decision of the rank that is the last to say in full what it arrived with."""
+        return self.phase.compare(self.digest, self.entry, self._decide)
 
     def _decide(self, entries: list[tuple[int, Any]]) -> str:
         said = [(proposal, rank, many) for many, (rank, proposal, _) in entries]
@@ -425,8 +457,7 @@ def choose(epoch: str, policy: Policy, everybody: Sequence[Abilities]) -> dict[s
             way=way,
             others="members" if members_alone else "everyone",
             why=why["members"] or "",
-            lazy=policy.connect in ("lazy", "auto")
-            and all(can.can_connect_lazily for can in everybody),
+            lazy=policy.connect == "lazy" and all(can.can_connect_lazily for can in everybody),
         )
     )
 

@@ -19,12 +19,21 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hypergrid.agreement.store import append, forget, forget_lines, lines, peek, stay_until, wait
-from hypergrid.messages import few
+from hypergrid.agreement.store import (
+    append,
+    forget,
+    forget_lines,
+    interval,
+    lines,
+    peek,
+    stay_until,
+    wait,
+)
+from hypergrid.messages import few, one_line
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
-_SILENCE = 10.0  # seconds without an answer, after which a rank that arrived has ended
+_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
 _KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
 
 
@@ -70,6 +79,9 @@ class Phase:
         self._shift = members + 2  # arrivals, as many again to close the tally, and late ones
         self._modulus = 1 << (62 - self._shift - members)  # of digests: their sum fits
         self._sum = self._told = 0
+        # Seconds for ranks that are there: in a large world each looks at the store less often.
+        self._patience = max(_SILENCE, 2 * interval(len(ranks)))
+        self._some_are_absent = False
 
     def arrive(self, digest: int = 0, instead_of: int | None = None) -> int:
         """Add this rank to the tally; gives how many have arrived, more than all if it is closed.
@@ -101,6 +113,10 @@ class Phase:
         self.store.set("outcome", outcome)
         return True
 
+    def is_decided(self) -> bool:
+        """Whether there is an outcome: before all ranks have arrived, a failure."""
+        return self.store.check(["outcome"])
+
     def ask(self) -> None:
         """Let all ranks say in full what they arrived with: their ``outcome`` is ``compared``."""
         self.publish(_COMPARE)
@@ -126,10 +142,12 @@ class Phase:
             wait(self.store, ["outcome"], timeout, len(self.ranks))
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
+                self._some_are_absent = True
                 return self._call_roll(absent)
             wait(self.store, ["outcome"], _GRACE, len(self.ranks))
         outcome = peek(self.store, "outcome")
         if outcome == _ROLL_CALL:
+            self._some_are_absent = True
             self._answer()
             return self._final(lambda: absent(self._missing()))
         return compared() if outcome == _COMPARE else outcome
@@ -143,20 +161,22 @@ class Phase:
 
     def _call_roll(self, absent: Callable[[str], str]) -> str:
         self._answer()
-        end, said = time.monotonic() + _SILENCE, 1
+        end, said = time.monotonic() + self._patience, 1
         while said < self._count - len(self.ranks) and time.monotonic() < end:
             time.sleep(0.1)
             if said < (said := len(lines(self.store, "present"))):
-                end = time.monotonic() + _SILENCE
+                end = time.monotonic() + self._patience
         self.store.set("final", text := absent(self._missing()))
         return text
 
     def _answer(self) -> None:
-        append(self.store, "present", f"{self.rank} {socket.gethostname()}")
+        append(self.store, "present", f"{self.rank} {one_line(socket.gethostname())}")
 
     def _missing(self) -> str:
         """In words, which ranks did not answer, and where they are."""
-        hosts = {int(rank): host for rank, host in map(str.split, lines(self.store, "present"))}
+        # A host's name may be empty, or have spaces.
+        answers = (line.partition(" ") for line in lines(self.store, "present"))
+        hosts = {int(rank): host for rank, _, host in answers}
         absent = [rank for rank in self.ranks if rank not in hosts]
         if not absent:
             return f"one of {len(self.ranks)} ranks, which has arrived since,"
@@ -165,25 +185,28 @@ class Phase:
         where = f" on {', '.join(filter(None, places))}" if any(places) else ""
         return f"{len(absent)} of {len(self.ranks)} ranks ({few(absent)}{where})"
 
-    def tell(self, digest: int, entry: Any) -> None:
-        """Say in full what this rank arrived with: the window's first, and one of each digest."""
-        if self._told:
-            return
-        if self.store.add(f"of/{digest}", 1) == 1 or self.rank == self.ranks[0]:
-            append(self.store, "entries", json.dumps([digest, entry]))
-        self._told = self.store.add("told", 1)
+    def tell(self, digest: int, entry: Any) -> bool:
+        """Say in full what this rank arrived with: the window's first, and one of each digest.
+
+        Returns whether this rank is the last, which decides by ``compare``.
+        """
+        if not self._told:
+            if self.store.add(f"of/{digest}", 1) == 1 or self.rank == self.ranks[0]:
+                append(self.store, "entries", json.dumps([digest, entry]))
+            self._told = self.store.add("told", 1)
+        return self._told == len(self.ranks)
 
     def compare(
         self, digest: int, entry: Any, decide: Callable[[list[tuple[int, Any]]], str]
     ) -> str:
         """The decision of one rank when all have reported: how many had an entry, and the entry."""
-        self.tell(digest, entry)
+        is_last = self.tell(digest, entry)
 
         def told() -> str:
             entries = [json.loads(line) for line in lines(self.store, "entries")]
             return decide([(self.store.add(f"of/{digest}", 0), each) for digest, each in entries])
 
-        if self._told < len(self.ranks):
+        if not is_last:
             return self._final(told)
         self.store.set("final", text := told())
         return text
@@ -199,9 +222,10 @@ class Phase:
             self._sum = self.store.add("arrived", 0)
             closed = self._count > len(self.ranks)
             arrived = self._count - closed * len(self.ranks)
-            return self.store.add("read", 0) >= (len(self.ranks) if all_come else arrived)
+            expected = len(self.ranks) if all_come and not self._some_are_absent else arrived
+            return self.store.add("read", 0) >= expected
 
-        stay_until(all_read, default)
+        stay_until(all_read, default, self._patience)
 
 
 def clear_before(store: Store, epoch: str) -> None:

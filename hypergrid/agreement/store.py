@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -73,19 +74,32 @@ def raise_if_waits_ended() -> None:
         )
 
 
-def wait(store: Store, keys: list[str], timeout: timedelta, ranks: int = 1) -> None:
+def interval(ranks: int) -> float:
+    """Seconds between two looks of a rank, where ``ranks`` wait at one store."""
+    return min(5.0, max(0.5, ranks / 20_000))
+
+
+def wait(
+    store: Store,
+    keys: list[str],
+    timeout: timedelta,
+    ranks: int = 1,
+    given_up: Callable[[], bool] = bool,
+) -> None:
     """Wait for ``keys``, as ``ranks`` do; RuntimeError after ``timeout``, and AbortedError.
 
-    The more ranks wait, the less often each of them looks: they share one store.
+    The more ranks wait, the less often each of them looks: they share one store. RuntimeError also
+    when ``given_up`` says that the keys will not come.
     """
     end = time.monotonic() + timeout.total_seconds()
     raise_if_waits_ended()
     try:
         store.wait(keys, min(timeout, _IN_STORE))
     except RuntimeError:
-        every = min(5.0, max(0.5, ranks / 20_000))
         while not store.check(keys):
-            until = time.monotonic() + every
+            if given_up():
+                raise
+            until = time.monotonic() + interval(ranks)
             while (now := time.monotonic()) < until:
                 raise_if_waits_ended()
                 if now >= end:
@@ -165,13 +179,13 @@ def another_connection(store: Store) -> Store:
     return another
 
 
-def stay_until(told: Callable[[], bool], store: Store) -> None:
-    """If this process serves ``store``, wait until others are ``told``, ten seconds at most.
+def stay_until(told: Callable[[], bool], store: Store, seconds: float) -> None:
+    """If this process serves ``store``, wait until others are ``told``, ``seconds`` at most.
 
     A rank that has failed usually ends, and its store with it.
     """
     if _serves(store):
-        end = time.monotonic() + 10
+        end = time.monotonic() + seconds
         with suppress(RuntimeError):
             while not told() and time.monotonic() < end:
                 time.sleep(0.01)
@@ -235,8 +249,19 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
             connection.close()
 
 
+# Looked for once for each store, as it costs a few calls for every descriptor of the process.
+_connections_to: WeakKeyDictionary[Store, list[tuple[int, int]]] = WeakKeyDictionary()
+
+
 def _connections(store: Store) -> list[socket.socket]:
     """Duplicates of this process's sockets whose other end is the store."""
+    if store not in _connections_to:
+        _connections_to[store] = _places(store)
+    duplicates = [duplicate(*place) for place in _connections_to[store]]
+    return [connection for connection in duplicates if connection is not None]
+
+
+def _places(store: Store) -> list[tuple[int, int]]:
     served = innermost(store)
     if not hasattr(served, "port"):
         return []
@@ -259,10 +284,7 @@ def _serves(store: Store) -> bool:
     def serves(connection: socket.socket) -> bool:
         return listens(connection) and connection.getsockname()[1] == served.port
 
-    listeners = _sockets(serves)
-    for connection in listeners:
-        connection.close()
-    return bool(listeners)
+    return bool(_sockets(serves))
 
 
 def innermost(store: Any) -> Any:
@@ -284,19 +306,17 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")  # IPv4 in IPv6
 
 
-def _sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:
-    """Duplicates of those of this process's internet sockets that are ``wanted``."""
-    found: list[socket.socket] = []
+def _sockets(wanted: Callable[[socket.socket], bool]) -> list[tuple[int, int]]:
+    """Descriptor and inode of those of this process's internet sockets that are ``wanted``."""
+    places = []
     for name in descriptors():
         connection = duplicate(int(name))
         if connection is None:
             continue
-        with suppress(OSError):  # not connected
+        with connection, suppress(OSError):  # not connected
             if wanted(connection):
-                found.append(connection)
-                continue
-        connection.close()
-    return found
+                places.append((int(name), os.fstat(connection.fileno()).st_ino))
+    return places
 
 
 def descriptors() -> list[str]:

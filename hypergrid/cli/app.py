@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compat.planned.checks import Finding, faults, findings
 from compat.planned.job import JobError, script_of
-from compat.planned.layouts import SHARDS, has_experts, shards_of
+from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
@@ -25,9 +25,9 @@ from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
-from hypergrid.messages import few, printable
+from hypergrid.messages import few, one_line, printable
 from hypergrid.show.diff import Dump, against_dump, difference, unfit
-from hypergrid.summary import communicators, descriptors, dims_in_words, summaries
+from hypergrid.summary import communicators, dims_in_words, summaries
 
 __all__ = ["app"]
 
@@ -77,10 +77,6 @@ def plan(
         "communicators."
     )
     out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
-    opened = descriptors(subject.plan)
-    if any(row.backend == "gloo" for row in subject.plan.rows):
-        twins = ", ".join(f"{span(opened[how])} with connect={how}" for how in ("torch", "auto"))
-        out.print(f"Gloo twins open descriptors in each rank: {twins}.")
 
 
 @command()
@@ -146,6 +142,12 @@ def check(
 
     Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
     """
+    unknown = unknown_dims(subject.layouts)
+    if unknown:
+        raise JobError(
+            f"cannot check this plan: {'; '.join(unknown)}, and the rules are for "
+            f"{', '.join(sorted(KNOWN_DIMS))}. Rename the dim to the one that it is, or use show."
+        )
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
     ranking = ranked_orders(subject.order, subject.layouts_in, places)
@@ -247,14 +249,15 @@ def diagnose(
         raise JobError("name the DIRECTORY of the dumps, or the processes by --pid.")
     if not directory.is_dir():
         raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
-    left = reading.read(directory, processes=os.cpu_count() or 1)
+    with prints.progress("Reading") as progress:
+        left = reading.read(directory, os.cpu_count() or 1, progress)
     left.problems += problems
     if not left.ranks:
         raise JobError(" ".join((_without_dumps(directory), *left.problems[:3])))
     layout = saved(plan).plan if plan else None
     wrong = unfit(layout, left) if layout else ""
     if wrong:
-        left.problems.append(f"{plan} is not the plan of this job: {wrong}.")
+        left.problems.append(one_line(f"{plan} is not the plan of this job: {wrong}."))
         layout = None
     found = verdict.diagnose(left, layout)
     if as_json:
@@ -333,8 +336,8 @@ def verify(
         str, typer.Option(metavar="LINE", help="A launch line or script, pasted, in a file, or -.")
     ],
     checkout: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM, for its parser.")
-    ] = Path(),
+        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM: its parser runs.")
+    ],
     variables: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A variable that the line does not set."),

@@ -181,9 +181,13 @@ def _is_of_package(path: Path) -> bool:
 
 def _trial() -> tuple[str, str]:
     """The result of importing megatron with our parallel_state, and a remedy."""
+    code = _TRIAL
+    # `python -c` imports from the current directory, which may be anybody's.
+    if not {"", os.getcwd()}.intersection(sys.path):
+        code = f"import sys; sys.path = [entry for entry in sys.path if entry]\n{_TRIAL}"
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _TRIAL],
+            [sys.executable, "-W", "ignore", "-c", code],
             capture_output=True,
             text=True,
             timeout=_SLOWEST,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
+from rich.progress import Progress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +29,6 @@ from hypergrid.show.audit import Audit, Change
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
     communicators,
-    descriptors,
     dims_in_words,
     long_dims,
     sizes_in_words,
@@ -49,7 +51,6 @@ def as_data(subject: PlannedJob) -> dict[str, Any]:
         "groups": [asdict(line) for line in summaries(subject.plan, subject.hosts)],
         "groups_of_a_rank": made["none"],
         "communicators_of_a_rank": made,
-        "gloo_descriptors_of_a_rank": descriptors(subject.plan),
     }
 
 
@@ -200,6 +201,25 @@ def difference(out: Console, found: Difference) -> None:
         out.print(f"Weights of {what}: {text}")
     if not found.resharded:
         out.print("Weights: every rank keeps its part.")
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, if that is a terminal: a function of what is done and of all."""
+    # No thread may draw it: files are read by forked processes.
+    bar = Progress(
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(title)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, refresh=done % 100 == 0)
+
+        yield update
 
 
 def diagnosis(found: Diagnosis) -> None:

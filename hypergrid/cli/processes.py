@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from hypergrid.files import FileError, bytes_of, check_private, decoded, replace
+from hypergrid.messages import one_line
 
 VARIABLE = "HYPERGRID_RECORD"
 _ASKED = "asked"  # recorders look at it every five seconds
@@ -26,7 +27,10 @@ class Ask(NamedTuple):
 
 
 class AskError(Exception):
-    """No rank can be asked."""
+    """No rank can be asked; the text is one line, whatever a directory is called."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text))
 
 
 def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30) -> Ask:

@@ -100,6 +100,7 @@ class _Beside:
     ranks_per_host: int | None = None
     nvlink_domain: int | None = None
     megatron: str = ""
+    network: dict[str, Any] | None = None  # of a plan that an earlier release has saved
 
 
 def saved(
@@ -111,6 +112,17 @@ def saved(
         plan, beside = GroupPlan.from_json(text), decoded(text, _Beside, "the plan")
     except ValueError as error:
         raise JobError(f"{path}: {error}") from None
+    if beside.network is not None:
+        raise JobError(
+            f"{path} has a network of hosts of different sizes or of several levels, which is no "
+            f"longer read: save the plan again, with --gpus-per-node and --nvlink-domain."
+        )
+    for name in (beside.megatron, *_names(plan)):
+        # It would print a line of its own, which could say anything.
+        if "\n" in name:
+            raise JobError(
+                f"{path} is not a valid plan: a name in it has a line break: {shown(name)}."
+            )
     _refuse_large(plan.window.stop, plan.rows)
     known = range(plan.window.stop)  # an encoder's ranks are in front of the window
     for what, ranks in _ranks_named(plan):
@@ -160,6 +172,13 @@ def _check_hosts(ranks_per_host: int, nvlink_domain: int | None) -> None:
             f"an NVLink domain of {nvlink_domain} GPUs does not hold whole hosts of "
             f"{ranks_per_host}. Give a multiple of the GPUs of a host."
         )
+
+
+def _names(plan: GroupPlan) -> Iterator[str]:
+    for name, layout in plan.layouts.items():
+        yield from (name, *layout.dims)
+    for row in plan.rows:
+        yield from (row.label, row.backend or "", row.traffic)
 
 
 def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:

@@ -51,7 +51,9 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
 
     Waits for no other rank, and may be called in any thread. A thread that waits in a collective
     on the CPU raises torch's error: RuntimeError, or ValueError where torch's logger asks for a
-    group that is gone by then. One that creates groups raises ``AbortedError``, in seconds.
+    group that is gone by then. One that creates groups raises ``AbortedError``: in seconds where
+    it waits for other ranks in the store. Where it waits in a gloo group that has not connected,
+    it raises after the timeout of that group.
     NCCL's kernels end without an error: until new groups are created, ``raise_if_aborted`` and
     Megatron's getters raise. All groups are destroyed, and what was built on them is as before
     it was initialised. Only this rank is freed: each rank has to call it. Ranks that wait for this
@@ -84,12 +86,17 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     """
     store.end_waits()
     pools = live_pools()
-    pooled = [each for pool in pools for each in pool.groups if each.shares is None]
+    pooled = [
+        each
+        for pool in pools
+        for each in pool.groups
+        if each.shares is None and each.group not in closing.inherited
+    ]
     labels = {each.group: each.label for each in pooled}
     if default and dist.is_initialized():
-        sockets.note_default(ask_store=False)
+        sockets.note_default()
         labels[of_torch.default_group()] = DEFAULT
-    connections = sockets.shut(labels, unfinished=True)
+    connections = sockets.shut(labels)
     if default:
         labels = {group: group.group_desc for group in of_torch.known()} | labels
     ending = [*(group for group in labels if of_torch.knows(group)), *closing.unfinished()]

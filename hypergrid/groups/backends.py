@@ -145,12 +145,13 @@ def creation_timeout(backend: str | None, timeout: timedelta | None) -> timedelt
     """The timeout with which creation fails within ``timeout``; None: its own timeout.
 
     Gloo needs five times its timeout to give up a member that has published its address and does
-    not answer. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` a group must be created with its own
-    timeout, as torch's helper group keeps the first one.
+    not answer: at least ten seconds, so that a busy member has the time to answer. With
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` a group must be created with its own timeout, as torch's
+    helper group keeps the first one.
     """
     if dist.get_backend() == "fake" or get_debug_level() == DebugLevel.DETAIL:
         return None
     if "gloo" not in devices_of(backend).values():
         return None
     timeout = timeout or of_torch.default_timeout()
-    return max(timeout / 5, min(timeout, timedelta(seconds=5)))
+    return max(timeout / 5, min(timeout, timedelta(seconds=2)))

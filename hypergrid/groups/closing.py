@@ -37,6 +37,10 @@ SETTINGS = {
 }
 _HOOK = int.from_bytes(b"hypergr", "big")  # torch keeps hooks by number
 _aborts: weakref.WeakKeyDictionary[ProcessGroup, _Abort] = weakref.WeakKeyDictionary()
+# Groups of the process that forked this one. Their threads are not in this process, and their
+# sockets are the parent's too: they are never ended here, and held, as gloo's destructor waits for
+# the threads.
+inherited: set[ProcessGroup] = set()
 
 
 class _Abort(threading.Thread):
@@ -44,7 +48,10 @@ class _Abort(threading.Thread):
         super().__init__(name=f"aborting {of_torch.known().get(group)}", daemon=True)
         self.error: Exception | None = None
         self._group: ProcessGroup | None = group
-        self.start()
+        try:
+            self.start()
+        except RuntimeError:  # no memory for one more thread: the caller's does it
+            self.run()
 
     def run(self) -> None:
         try:
@@ -54,6 +61,15 @@ class _Abort(threading.Thread):
             self.error = error
         finally:
             self._group = None
+
+
+def _inherit() -> None:
+    inherited.update(of_torch.known(), _aborts)
+    _aborts.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
 
 
 def unset() -> dict[str, str]:
@@ -82,16 +98,18 @@ def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[Proce
 
     All at the same time: NCCL's abort of one communicator waits until the kernels of the others
     are gone (pytorch 119797), and torch's waits for locks that a rank holds while it connects. A
-    group is not aborted again while its abort goes on, or once it has ended without an error.
+    group is not aborted again while its abort goes on, or once it has ended without an error, and
+    none that this process inherited from the one that forked it.
     """
-    asked = [*groups]
+    asked = [group for group in groups if group not in inherited]
     for group in asked:
         before = _aborts.get(group)
         if before is None or before.error is not None:
             _aborts[group] = _Abort(group)
     end, failed = time.monotonic() + limit.total_seconds(), dict[ProcessGroup, str]()
     for group in asked:
-        _aborts[group].join(max(0, end - time.monotonic()))
+        if _aborts[group].is_alive():
+            _aborts[group].join(max(0, end - time.monotonic()))
         error = _aborts[group].error
         if _aborts[group].is_alive():
             failed[group] = f"its abort did not end within {limit.total_seconds():g} s."

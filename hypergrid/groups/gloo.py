@@ -1,28 +1,29 @@
-"""Connections of gloo groups: one device for many groups, batched reads of the store."""
+"""When gloo groups connect, and how long they wait for their members' addresses."""
 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
+from hypergrid.agreement.commit import another_rank_failed
 from hypergrid.agreement.store import wait
 from hypergrid.groups import sockets
 
-# For a group of that many members: whether it connects on first use; None: as torch is set.
-Lazily: TypeAlias = Callable[[int], bool | None]
-
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_FOR_ADDRESSES = timedelta(seconds=5)  # a member may be busy: a short timeout is stretched to it
 # Settings of the user's under which two groups on one device would have the same address, or which
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
@@ -33,135 +34,170 @@ def can_connect_lazily() -> bool:
     return of_torch.has("gloo") and not of_torch.torchcomms()
 
 
-class Devices:
-    """The gloo devices that the groups of one creation share.
+@dataclass
+class _Choice:
+    """How the gloo groups that a thread creates connect."""
 
-    Torch gives each group a device of its own: a listening socket, and a thread that wakes up a
-    hundred times a second. When a group fails to connect, a member that is late can still reach its
-    device, which then calls into freed memory. Only closing prevents that: so sharing ends with the
-    creation, and after a failure nobody may hold one of its groups.
-    """
-
-    def __init__(self) -> None:
-        self._shared: list[Any] = []
-        self._opened: sockets.Opened | None = None
-
-    def of(self, lazily: bool | None) -> tuple[list[Any], sockets.Opened]:
-        """The devices of one group, and their listeners.
-
-        Never shared by groups that connect on first use: such a group closes its device when it
-        ends.
-        """
-        if lazily or any(name in os.environ for name in _ALONE) or _torch_is_set(lazily):
-            return _new_devices(lazily)
-        if self._opened is None:
-            self._shared, self._opened = _new_devices(lazily)
-        return self._shared, self._opened
-
-    def forget(self) -> None:
-        """Leave them to the groups that use them, and close them with the last one."""
-        self._shared, self._opened = [], None
+    lazily: bool | None  # None: as torch is set
+    # For each gloo group that is not noted yet the sockets that listen for it.
+    listeners: list[set[int]] = field(default_factory=list)
 
 
-def _torch_is_set(lazily: bool | None) -> bool:
-    return lazily is None and _LAZY in os.environ
+@dataclass
+class _Shared:
+    """The devices that groups share, and the sockets that listen for these."""
+
+    devices: list[Any] = field(default_factory=list)  # empty until the first group needs them
+    listeners: set[int] = field(default_factory=set)
 
 
-def _new_devices(lazily: bool | None) -> tuple[list[Any], sockets.Opened]:
-    interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
-    with sockets.opening(max(1, len(interfaces))) as opened:
-        return of_torch.gloo_devices(interfaces, lazily), opened
+class _Thread(threading.local):
+    choice: _Choice | None = None  # None: this thread creates as torch does
+    shared: _Shared | None = None
 
 
-class _Here(threading.local):
-    lazily: Lazily | None = None  # None: this thread creates as torch does
-    devices: Devices | None = None
-    opened: tuple[sockets.Opened, ...] = ()  # what this thread's last groups connect through
-
-
-_here = _Here()
+_thread = _Thread()
 _lock, _inside, _torchs = threading.Lock(), 0, None
 
 
 @contextmanager
-def connecting(lazily: Lazily, devices: Devices | None = None) -> Iterator[None]:
-    """Gloo groups that this thread creates inside connect ``lazily``, through ``devices``.
+def connecting(lazily: bool | None = None) -> Iterator[None]:
+    """Gloo groups that this thread creates inside connect ``lazily``; None: as torch is set.
 
-    Without ``devices`` each has its own, as torch's have. Torch's ``new_group`` takes no options
-    for gloo; the class that it calls does.
+    Torch's ``new_group`` takes no options for gloo; the class that it calls does.
     """
     global _inside, _torchs
     kind = of_torch.gloo()
     if kind is None or not of_torch.has("gloo"):
         yield
         return
-    before = _here.lazily, _here.devices, _here.opened
+    outer = _thread.choice
     with _lock:
         if _inside == 0:
-            _torchs, kind.__init__ = kind.__init__, _create
+            _torchs = kind.__init__
+            kind.__init__ = _create
         _inside += 1
-    _here.lazily, _here.devices = lazily, devices
-    _here.opened = tuple[sockets.Opened, ...]()
+    _thread.choice = _Choice(lazily)
     try:
         yield
     finally:
-        for opened in _here.opened:
-            opened.unfinished = False  # created, or failed
-        _here.lazily, _here.devices, _here.opened = before
+        _thread.choice = outer
         with _lock:
             _inside -= 1
             if _inside == 0:
                 kind.__init__ = _torchs  # stays known: another thread may be in _create
 
 
+@contextmanager
+def one_device() -> Iterator[None]:
+    """Gloo groups that this thread creates inside, and that connect at once, share a device.
+
+    Torch gives each group a device of its own, whose thread wakes up a hundred times a second:
+    with many ranks on a host these threads take most of a start. When a group fails to connect, a
+    member that is late can still reach its device, which then calls into freed memory. Only closing
+    prevents that. So the caller holds none of the groups when this raises.
+    """
+    outer = _thread.shared
+    _thread.shared = _Shared()
+    try:
+        yield
+    finally:
+        _thread.shared = outer
+
+
 def note(group: Any) -> None:
-    """Remember that this thread has created ``group`` in ``connecting``, for an abort."""
-    for opened in _here.opened if isinstance(group, ProcessGroup) else ():
-        opened.add(group)
+    """Remember the sockets of ``group``, which this thread created in ``connecting``, for abort."""
+    choice = _thread.choice
+    if choice is None or not choice.listeners or not isinstance(group, ProcessGroup):
+        return
+    listeners = set[int]().union(*choice.listeners)
+    sockets.note(group, listeners)
+    # More sockets are of groups that one call created: nobody can tell which socket is whose.
+    if sum(map(len, choice.listeners)) == of_torch.gloo_devices_of(group):
+        choice.listeners.clear()
 
 
 def options(size: int, timeout: timedelta | None = None) -> Any:
-    """Options of a gloo group of that many members, as torch sets them but for the devices."""
-    devices, opened = (_here.devices or Devices()).of(_waits(size))
-    opened.begin(size)
-    if _here.lazily is not None:
-        _here.opened += (opened,)
-    return of_torch.gloo_options(devices, timeout)
+    """Options of a gloo group of ``size`` members, as torch sets them but for when it connects."""
+    lazily = _lazily(size)
+    shared = _thread.shared
+    if shared is None or _connects_later(lazily) or any(name in os.environ for name in _ALONE):
+        shared = _Shared()
+    if not shared.devices:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        with sockets.opening(max(1, len(interfaces))) as listeners:
+            shared.devices = of_torch.gloo_devices(interfaces, lazily)
+        shared.listeners = listeners
+    if _thread.choice is not None:
+        _thread.choice.listeners.append(shared.listeners)
+    return of_torch.gloo_options(shared.devices, timeout)
 
 
-def _waits(size: int) -> bool | None:
-    waits = None if _here.lazily is None else _here.lazily(size)
-    return waits and size > 1  # alone, there is nobody to connect to
+def _connects_later(lazily: bool | None) -> bool:
+    return lazily or (lazily is None and _LAZY in os.environ)
 
 
-def _create(group: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
+def _lazily(size: int) -> bool | None:
+    lazily = None if _thread.choice is None else _thread.choice.lazily
+    return lazily and size > 1  # alone, there is nobody to connect to
+
+
+def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **named: Any) -> None:
     assert _torchs is not None
     if dist.is_initialized() and dist.get_backend() == "fake":  # torch 2.15 ends the process here
         raise RuntimeError("gloo cannot connect ranks through the store of a fake default group.")
+    choice = _thread.choice
     others = named.keys() - {"timeout"}
-    if _here.lazily is None or given or "timeout" not in named or not _are_options(others):
-        _torchs(group, store, rank, size, *given, **named)
+    if choice is None or arguments or "timeout" not in named or not _are_options(others):
+        _torchs(group, store, rank, size, *arguments, **named)
         return
-    timeout, chosen, waits = named["timeout"], options(size, named["timeout"]), _waits(size)
+    timeout = named["timeout"]
+    chosen = options(size, timeout)
     for name in others:
         setattr(chosen, name, named[name])
     try:
-        if size == 1 or waits or _torch_is_set(waits):
+        if size == 1 or _connects_later(_lazily(size)):
             _torchs(group, store, rank, size, chosen)
             return
+        _check_descriptors(size)
         batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
             if batches:
                 os.environ[_BATCHES] = "1"
-            _torchs(group, _InTime(store, timeout), rank, size, chosen)
+            addresses = max(timeout, min(5 * timeout, _FOR_ADDRESSES))
+            _torchs(group, _InTime(store, addresses), rank, size, chosen)
         finally:
             if batches:
                 del os.environ[_BATCHES]
     except BaseException:
-        of_torch.set_devices(chosen, [])  # a traceback holds them
-        if _here.devices is not None:
-            _here.devices.forget()
+        # A member that is late could still reach the device, which would call into freed memory:
+        # only closing it prevents that, and the error's traceback holds the options.
+        of_torch.set_devices(chosen, [])
+        choice.listeners.pop()
+        if _thread.shared is not None:
+            _thread.shared = _Shared()
         raise
+
+
+def _check_descriptors(size: int) -> None:
+    """RuntimeError where this process cannot open a connection to each of ``size`` members.
+
+    Gloo ends the process when its thread cannot accept a connection.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY:
+        return
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # another system: nothing is known
+        return
+    except OSError:  # none is left to list them with
+        used = most
+    if most - used < size:
+        raise RuntimeError(
+            f"this process may open {most} files, {used} are open, and a gloo group of {size} "
+            f"ranks needs {size} more. Raise the limit: ulimit -n."
+        )
 
 
 def _are_options(names: Set[str]) -> bool:
@@ -179,9 +215,10 @@ def _are_options(names: Set[str]) -> bool:
 
 
 class _InTime(Store):
-    """A store whose reads of many keys wait for no longer than ``timeout``, or until an abort.
+    """A store whose reads of many keys wait for no longer than ``timeout``.
 
-    Gloo gives these its store's own timeout, which others use too.
+    Gloo gives these its store's own timeout, which others use too. The wait ends early when an
+    abort comes, or when another rank has failed, which will then not publish its address.
     """
 
     def __init__(self, store: Any, timeout: timedelta) -> None:
@@ -200,9 +237,9 @@ class _InTime(Store):
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait(self._store, keys, timeout or self._timeout)
+        wait(self._store, keys, timeout or self._timeout, given_up=another_rank_failed)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        wait(self._store, keys, self._timeout)
+        wait(self._store, keys, self._timeout, given_up=another_rank_failed)
         values: list[bytes] = self._store.multi_get(keys)
         return values

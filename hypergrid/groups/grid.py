@@ -319,10 +319,6 @@ class HyperCommGrid:
         """The rank ``by`` steps further along ``dim``, around its end: a pipeline's neighbour."""
         return self._views.layout(view).shift(_rank(rank), dim, by)
 
-    def source_rank(self, dims: Dims, rank: int | None = None, *, view: str | None = None) -> int:
-        """The first rank of the group over ``dims``, the source of its broadcasts."""
-        return self.group_ranks(dims, rank, view=view)[0]
-
     def topology(self, hosts: Hosts, *, view: str | None = None) -> Topology:
         """The groups that stay inside a host: ``grid.topology(hosts=8).inside("tp-cp")``."""
         return Topology(self._views.layout(view), hosts)

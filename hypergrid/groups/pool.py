@@ -6,10 +6,9 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from hypergrid.groups import backends, closing, creation, gloo, sockets
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import HOW, Suspended, Suspension
 from hypergrid.messages import in_words, shortened, shown, span_of
-from hypergrid.plan import GroupPlan, GroupRow, Kind
+from hypergrid.plan import Kind
 from hypergrid.policy import Policy
 
 DEFAULT = "the default group"
@@ -57,7 +56,6 @@ class GroupPool:
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement
-        self.first: Agreement | None = None  # that of the first creation that succeeded
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -65,8 +63,8 @@ class GroupPool:
         self._owners: dict[tuple[Ranks, Kind], str] = {}
         # One for each call of ``make``: equal on all ranks, also on those outside of the group.
         self._labels: list[str] = []
+        self._timeout: timedelta | None = None  # with which the groups were created
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
-        self._devices: gloo.Devices | None = None  # while ``agreed`` creates groups
         live_pools()  # lets go of those whose groups outside code has destroyed
         _live.add(self)
 
@@ -82,8 +80,8 @@ class GroupPool:
         """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
 
         Arguments as for ``hypergrid.agreement.prepare.agree``; each call has an epoch of its own.
-        ``one_device`` lets gloo groups that connect at once share a device, see ``gloo.Devices``:
-        then the caller holds none of the groups when this raises.
+        ``one_device`` lets gloo groups that connect at once share a device, see
+        ``gloo.one_device``: then the caller holds none of the groups when this raises.
 
         Raises
         ------
@@ -100,25 +98,25 @@ class GroupPool:
                 f"suspended. Call resume() first, on every rank."
             )
         check_timeout(timeout)
-        with _telling(), one_thread(ranks, proposal) as turn, abortable():
+        with _telling(), one_thread(ranks), abortable():
             can = creation.abilities(self.policy)
             self.agreement = agree(ranks, proposal, self.policy, can, timeout, init_count)
+            self._timeout = timeout
             timeout = timeout or of_torch.default_timeout()
-            self._devices = gloo.Devices() if one_device else None
             try:
-                with self._rolling_back(), all_or_none(self.agreement.epoch, ranks, timeout):
+                with (
+                    self._rolling_back(),
+                    all_or_none(self.agreement.epoch, ranks, timeout),
+                    gloo.one_device() if one_device else nullcontext(),
+                ):
                     sockets.note_default()
                     yield
-                    turn.end()
                     raise_if_waits_ended()
-                self.first = self.first or self.agreement
                 settle()
             except BaseException as error:
                 if one_device:
                     _forget_locals(error)
                 raise
-            finally:
-                self._devices = None
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
@@ -129,16 +127,6 @@ class GroupPool:
             self.destroy(before, abort=True)  # other ranks may never destroy theirs
             self._owners, self._labels = owners, labels
             raise
-
-    def make_row(
-        self, plan: GroupPlan, row: GroupRow, timeout: timedelta | None = None
-    ) -> list[ProcessGroup]:
-        """``make`` for a row of a plan; the row's own timeout precedes ``timeout``."""
-        if row.timeout is not None:
-            timeout = timedelta(seconds=row.timeout)
-        mine, everyone = plan.mine(row, dist.get_rank()), partial(plan.all, row)
-        options: dict[str, Any] = {"backend": row.backend, "timeout": timeout}
-        return self.make(row.label, mine, everyone, dims=row.dims, **options)
 
     def make(
         self,
@@ -175,7 +163,11 @@ class GroupPool:
         """
         options.setdefault("group_desc", label)
         before, timeout = len(self.groups), options.get("timeout")
-        shorter = backends.creation_timeout(options.get("backend"), timeout)
+        # Some groups of Megatron have a longer timeout than the one with which all are created.
+        limit = timeout or of_torch.default_timeout()
+        if self._timeout is not None:
+            limit = min(limit, self._timeout)
+        shorter = backends.creation_timeout(options.get("backend"), limit)
         if shorter is not None:
             options["timeout"] = shorter
         try:
@@ -210,7 +202,8 @@ class GroupPool:
             before = (pooled.label for pooled in self.groups if pooled.group is group)
             shares = shares or next(before, None)
             self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
-            gloo.note(group)
+            if shares is None:
+                gloo.note(group)
             self._connect(self.groups[-1])
 
     def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
@@ -227,22 +220,12 @@ class GroupPool:
 
     def connecting(self) -> AbstractContextManager[None]:
         """Inside, gloo groups connect at once or on first use, as the ranks have agreed."""
-        return gloo.connecting(self._lazily, self._devices)
-
-    def waits(self, pooled: PooledGroup) -> bool:
-        """Whether the choice ``connect`` makes this gloo group connect on first use."""
-        group = pooled.group
-        return (
-            self.policy.connect == "auto"
-            and bool(self._lazily(len(pooled.ranks)))
-            and of_torch.knows(group)
-            and "gloo" in backends.devices_of(of_torch.backend_of(group)).values()
-        )
-
-    def _lazily(self, members: int) -> bool | None:
-        if self.agreement.lazy and self.policy.waits(members):
-            return True
-        return False if self.policy.connect == "eager" else None
+        lazily = None
+        if self.agreement.lazy:
+            lazily = True
+        elif self.policy.connect == "eager":
+            lazily = False
+        return gloo.connecting(lazily)
 
     def _make_mine(
         self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
@@ -277,15 +260,20 @@ class GroupPool:
         self, label: str, mine: Mapping[str, Ranks], options: dict[str, Any], error: BaseException
     ) -> CreationError:
         members = shortened(" or ".join(map(span_of, mine.values())) or "other ranks", 80)
+        reason = "One of them may have ended, or cannot be reached."
+        if isinstance(error, dist.DistNetworkError):  # torch's stores raise it, and no backend
+            reason = (
+                "The store through which ranks connect is lost: the process or the host that "
+                "serves it has ended, or the network to it is cut."
+            )
         return CreationError(
             f"rank {dist.get_rank()} could not create {label} of ranks {members} "
-            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} One of them "
-            f"may have ended, or cannot be reached."
+            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} {reason}"
         )
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
         """Whose communicator ``ranks`` use; None for a new one, which is then the label's."""
-        if kind is None or not self.policy.may_share(kind, ranks):
+        if kind is None or not self.policy.may_share(kind):
             return None
         owner = self._owners.setdefault((tuple(ranks), kind.among(len(ranks))), label)
         return None if owner == label else owner
@@ -302,6 +290,7 @@ class GroupPool:
         group that torch cannot destroy, and a function of ``before_closing`` that raises, cause a
         warning, and the other groups are destroyed.
         With ``abort`` NCCL drops operations in progress, and gloo's connections are shut.
+        In a forked child the groups of its parent are only forgotten.
         """
         self._drop(self.groups[keep:], abort)
         if not keep:
@@ -355,13 +344,14 @@ class GroupPool:
                 "epoch": self.agreement.epoch,
             }
             # NCCL waits for all members: a rank that will not suspend must be known before.
-            agree(ranks, proposal, Policy(), Abilities())
+            agree(ranks, proposal, Policy(), Abilities(), self._timeout)
             suspension = Suspension()
             self.suspended = suspension
             try:
                 with telling_others(lambda: ranks):
                     suspension.start(self._label_of_own_groups(), how)
-                agree(ranks, {**proposal, "suspended": True}, Policy(), Abilities())
+                suspended = {**proposal, "suspended": True}
+                agree(ranks, suspended, Policy(), Abilities(), self._timeout)
             except BaseException:
                 # abort() may have destroyed the groups meanwhile.
                 if self.suspended is suspension:
@@ -402,22 +392,37 @@ class GroupPool:
         self.suspended = None
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
-        self.groups = [pooled for pooled in self.groups if pooled not in leaving]
+        before = self.groups
+        self.groups = [pooled for pooled in before if pooled not in leaving]
+        try:
+            self._close(leaving, abort)
+        except BaseException:
+            # Ctrl-C in the middle: the next call destroys what torch still has.
+            self.groups = [
+                pooled for pooled in before if pooled not in leaving or of_torch.knows(pooled.group)
+            ]
+            raise
+
+    def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
         known = of_torch.known()
-        ending = {
-            each.group: each.label
-            for each in leaving
-            if each.shares is None and each.group in known
-        }
+        label_of = {}
+        for pooled in leaving:
+            # A shared communicator is closed by the label that it was created for. Outside code
+            # may have destroyed it already.
+            if pooled.shares is None and pooled.group in known:
+                label_of[pooled.group] = pooled.label
+        if not closing.inherited.isdisjoint(label_of):
+            abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
-            sockets.shut(ending)
+            sockets.shut(label_of)
         for tell in before_closing if leaving else ():
             try:
-                tell([*ending], abort)
+                tell([*label_of], abort)
             except Exception as error:
                 _warn(f"{shown(tell)} raised while groups are destroyed: {in_words(error)}")
-        for group, why in (closing.abort if abort else closing.close)(ending).items():
-            _warn(f"rank {dist.get_rank()} could not destroy {ending[group]}: {why}")
+        failed = closing.abort(label_of) if abort else closing.close(label_of)
+        for group, why in failed.items():
+            _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {why}")
 
 
 def _forget_locals(error: BaseException | None) -> None:

@@ -1,246 +1,146 @@
-"""The sockets of this process by their gloo group, and how to shut them. Linux only.
+"""Shuts the connections of gloo groups, which frees a rank that waits in one. Linux only.
 
-A gloo device, which one group or several connect through, has an event loop: an epoll instance with
-one listening socket and the connections of these groups. The kernel lists the members of an epoll
-instance. So a device's listener leads to its connections and to no others, also to those that were
-opened later, whichever side opened them.
+Each gloo group has an event loop: an epoll instance with one listening socket and the group's
+connections. The kernel lists the members of an epoll instance. So the listening socket, which is
+noted when a group is created, leads to the group's connections and to no others.
+
+Only connections are shut, as if the other rank had ended. Gloo survives that. A group that has not
+connected, or has failed, is left alone: a connection to it would end the process.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any
-from weakref import ReferenceType, ref
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from weakref import ref
 
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
 from hypergrid.agreement.store import descriptors, duplicate, listens
 
-_OPEN, _INFO = "/proc/self/fd", "/proc/self/fdinfo"
+# For each group the inodes of the listening sockets that its connections belong to. The references
+# have no callback: Python ignores what a callback raises, and so a Ctrl-C that arrived while gloo
+# ended the group before.
+_listeners_of: dict[ref[ProcessGroup], set[int]] = {}
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """A gloo event loop: its listener's inode and address, and its connections."""
-
-    listener: int
-    address: Any
-    connections: dict[int, int]  # descriptor -> inode
+def _inherit() -> None:
+    """In a forked child no group has listeners, as the parent uses the sockets."""
+    _listeners_of.clear()
+    for group in of_torch.known():
+        note(group, set())
 
 
-@dataclass(eq=False)
-class Opened:
-    """Sockets opened for some groups: the groups, their sizes, and if the last is unfinished."""
-
-    groups: tuple[ReferenceType[ProcessGroup], ...] = ()
-    sizes: tuple[int, ...] = ()
-    unfinished: bool = True
-
-    def begin(self, size: int) -> None:
-        """One more group of ``size`` ranks is created on them."""
-        self.sizes, self.unfinished = (*self.sizes, size), True
-
-    def add(self, group: ProcessGroup) -> None:
-        """The group that was begun exists now."""
-        self.groups, self.unfinished = (*self.groups, ref(group)), False
-
-    def live(self) -> set[int]:
-        """The groups that torch knows, as their ``id``."""
-        return {id(each()) for each in self.groups if of_torch.knows(each())}
-
-
-# By the inode of a listener. A forked child knows none: its parent uses the sockets.
-_opened: dict[int, Opened] = {}
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_opened.clear)
+    os.register_at_fork(after_in_child=_inherit)
+
+
+def note(group: ProcessGroup, listeners: set[int]) -> None:
+    """Remember the inodes of the sockets that listen for ``group``. *Local*."""
+    for reference in [*_listeners_of]:
+        if reference() is None:
+            _listeners_of.pop(reference, None)
+    _listeners_of[ref(group)] = listeners
 
 
 @contextmanager
-def opening(devices: int) -> Iterator[Opened]:
-    """Inside, that many gloo devices are created; gives what is to be noted of them. *Local*.
+def opening(devices: int) -> Iterator[set[int]]:
+    """Give the inodes of the listening sockets of ``devices`` that are created inside. *Local*.
 
-    If another thread creates a listener at the same time, nobody can tell whose is whose: none is
-    remembered, and ``shut`` does not find the groups.
+    They are empty if another thread begins to listen at the same time: nobody can tell which
+    socket is whose.
     """
-    untaken, opened = _untaken(8 * devices), Opened()
-    before = set[int]() if untaken else {*map(int, descriptors())}
-    yield opened
-    new = {*(untaken or map(int, descriptors()))} - before
-    listeners = [inode for descriptor in new if (inode := _listener(descriptor))]
-    if len(listeners) == devices:
-        _opened.update(dict.fromkeys(listeners, opened))
+    listeners = set[int]()
+    before = {*descriptors()}
+    yield listeners
+    opened = {*descriptors()} - before
+    listeners |= _listening(map(int, opened))
+    if len(listeners) != devices:
+        listeners.clear()
 
 
-def _untaken(many: int) -> range:
-    """The next descriptors of this process, if they are a run: faster than to list all."""
-    try:
-        os.close(first := os.open(os.devnull, os.O_RDONLY))
-    except OSError:  # none is left
-        return range(0)
-    for descriptor in range(first, first + many):
-        with suppress(OSError):
-            os.fstat(descriptor)
-            return range(0)
-    return range(first, first + many)
+def note_default() -> None:
+    """Remember the listening sockets of the default group, which the caller created. *Local*.
 
-
-def note_default(ask_store: bool = True) -> None:
-    """Remember the listeners of the default group, which the caller created. *Local*.
-
-    They are those that no known group has. If there are more, as the caller has created other gloo
-    groups, then those whose addresses the default group has published in the store; without
-    ``ask_store`` none, as another thread may be waiting in it.
+    They are those that no other group has. If the caller had created other gloo groups by the
+    first call, nobody can tell which are the default group's, and none is remembered.
     """
     default = of_torch.default_group()
-    devices, live = _devices(default), {inode: each.live() for inode, each in [*_opened.items()]}
-    for inode in live:
-        each = _opened.get(inode)  # another thread may be here too
-        if each is not None and not live[inode] and not each.unfinished:
-            _opened.pop(inode, None)
-    if not devices or any(id(default) in groups for groups in live.values()):
+    devices = of_torch.gloo_devices_of(default)
+    if devices == 0 or ref(default) in _listeners_of:
         return
-    loops = [loop for loop in _loops() if loop.listener not in _opened]
-    if ask_store and len(loops) != devices:
-        store: Any = of_torch.store_of(default)
-        keys = [f"cpu//{i}/{default.rank()}" for i in range(devices)]
-        with suppress(AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
-            told = [store.compare_set(key, "?", "?") for key in keys]  # does not wait for the key
-            loops = [loop for loop in loops if any(_tells(each, loop.address) for each in told)]
-    if len(loops) == devices:
-        opened = Opened((ref(default),), (default.size(),), unfinished=False)
-        _opened.update((loop.listener, opened) for loop in loops)
+    unknown = set[int]()
+    for members in _event_loops():
+        unknown |= _listening(descriptor for descriptor, _ in members)
+    unknown -= _listeners(of_torch.known())
+    note(default, unknown if len(unknown) == devices else set())
 
 
-def shut(groups: Iterable[ProcessGroup], unfinished: bool = False) -> int:
-    """End what waits for another rank in gloo's ``groups``. *Local*.
+def shut(groups: Collection[ProcessGroup]) -> int:
+    """End what waits for another rank in the gloo groups among ``groups``. *Local*.
 
-    Shuts their connections in both directions, and closes none: the descriptors are gloo's. Where
-    a group waits until another rank connects, this process connects to itself, and leaves. What
-    they share with other live groups is left alone. With ``unfinished`` also those of the group
-    that another thread is creating.
+    Shuts their connections in both directions, and closes none: the descriptors are gloo's.
 
     Returns
     -------
     int
-        The number of connections that were found.
+        The number of connections that were shut.
     """
-    asked = {id(group) for group in groups}
-    ending = {
-        inode: opened
-        for inode, opened in [*_opened.items()]
-        if (live := opened.live()) <= asked and (live or (unfinished and opened.unfinished))
-    }
-    done, count = set[int](), 0
-    for turn in range(5 if ending else 0):  # more connections may be about to open
-        before = len(done)
-        for loop in _loops():
-            if loop.listener not in ending:
-                continue
-            for descriptor, inode in loop.connections.items():
-                if inode not in done and _shut(descriptor, inode):
-                    done.add(inode)
-            opened = ending[loop.listener]
-            # Never where a group has failed: gloo would call into its freed memory.
-            if turn == 0 and (opened.unfinished or len(opened.sizes) == 1):
-                _connect_and_leave(loop, opened.sizes)
-        if turn == 0:
-            count = len(done)
-        elif before == len(done):
-            break
+    # Where nobody can tell which of two groups has a socket, they are shut only together.
+    listeners = _listeners(groups) - _listeners(of_torch.known().keys() - groups)
+    count = 0
+    for members in _event_loops():
+        if not listeners.isdisjoint(inode for _, inode in members):
+            count += sum(_shut(*member) for member in members)
     return count
+
+
+def _listeners(groups: Iterable[ProcessGroup]) -> set[int]:
+    return set().union(*(_listeners_of.get(ref(group), ()) for group in groups))
 
 
 def _shut(descriptor: int, inode: int) -> bool:
     # Of a duplicate: the descriptor may by now be that of another socket, which is left alone.
-    with duplicate(descriptor, inode) or nullcontext() as connection:
-        if connection is None or listens(connection):
-            return False
-        with suppress(OSError):  # not connected any more
-            connection.shutdown(socket.SHUT_RDWR)
+    connection = duplicate(descriptor, inode)
+    if connection is None:
+        return False
+    with connection, suppress(OSError):
+        connection.getpeername()  # raises for what listens, or is not connected yet
+        connection.shutdown(socket.SHUT_RDWR)
         return True
+    return False
 
 
-def _connect_and_leave(loop: _Loop, sizes: tuple[int, ...]) -> None:
-    """Be each rank that the last group of these ``sizes`` waits for, for an instant.
-
-    Without this it waits for a rank that does not connect until its timeout. A new connection
-    begins with its number: a device counts the ranks of all its groups.
-    """
-    import resource  # not on every system
-
-    first, size = sum(sizes[:-1]), sizes[-1]
-    if len(loop.connections) >= first + size - len(sizes):
-        return
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unused = limit // 2 - len(descriptors())  # gloo ends the process when it cannot accept
-    for number in range(first, first + min(size, unused)):
-        with suppress(OSError), socket.create_connection(loop.address[:2], timeout=1) as connection:
-            connection.sendall(struct.pack("=q", number))
-
-
-def _devices(group: ProcessGroup) -> int:
-    """How many event loops torch's gloo has for ``group``."""
-    count = 0
-    with suppress(AttributeError, RuntimeError):  # a backend that does not tell
-        for part in of_torch.parts_of(group):
-            inner = of_torch.checked_by(part)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: two groups
-            count += len(of_torch.devices_in(inner)) * (1 if inner is part else 2)
-    return count
-
-
-def _tells(published: bytes, address: Any) -> bool:
-    """Whether what gloo has published for the other ranks is this address.
-
-    That is the host's name, and the address as the system writes it, each after its length.
-    """
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    written = struct.pack("=H", family) + struct.pack("!H", address[1])
-    written += b"\0" * 4 * (family == socket.AF_INET6) + socket.inet_pton(family, address[0])
-    begin = 16 + int.from_bytes(published[:8], sys.byteorder)
-    return published[begin : begin + len(written)] == written
-
-
-def _loops() -> list[_Loop]:
-    """Gloo's event loops in this process."""
-    found: dict[int, _Loop] = {}
+def _event_loops() -> Iterator[list[tuple[int, int]]]:
+    """Descriptor and inode of the sockets in each event loop of this process."""
     for name in descriptors():
         with suppress(OSError):  # closed meanwhile
-            if os.readlink(f"{_OPEN}/{name}") != "anon_inode:[eventpoll]":
-                continue
-            with open(f"{_INFO}/{name}") as info:
-                members = [_member(line.split()) for line in info if line.startswith("tfd:")]
-            listeners, connections = dict[int, Any](), dict[int, int]()
-            for descriptor, inode, by_number in members:
-                with duplicate(descriptor, inode) or nullcontext() as connection:
-                    if connection is None:
-                        continue
-                    if not listens(connection):
-                        connections[descriptor] = inode
-                    elif not by_number:  # other libraries register a descriptor by its number
-                        listeners[inode] = connection.getsockname()
-            for inode, address in listeners.items() if len(listeners) == 1 else ():
-                found[inode] = _Loop(inode, address, connections)
-    return [*found.values()]
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                with open(f"/proc/self/fdinfo/{name}") as lines:
+                    yield [*_members(lines)]
 
 
-def _member(words: list[str]) -> tuple[int, int, bool]:
-    """Of a line of an epoll instance: descriptor, inode, and whether its data is the descriptor."""
-    values = dict(zip(words[::2], words[1::2], strict=False))
-    # Before Linux 4.13 it is not told: then no socket is found.
-    inode = next((int(word[4:], 16) for word in words if word.startswith("ino:")), 0)
-    return int(values["tfd:"]), inode, int(values["data:"], 16) == int(values["tfd:"])
+def _members(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
+    for line in lines:
+        # tfd: 12 events: 19 data: 7f3c08 pos:0 ino:5e21 sdev:9
+        if line.startswith("tfd:"):
+            words = line.split()
+            descriptor = int(words[1])
+            # Other libraries register a descriptor by its number, gloo by an address.
+            if int(words[5], 16) != descriptor:
+                yield descriptor, int(words[7][4:], 16)
 
 
-def _listener(descriptor: int) -> int | None:
-    """The inode of the socket that listens at ``descriptor``, if one does."""
-    with duplicate(descriptor) or nullcontext() as connection:
-        if connection is None or not listens(connection):
-            return None
-        return os.fstat(connection.fileno()).st_ino
+def _listening(numbers: Iterable[int]) -> set[int]:
+    """The inodes of the sockets among these descriptors that accept connections."""
+    listeners = set()
+    for descriptor in numbers:
+        connection = duplicate(descriptor)
+        if connection is not None:
+            with connection:
+                if listens(connection):
+                    listeners.add(os.fstat(connection.fileno()).st_ino)
+    return listeners

@@ -1,16 +1,17 @@
 """The first cause of a hang, told apart from those who wait because of it.
 
-Three principles decide. Ranks that wait wait for others, those for others again, and so on: at the
+Four principles decide. Ranks that wait wait for others, those for others again, and so on: at the
 end of every such chain is one set of ranks of which one has to move before anybody can; with one
-fault, the guilty rank is in it. If the set is one rank that waits for nobody, it is that rank. If
-they wait for each other, one of them did not do what was due: what ranks of its role did that had
-done the same until then, and what it did itself in earlier steps. And a verdict is certain only if
-no other rank can have caused the same recording.
+fault, the guilty rank is in it. If the set is one rank that waits for nobody, it is that rank, and
+a rank that is seen not to have entered comes before one without a file. If they wait for each
+other, one of them did not do what was due: what ranks of its role did that had done the same until
+then, and what it did itself in earlier steps. And a verdict is certain only if no other rank can
+have caused the same recording.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -36,11 +37,14 @@ Doubt: TypeAlias = Literal[
     "hidden",  # it may wait itself, in what is not recorded
     "alone",  # nobody is seen to wait for it
     "old",  # its dump is older than the call that it misses
+    "partial",  # somebody may be missing in a call that all known ranks are in
+    "root",  # the ranks may have named different roots
     "either",  # it may be the others who are wrong
 ]
 _TOGETHER = 10**9  # ns; ranks that raised within this of each other raised together
 _BEFORE = 8  # calls of a group before the one that it waits in, which may be the one that failed
 _MANY = 4  # as many times more ranks are right where only their number speaks
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,13 @@ class Rules:
     """Finds the first cause."""
 
     def __init__(self, waiting: Waiting) -> None:
-        self.waiting, self.ranks = waiting, waiting.ranks
+        self.waiting = waiting
+        self.ranks = waiting.ranks
 
     def cause(self) -> Cause:
         """The fault."""
-        found = self._decided()
-        return replace(found, doubt="mixed") if self.waiting.recording.mixed else found
+        cause = self._decided()
+        return replace(cause, doubt="mixed") if self.waiting.recording.mixed else cause
 
     @cached_property
     def history(self) -> History:
@@ -74,70 +79,124 @@ class Rules:
 
     def _decided(self) -> Cause:
         waiting = self.waiting
-        if not any(mine.answered for mine in self.ranks.values()):
+        if not any(recording.answered for recording in self.ranks.values()):
             return Cause("empty")
         ends = waiting.last_ones()
-        free = {rank for some in ends if len(some) == 1 for rank in some}
-        free = free - waiting.in_motion or free
-        if free - waiting.in_motion or (not ends and (waiting.raised or waiting.gone)):
-            return self._free(free or waiting.raised or waiting.gone)
+        free = {rank for end in ends if len(end) == 1 for rank in end}
+        # A rank whose own call all ranks are in moves as soon as that ends.
+        at_rest = free - waiting.in_motion
+        if at_rest:
+            return self._free(at_rest)
+        if not ends and (waiting.raised or waiting.gone):
+            return self._free(waiting.raised or waiting.gone)
         if ends and not free:
             return self._circle(max(ends, key=len))
         if waiting.running:
-            longest = max(waiting.running, key=lambda wait: wait.ns)
-            return Cause("slow", (), longest, waiting.running)
+            return self._slow()
         if not any(self.ranks[rank].calls for rank in self.ranks.keys() - waiting.blind):
             return Cause("empty")
         return Cause("ok", doubt="hidden" if self._is_hidden({*self.ranks}) else "")
+
+    def _slow(self) -> Cause:
+        """All known ranks are in a call."""
+        waiting = self.waiting
+        longest = max(waiting.running, key=lambda wait: wait.ns)
+        members = waiting.recording.groups[longest.group].ranks
+        is_whole = all(recording.whole for recording in self.ranks.values())
+        doubt: Doubt = ""
+        if longest.call.what.name in _ROOTED:
+            doubt = "root"
+        elif (
+            members is None
+            or {*members} != {*longest.inside}
+            or waiting.waits
+            or waiting.gone
+            or not is_whole
+        ):
+            doubt = "partial"
+        return Cause("slow", (), longest, waiting.running, doubt=doubt)
 
     def _free(self, free: set[int]) -> Cause:
         """Ranks that others wait for and that wait for nobody."""
         waiting = self.waiting
         kind: Kind = "never entered"
-        waits = [wait for wait in waiting.waits if not free.isdisjoint(wait.missed)]
         gone = free & waiting.gone
-        if free & waiting.raised:
-            kind, named = "raised", free & waiting.raised
-            begun = min(self.ranks[rank].written for rank in named)
-            named = {rank for rank in named if self.ranks[rank].written - begun < _TOGETHER}
+        raised = free & waiting.raised
+        if raised:
+            kind = "raised"
+            first_error = min(self.ranks[rank].written for rank in raised)
+            named = {r for r in raised if self.ranks[r].written - first_error < _TOGETHER}
         else:
-            suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
-            found = self._departures(suspects, alone=bool(gone))
-            fatal = [each for each in found if self._is_proven(each) or self._is_fatal(each, gone)]
-            odd = self._departed(fatal, waits) or self._minority(waits, found)
-            if odd:
-                return odd
-            named = gone or free - waiting.blind or free
-            if 2 * len(waiting.gone) > waiting.recording.world_size:
-                named = free - waiting.gone or waiting.gone
+            waits = [wait for wait in waiting.waits if not free.isdisjoint(wait.missed)]
+            departed = self._departed_among(free, waits)
+            if departed is not None:
+                return departed
+            # What is seen comes before what is only missing.
+            named = free - waiting.blind - waiting.gone or gone or free
             kind = "no dump" if named <= waiting.gone else kind
-        waits = [wait for wait in waits if not named.isdisjoint(wait.missed)]
-        wait = max(waits, key=lambda each: self._nearness(named, each), default=None)
+        waits = [wait for wait in waiting.waits if not named.isdisjoint(wait.missed)]
+        nearest = max(waits, key=lambda wait: self._nearness(named, wait), default=None)
         doubt = self._doubt(kind, named, waits)
-        if wait and doubt != "few":
-            named = named.intersection(wait.missed)
-        behind = waiting.behind(wait, named) if wait else ()
-        return Cause(kind, tuple(sorted(named)), wait, behind, doubt=doubt)
+        if nearest is None:
+            return Cause(kind, tuple(sorted(named)), doubt=doubt)
+        if doubt != "few":
+            named = named.intersection(nearest.missed)
+        behind = waiting.behind(nearest, named)
+        return Cause(kind, self._most_missed_first(named), nearest, behind, doubt=doubt)
 
-    def _minority(self, waits: Sequence[Wait], found: Sequence[Departure]) -> Cause | None:
+    def _departed_among(self, free: set[int], waits: Sequence[Wait]) -> Cause | None:
+        """A rank that did not do what was due, and so made ``free`` seem to be the cause."""
+        waiting = self.waiting
+        gone = free & waiting.gone
+        suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
+        departures = self._departures(suspects, alone=bool(gone))
+        fatal = [
+            departure
+            for departure in departures
+            if self._is_proven(departure) or self._is_fatal(departure, gone)
+        ]
+        if gone and not fatal and not self._most_are_gone():
+            fatal = [d for d in self._departures(self.ranks.keys() - gone) if self._is_late(d)]
+        return self._departed(fatal, waits) or self._minority(waits, departures)
+
+    def _most_are_gone(self) -> bool:
+        return 2 * len(self.waiting.gone) > self.waiting.recording.world_size
+
+    def _most_missed_first(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The rank that most others are seen to wait for comes first."""
+        waiters = dict.fromkeys(sorted(ranks), 0)
+        for wait in self.waiting.waits:
+            for rank in waiters.keys() & {*wait.missed}:
+                waiters[rank] += len(wait.inside)
+        return tuple(sorted(waiters, key=lambda rank: -waiters[rank]))
+
+    def _minority(self, waits: Sequence[Wait], departures: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
-        for (group, seq), (*odd, most) in self.waiting.unequal.items():
-            named = sorted(set().union(*odd))
-            there = next((wait for wait in waits if wait.group == group), None)
-            if there and len(named) < len(most):
-                there = there._replace(seq=seq)
-                doubt: Doubt = "" if len(most) >= _MANY * len(named) else "either"
-                left = next((each for each in found if each.rank in named), None)
-                return Cause("mismatch", tuple(named), there, self.waiting.waits, (), left, doubt)
+        for (group, seq), (*smaller, largest) in self.waiting.unequal.items():
+            named = sorted(set().union(*smaller))
+            wait = next((wait for wait in waits if wait.group == group), None)
+            if wait is not None and len(named) < len(largest):
+                departure = next((d for d in departures if d.rank in named), None)
+                doubt: Doubt = "" if len(largest) >= _MANY * len(named) else "either"
+                wait = wait._replace(seq=seq)
+                waits = self.waiting.waits
+                return Cause("mismatch", tuple(named), wait, waits, (), departure, doubt)
         return None
 
-    def _is_fatal(self, found: Departure, gone: set[int]) -> bool:
+    def _is_late(self, departure: Departure) -> bool:
+        """Whether it is of the last calls, and nothing but this rank's own calls explains it."""
+        calls = self.ranks[departure.rank].calls
+        speaks = departure.before is True or departure.others > departure.alike
+        is_recent = departure.at >= len(calls) // 2
+        return speaks and is_recent and not self.history.is_confirmed(departure.rank)
+
+    def _is_fatal(self, departure: Departure, gone: set[int]) -> bool:
         """Whether a call that was not due may have ended others: gloo's ranks do not survive it."""
-        calls = self.ranks[found.rank].calls
-        title = calls[found.at].title
-        late = found.at >= len(calls) - _BEFORE and found.weight[0] > 0
-        mine = title.text.startswith("gloo:") and not title.p2p
-        return late and mine and not gone.isdisjoint(self.waiting.members(title.group))
+        calls = self.ranks[departure.rank].calls
+        title = calls[departure.at].title
+        is_late = departure.at >= len(calls) - _BEFORE and departure.weight[0] > 0
+        is_collective = title.backend == "gloo" and not title.p2p
+        return is_late and is_collective and not gone.isdisjoint(self.waiting.members(title.group))
 
     def _doubt(self, kind: Kind, named: set[int], waits: Sequence[Wait]) -> Doubt:
         """Why others may be the cause of what these ranks seem to be."""
@@ -146,41 +205,55 @@ class Rules:
             return ""
         if named & waiting.gone & waiting.recording.unread:
             return "unread"
-        if 2 * len(waiting.gone) > waiting.recording.world_size:
+        if kind == "no dump" and self._most_are_gone():
             return "few"
         if kind != "no dump" and self._is_hidden(named):
             return "hidden"
         if not waits:
-            hidden = any(not named.isdisjoint(others) for others in waiting.guessed.values())
-            return "hidden" if hidden else "alone"
-        written = [self.ranks[rank].written for rank in named if rank in self.ranks]
-        if kind != "no dump" and any(0 < at < waits[0].call.created for at in written):
+            is_guessed = any(not named.isdisjoint(ranks) for ranks in waiting.guessed.values())
+            return "hidden" if is_guessed else "alone"
+        if kind == "no dump":
+            if len(waiting.gone) > 1 or waiting.raised or not self._is_everyone_right():
+                return "either"
+        elif any(self._is_old(rank, waits[0]) for rank in named):
             return "old"
-        if kind == "no dump" and not self._is_alone(named):
-            return "either"
+        # One rank may wait in a call that should not be, for ranks that have done all.
         for rank in named:
-            # One rank may wait in a call that should not be, for ranks that have done all.
-            most = 0
-            for wait in waits:
-                if rank in wait.absent + wait.unlike:
-                    usual = self.history.is_usual(wait.rank, wait.at)
-                    makers = self.history.makers(wait.rank, wait.at)
-                    most = max(most, makers * (usual is not False or makers >= _MANY * len(named)))
-            if most <= max(1, len(named)):
+            if not any(self._is_common(wait, len(named)) for wait in waits if rank in wait.missed):
                 return "either"
         return ""
 
-    def _is_alone(self, gone: set[int]) -> bool:
-        """Whether no last call can have ended ranks, as one of another size can on gloo."""
-        waiting, history = self.waiting, self.history
-        if waiting.unequal or waiting.blind:
+    def _is_common(self, wait: Wait, named: int) -> bool:
+        """Whether more ranks than are named make this call, and it is none that never came here."""
+        makers = self.history.makers(wait.rank, wait.at)
+        is_usual = self.history.is_usual(wait.rank, wait.at) is not False
+        return makers > max(1, named) and (is_usual or makers >= _MANY * named)
+
+    def _is_old(self, rank: int, wait: Wait) -> bool:
+        """Whether the rank still worked when it wrote, or wrote before the call that it misses."""
+        recording = self.ranks[rank]
+        moment = recording.written or recording.latest
+        last = self.waiting.last_time(rank)
+        return 0 < moment < max(wait.call.created, last + self.waiting.patience)
+
+    def _is_everyone_right(self) -> bool:
+        """Whether no rank with a file can be the cause that another left none."""
+        history = self.history
+        waiting = self.waiting
+        seen = self.ranks.keys() - waiting.gone
+        # A rank that is in no recorded call may be in one that is not recorded.
+        if waiting.unequal or waiting.blind or self._is_hidden(seen - waiting.of.keys()):
             return False
-        for rank, mine in self.ranks.items():
-            for at in range(max(0, len(mine.calls) - _BEFORE), len(mine.calls)):
-                title = waiting.recording.titles[mine.calls.title[at]]
-                members = waiting.recording.groups[title.group].ranks
-                apart = members and gone.isdisjoint(members)
-                if apart or title.p2p or not title.text.startswith("gloo:"):
+        if any(departure.weight[0] > 1 for departure in self._departures(seen)):
+            return False
+        if not all(history.is_confirmed(rank) for rank in seen):
+            return False
+        # Gloo ends a rank that receives more than it expects.
+        for rank in seen:
+            calls = self.ranks[rank].calls
+            for at in range(max(0, len(calls) - _BEFORE), len(calls)):
+                title = calls[at].title
+                if title.p2p or title.backend != "gloo":
                     continue
                 if not history.is_usual(rank, at) and history.makers(rank, at) < _MANY:
                     return False
@@ -189,7 +262,9 @@ class Rules:
     def _is_hidden(self, ranks: set[int]) -> bool:
         """Whether one of them may wait in a call that is not recorded."""
         waiting = self.waiting
-        return bool(ranks & (waiting.unseen | waiting.blind | waiting.of.keys())) or any(
+        if ranks & (waiting.unseen | waiting.blind | waiting.of.keys()):
+            return True
+        return any(
             not self.ranks[rank].stack and not waiting.sees_p2p(rank)
             for rank in ranks & self.ranks.keys()
         )
@@ -197,29 +272,29 @@ class Rules:
     def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:
         """How many of them are missed there; then whether the call is due, and its age."""
         missed = named.intersection(wait.missed)
-        due = self.history.is_due(min(missed), wait.call)
-        return (len(missed), due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
+        is_due = self.history.is_due(min(missed), wait.call)
+        return (len(missed), is_due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
 
-    def _departures(self, ranks: set[int], *, alone: bool = True) -> list[Departure]:
-        found = self.history.departures(sorted(ranks), alone=alone)
-        return sorted(found, key=lambda each: each.weight, reverse=True)
+    def _departures(self, ranks: Iterable[int], *, alone: bool = True) -> list[Departure]:
+        departures = self.history.departures(sorted(ranks), alone=alone)
+        return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _circle(self, within: set[int]) -> Cause:
         """All wait for each other: who did not do what was due."""
         waiting = self.waiting
-        found = self._departures(within)
-        waits = [w for rank in sorted(within) for w in waiting.of.get(rank, ())]
-        strong = [each for each in found if each.weight[0] > 2]
-        odd = self._departed(strong, waits) or self._minority(waits, found)
-        odd = odd or self._departed(found, waits)
-        if odd:
-            return odd
+        departures = self._departures(within)
+        waits = [wait for rank in sorted(within) for wait in waiting.of.get(rank, ())]
+        strong = [departure for departure in departures if departure.weight[0] > 2]
+        cause = self._departed(strong, waits) or self._minority(waits, departures)
+        cause = cause or self._departed(departures, waits)
+        if cause is not None:
+            return cause
         unseen = waiting.unseen & within
         # Most of a group are in a call: that the others are not is more than they can do.
-        most = [w for w in waiting.waits if 0 < len(w.absent) < len(w.inside)]
+        most = [wait for wait in waiting.waits if 0 < len(wait.absent) < len(wait.inside)]
         most = [wait for wait in most if unseen.issuperset(wait.absent)]
         if most:
-            wait = max(most, key=lambda each: len(each.inside))
+            wait = max(most, key=lambda wait: len(wait.inside))
             behind = waiting.behind(wait, wait.absent)
             return Cause("never entered", wait.absent, wait, behind, doubt="hidden")
         if unseen:
@@ -228,38 +303,54 @@ class Rules:
         in_circle = [wait for *_, wait in circle if wait]
         first = next(iter(in_circle), None)
         kind: Kind = "mismatch" if first and first.unlike else "order"
-        others = [each for each in waiting.waits if each not in in_circle]
-        return Cause(
-            kind, tuple(sorted(each for each, *_ in circle)), first, others, circle, doubt="either"
-        )
+        others = [wait for wait in waiting.waits if wait not in in_circle]
+        ranks = tuple(sorted(rank for rank, *_ in circle))
+        return Cause(kind, ranks, first, others, circle, doubt="either")
 
-    def _is_proven(self, found: Departure) -> bool:
+    def _is_proven(self, departure: Departure) -> bool:
         """Without its sends and receives, a stage looks as another until others wait for it."""
-        if not found.is_proven or found.due is None or self.waiting.sees_p2p(found.rank):
-            return found.is_proven
-        groups, due = self.waiting.recording.groups, found.due
-        call = self.ranks[found.rank].calls[found.at]
-        return (call.group, call.seq) in self.waiting.unequal or any(
-            (wait.seq, groups[wait.group].label) == (due.seq, groups[due.group].label)
+        due = departure.due
+        if not departure.is_proven or due is None or self.waiting.sees_p2p(departure.rank):
+            return departure.is_proven
+        groups = self.waiting.recording.groups
+        call = self.ranks[departure.rank].calls[departure.at]
+        if (call.group, call.seq) in self.waiting.unequal:
+            return True
+        label = groups[due.group].label
+        return any(
+            (wait.seq, groups[wait.group].label) == (due.seq, label)
             for wait in self.waiting.waits
-            if found.rank in wait.absent + wait.unlike
+            if departure.rank in wait.absent + wait.unlike
         )
 
-    def _departed(self, found: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
+    def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""
-        if not found:
+        if not departures:
             return None
-        first, waiting = found[0], self.waiting
-        alike = 1 if first.is_proven else None
-        named = {each.rank for each in found if each.weight[:alike] == first.weight[:alike]}
-        own = [wait for rank in sorted(named) for wait in waiting.of.get(rank, ())]
-        unlike = [wait for wait in own if wait.unlike]
-        wait = next(iter([*unlike, *own, *waits]), None)
+        first = departures[0]
+        waiting = self.waiting
+        compared = 1 if first.is_proven else None
+        named = {d.rank for d in departures if d.weight[:compared] == first.weight[:compared]}
+        own_waits = [wait for rank in sorted(named) for wait in waiting.of.get(rank, ())]
+        unlike = [wait for wait in own_waits if wait.unlike]
+        wait = next(iter([*unlike, *own_waits, *waits]), None)
         ends = waiting.last_ones()
-        circle = waiting.circle(ends[0]) if len(ends) == 1 < len(ends[0]) and not unlike else ()
+        is_circle = len(ends) == 1 < len(ends[0]) and not unlike
+        circle = waiting.circle(ends[0]) if is_circle else ()
         behind = waiting.behind(wait, named) if wait else ()
-        sure = all(self._is_proven(each) for each in found if each.rank in named)
+        is_sure = all(self._is_proven(d) for d in departures if d.rank in named)
+        is_sure = is_sure or (len(named) == 1 and self._is_only_one(first))
         kind: Kind = "mismatch" if unlike else "order"
-        return Cause(
-            kind, tuple(sorted(named)), wait, behind, circle, first, doubt="" if sure else "either"
+        doubt: Doubt = "" if is_sure else "either"
+        return Cause(kind, tuple(sorted(named)), wait, behind, circle, first, doubt)
+
+    def _is_only_one(self, departure: Departure) -> bool:
+        """Whether most others did otherwise, and every other rank's calls are confirmed."""
+        if departure.before is False or departure.is_new or self.waiting.gone:
+            return False
+        others = self.ranks.keys() - {departure.rank}
+        return (
+            departure.others > max(1, departure.alike)
+            and not self.history.is_confirmed(departure.rank)
+            and all(self.history.is_confirmed(rank) for rank in others)
         )

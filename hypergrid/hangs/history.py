@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hypergrid.hangs.reading import DEFAULT, Call, Recording
+from hypergrid.hangs.reading import DEFAULT, Call, Recording, Title
+from hypergrid.hangs.waiting import pair_of
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
 # known; fewer if the recorder is small.
 _PAST, _LEAST = 256, 16
 _RECENT = 600  # last calls of a rank in which a departure is looked for
 _LONG = 4  # calls that must have come before in the same order to expect what followed then
+_CONTEXT = 8  # calls that must have come elsewhere in the same order to confirm the next
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_ODD = pow(int(_FACTOR), -1, 1 << 64)
+_INVERSE = np.uint64(pow(int(_FACTOR), -1, 1 << 64))
 
 
 class Departure(NamedTuple):
@@ -46,118 +47,118 @@ class Departure(NamedTuple):
         return (score, self.at, self.others - self.alike)
 
 
-class Steps(NamedTuple):
-    """The steps of a job, told by a call of all ranks that comes once in each."""
-
-    call: Call
-    done: dict[int, int]  # how many of them each rank has finished
-
-
 class History:
     """The calls of all ranks, each as what any rank of the same role would call.
 
-    A token stands for one call: its group's label and shape, its operation, sizes, dtypes and
-    number. Ranks of one role have equal tokens, whichever groups they are in; two that did the
-    same for a while and then part are compared there.
+    A kind stands for a call: its group's label and shape, its operation, sizes and dtypes. A token
+    is a kind and the call's number. Ranks of one role have equal tokens, whichever groups they are
+    in; two that did the same for a while and then part are compared there.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        kinds: dict[Any, int] = {}
-        self._kind = np.zeros(len(recording.titles), np.int64)
-        for at in {at for mine in recording.ranks.values() for at in {*mine.calls.title.tolist()}}:
-            self._kind[at] = kinds.setdefault(self._role(at), len(kinds))
+        number_of: dict[Any, int] = {}
+        self._kind_of_title = np.zeros(len(recording.titles), np.int64)
+        for place, title in enumerate(recording.titles):
+            # A group whose name torch used twice has two keys, and calls no longer have its name.
+            if title.group in recording.groups:
+                role = self._role(title)
+                self._kind_of_title[place] = number_of.setdefault(role, len(number_of))
+        self._kinds: dict[int, Any] = {}
         self._tokens: dict[int, Any] = {}
         same: dict[bytes, list[int]] = defaultdict(list)
-        for rank, mine in recording.ranks.items():
-            calls = mine.calls
+        for rank, rank_recording in recording.ranks.items():
+            calls = rank_recording.calls
             if calls:
-                self._tokens[rank] = self._kind[calls.title] << 32 | calls.seq & 0xFFFFFFFF
+                self._kinds[rank] = self._kind_of_title[calls.title]
+                self._tokens[rank] = self._kinds[rank] << 32 | calls.seq & 0xFFFFFFFF
                 same[self._tokens[rank].tobytes()].append(rank)
-        self._alike = [*same.values()]
-        self._makers: Counter[int] = Counter()  # how many ranks make a call of a kind
-        for ranks in self._alike:
-            made = self._kind[np.unique(recording.ranks[ranks[0]].calls.title)]
-            self._makers.update(dict.fromkeys(made.tolist(), len(ranks)))
+        # Ranks with equal tokens are one class: its first rank stands for all of them.
+        self._size_of = {ranks[0]: len(ranks) for ranks in same.values()}
+        self._makers: Counter[int] = Counter()  # how many ranks made a token
+        self._makers_of_kind: Counter[int] = Counter()
         cut = [len(mine.calls) for mine in recording.ranks.values() if not mine.whole]
         self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
+        # After a past: each token that followed it, the rank that made it, and how many ranks did.
         self._next: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
-        for ranks in self._alike:
-            past, tokens = self._pasts(ranks[0]), self._tokens[ranks[0]].tolist()
+        for rank, size in self._size_of.items():
+            self._makers.update(dict.fromkeys(np.unique(self._tokens[rank]).tolist(), size))
+            self._makers_of_kind.update(dict.fromkeys(np.unique(self._kinds[rank]).tolist(), size))
+            tokens = self._tokens[rank].tolist()
+            pasts = self._pasts(rank)
             for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
-                key = past[at]
-                if key is not None:
-                    there = self._next[key].setdefault(tokens[at], [])
-                    there.append((ranks[0], len(ranks)))
+                past = pasts[at]
+                if past is not None:
+                    self._next[past].setdefault(tokens[at], []).append((rank, size))
 
-    def departures(self, ranks: Iterable[int], *, alone: bool) -> list[Departure]:
+    def departures(self, ranks: Iterable[int], *, alone: bool) -> Iterator[Departure]:
         """Of each rank the call that was least expected; none of those that did as always.
 
         ``alone``: also by its own past only, where nobody did the same until then.
         """
-        found = []
         for rank in ranks:
-            if rank in self._tokens:
-                mine = [*self._partings(rank)]
-                if alone and not any(each.before for each in mine):
-                    parted = {each.at for each in mine}
-                    mine += [each for each in self._surprises(rank) if each.at not in parted]
-                found += [max(mine, key=lambda each: each.weight)] if mine else []
-        return found
+            if rank not in self._tokens:
+                continue
+            partings = [*self._partings(rank)]
+            if alone and not any(departure.before for departure in partings):
+                parted = {departure.at for departure in partings}
+                surprises = self._surprises(rank)
+                partings += [departure for departure in surprises if departure.at not in parted]
+            if partings:
+                yield max(partings, key=lambda departure: departure.weight)
+
+    def is_confirmed(self, rank: int) -> bool:
+        """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
+
+        Only the later half of the calls counts: what was wrong before that would have shown.
+        """
+        if rank not in self._tokens:
+            return False
+        tokens = self._tokens[rank].tolist()
+        kinds = self._kinds[rank].tolist()
+        pasts = self._pasts(rank)
+        contexts = [tuple(kinds[max(0, at - _CONTEXT) : at + 1]) for at in range(len(kinds))]
+        repeats = Counter(contexts)
+        return all(
+            repeats[contexts[at]] > 1 or self._followers(pasts[at], tokens[at]) > 1
+            for at in range(len(kinds) // 2, len(kinds))
+        )
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
-        return self._made[int(self._tokens[rank][at])]
-
-    @cached_property
-    def _made(self) -> Counter[int]:
-        made: Counter[int] = Counter()
-        for ranks in self._alike:
-            for token in {*self._tokens[ranks[0]].tolist()}:
-                made[token] += len(ranks)
-        return made
+        return self._makers[int(self._tokens[rank][at])]
 
     def is_usual(self, rank: int, at: int) -> bool | None:
         """Whether a rank did before what it did there; None if it was never in such a place."""
-        kinds = self._kind[self.recording.ranks[rank].calls.title]
+        kinds = self._kinds[rank]
         due, length = _expected(kinds, at)
         return bool(kinds[due] == kinds[at]) if length >= _LONG else None
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
-        if rank not in self._tokens:
+        if rank not in self._kinds:
             return False
-        mine = self.recording.ranks[rank].calls
-        due, length = _expected(self._kind[mine.title], len(mine))
-        now = self.recording.titles.index(call.title)
-        return length > 0 and self._role(int(mine.title[due])) == self._role(now)
+        kinds = self._kinds[rank]
+        due, length = _expected(kinds, len(kinds))
+        title = self.recording.titles.index(call.title)
+        return length > 0 and bool(kinds[due] == self._kind_of_title[title])
 
-    def steps(self) -> Steps | None:
-        """The steps that all ranks end with the same call, if there is one at equal distances."""
-        ranks = self.recording.ranks
-        best: tuple[int, int] | None = None
-        for rank in [*self._tokens][:_LONG]:  # one of them may have left the order
-            titles = ranks[rank].calls.title
-            for title in np.unique(titles).tolist():
-                every = np.diff(np.flatnonzero(titles == title))
-                group = self.recording.groups[self.recording.titles[title].group]
-                world = group.label == DEFAULT or len(group.ranks or ()) == len(ranks)
-                regular = len(every) > 1 and (every == np.median(every)).mean() > 2 / 3
-                if world and regular and (best is None or every.max() > best[0]):
-                    best = (int(every.max()), title)
-        if best is None:
-            return None
-        of = {r: mine.calls.at(mine.calls.title == best[1]) for r, mine in ranks.items()}
-        seqs = np.unique(np.concatenate([calls.seq[calls.done] for calls in of.values()]))
-        done = {r: int(np.isin(seqs, calls.seq[calls.done]).sum()) for r, calls in of.items()}
-        call = next(calls[0] for calls in of.values() if calls)
-        return Steps(call, done)
-
-    def _role(self, at: int) -> tuple[Any, ...]:
-        """The numbers that are equal in all groups of a label."""
-        title = self.recording.titles[at]
-        group = self.recording.groups[title.group]
+    def _role(self, title: Title) -> tuple[Any, ...]:
+        """The part of a title that is equal in all groups of a label."""
+        groups = self.recording.groups
+        group = groups[title.group]
         ranks = group.ranks or ()
+        if title.p2p and group.label == DEFAULT:
+            # A send in the default group names ranks of the job, which no two pairs have in common:
+            # it counts as one of the smallest group of both, or by the distance of both.
+            pair = pair_of(title.what, ranks or range(self.recording.world_size))
+            if pair is not None:
+                both = [g for g in groups.values() if g.ranks and {*pair} <= {*g.ranks}]
+                small = min(both, key=lambda g: len(g.ranks or ()), default=group)
+                where: tuple[Any, ...] = (pair[1] - pair[0],)
+                if small.ranks and small.label != DEFAULT:
+                    where = (small.label, *map(small.ranks.index, pair))
+                return (title.label, title.what.name, *where, title.text.partition("|")[2])
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
         return (group.label or title.group, len(ranks), step, title.p2p, title.text)
 
@@ -165,92 +166,114 @@ class History:
         """Before each call, what stands for the calls before it; None where too few are known."""
         tokens = self._tokens[rank].astype(np.uint64) * _FACTOR
         tokens ^= tokens >> np.uint64(29)
-        many = len(tokens)
+        count = len(tokens)
+        past = self._past
         with np.errstate(over="ignore"):
-            powers = np.cumprod(np.full(many + 1, _FACTOR), dtype=np.uint64)
-            back = np.cumprod(np.full(many + 1, np.uint64(_ODD)), dtype=np.uint64)
-            sums = np.concatenate(([np.uint64(0)], np.cumsum(tokens * powers[:many])))[:many]
-            found = sums.copy()
-            far = self._past
-            if many > far:
-                found[far:] = (sums[far:] - sums[:-far]) * back[: many - far] * _FACTOR
-        whole = self.recording.ranks[rank].whole
-        return [past if whole or at >= far else None for at, past in enumerate(found.tolist())]
+            powers = np.cumprod(np.full(count + 1, _FACTOR), dtype=np.uint64)
+            inverses = np.cumprod(np.full(count + 1, _INVERSE), dtype=np.uint64)
+            sums = np.concatenate(([np.uint64(0)], np.cumsum(tokens * powers[:count])))[:count]
+            hashes = sums.copy()
+            if count > past:
+                window = sums[past:] - sums[:-past]
+                hashes[past:] = window * inverses[: count - past] * _FACTOR
+        is_whole = self.recording.ranks[rank].whole
+        return [
+            value if is_whole or at >= past else None for at, value in enumerate(hashes.tolist())
+        ]
 
-    def _partings(self, rank: int) -> Iterable[Departure]:
+    def _followers(self, past: int | None, token: int) -> int:
+        """How many ranks made this call after the same calls."""
+        if past is None:
+            return 0
+        return sum(size for _, size in self._next[past].get(token, ()))
+
+    def _partings(self, rank: int) -> Iterator[Departure]:
         """Where others did the same until then, and something else next."""
-        past, tokens = self._pasts(rank), self._tokens[rank].tolist()
+        pasts = self._pasts(rank)
+        tokens = self._tokens[rank].tolist()
         calls = self.recording.ranks[rank].calls
-        kinds = self._kind[calls.title]
+        kinds = self._kinds[rank]
         for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
-            key = past[at]
-            nexts = self._next[key] if key is not None else {}
+            past = pasts[at]
+            nexts = self._next[past] if past is not None else {}
             if len(nexts) < 2:
                 continue
-            alike = sum(many for _, many in nexts[tokens[at]])
-            others = {t: sum(many for _, many in of) for t, of in nexts.items() if t != tokens[at]}
-            token = max(others, key=lambda each: others[each])
+            alike = self._followers(past, tokens[at])
+            others, token = max(
+                (self._followers(past, token), -place, token)
+                for place, token in enumerate(nexts)
+                if token != tokens[at]
+            )[::2]
             peer = nexts[token][0][0]
-            there = int(np.flatnonzero(self._tokens[peer] == token)[-1])
-            due, length = _expected(kinds, at)
-            theirs = self._kind[self.recording.ranks[peer].calls.title]
-            before = None
-            if length >= _LONG:
-                before = bool(kinds[due] == theirs[there])
-                if not before and kinds[due] != kinds[at]:
-                    before = None
-            if (before and others[token] >= alike) or others[token] > alike:
-                how = _how(kinds[at : at + 2].tolist(), theirs[there : there + 2].tolist())
-                call = self.recording.ranks[peer].calls[there]
-                new = kinds[at] not in kinds[:at] and self._makers[int(kinds[at])] > alike
+            peer_at = int(np.flatnonzero(self._tokens[peer] == token)[-1])
+            peer_kinds = self._kinds[peer]
+            before = self._made_before(kinds, at, int(peer_kinds[peer_at]))
+            if others > alike or (before and others == alike):
+                how = _how(kinds[at : at + 2].tolist(), peer_kinds[peer_at : peer_at + 2].tolist())
+                due = self.recording.ranks[peer].calls[peer_at]
+                is_first = kinds[at] not in kinds[:at]
+                is_new = is_first and self._makers_of_kind[int(kinds[at])] > alike
                 after = calls[at - 1] if at else None
-                yield Departure(rank, at, call, after, how, others[token], alike, before, new)
+                yield Departure(rank, at, due, after, how, others, alike, before, is_new)
+
+    def _made_before(self, kinds: Any, at: int, due: int) -> bool | None:
+        """Whether a rank made the due call in such a place before; None if that is not known."""
+        place, length = _expected(kinds, at)
+        if length < _LONG or kinds[place] not in (due, kinds[at]):
+            return None
+        return bool(kinds[place] == due)
 
     def _is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made the same two calls one after the other."""
         before, now = self._tokens[rank][at - 1 : at + 1]
         makers = 0
-        for ranks in self._alike:
-            tokens = self._tokens[ranks[0]]
+        for other, size in self._size_of.items():
+            tokens = self._tokens[other]
             if ((tokens[:-1] == before) & (tokens[1:] == now)).any():
-                makers += len(ranks)
+                makers += size
         return makers > 1
 
-    def _surprises(self, rank: int) -> Iterable[Departure]:
+    def _surprises(self, rank: int) -> Iterator[Departure]:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
         first = max(0, len(calls) - 2 * _RECENT)
-        kinds = self._kind[calls.title[first:]]
+        kinds = self._kinds[rank][first:]
         run = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
         for at in range(1, len(kinds)):
             run[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], run[: at - 1] + 1, 0)
-            if first + at < len(calls) - _RECENT:
-                continue
             longest = int(run[:at].max())
-            if longest < _LONG:
+            if first + at < len(calls) - _RECENT or longest < _LONG:
                 continue
             due = int(np.flatnonzero(run[:at] == longest)[-1])
-            seen = run[:at][kinds[:at] == kinds[at]]
-            known = len(seen) and int(seen.max()) >= longest
-            if kinds[due] != kinds[at] and not known and not self._is_shared(rank, first + at):
-                how = _how(kinds[at : at + 2].tolist(), kinds[due : due + 2].tolist())
-                usual, after = calls[first + due], calls[first + at - 1]
-                yield Departure(rank, first + at, usual, after, how, 0, 1, True)
+            same_runs = run[:at][kinds[:at] == kinds[at]]
+            is_known = len(same_runs) and int(same_runs.max()) >= longest
+            if kinds[due] == kinds[at] or is_known or self._is_shared(rank, first + at):
+                continue
+            how = _how(kinds[at : at + 2].tolist(), kinds[due : due + 2].tolist())
+            usual = calls[first + due]
+            yield Departure(rank, first + at, usual, calls[first + at - 1], how, 0, 1, True)
 
 
 def _expected(kinds: Any, at: int) -> tuple[int, int]:
     """Where the same calls came before as now, for the longest time, and how many they were."""
     places = np.arange(at)
     length = 0
-    while True:
-        kept = places[places > length]
-        kept = kept[kinds[kept - length - 1] == kinds[at - length - 1]] if at > length else kept[:0]
-        if not len(kept):
-            return (int(places[-1]) if length else 0), length
-        places, length = kept, length + 1
+    while at > length:
+        longer = places[places > length]
+        longer = longer[kinds[longer - length - 1] == kinds[at - length - 1]]
+        if not len(longer):
+            break
+        places = longer
+        length += 1
+    return (int(places[-1]) if length else 0), length
 
 
-def _how(mine: list[int], due: list[int]) -> str:
-    skipped = len(due) > 1 and mine[0] == due[1]
-    added = len(mine) > 1 and mine[1] == due[0]
-    return "swapped" if skipped and added else "skipped" if skipped else "added" if added else ""
+def _how(made: list[int], due: list[int]) -> str:
+    """How two calls of a rank differ from the two that were due."""
+    skipped = len(due) > 1 and made[0] == due[1]
+    added = len(made) > 1 and made[1] == due[0]
+    if skipped and added:
+        return "swapped"
+    if skipped:
+        return "skipped"
+    return "added" if added else ""

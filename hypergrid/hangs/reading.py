@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import marshal
-import pickle
+import os
 import re
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,11 +22,15 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from hypergrid.hangs import pickles
+from hypergrid.messages import one_line
+
 _NUMBERED = re.compile(r"^(.*?)(\d+)(\.json)?$")
 _MOST_RANKS = 1 << 20
 _MOST_BYTES, _MOST_CALLS = 256 << 20, 64 << 20  # of a file, of all files
+_MOST_FILES = 100_000  # of a directory
 _SMALL, _MOST_FRAMES = 1 << 20, 100
-_FAR = 60 * 10**9  # ns; more than clocks of hosts differ
+_FAR = 10 * 10**9  # ns; more than clocks of hosts differ
 _NAMES = (
     *("process_group", "is_p2p", "profiling_name"),
     *("input_sizes", "output_sizes", "input_dtypes", "output_dtypes"),
@@ -69,6 +73,12 @@ class Title(NamedTuple):
     def what(self) -> What:
         """Name, sizes and dtypes."""
         return _what(self.text)
+
+    @property
+    def backend(self) -> str:
+        """Such as "gloo"; "nccl" for each of NCCL's backends, as torch 2.15 has several."""
+        prefix = self.text.partition("|")[0].partition(":")[0]
+        return "nccl" if prefix.startswith("nccl") else prefix
 
 
 class Call(NamedTuple):
@@ -178,6 +188,9 @@ class RankRecording:
     host: str = ""
     pid: int | None = None
     written: int = 0  # when its flight recorder was written, ns since 1970; 0 if not known
+    latest: int = 0  # its file was not written after this, ns since 1970; 0 if not known
+    started: int = 0  # when the process began to record, ns since 1970; 0 if not known
+    job: str = ""  # the launcher's name of the job
     reason: str = ""
     error: str = ""
     stack: tuple[Frame, ...] = ()  # of the main thread, innermost first
@@ -210,17 +223,23 @@ class Recording:
     mixed: str = ""  # why the files seem to be of two jobs or runs
 
 
-def read(directory: str | Path, processes: int = 1) -> Recording:
+def read(
+    directory: str | Path,
+    processes: int = 1,
+    progress: Callable[[int, int], object] | None = None,
+) -> Recording:
     """Read every dump in a directory; other files are left alone.
 
     Flight recorders of torch, pickled or JSON, whose names end in the rank, such as those of
     ``TORCH_FR_DUMP_TEMP_FILE``; what ``hypergrid.dump`` and ``hypergrid.record`` wrote. A file that
     is cut, damaged or too large is named in ``problems`` and left out; a pickle that holds more
-    than lists, tuples, dicts, numbers and text is refused. Raises OSError if there is no such
+    than a flight recorder writes is refused. Raises OSError if there is no such
     directory.
 
-    A file has at most 256 MiB, and all together 64 million calls (of 48 bytes each): what comes
-    after them is left out. Reading takes at most 64 times the largest file beside that.
+    A directory has at most 100,000 files, a file 256 MiB, and all together 64 million calls (of 48
+    bytes each): what comes after them is left out. Reading takes at most 64 times the largest file
+    beside that. ``progress`` is called after each file, with the number of files that were read and
+    that of all.
 
     Many files are loaded by so many forked ``processes``, each of which holds one file: give more
     than one only where no other thread runs.
@@ -231,6 +250,10 @@ def read(directory: str | Path, processes: int = 1) -> Recording:
         if path.is_file() and not path.name.endswith((".part", ".tmp"))
     ]
     reader, many = _Reader(), min(processes, len(paths) // 16)
+    if len(paths) > _MOST_FILES:
+        left_out = f"{len(paths) - _MOST_FILES:,} files, from {paths[_MOST_FILES].name} on"
+        reader.problems.append(f"{left_out}, are not read: the limit is {_MOST_FILES:,} files.")
+        del paths[_MOST_FILES:]
     was_on = gc.isenabled()
     gc.disable()  # there are no cycles to find among millions of new objects
     try:
@@ -239,8 +262,10 @@ def read(directory: str | Path, processes: int = 1) -> Recording:
             if many > 1:
                 fork = ProcessPoolExecutor(many, get_context("fork"))
                 load = partial(stack.enter_context(fork).map, chunksize=4)
-            for path, loaded in zip(paths, load(_load, paths), strict=True):
+            for number, (path, loaded) in enumerate(zip(paths, load(_load, paths), strict=True), 1):
                 reader.file(path, loaded)
+                if progress is not None:
+                    progress(number, len(paths))
     finally:
         if was_on:
             gc.enable()
@@ -255,29 +280,6 @@ def _by_rank(path: Path) -> tuple[str, int, str]:
 
 def _prefix(name: str) -> str:
     return name.rstrip("0123456789") if not name.endswith(".json") else _prefix(name[:-5])
-
-
-class _Refused(pickle.UnpicklingError):
-    """The pickle names something that is not plain data."""
-
-
-class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise _Refused(f"it holds {module}.{name}, and only plain data is read")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _Refused("it refers to objects outside of it, and only plain data is read")
-
-
-class _InMemory(io.BytesIO):
-    """A file that the unpickler reads at once: from one that cannot peek, it reads in pieces."""
-
-    def peek(self, _: int) -> bytes:
-        return self.getvalue()[self.tell() :]
-
-
-def _unpickled(data: bytes) -> Any:
-    return _Plain(_InMemory(data)).load()
 
 
 @contextmanager
@@ -314,17 +316,26 @@ class _Columns(NamedTuple):
     whole: bool  # from the first call on
 
 
+def _content(path: Path, size: int) -> bytes:
+    """So many bytes of a regular file. A file of the kernel, whose size is 0, may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is not a regular file")
+        return file.read(size)
+
+
 def _load(path: Path) -> _Loaded:
     """Load a file; what is wrong with it is told and not raised."""
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
             return _Loaded(problem=f"is larger than {_MOST_BYTES >> 20} MiB, and is not read")
-        data = path.read_bytes()
+        data = _content(path, size)
         if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
             return _Loaded(unknown="it is neither a pickle nor JSON" if data else "it is empty")
         with _bounded(size):
-            loaded = _unpickled(data) if data[0] == 0x80 else json.loads(data)
+            loaded = pickles.load(data) if data[0] == 0x80 else json.loads(data)
             if not isinstance(loaded, dict):
                 raise ValueError("it holds no table")
             if data[0] == 0x80 and "entries" not in loaded:
@@ -332,7 +343,7 @@ def _load(path: Path) -> _Loaded:
             for name in {"entries", "p2p"} & loaded.keys():
                 loaded[name] = _columns(loaded[name] or [], _Budget(size))
         return _Loaded(loaded, size)
-    except _Refused as error:
+    except pickles.Refused as error:
         return _Loaded(problem=f"was refused: {error}")
     except Exception as error:  # a damaged file can raise nearly anything
         return _Loaded(problem=_cut(error))
@@ -404,17 +415,20 @@ class _Reader:
         elif loaded.data:
             self._budget = _Budget(loaded.size)
             try:
-                self._take(path.name, loaded.data, int(numbered[2]) if numbered else None)
+                name = one_line(path.name)
+                number = self._take(name, loaded.data, int(numbered[2]) if numbered else None)
+                if "entries" in loaded.data and number is not None:
+                    self._rank(number).latest = path.stat().st_mtime_ns
             except Exception as error:  # a damaged file can raise nearly anything
                 self._failed(path, _cut(error))
 
     def _failed(self, path: Path, what: str) -> None:
-        self.problems.append(f"{path.name} {what}.")
+        self.problems.append(one_line(f"{path.name} {what}."))
         numbered = _NUMBERED.match(path.name)
         if numbered and len(numbered[2]) < 10:
             self.unread.add(int(numbered[2]))
 
-    def _take(self, name: str, data: dict[str, Any], number: int | None) -> None:
+    def _take(self, name: str, data: dict[str, Any], number: int | None) -> int | None:
         if "entries" in data:
             if number is None or number > _MOST_RANKS:
                 raise ValueError("its name does not end in a rank")
@@ -427,10 +441,11 @@ class _Reader:
         elif "groups" in data and "pid" in data:
             number = self._groups(data)
         else:
-            return
+            return None
         if number is not None:
             self._rank(number).files.append(name)
             self.prefixes.add(_prefix(name))
+        return number
 
     def _rank(self, rank: int) -> RankRecording:
         return self.ranks.setdefault(rank, RankRecording(rank))
@@ -519,14 +534,16 @@ class _Reader:
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             return None  # written before there was a default group
         mine = self._rank(rank)
-        self._process(mine, str(data["host"]), int(data["pid"]))
+        self._process(mine, one_line(str(data["host"])), int(data["pid"]))
+        self._life(mine, data.get("life"))
         if 0 < int(data["world_size"]) <= _MOST_RANKS:
             self.worlds.setdefault(int(data["world_size"]), f"the groups of rank {rank}")
         # A communicator that several labels share carries the name of the one that created it.
         for group in sorted(data["groups"], key=lambda each: each.get("shared_with") is not None):
-            label = str(group["label"] or group["description"])
+            label = one_line(str(group["label"] or group["description"]))
             ranks = self._members(group["ranks"])
-            self._group(rank, str(group["name"]), label, ranks, group["dims"] or ())
+            dims = [one_line(str(dim)) for dim in group["dims"] or ()]
+            self._group(rank, one_line(str(group["name"])), label, ranks, dims)
         return rank
 
     def _process(self, mine: RankRecording, host: str, pid: int) -> None:
@@ -534,14 +551,41 @@ class _Reader:
             self.mixed = f"the files of rank {mine.rank} are of two processes, {mine.pid} and {pid}"
         mine.host, mine.pid = host, pid or None
 
+    def _life(self, mine: RankRecording, life: Any) -> None:
+        """Take down when the process of a rank started, and in which job."""
+        if isinstance(life, dict):
+            mine.started = max(mine.started, int(life["started_ns"]))
+            mine.job = _text(life["job"])
+
+    def _drop_other_lives(self) -> None:
+        """Leave out what a rank wrote before another rank of the directory had started.
+
+        A job is restarted into the same directory, and rank 3 never starts: the files that rank 3
+        left in its previous life say nothing about this hang.
+        """
+        newest = max(self.ranks.values(), key=lambda mine: mine.started, default=None)
+        if newest is None:
+            return
+        for rank, mine in self.ranks.items():
+            # The groups of a rank are written at its start, everything else has a time.
+            ended_before = 0 < mine.written < newest.started
+            is_other_job = bool(mine.job and newest.job) and mine.job != newest.job
+            if ended_before or is_other_job:
+                self.problems.append(
+                    f"the files of rank {rank} are of another start of the job than those of rank "
+                    f"{newest.rank}, or of another job: they are not used."
+                )
+                self.ranks[rank] = RankRecording(rank)
+
     def _stack(self, data: dict[str, Any]) -> int:
         rank = data["rank"]
         if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
             raise ValueError("it names no rank")
         mine = self._rank(rank)
-        self._process(mine, str(data.get("host") or mine.host), int(data.get("pid") or 0))
-        mine.written, mine.reason = int(data["written_ns"]), str(data.get("reason") or "")
-        mine.error = str(data.get("error") or "")
+        self._process(mine, one_line(str(data.get("host") or mine.host)), int(data.get("pid") or 0))
+        self._life(mine, data.get("life"))
+        mine.written, mine.reason = int(data["written_ns"]), one_line(str(data.get("reason") or ""))
+        mine.error = one_line(str(data.get("error") or ""))
         threads = data["threads"]
         main = next((each for each in threads if each.get("main")), None)
         mine.stack = _frames(main["frames"]) if main else ()
@@ -558,6 +602,7 @@ class _Reader:
         for path, why in self.unknown:  # other files of the job are numbered too: logs, events
             if _prefix(path.name) in self.prefixes or not self.traces:
                 self._failed(path, f"cannot be read, it may be cut: {why}")
+        self._drop_other_lives()
         groups: dict[str, Group] = {}
         keys: dict[tuple[str, tuple[int, ...] | None], str] = {}
         for name, by_members in self.named.items():
@@ -638,4 +683,4 @@ def _text(given: Any) -> str:
     """A name that is text, or a number; nothing else, as its text could be endless."""
     if type(given) not in (str, int):
         raise ValueError("a name is not text")
-    return str(given)
+    return one_line(str(given))  # in a sentence it must not begin a line of its own

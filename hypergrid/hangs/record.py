@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,7 @@ SCHEMA = 1
 SIGNAL = signal.SIGUSR1
 ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
 EARLIER = "earlier"  # a directory: what the previous run left
+LATER = "later"  # a directory: what a rank wrote of the same hang when it was torn down
 ENDED = "ended"  # the reason that is written where no exception ended the script
 _TICK, _LOOK = 1.0, 5.0  # seconds between looks at the groups, at the directory and the calls
 _THREADS, _FRAMES, _TEXT = 100, 100, 20_000  # bounds of a file of stacks
@@ -60,6 +61,7 @@ def record(
     once and whenever they change, the rest on SIGUSR1, on ``AgreementError`` and
     ``CreationError``, on an uncaught exception, after ``after`` seconds in a collective, and when
     another rank with the same directory did so for that reason; once more when the script ends.
+    Of one hang the first recording stays, and an error of tearing it down goes to ``later/``.
 
     Parameters
     ----------
@@ -143,7 +145,9 @@ class Recorder:
         self._asked = self._request()
         # The exception that ended the script: a process can stay for long after that.
         self._raised: tuple[str, list[_Row]] | None = None
-        self._calls: object = None  # how many of each group, and since when
+        self._calls: dict[str, int] = {}  # how many of each group, and since when
+        self._recorded_calls: dict[str, int] | None = None  # at the last recording that is kept
+        self._life = {"started_ns": time.time_ns(), "job": _job()}
         self._since: float | None = None  # None: this rank has written for these
         directory.mkdir(parents=True, exist_ok=True)
         check_private(directory)
@@ -168,14 +172,32 @@ class Recorder:
         """Write all three files now, from any thread. *Local*. What cannot be written is warned of.
 
         ``error`` is what ended this rank's work; the main thread's frames are then those where it
-        was raised.
+        was raised. If the rank has called nothing since its last recording, an error is written to
+        ``later/``: tearing down a job that hangs makes its ranks raise, and the first recording
+        shows the hang.
         """
         with self._writing:
             self._attempt(self._write_groups)
             if self._rank is None:
                 return
-            self._attempt(lambda: self._replace(f"trace_{self._rank}", self._trace()))
-            self._attempt(lambda: self._write_stacks(reason, error))
+            folder = self.settings[0]
+            calls = self._counts()
+            if error is not None and self._is_same_hang(calls):
+                folder = folder / LATER
+                self._attempt(lambda: _make_folder(folder))
+            else:
+                self._recorded_calls = calls
+            self._attempt(lambda: replace(folder / f"trace_{self._rank}", self._trace()))
+            stack = folder / f"stack_{self._rank}.json"
+            self._attempt(lambda: replace(stack, self._stacks(reason, error)))
+
+    def _is_same_hang(self, calls: Mapping[str, int]) -> bool:
+        """Whether this rank has written before, and has called nothing in any group since then."""
+        recorded = self._recorded_calls
+        if recorded is None:
+            return False
+        # A group may be gone by now: its destruction is part of tearing down.
+        return all(count <= recorded.get(group, 0) for group, count in calls.items())
 
     def close(self) -> None:
         """Stop recording; handlers and hooks are as before ``record``. *Local*, idempotent."""
@@ -299,9 +321,12 @@ class Recorder:
             self._replace(ASKED, f"rank {self._rank}\n".encode())
             self._asked = self._request()
 
-    def _counts(self) -> list[int | None]:
-        own = self._p2p.count if self._p2p is not None else None
-        return [own, *map(of_torch.calls_of, of_torch.known())]
+    def _counts(self) -> dict[str, int]:
+        """How many calls were made in each group, by torch's name; sends and receives under ""."""
+        counts = {"": self._p2p.count if self._p2p is not None else 0}
+        for group, name in of_torch.known().items():
+            counts[name] = of_torch.calls_of(group) or 0
+        return counts
 
     def _request(self) -> int | None:
         with suppress(OSError):
@@ -344,19 +369,24 @@ class Recorder:
             return
         if self._rank is None:
             self._make_room(said["rank"])
+        said["life"] = self._life
         self._rank, self._groups = said["rank"], groups
         self._replace(f"groups_{self._rank}.json", json.dumps(said).encode())
 
     def _make_room(self, rank: int) -> None:
-        earlier = self.settings[0] / EARLIER
-        for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
-            if os.path.lexists(self.settings[0] / name):
-                earlier.mkdir(exist_ok=True)
-                if earlier.is_symlink():
-                    raise PermissionError(f"{earlier} is a link: remove it.")
-                os.replace(self.settings[0] / name, earlier / name)
+        """Move the rank's files of an earlier run."""
+        directory = self.settings[0]
+        for folder, target in (
+            (directory, directory / EARLIER),
+            (directory / LATER, directory / EARLIER / LATER),
+        ):
+            for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
+                if os.path.lexists(folder / name):
+                    _make_folder(directory / EARLIER)
+                    _make_folder(target)
+                    os.replace(folder / name, target / name)
 
-    def _write_stacks(self, reason: str, error: BaseException | None) -> None:
+    def _stacks(self, reason: str, error: BaseException | None) -> bytes:
         main = threading.main_thread().ident
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads = []
@@ -374,13 +404,14 @@ class Recorder:
             "rank": self._rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "life": self._life,
             "written_ns": time.time_ns(),
             "reason": reason,
             "error": text,
             "threads": sorted(threads, key=lambda each: not each["main"]),
             "p2p": list(self._p2p.entries()) if self._p2p is not None else [],
         }
-        self._replace(f"stack_{self._rank}.json", json.dumps(said).encode())
+        return json.dumps(said).encode()
 
     def _trace(self) -> bytes:
         """Torch's recording, pickled, with the members, which torch knows for NCCL only."""
@@ -400,6 +431,18 @@ class Recorder:
 
     def _replace(self, name: str, data: bytes) -> None:
         replace(self.settings[0] / name, data)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder beside the recordings. PermissionError if it is a link."""
+    folder.mkdir(exist_ok=True)
+    if folder.is_symlink():
+        raise PermissionError(f"{folder} is a link: remove it.")
+
+
+def _job() -> str:
+    """The launcher's name of the job; empty where it does not say."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
 
 
 def _text(error: BaseException) -> str:

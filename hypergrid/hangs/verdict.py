@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from hypergrid.hangs.causes import Cause, Kind, Rules
-from hypergrid.hangs.history import Departure, History
+from hypergrid.hangs.history import Departure
 from hypergrid.hangs.reading import Call, Frame, Recording
-from hypergrid.hangs.waiting import P2P, Wait, Waiting, pair_of
+from hypergrid.hangs.waiting import UNRECORDED, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
 from hypergrid.plan import GroupPlan
 
 SCHEMA = 1
 PATIENCE = 1.0  # seconds; who waits for less is not stuck
-_LONGEST, _SHOWN = 12, 16  # lines of a chain, ranks that one rank waits for
+_SHOWN = 16  # ranks that one rank waits for
 # Torch, in whichever directory it is (a job's own may be called torch too), the standard library,
 # and this package.
 _FOREIGN = re.compile(
@@ -36,8 +36,9 @@ class Diagnosis:
     ``ranks`` are the first cause, and everyone else waits because of them; if not ``certain``,
     it may also be a rank for which they wait where nothing is recorded. ``group`` is the label
     and ``members`` the ranks of the group in which they are missed, ``seq`` the number of the
-    call there. ``chain`` is why, in sentences, from the cause outwards. ``waiting`` has the
-    ranks that each waiting rank waits for, at most 16.
+    call there. ``chain`` is why, in at most four sentences: where the ranks are, what the others
+    do, and what to look at next. ``waiting`` has the ranks that each waiting rank waits for, at
+    most 16.
     """
 
     kind: Kind
@@ -106,66 +107,105 @@ def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
     return {rank: state for state, ranks in layers.items() for rank in ranks}
 
 
+# What to look at next, by the kind of a verdict.
+_NEXT = {
+    "mismatch": "compare the lines of the script that make these two calls.",
+    "order": "find the condition in the script that only some ranks meet before these calls.",
+    "raised": "read the error in the output of that rank.",
+    "no dump": "look for that rank in the log of its host's kernel, and in that of the scheduler.",
+    "never entered": "read the stack of that rank, and ask again: if it is only slow, the number "
+    "of its last call grows.",
+    "slow": "look at the network and the devices of these ranks.",
+}
+_DOUBTS = {
+    "few": "this may not be the directory of all ranks",
+    "alone": "nobody is seen to wait for {them}",
+    "partial": "a rank may be missing that these files do not show",
+    "root": "torch does not record roots, and the ranks may have named different ones",
+    "unread": "what {they} did is not known",
+    "mixed": "{mixed}. The files seem to be of two jobs, or of two times",
+    "old": "{their} dump was written before that call, or while {they} still worked, and {they} "
+    "may have come since. Have all ranks write at the same time",
+}
+
+
 class _Words:
     """Says a cause in sentences."""
 
     def __init__(self, waiting: Waiting, plan: GroupPlan | None) -> None:
-        self.waiting, self.ranks, self.plan = waiting, waiting.ranks, plan
+        self.waiting = waiting
+        self.ranks = waiting.ranks
+        self.plan = plan
 
     def sentence(self, cause: Cause) -> str:
         """The verdict."""
-        say = {
+        kinds = {
             "ok": self._well,
             "empty": self._nothing,
             "slow": self._slow,
-            "mismatch": self._differ,
-            "order": self._circle,
-        }.get(cause.kind, self._absent)
-        return say(cause) + self._doubt(cause)
+            "mismatch": self._mismatch,
+            "order": self._order,
+        }
+        text = kinds.get(cause.kind, self._absent)(cause)
+        doubt = self._doubt(cause)
+        return f"{text} Not certain: {doubt}." if doubt else text
 
     def chain(self, cause: Cause) -> list[str]:
-        """Why it is so, from the cause outwards."""
-        made = self._unequal(cause) if cause.kind == "mismatch" else []
-        at = {rank: _at(call.frames) for rank, call in made if call.frames}
-        lines = [f"rank {rank} made the call in {where}." for rank, where in at.items()]
-        for rank, other, wait in cause.circle:
-            where = f"{self._call(wait)} and waits" if wait else "a send or recv and may wait"
-            lines.append(f"rank {rank} is in {where} for rank {other}.")
+        """Why it is so, what the others do, and what to look at next."""
         if cause.kind == "empty":
-            lines += self._stacks(sorted(self.ranks))
-        elif cause.doubt == "hidden":
-            lines += self._stacks(sorted(self.waiting.unseen | {*self._guessing(cause)}))
-        # A call that all ranks are in, or wait for in a circle, is among the others already.
-        own = [cause.wait] if cause.wait and not cause.circle and cause.kind != "slow" else []
-        waits = [*own, *(wait for wait in cause.waits if wait not in own)]
-        lines += map(self._line, waits[: _LONGEST - len(cause.circle)])
-        left = len(waits) - (_LONGEST - len(cause.circle))
-        lines += [f"And {_many(left, 'more call')} that wait."] * (left > 0)
-        return [*lines, *self._steps()] if waits else lines
+            return self._stacks(sorted(self.ranks))
+        lines = self._places(cause)
+        if cause.wait is not None and not cause.circle and cause.kind != "slow":
+            lines.append(self._line(cause.wait))
+        others = {rank for wait in cause.waits for rank in wait.inside}
+        others -= {*cause.ranks, *(cause.wait.inside if cause.wait else ())}
+        others -= {rank for rank, *_ in cause.circle}
+        if others:
+            waits = "waits" if len(others) == 1 else "wait"
+            calls = len({(wait.group, wait.seq) for wait in cause.waits})
+            lines.append(f"{_ranks(sorted(others))} {waits} behind, in {_many(calls, 'call')}.")
+        if cause.kind in _NEXT:
+            lines.append(f"Next: {_NEXT[cause.kind]}")
+        return lines
 
-    def _steps(self) -> list[str]:
-        """The last step that each rank finished, where steps can be told."""
-        steps = History(self.waiting.recording).steps()
-        if steps is None:
-            return []
-        since = " since the recorders begin" * any(not m.whole for m in self.ranks.values())
-        numbers = sorted({*steps.done.values()})[:6]
-        by = {many: [r for r, done in steps.done.items() if done == many] for many in numbers}
-        said = [f"{many} by {_ranks(ranks)}" for many, ranks in by.items()]
-        title = f"{steps.call.what.name} of {self.waiting.recording.groups[steps.call.group].shown}"
-        return [f"Steps finished{since}, each told by its {title}: {', '.join(said)}."]
+    def _places(self, cause: Cause) -> list[str]:
+        """Where the ranks of the cause are, in two lines."""
+        if cause.circle:
+            lines = []
+            for rank, other, wait in cause.circle[:2]:
+                if wait is None:
+                    where = "is in a send or recv and may wait"
+                elif rank in wait.behind:
+                    where = f"has queued {self._call(wait)} behind another call, and waits"
+                else:
+                    where = f"is in {self._call(wait)} and waits"
+                lines.append(f"rank {rank} {where} for rank {other}.")
+            return lines
+        if cause.kind == "mismatch":
+            calls = [(rank, call.frames) for rank, call in self._unequal(cause) if call.frames]
+            return [f"rank {rank} made the call in {_at(frames)}." for rank, frames in calls]
+        if cause.doubt == "hidden":
+            return self._stacks(sorted(self.waiting.unseen | {*self._guessing(cause)}))[:2]
+        return []
 
     def _line(self, wait: Wait) -> str:
-        gone = self.waiting.gone
-        line = f"{self._call(wait)}: {_ranks(wait.inside)} in it{self._lasting(wait)}"
-        for text, ranks in (
-            ("not", [rank for rank in wait.absent if rank not in gone]),
-            ("in another call", wait.unlike),
-            ("on the way to it", wait.behind),
-            ("without a dump", [rank for rank in wait.absent if rank in gone]),
-        ):
-            line += f", {_ranks(ranks)} {text}" if ranks else ""
-        return f"{line}."
+        """What each rank of a call does, without those that have ended it."""
+        entered = [rank for rank in wait.inside if rank not in wait.behind]
+        queued = [rank for rank in wait.inside if rank in wait.behind]
+        dumped = [rank for rank in wait.absent if rank not in self.waiting.gone]
+        silent = [rank for rank in wait.absent if rank in self.waiting.gone]
+        parts = [
+            f"{_ranks(ranks)} {text}"
+            for ranks, text in (
+                (entered, f"in it{self._lasting(wait)}"),
+                (queued, "waiting in an earlier call"),
+                (dumped, "not"),
+                (wait.unlike, "in another call"),
+                (silent, "without a dump"),
+            )
+            if ranks
+        ]
+        return f"{self._call(wait)}: {', '.join(parts)}."
 
     def _stacks(self, ranks: Sequence[int]) -> list[str]:
         stacks = {rank: self.ranks[rank].stack for rank in ranks[:8] if rank in self.ranks}
@@ -174,22 +214,23 @@ class _Words:
     # The kinds.
 
     def _well(self, cause: Cause) -> str:
-        calls = sum(len(mine.calls) for mine in self.ranks.values())
+        calls = sum(len(recording.calls) for recording in self.ranks.values())
         well = "nobody is stuck"
-        if all(mine.ended for mine in self.ranks.values()) and not self.waiting.gone:
+        if all(recording.ended for recording in self.ranks.values()) and not self.waiting.gone:
             well = "the script of every rank ended, none by an exception"
-        said = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
-        said = f"nothing is wrong: {said}" if not cause.doubt else said
-        return f"{said} Not all could be used." if self.waiting.recording.problems else said
+        text = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
+        if not cause.doubt:
+            text = f"nothing is wrong: {text}"
+        return f"{text} Not all could be used." if self.waiting.recording.problems else text
 
     def _nothing(self, cause: Cause) -> str:
         keeps = (
             "Torch keeps calls with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before "
             "torch 2.9) in the job's environment."
         )
-        if any(mine.answered for mine in self.ranks.values()):
-            only = any(mine.stack for mine in self.ranks.values()) * ", there are only stacks"
-            return f"no collective is recorded{only}. {keeps}"
+        if any(recording.answered for recording in self.ranks.values()):
+            has_stacks = any(recording.stack for recording in self.ranks.values())
+            return f"no collective is recorded{', there are only stacks' * has_stacks}. {keeps}"
         return (
             "no rank has written what it was doing: no flight recorder, stack or error. Ranks that "
             "still run and record by hypergrid.record write on hypergrid diagnose --pid, or touch "
@@ -202,145 +243,163 @@ class _Words:
         left = f"every rank has entered it, and {_ranks(wait.inside, 'has', 'have')} not finished"
         if len(wait.inside) == len(self.waiting.members(wait.group)):
             left = "all of its ranks are in it"
-        return (
-            f"{self._call(wait)} has been running{self._lasting(wait)}: {left}, with equal calls, "
-            f"so nobody is missing. It is slow, or the network under it does not answer."
-        )
+        text = f"{self._call(wait)} has been running{self._lasting(wait)}: {left}, with equal calls"
+        if cause.doubt:
+            return f"{text}."
+        return f"{text}, so nobody is missing. It is slow, or the network under it does not answer."
 
     def _unequal(self, cause: Cause) -> list[tuple[int, Call]]:
         """A rank and its call, and another that called something else there."""
         wait = cause.wait
         assert wait is not None
         alike = self.waiting.unequal[wait[:2]]
-        mine = next((ranks for ranks in alike if not ranks.isdisjoint(cause.ranks)), alike[0])
-        theirs = next(ranks for ranks in alike[::-1] if ranks is not mine)
-        ranks = min(mine.intersection(cause.ranks), default=min(mine)), min(theirs)
-        found = ((rank, self.waiting.made(rank, *wait[:2])) for rank in ranks)
-        return [(rank, call) for rank, call in found if call]
+        named = next((ranks for ranks in alike if not ranks.isdisjoint(cause.ranks)), alike[0])
+        others = next(ranks for ranks in alike[::-1] if ranks is not named)
+        rank = min(named.intersection(cause.ranks), default=min(named))
+        calls = [(one, self.waiting.made(one, *wait[:2])) for one in (rank, min(others))]
+        return [(one, call) for one, call in calls if call]
 
-    def _differ(self, cause: Cause) -> str:
+    def _mismatch(self, cause: Cause) -> str:
         wait = cause.wait
         assert wait is not None
-        (_, mine), (rank, theirs) = self._unequal(cause)
-        alike = next(ranks for ranks in self.waiting.unequal[wait[:2]] if rank in ranks)
-        tied = rank in cause.ranks
-        odd = [each for each in cause.ranks if each not in alike] if tied else cause.ranks
+        (_, call), (other, other_call) = self._unequal(cause)
+        alike = next(ranks for ranks in self.waiting.unequal[wait[:2]] if other in ranks)
+        named = cause.ranks
+        if other in named:  # of two ranks both are named
+            named = tuple(rank for rank in named if rank not in alike)
         how = cause.departure.how if cause.departure else ""
         how = {"skipped": " One call was skipped.", "added": " It is a call too many."}.get(how, "")
         return (
-            f"{self._named(odd)} called {_shown(mine, theirs)} as #{wait.seq} of "
+            f"{self._named(named)} called {_shown(call, other_call)} as #{wait.seq} of "
             f"{self._group(wait.group)}, where {_ranks(sorted(alike))} called "
-            f"{_shown(theirs, mine)}.{how}{self._evidence(cause.departure)}"
+            f"{_shown(other_call, call)}.{how}{self._evidence(cause.departure)}"
         )
 
-    def _departed(self, found: Departure) -> str:
+    def _departed(self, departure: Departure) -> str:
         """The call of a rank and the call that was due, without the rank's number."""
-        due = self._title(found.due)
-        mine = self._title(self.ranks[found.rank].calls[found.at])
-        after = f" after {self._title(found.after)}" if found.after else ""
+        due = self._title(departure.due)
+        call = self._title(self.ranks[departure.rank].calls[departure.at])
+        after = f" after {self._title(departure.after)}" if departure.after else ""
         return {
-            "skipped": f"skipped {due}: {mine} followed{after}.",
-            "added": f"called {mine}{after}, where {due} is next: a call too many.",
-            "swapped": f"called {mine} before {due}{after}.",
-            "": f"called {mine}{after}, where {due} is next.",
-        }[found.how]
+            "skipped": f"skipped {due}: {call} followed{after}.",
+            "added": f"called {call}{after}, where {due} is next: a call too many.",
+            "swapped": f"called {call} before {due}{after}.",
+            "": f"called {call}{after}, where {due} is next.",
+        }[departure.how]
 
-    def _evidence(self, found: Departure | None) -> str:
+    def _evidence(self, departure: Departure | None) -> str:
         """The ranks that did otherwise."""
-        if found is None:
+        if departure is None:
             return ""
-        due, rank = self._title(found.due), f"rank {found.rank}"
-        if found.others and found.others >= found.alike:
-            same = f"{_many(found.others, 'other rank')} that had done the same until then"
-            also = f", as {rank} did in earlier steps" * bool(found.before)
-            return f" There {same} called {due}{also}."
-        earlier = f" There {rank} called {due.partition(' #')[0]} in earlier steps."
-        return earlier * bool(found.before)
+        due = self._title(departure.due)
+        rank = f"rank {departure.rank}"
+        if departure.others and departure.others >= departure.alike:
+            others = _many(departure.others, "other rank")
+            before = f", as {rank} did in earlier steps" if departure.before else ""
+            return f" There {others} that had done the same until then called {due}{before}."
+        if departure.before:
+            return f" There {rank} called {due.partition(' #')[0]} in earlier steps."
+        return ""
 
     def _absent(self, cause: Cause) -> str:
-        wait, named_ranks = cause.wait, self._named(cause.ranks)
+        wait = cause.wait
+        named = self._named(cause.ranks)
+        have = "have" if len(cause.ranks) > 1 else "has"
         if cause.doubt == "few":
-            have = "have" if len(cause.ranks) > 1 else "has"
-            there = _ranks(sorted(self.ranks.keys() - self.waiting.gone), "has", "have")
-            said = f"only {there} left a dump, {named_ranks} {have} not."
-            waits = _ranks(wait.inside, "waits", "wait") if wait else ""
-            return f"{said} What {waits} for: {self._call(wait)}." if wait else said
+            dumped = _ranks(sorted(self.ranks.keys() - self.waiting.gone), "has", "have")
+            text = f"only {dumped} left a dump, {named} {have} not."
+            if wait is None:
+                return text
+            waits = _ranks(wait.inside, "waits", "wait")
+            return f"{text} What {waits} for: {self._call(wait)}."
         where = self._whereabouts(cause)
         if wait is None:
-            others = self._guessing(cause)
-            if not others:
-                return f"{named_ranks} {where.removeprefix('it ').removeprefix('they ')}"
-            frame = self.waiting.p2p_frame(others[0])
-            does = frame.function if frame and frame.function in P2P else "a send or recv"
-            return (
-                f"{named_ranks} did not send or receive what {_ranks(others, 'waits', 'wait')} "
-                f"for in {does}; {where}"
-            )
-        what = f"{self._call(wait)}{{}}{self._lasting(wait)}"
+            return self._absent_from_unrecorded(cause, named, where)
         inside = _ranks(wait.inside, "has", "have")
+        lasting = self._lasting(wait)
         if wait.call.p2p:
             verb = "received" if wait.call.what.name == "send" else "sent"
-            text = f"never {verb} what {inside} been waiting for in {what.format('')}"
+            text = f"never {verb} what {inside} been waiting for in {self._call(wait)}{lasting}"
         else:
-            text = f"never entered {what.format(f', which {inside} been in')}"
-        behind = len({each.group for each in cause.waits})
+            text = f"never entered {self._call(wait)}, which {inside} been in{lasting}"
+        behind = len({other.group for other in cause.waits})
         more = f" {_many(behind, 'other group')} wait{'s' * (behind == 1)} behind it."
-        return f"{named_ranks} {text}; {where}{more * bool(behind)}"
+        return f"{named} {text}; {where}{more * bool(behind)}"
 
-    def _circle(self, cause: Cause) -> str:
-        went, left = self._named(cause.ranks), cause.departure
-        went = f"{went} {self._departed(left)}{self._evidence(left)}" if left else ""
-        if went and not cause.circle:
-            return f"{went} It is in {self._call(cause.wait)}." if cause.wait else went
+    def _absent_from_unrecorded(self, cause: Cause, named: str, where: str) -> str:
+        """Ranks for which others wait in a call that no recorder has."""
+        others = self._guessing(cause)
+        if not others:
+            return f"{named} {where.removeprefix('it ').removeprefix('they ')}"
+        frame = self.waiting.unrecorded_frame(others[0])
+        function = frame.function if frame and frame.function in UNRECORDED else "a send or recv"
+        if function.startswith(("monitored", "gather", "scatter")):
+            inside = _ranks(others, "is", "are")
+            verb = "are" if len(cause.ranks) > 1 else "is"
+            return f"{named} {verb} not in {function}, which {inside} in; {where}"
+        waits = _ranks(others, "waits", "wait")
+        return f"{named} did not send or receive what {waits} for in {function}; {where}"
+
+    def _order(self, cause: Cause) -> str:
+        text = ""
+        if cause.departure is not None:
+            departed = self._departed(cause.departure) + self._evidence(cause.departure)
+            text = f"{self._named(cause.ranks)} {departed} "
+            if not cause.circle:
+                is_in = f"It is in {self._call(cause.wait)}." if cause.wait else ""
+                return f"{text}{is_in}".rstrip()
         if not cause.circle:
             waiting = {rank for wait in cause.waits for rank in wait.inside}
             return (
                 f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv, and "
                 f"{_many(len(waiting), 'other rank')} wait for them in collectives."
             )
-        calls = [self._call(wait) for *_, wait in cause.circle if wait]
-        circle = sorted(rank for rank, *_ in cause.circle)
-        deadlock = f"deadlock: {_ranks(circle)} wait for each other in "
-        deadlock += " and ".join([*dict.fromkeys(calls)][:2]) or "send and recv"
-        return f"{went} That is a {deadlock}." if went else f"{deadlock}."
+        calls = dict.fromkeys(self._call(wait) for *_, wait in cause.circle if wait)
+        circle = _ranks(sorted(rank for rank, *_ in cause.circle))
+        where = " and ".join([*calls][:2]) or "send and recv"
+        deadlock = f"deadlock: {circle} wait for each other in {where}."
+        return f"{text}That is a {deadlock}" if text else deadlock
 
     def _doubt(self, cause: Cause) -> str:
-        """The doubts: facts that the recording does not show."""
-        if not cause.doubt:
-            return ""
-        it, its = ("they", "their") if len(cause.ranks) > 1 else ("it", "its")
-        waiting, blind = self.waiting, sorted(self.waiting.blind)
-        unseen = waiting.unseen.intersection(cause.ranks or waiting.unseen)
-        no_sends, doubt = "sends and receives are not recorded", cause.doubt
-        if doubt == "few":
-            return " Is this the directory of all ranks?"
-        if doubt == "hidden" and blind:
-            said = f"the flight recorder of {_ranks(blind)} is missing or cut, and what was called "
-            said += "there is not known"
-        elif doubt == "hidden" and unseen:
-            who = _ranks(sorted(waiting.unseen), "waits", "wait")
-            said = f"{no_sends}, so for whom {who} in one is not known. HYPERGRID_RECORD_P2P=1 "
-            said += "records them"
-        elif doubt == "hidden" and (cause.wait or cause.kind == "ok"):
-            said = f"{no_sends}, nor {its} stack: {it} may wait for others in one. "
-            said += "hypergrid.record writes both"
-        elif doubt == "either" and cause.kind in ("no dump", "never entered"):
-            said = f"{it} may have done all, and who waits for {it} may have made one call too "
-            said += "many; nobody else made that call"
-        elif doubt == "either" and cause.departure:
-            said = "too few ranks did the same until then to say that not the others are wrong"
-        else:
-            said = {
-                "hidden": f"{no_sends}: who waits for whom in them is guessed from stacks. "
-                "HYPERGRID_RECORD_P2P=1 records them",
-                "alone": f"nobody is seen to wait for {it.replace('they', 'them')}",
-                "unread": f"what {it} did is not known",
-                "mixed": f"{waiting.recording.mixed}. The files seem to be of two jobs, or of two "
-                "times",
-                "old": f"{its} dump was written before that call, and {it} may have come since. "
-                "Have all ranks write at the same time",
-            }.get(doubt, "which of them did not do what was due cannot be seen")
-        return f" Not certain: {said}."
+        """The fact that the recording does not show."""
+        many = len(cause.ranks) > 1
+        they = "they" if many else "it"
+        if cause.doubt == "hidden":
+            return self._hidden(cause, they)
+        if cause.doubt == "either":
+            if cause.kind in ("no dump", "never entered"):
+                return f"{they} may be right, and another rank made a call too many or too few"
+            if cause.departure:
+                return "too few ranks did the same until then to say that not the others are wrong"
+            return "which of them did not do what was due cannot be seen"
+        return _DOUBTS.get(cause.doubt, "").format(
+            they=they,
+            their="their" if many else "its",
+            them="them" if many else "it",
+            mixed=self.waiting.recording.mixed,
+        )
+
+    def _hidden(self, cause: Cause, they: str) -> str:
+        """The calls that are not recorded, in which a rank may wait for others."""
+        blind = sorted(self.waiting.blind)
+        unseen = sorted(self.waiting.unseen)
+        sends = "sends and receives are not recorded"
+        records = "HYPERGRID_RECORD_P2P=1 records them"
+        if blind:
+            return (
+                f"the flight recorder of {_ranks(blind)} is missing or cut, and what was called "
+                f"there is not known"
+            )
+        if self.waiting.unseen.intersection(cause.ranks or unseen):
+            waits = _ranks(unseen, "waits", "wait")
+            return f"{sends}, so for whom {waits} in one is not known. {records}"
+        if cause.wait or cause.kind == "ok":
+            their = "its" if they == "it" else "their"
+            return (
+                f"{sends}, nor {their} stack: {they} may wait for others in one. hypergrid.record "
+                f"writes both"
+            )
+        return f"{sends}: who waits for whom in them is guessed from stacks. {records}"
 
     def _guessing(self, cause: Cause) -> list[int]:
         """The ranks that may wait for these in a send or receive that is not recorded."""
@@ -349,25 +408,29 @@ class _Words:
 
     def _whereabouts(self, cause: Cause) -> str:
         """The known facts about where the first cause is."""
-        rank, many = cause.ranks[0], len(cause.ranks) > 1
-        mine = self.ranks.get(rank)
+        rank = cause.ranks[0]
+        many = len(cause.ranks) > 1
+        they = "they" if many else "it"
         it = f"rank {rank}" if many else "it"
-        if cause.kind == "raised" and mine:
-            error = mine.error.partition("\n")[0][:200]
+        recording = self.ranks.get(rank)
+        if cause.kind == "raised" and recording:
+            error = recording.error.partition("\n")[0][:200]
             return f"{it} raised {error}{'.' * (error[-1:] != '.')}"
         if cause.doubt == "unread":
             return f"{'their dumps' if many else 'its dump'} could not be read."
-        if cause.kind == "no dump":
-            text = f"{'they' if many else 'it'} left no dump: ended, stopped or unreachable"
-            known = f" (pid {mine.pid} on {mine.host})" if mine and mine.pid and not many else ""
-            return f"{text}{known}."
-        stack = f"{it} is in {_at(mine.stack)}, and " if mine and mine.stack else ""
-        stack = f"the script of rank {rank} has ended, and " if mine and mine.ended else stack
+        if cause.kind == "no dump" or recording is None:
+            known = ""
+            if recording and recording.pid and not many:
+                known = f" (pid {recording.pid} on {recording.host})"
+            return f"{they} left no dump: ended, stopped or unreachable{known}."
+        stack = f"{it} is in {_at(recording.stack)}, and " if recording.stack else ""
+        if recording.ended:
+            stack = f"the script of rank {rank} has ended, and "
         last = self.waiting.last.get(rank)
         if last is None:
-            seen = rank not in self.waiting.blind
-            said = f"{it} has called nothing so far" if seen else "its calls are not known"
-            return f"{stack}{said}."
+            is_seen = rank not in self.waiting.blind
+            known = f"{it} has called nothing so far" if is_seen else "its calls are not known"
+            return f"{stack}{known}."
         its = "its" if stack or not many else f"rank {rank}'s"
         state = "" if last.done else ", not finished"
         return f"{stack}{its} last call was {self._title(last)}{state}."
@@ -399,14 +462,16 @@ class _Words:
         if len(ranks) > 1:
             return _ranks(ranks)
         (rank,) = ranks
-        mine, places = self.ranks.get(rank), coordinate(self.waiting.recording, self.plan, rank)
+        recording = self.ranks.get(rank)
+        places = coordinate(self.waiting.recording, self.plan, rank)
         where = " ".join(f"{dim}={at}" for dim, at in places.items())
-        known = ", ".join(filter(None, (mine.host if mine else "", where)))
+        known = ", ".join(filter(None, (recording.host if recording else "", where)))
         return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def _lasting(self, wait: Wait) -> str:
         """Such as " for 3.2 s"; nothing for an instant."""
-        least = "at least " * (not any(self.ranks[r].written for r in wait.inside))
+        is_known = any(self.ranks[rank].written for rank in wait.inside)
+        least = "" if is_known else "at least "
         return f" for {least}{lasting(wait.ns)}" if wait.ns >= 10**8 else ""
 
 

@@ -13,7 +13,9 @@ from hypergrid.hangs.reading import DEFAULT, Call, Frame, Recording, What
 
 Graph: TypeAlias = Mapping[int, Sequence[int]]
 _NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
-P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+# Calls that gloo's recorder may lack, and the stacks show.
+UNRECORDED = (*_P2P, "monitored_barrier", "gather", "gather_object", "scatter")
 _OF_OTHERS = re.compile(
     r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|remote process|"
     r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
@@ -75,7 +77,7 @@ class Waiting:
 
     def __init__(self, recording: Recording, patience: float) -> None:
         self.recording, self.ranks = recording, recording.ranks
-        self._patience = int(patience * 1e9)
+        self.patience = int(patience * 1e9)  # ns
         world = range(recording.world_size)
         self.gone = {r for r in world if r not in self.ranks or not self.ranks[r].answered}
         self.blind = {r for r in self.ranks.keys() - self.gone if not self.ranks[r].has_calls}
@@ -86,7 +88,7 @@ class Waiting:
         self.last = {rank: mine.calls[-1] for rank, mine in self.ranks.items() if mine.calls}
         latest = (int(mine.calls.columns[2:5].max()) for mine in self.ranks.values() if mine.calls)
         self._end = max([0, *latest, *(mine.written for mine in self.ranks.values())])
-        self._device = [not title.text.startswith("gloo:") for title in recording.titles]
+        self._device = [title.backend != "gloo" for title in recording.titles]
         self.top: dict[int, dict[str, int]] = {}  # the last number of each group
         self.unequal: dict[tuple[str, int], list[set[int]]] = {}
         self._pending: dict[int, list[_Pending]] = {}
@@ -109,7 +111,7 @@ class Waiting:
         self.unseen = {
             rank
             for rank in self.ranks.keys() - self.of.keys() - self.raised - self.in_motion
-            if self.p2p_frame(rank) and not self.sees_p2p(rank) and self._is_idle(rank)
+            if self.unrecorded_frame(rank) and self._is_idle(rank)
         }
         self.guessed = self._guesses()
         self.blocked = self.of.keys() | self.guessed.keys()
@@ -126,7 +128,8 @@ class Waiting:
     def needs(self, rank: int) -> dict[int, Wait | None]:
         """The ranks that it waits for, and where; None if that is guessed."""
         found: dict[int, Wait | None] = dict.fromkeys(self.guessed.get(rank, ()))
-        for wait in self.of.get(rank, ()):
+        # A call that the rank is in says more than one that is queued behind it.
+        for wait in sorted(self.of.get(rank, ()), key=lambda wait: rank not in wait.behind):
             found |= dict.fromkeys(wait.missed, wait)
         found.pop(rank, None)
         return found
@@ -147,17 +150,22 @@ class Waiting:
         rank = min(within)
         while rank not in came:
             needs = self.needs(rank)
-            to = min(within.intersection(needs))
+            to = min(
+                within.intersection(needs),
+                key=lambda other: (rank in getattr(needs[other], "behind", ()), other),
+            )
             came[rank] = rank, to, needs[to]
             rank = to
         return [*came.values()][[*came].index(rank) :]
 
-    def p2p_frame(self, rank: int) -> Frame | None:
-        """The frame of a send or recv that its main thread is in."""
-        mine = self.ranks.get(rank)
-        for frame in mine.stack[:8] if mine else ():
-            ours = frame.function in P2P and "distributed" in frame.file
-            if ours or "p2p" in frame.file.rpartition("/")[2]:
+    def unrecorded_frame(self, rank: int) -> Frame | None:
+        """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
+        recording = self.ranks.get(rank)
+        for frame in recording.stack[:8] if recording else ():
+            if frame.function in UNRECORDED and "distributed" in frame.file:
+                is_recorded = frame.function in _P2P and self.sees_p2p(rank)
+                return None if is_recorded else frame
+            if "p2p" in frame.file.rpartition("/")[2] and not self.sees_p2p(rank):
                 return frame
         return None
 
@@ -165,7 +173,7 @@ class Waiting:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
         places = np.unique(calls.title).tolist()
-        return any(calls.titles[at].p2p or calls.titles[at].text[:5] == "nccl:" for at in places)
+        return any(calls.titles[at].p2p or calls.titles[at].backend == "nccl" for at in places)
 
     def behind(self, wait: Wait, first: Iterable[int]) -> list[Wait]:
         """The other ranks that wait because of this cause, the nearest first."""
@@ -180,6 +188,11 @@ class Waiting:
             found += split[0]
             stopped.update(rank for each in split[0] for rank in each.inside)
         return found
+
+    def last_time(self, rank: int) -> int:
+        """When the rank last called something, or saw a call end; 0 if that is not known."""
+        calls = self.ranks[rank].calls
+        return int(calls.columns[2:5, -1].max()) if calls else 0
 
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
@@ -236,8 +249,11 @@ class Waiting:
                 come = rank not in self.gone and self.top[rank].get(group, _NOWHERE) >= seq
                 (there if come else absent).append(rank)
             behind = {rank for rank in there if not self._entered(rank, group, seq)}
-            for ranks in self.alike(group, seq, there):
-                unlike = tuple(rank for rank in there if rank not in ranks)
+            alike = self.alike(group, seq, there)
+            # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
+            recorded = set().union(*alike)
+            for ranks in alike:
+                unlike = tuple(sorted(recorded - ranks))
                 mine = [rank for rank in ranks if rank in inside]
                 later = tuple(behind.intersection(ranks))
                 at = {rank: inside[rank].at for rank in mine}
@@ -284,7 +300,7 @@ class Waiting:
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
         known = any(self.ranks[rank].written for rank in ranks)
-        return not known or ns >= self._patience or bool(self.victims)
+        return not known or ns >= self.patience or bool(self.victims)
 
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hypergrid.hangs.reading import DEFAULT, Recording
 from hypergrid.layout import RankLayout
-from hypergrid.messages import few
+from hypergrid.messages import few, one_line
 from hypergrid.plan import GroupPlan, GroupRow
 
 _COMPARED = 64  # groups of a recording with those of a plan
@@ -158,11 +158,11 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
         return [f"rank {rank} is outside the plan's ranks {plan.window[0]}..{plan.window[-1]}."]
     planned: dict[str, list[list[int]]] = {}
     for row, ranks in plan.groups_of(rank):
-        planned.setdefault(row.label, []).append(list(ranks))
+        planned.setdefault(one_line(row.label), []).append(list(ranks))
     live: dict[str, list[list[int]]] = {}
     for group in dump["groups"]:
         if group["label"] is not None:
-            live.setdefault(group["label"], []).append(list(group["ranks"]))
+            live.setdefault(one_line(group["label"]), []).append(list(group["ranks"]))
     said = []
     for label in dict.fromkeys((*planned, *live)):
         if label not in live:

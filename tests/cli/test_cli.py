@@ -101,6 +101,14 @@ def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(tmp_path, command
     assert told.startswith("hypergrid: ") and told.count("\n") == 1 and said in told
 
 
+def test_a_saved_plan_with_a_network_of_an_earlier_release_is_refused_by_name(tmp_path):
+    saved = json.loads(run("plan --world-size 8 --json"))
+    saved["network"] = {"hosts": ["a", "b"], "ranks": [4, 4]}
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    refusal = run(f"plan --plan {tmp_path / 'plan.json'}", 2)
+    assert "has a network of hosts" in refusal and "--gpus-per-node" in refusal
+
+
 def test_a_saved_plan_may_have_an_encoders_ranks_in_front(tmp_path):
     layouts = {"decoder": RankLayout(("dp",), (6,), 2)}
     plan = GroupPlan(layouts, (GroupRow("MODEL", "decoder", ("dp",), explicit=((0, 1, 2),)),))
@@ -119,6 +127,48 @@ def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(
     assert rows(said)["D"] == ["[red]", "8", "1", "1"]
     data = json.loads(run(f"plan --plan {tmp_path / 'plan.json'} --rank 12 --json"))
     assert (data["host"], data["coordinates"]) == ("host1", {"vision": {"a": 0, "dp": 6}})
+
+
+@pytest.mark.parametrize(("dim", "size"), [("pp", 2), ("tp", 4)])
+def test_check_refuses_a_plan_with_a_dim_that_it_has_no_rules_for(tmp_path, dim, size):
+    text = run(f"plan {SIZES} --json")
+    saved = tmp_path / "plan.json"
+    saved.write_text(text.replace(f'"{dim}"', '"stage"'))
+    refusal = run(f"check --plan {saved}", 2)
+    assert f"the layout decoder has the dim stage of size {size}" in refusal
+    assert "the layout expert has the dim stage" in refusal and "No findings" not in refusal
+    assert "stage=" in run(f"show --plan {saved}")
+
+
+@pytest.mark.parametrize("place", ["label", "layout", "dim", "backend", "traffic", "megatron"])
+@pytest.mark.parametrize("command", ["plan", "show", "check", "diff"])
+def test_a_name_in_a_saved_plan_prints_no_line_of_its_own(tmp_path, command, place):
+    forged = "tp\nNo findings."
+    data = json.loads(run("plan --world-size 8 --tp 2 --json"))
+    if place == "megatron":
+        data["megatron"] = forged
+    elif place == "layout":
+        data["layouts"][forged] = data["layouts"]["decoder"]
+    elif place == "dim":
+        dims = data["layouts"]["decoder"]["dims"]
+        data["layouts"][f"x{len(dims)}"] = {"dims": [forged], "sizes": [8]}
+    else:
+        data["rows"][0][place] = forged
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(data))
+    option = "" if command == "diff" else "--plan "
+    other = " '--world-size 8'" * (command == "diff")
+    refusal = run(f"{command} {option}{saved}{other}", 2)
+    assert refusal.count("\n") == 1
+    assert "has a line break: 'tp\\nNo findings.'" in refusal
+
+
+def test_a_label_in_a_dump_prints_no_line_of_its_own(tmp_path):
+    forged = {"label": "dp\n1 dumps are as planned.", "ranks": [0, 1]}
+    dump = {"pid": 1, "rank": 0, "groups": [forged]}
+    (tmp_path / "dump.json").write_text(json.dumps(dump))
+    differences = run(f"diff '--world-size 8' {tmp_path / 'dump.json'}", 1)
+    assert "dp\\n1 dumps are as planned. exists but was not planned." in differences
 
 
 def test_a_saved_plan_without_a_decoder_has_a_picture_of_its_first_layout(tmp_path):
@@ -262,6 +312,32 @@ def test_the_doctor_finds_this_machine_well():
     said = run("doctor")
     assert "works: megatron.core.parallel_state is ours" in said
     assert "creation" in said and "members" in said and "gloo" in said
+
+
+@pytest.fixture
+def hostile_directory(tmp_path, monkeypatch):
+    """The current directory, with packages that leave a file behind when they are imported."""
+    for package in ("megatron", "megatron/core", "megatron/training"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("open('was_run', 'w').close()")
+    (tmp_path / "megatron" / "training" / "arguments.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_verify_runs_only_a_checkout_that_is_named(hostile_directory):
+    said = run(f"verify --from-args '{LINE}'", 2)
+    assert "Missing option '--checkout'" in said
+    assert not (hostile_directory / "was_run").exists()
+
+
+@pytest.mark.parametrize("path", [[], [""]], ids=["as installed", "as python -m"])
+def test_the_doctor_imports_from_where_its_own_process_does(hostile_directory, monkeypatch, path):
+    elsewhere = [each for each in sys.path if each not in ("", str(hostile_directory))]
+    monkeypatch.setattr(sys, "path", [*path, *elsewhere])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    machine._trial()
+    assert (hostile_directory / "was_run").exists() == bool(path)
 
 
 @pytest.fixture

@@ -96,6 +96,10 @@ def test_ranks_are_asked_in_a_directory_that_others_cannot_change(tmp_path, monk
     shared.chmod(0o777)
     with pytest.raises(processes.AskError, match="every user may replace the files in"):
         processes.ask([os.getpid()], shared)
+    forged = tmp_path / "a\nNobody is stuck"
+    forged.mkdir()
+    with pytest.raises(processes.AskError, match=r"a\\nNobody is stuck"):
+        processes.ask([os.getpid()], forged)
     shared.chmod(0o1777)
     processes.ask([os.getpid()], shared)
 

@@ -1,5 +1,6 @@
 """Orders ranked by the hosts that groups touch, against a count of every group; and findings."""
 
+import json
 from functools import partial
 from itertools import permutations, product
 
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from compat.planned.checks import faults, findings
 from compat.planned.job import from_sizes
 from compat.planned.orders import ranked_orders
-from hypergrid import RankLayout
+from hypergrid import GroupPlan, RankLayout
 from hypergrid.topology import Topology
+from tests.cli.test_cli import run
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
 
@@ -118,6 +120,18 @@ def test_what_sends_more_stays_inside_hosts_first():
     job = from_sizes(world_size=64, tp=4, cp=2, pp=2, ep=4)
     best = ranked_orders("tp-cp-dp-ep-pp", job.layouts, topology(64, 8))[0]
     assert best.hosts["ep"] == 2 and best.order.startswith("tp-cp-ep-dp")
+
+
+def test_a_saved_plan_in_an_order_that_megatron_refuses_is_ranked_as_it_is(tmp_path):
+    """Its pipelines have other ranks in the dense layout than in that of experts."""
+    layouts = {
+        "decoder": RankLayout(("tp", "pp", "dp"), (2, 2, 4)),
+        "expert": RankLayout(("ep", "dp", "pp"), (2, 4, 2)),
+    }
+    (tmp_path / "plan.json").write_text(GroupPlan(layouts).to_json())
+    data = json.loads(run(f"check --plan {tmp_path / 'plan.json'} --suggest --json"))
+    (saved,) = [ranked for ranked in data["orders"] if ranked["order"] == "tp-pp-dp"]
+    assert saved["hosts"] == {"tp": 1, "ep": 1, "dp": 2, "expert dp": 1, "pp": 1}
 
 
 def rules(per_host=8, domain=None, user_buffers=False, **sizes):

@@ -202,7 +202,7 @@ REFUSED = {
     "a folder": ({"nccl_communicator_config_path": "/"}, OSError, "not a regular file"),
     "a zero byte": ({"nccl_communicator_config_path": "a\0b"}, ValueError, "cannot be read"),
     "a number as a path": ({"nccl_communicator_config_path": 0}, TypeError, "path of a YAML file"),
-    "a choice that is none": ({"share": ["all"]}, ValueError, "use one of none, singletons, all"),
+    "a choice that is none": ({"share": ["all"]}, ValueError, "use one of none, all"),
 }
 
 
@@ -223,7 +223,10 @@ FILES = {
     "code": (CODE, "constructor"),
     "a long file": ("#" + " " * (1 << 20), "longer than 1048576 characters"),
     "a bomb of aliases": (wild.bomb(12), "more than 40 aliases"),
-    "a deep nest": ("[" * 60_000, "cannot be read"),
+    "a deep nest": ("[" * 60_000, "nested more than 20 deep"),
+    "a deep nest of maps": ("{a: " * 60_000, "nested more than 20 deep"),
+    "a deep nest of dashes": ("dp:\n  " + "- " * 60_000, "nested more than 20 deep"),
+    "a deep nest that is closed": ("[" * 40_000 + "]" * 40_000, "nested more than 20 deep"),
 }
 
 

@@ -3,11 +3,13 @@
 import functools
 import os
 import selectors
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
+import traceback
 import types
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +26,7 @@ from compat import parallel_state as ps
 from compat.state import SLOTS, ParallelState
 from hypergrid import AbortedError, AgreementError, HyperCommGrid
 from hypergrid.agreement import rendezvous
-from hypergrid.groups import sockets
+from hypergrid.groups import backends, sockets
 from hypergrid.policy import Policy
 from tests.support import forked
 from tests.support.backends import SPLITS
@@ -63,8 +65,10 @@ def known_to_torch():
 def test_a_rank_that_waits_in_a_collective_comes_out_with_torchs_error(rank, connect, creation):
     forked.join(rank, 3)
     ps.initialize_model_parallel(connect=connect, creation=creation)
+    group = ps.get_data_parallel_group()
+    assert total(group) == 3  # connected
+    from_all(None)
     if rank < 2:
-        group = ps.get_data_parallel_group()
         with aborted_by_a_thread() as returned, pytest.raises(LEFT):
             total(group)
         assert "DATA_PARALLEL_GROUP" in returned[0].groups
@@ -137,8 +141,8 @@ def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_a
 
 
 @contextmanager
-def on_one_device():
-    """A pool whose groups share a device, and a function that creates one more of three ranks."""
+def creating():
+    """A pool, and a function that creates one more group of three ranks in it."""
     pool = HyperCommGrid([3], ["dp"]).begin(Policy())
 
     def make(label):
@@ -166,32 +170,79 @@ def fails(*args, **kwargs):
     raise RuntimeError("this rank has failed")
 
 
+def leaves_torchs_creation(rank, new_group, within):
+    before = dict(os.environ)
+    with pytest.raises(AbortedError), creating() as (pool, make):
+        make("first")
+        pool.make("alone", {"alone": (rank,)}, lambda: [])
+        with mock.patch.object(dist, "new_group", new_group if rank == 2 else dist.new_group):
+            if rank == 2:
+                make("third")
+            with aborted_by_a_thread(after=1, within=within):
+                make("third")
+    if rank < 2:
+        from_all(None)
+    assert known_to_torch() and not pool.groups and os.environ == before
+    with creating() as (_, make):
+        assert total(make("fourth")) == 3
+
+
 @pytest.mark.parametrize("batches", [None, "0", "1"])
-@pytest.mark.parametrize("how", [publishes_and_fails, fails])
 @on_ranks(3)
-def test_a_rank_that_waits_for_another_in_torchs_creation_comes_out(rank, how, batches):
-    """For its connection, or in the store for its address."""
+def test_a_rank_that_waits_in_torchs_creation_for_an_address_comes_out(rank, batches):
     batches = {} if batches is None else {"GLOO_ENABLE_STORE_V2_API": batches}
     with mock.patch.dict(os.environ, batches):
-        before = dict(os.environ)
-        with pytest.raises(AbortedError), on_one_device() as (pool, make):
-            make("first")
-            pool.make("alone", {"alone": (rank,)}, lambda: [])
-            with mock.patch.object(dist, "new_group", how if rank == 2 else dist.new_group):
-                if rank == 2:
-                    make("third")
-                with aborted_by_a_thread(after=1, within=5):
-                    make("third")
-        if rank < 2:
-            from_all(None)
-        assert known_to_torch() and not pool.groups and os.environ == before
-        with on_one_device() as (_, make):
-            assert total(make("fourth")) == 3
+        leaves_torchs_creation(rank, fails, within=5)
 
 
 @on_ranks(3)
-def test_groups_that_stay_on_a_shared_device_are_not_shut_with_those_that_go(rank):
-    with on_one_device() as (pool, make):
+def test_a_rank_that_waits_in_torchs_creation_for_a_connection_comes_out_after_the_timeout(rank):
+    second = timedelta(seconds=1)  # of which gloo takes five
+    with mock.patch.object(backends, "creation_timeout", return_value=second):
+        leaves_torchs_creation(rank, publishes_and_fails, within=15)
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_in_a_group_that_has_not_connected_comes_out_after_its_timeout(rank):
+    os.environ["HYPERGRID_CONNECT"] = "lazy"
+    grid = HyperCommGrid([2], ["dp"])
+    second = timedelta(seconds=1)  # of which gloo takes five
+    with mock.patch.object(backends, "creation_timeout", return_value=second):
+        group = grid.create_pg("dp", timeout=timedelta(seconds=5))
+    if rank == 0:
+        start = time.monotonic()
+        with aborted_by_a_thread(within=10) as returned, pytest.raises(LEFT):
+            total(group)
+        # Where this rank is the one that connects, it has done so by then.
+        connected = returned[0].connections == 1
+        assert returned[0].groups == ("dp",) and connected == (time.monotonic() - start < 3)
+    from_all(None)
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+@on_ranks(2)
+def test_an_abort_after_a_group_failed_to_connect_does_not_end_the_process(rank, how):
+    os.environ["HYPERGRID_CONNECT"] = "lazy"
+    for _ in range(4):
+        grid = HyperCommGrid([2], ["dp"])
+        group = grid.create_pg("dp", timeout=timedelta(seconds=1))
+        if rank == 1:
+            grid.destroy(abort=True)
+        from_all(None)
+        if rank == 0:
+            with pytest.raises(RuntimeError):
+                total(group)
+            if how == "abort":
+                hypergrid.abort()
+            else:
+                grid.destroy(abort=True)
+            time.sleep(0.3)  # for gloo's thread
+        from_all(None)
+
+
+@on_ranks(3)
+def test_groups_that_stay_are_not_shut_with_those_that_go(rank):
+    with creating() as (pool, make):
         for label in ("first", "second", "third"):
             make(label)
         with pytest.raises(ZeroDivisionError), pool._rolling_back():
@@ -279,6 +330,40 @@ def test_a_descriptor_that_is_now_another_socket_and_a_childs_parent_are_left_al
         os._exit(sockets.shut([group]))
     assert os.waitpid(pid, 0)[1] == 0
     assert total(ps.get_data_parallel_group()) == 2
+
+
+@pytest.mark.parametrize("how", ["abort", "abort, default too", "destroy by abort", "destroy"])
+@on_ranks(2)
+def test_a_forked_child_ends_nothing_of_its_parents_groups_and_survives(rank, how):
+    ps.initialize_model_parallel()
+    grid = HyperCommGrid([2], ["dp"])
+    grid.create_pg("dp")
+    total()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            if how == "abort":
+                assert hypergrid.abort() == ((), 0)
+            elif how == "abort, default too":
+                assert hypergrid.abort(default=True) == ((), 0)
+                assert not open_groups()
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                HyperCommGrid([1], ["dp"]).create_pg("dp")
+                assert hypergrid.abort(default=True).groups == ("dp",)
+            else:
+                grid.destroy(abort=how == "destroy by abort")
+                ps.destroy_model_parallel(abort=how == "destroy by abort")
+            if how != "abort, default too":
+                assert open_groups() == [dist.group.WORLD]
+            assert not grid.groups and not ps.model_parallel_is_initialized()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    for group in (None, grid.get_pg("dp"), ps.get_data_parallel_group()):
+        assert total(group) == 2
 
 
 def attributes():

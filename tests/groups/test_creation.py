@@ -144,7 +144,7 @@ def test_in_a_dry_run_every_group_is_fake_and_torch_is_not_asked_for_another(fak
     made = [creation.by_members("A", [0, 1], "1", backend="gloo")]
     made += creation.by_everyone("B", [[0, 1], [2, 3]], "1", backend="gloo")
     made += creation.by_everyone("C", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl")
-    with gloo.connecting(lambda members: True), mock.patch.object(dist, "new_group", listening):
+    with gloo.connecting(True), mock.patch.object(dist, "new_group", listening):
         made.append(creation.by_members("D", [0, 1], "1", backend="gloo"))
     assert [dist.get_backend(group) for group in made] == ["fake"] * 4
     assert asked == ["gloo", "fake"]  # outside code sees what the group is in a real job
@@ -180,13 +180,10 @@ def _shares(rank, share):
 
 
 def test_sharing_gives_every_name_the_same_answers_on_fewer_communicators():
-    none, singletons, everything = (run_ranks(8, _shares, s) for s in ("none", "singletons", "all"))
-    assert [r[1:] for r in none] == [r[1:] for r in singletons] == [r[1:] for r in everything]
-    for (nothing, sizes, _), (alone, *_), (all_, *_) in zip(
-        none, singletons, everything, strict=True
-    ):
-        assert nothing == {} and len(all_) > len(alone) > 0
-        assert all(sizes[label] == 1 for label in alone)
+    none, everything = (run_ranks(8, _shares, share) for share in ("none", "all"))
+    assert [r[1:] for r in none] == [r[1:] for r in everything]
+    for (nothing, *_), (all_, *_) in zip(none, everything, strict=True):
+        assert nothing == {} and len(all_) > 0
         apart = ("PIPELINE_MODEL_PARALLEL_GROUP", "_GLOO", "_AG")
         assert not any(label.endswith(apart) for label in all_)
         assert not any(owner.endswith(apart) for owner in all_.values())
@@ -243,7 +240,7 @@ def test_lazy_groups_connect_when_they_are_used():
 
 @on_ranks(4)
 def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout(rank):
-    with gloo.connecting(lambda members: True):
+    with gloo.connecting(True):
         group = creation.by_members("A", range(4), "epoch")
     opened = [descriptors()]
     dist.barrier()  # a rank that connects opens descriptors of the others too
@@ -308,9 +305,11 @@ def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported(rank
 def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     assert Policy.resolve() == Policy(share="all")
-    assert Policy.resolve(share="singletons", connect="lazy") == Policy("all", "lazy")
+    assert Policy.resolve(share="none", connect="lazy") == Policy("all", "lazy")
     with pytest.raises(ValueError, match=r"connect='later' is invalid: use one of torch, ea"):
         Policy.resolve(connect="later")
+    with pytest.raises(ValueError, match=r"connect='auto' is invalid: use one of torch, ea"):
+        Policy.resolve(connect="auto")
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
     with pytest.raises(
         ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of torch, ea"

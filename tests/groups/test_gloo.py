@@ -9,15 +9,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import hypergrid.policy
 from compat import parallel_state as ps
-from compat.report import report
 from hypergrid import CreationError, HyperCommGrid
-from hypergrid.agreement.prepare import Abilities
 from hypergrid.groups import backends, gloo
-from hypergrid.policy import LARGEST_MESH
-from hypergrid.summary import descriptors as descriptors_of
-from tests.support.forked import descriptors, from_all, on_ranks, sockets
+from tests.support.forked import from_all, on_ranks, sockets
 from tests.support.groups import check_pool
 
 pytestmark = pytest.mark.usefixtures("clean_state")
@@ -55,32 +50,6 @@ def test_a_group_that_connects_on_first_use_has_its_own_device_and_no_connection
     check_pool(rank)
 
 
-@on_ranks(8)
-def test_auto_connects_groups_up_to_a_size_at_once_and_the_others_on_first_use(rank):
-    with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 2):
-        listening, connected = _opened(rank, connect="auto")
-        large = sum(n > 2 for n in _sizes())
-        assert (listening, connected) == (1 + large, _sizes().count(2))
-        text = report(ps.current_state()).splitlines()
-    assert "gloo groups of more than 2 ranks connected on first use" in text[1]
-    waiting = [line for line in text if line.endswith("connects on first use")]
-    assert len(waiting) == large and all(" 4 ranks:" in x or " 8 ranks:" in x for x in waiting)
-    check_pool(rank)
-
-
-@on_ranks(4)
-def test_auto_is_as_torch_where_a_rank_cannot_wait_and_below_the_size(rank):
-    with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 2):
-        can = Abilities(can_connect_lazily=rank != 2)
-        with mock.patch("hypergrid.groups.creation.abilities", return_value=can):
-            listening, connected = _opened(rank, connect="auto")
-        assert (listening, connected) == (1, sum(n - 1 for n in _sizes()))
-        assert "not every rank's torch can connect on first use" in report(ps.current_state())
-        ps.destroy_model_parallel()
-    assert _opened(rank, connect="auto") == (listening, connected)
-    assert "on first use" not in report(ps.current_state())
-
-
 @pytest.mark.parametrize(
     "variables",
     [
@@ -112,7 +81,7 @@ def test_what_torch_gives_gloo_and_options_do_not_have_goes_to_torch_with_a_warn
 
     with (
         mock.patch.object(c10d.ProcessGroupGloo, "__init__", torchs),
-        gloo.connecting(lambda members: True),
+        gloo.connecting(True),
         pytest.warns(
             RuntimeWarning, match="creates gloo groups with surprise, which hypergrid does"
         ),
@@ -162,30 +131,3 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
     assert sockets() == before, raised  # although the error and its traceback are held
     ps.initialize_model_parallel(**LAYOUT)
     check_pool(rank)
-
-
-def test_the_descriptors_of_a_rank_are_computed_for_any_plan(fake_world):
-    fake_world(512)
-    ps.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=True)
-    counts = descriptors_of(ps.current_state().plan)
-    sizes = [n for kind, n in _kinds(0) if kind == "gloo"]
-    assert counts["torch"] == (4 + sum(n - 1 for n in sizes),) * 2 == counts["eager"]
-    assert min(sizes) > LARGEST_MESH and counts["auto"] == counts["lazy"] == (4 * len(sizes),) * 2
-
-
-@on_ranks(64, timeout=200)
-def test_sixty_four_real_ranks_open_the_descriptors_that_were_computed(rank):
-    with mock.patch.object(hypergrid.policy, "LARGEST_MESH", 31):
-        from_all(rank)
-        before, _ = descriptors(), from_all(rank)
-        ps.initialize_model_parallel(2, connect="auto")
-        from_all(rank)
-        state, after, _ = ps.current_state(), descriptors(), from_all(rank)
-        assert after - before == descriptors_of(state.plan, "gloo")["auto"][0]
-        waiting = sum(n > 31 for _, n in _kinds(rank))
-        assert report(state).count("connects on first use") == waiting
-        check_pool(rank)
-
-
-def _kinds(rank):
-    return [(r.backend, len(ranks)) for r, ranks in ps.current_state().plan.groups_of(rank)]

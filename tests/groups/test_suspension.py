@@ -1,5 +1,7 @@
 """Suspended groups: the same objects stay, on all ranks or on none."""
 
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -192,3 +194,14 @@ def test_a_native_state_answers_with_the_same_groups_meanwhile_and_afterwards(ra
         assert [number for _, number in calls[:half]] == [number for _, number in calls[half:]]
     state.destroy()
     assert len(open_groups()) == 1
+
+
+@on_ranks(2)
+def test_a_rank_that_suspends_alone_waits_as_long_as_its_groups_do(rank):
+    grid = HyperCommGrid([2], ["tp"])
+    grid.create_pg("tp", timeout=timedelta(seconds=3))
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(AgreementError, match="1 of 2 ranks"):
+            grid.suspend()
+        assert time.monotonic() - start < 20

@@ -336,7 +336,7 @@ def test_a_dump_that_is_older_than_the_call_it_misses_says_little(job):
     stacks(job, [[], [], IN_REDUCE, [("/job/data.py", 3, "load")]], rank_3=1)
     found = job.verdict()
     assert (found.ranks, found.certain) == ((3,), False)
-    assert "its dump was written before that call, and it may have come since" in found.sentence
+    assert "its dump was written before that call, or while it still worked" in found.sentence
 
 
 def test_a_rank_without_a_dump_for_which_nobody_waits_is_named_with_doubt(job):
@@ -354,7 +354,7 @@ def test_of_one_dump_of_many_little_is_certain(job):
     assert (found.kind, found.ranks, found.certain) == ("no dump", (1, 2, 3), False)
     assert found.sentence == (
         "Only rank 0 has left a dump, ranks 1..3 have not. What rank 0 waits for: all_reduce #1 of "
-        "the default group 0..3. Is this the directory of all ranks?"
+        "the default group 0..3. Not certain: this may not be the directory of all ranks."
     )
 
 

@@ -343,6 +343,47 @@ def test_what_an_earlier_run_left_is_moved_and_not_lost(tmp_path, monkeypatch):
     assert {each.name for each in (tmp_path / "earlier").iterdir()} == {"trace_0", "stack_0.json"}
 
 
+def test_the_first_recording_of_a_hang_is_kept_when_the_job_is_torn_down(recorder, tmp_path):
+    recorder.write("SIGUSR1")
+    recorder.write("exception", RuntimeError("Connection closed by peer"))
+    assert stacks(tmp_path, 0)["reason"] == "SIGUSR1"
+    assert stacks(tmp_path / "later", 0)["error"] == "RuntimeError: Connection closed by peer"
+    assert (tmp_path / "later" / "trace_0").exists()
+    assert not read(tmp_path).ranks[0].error
+
+
+@on_ranks(1)
+def test_an_error_after_more_calls_is_another_hang(rank, tmp_path):
+    recorder = hypergrid.record(tmp_path)
+    dist.barrier()
+    recorder.write("SIGUSR1")
+    dist.barrier()
+    recorder.write("exception", ValueError("the batch is empty"))
+    recorder.close()
+    assert stacks(tmp_path, 0)["error"] == "ValueError: the batch is empty"
+    assert not (tmp_path / "later").exists()
+
+
+def test_a_recording_says_when_its_process_started_and_in_which_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
+    begun = time.time_ns()
+    recorder = hypergrid.record(tmp_path)
+    recorder.write("SIGUSR1")
+    recorder.close()
+    (rank,) = read(tmp_path).ranks.values()
+    assert begun <= rank.started <= time.time_ns() and rank.job == "run7"
+
+
+def test_what_an_earlier_run_left_of_its_end_is_moved_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "stack_0.json").write_text("earlier")
+    hypergrid.record(tmp_path).close()
+    assert (tmp_path / "earlier" / "later" / "stack_0.json").read_text() == "earlier"
+    assert not (tmp_path / "later" / "stack_0.json").exists()
+
+
 def test_a_forked_process_does_not_answer_for_the_rank(recorder, tmp_path):
     child = os.fork()
     if child == 0:

@@ -4,7 +4,10 @@ import json
 import pickle
 import random
 import resource
+import subprocess
+import sys
 import time
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import diagnose
+from tests.support import ROOT
 from tests.support.recorded import Rank, stack, write
 
 GROUPS = {"0": ("default_pg", [0, 1]), "7": ("TENSOR", [0, 1])}
@@ -47,7 +51,10 @@ def test_a_dump_is_read_with_its_members_calls_and_innermost_frames(tmp_path):
 
 
 def test_json_is_read_as_a_pickle_is(tmp_path):
-    for name, dumped in (("a", pickle.dumps), ("b", lambda data: json.dumps(data).encode())):
+    for name, dumped in (
+        ("a", partial(pickle.dumps, protocol=2)),
+        ("b", lambda data: json.dumps(data).encode()),
+    ):
         (tmp_path / name).mkdir()
         for each in ranks():
             suffix = ".json" * (name == "b")
@@ -70,10 +77,12 @@ class Evil:
         return (open, ("/tmp/hypergrid-was-here", "w"))
 
 
+@pytest.mark.parametrize("protocol", [0, 1, 2, pickle.HIGHEST_PROTOCOL])
 @pytest.mark.parametrize("evil", [Evil(), random.Random, {"entries": Evil()}, complex(1, 2)])
-def test_a_pickle_with_more_than_plain_data_is_refused(tmp_path, evil):
+def test_a_pickle_with_more_than_plain_data_is_refused(tmp_path, evil, protocol):
     write(tmp_path, ranks()[:1])
-    (tmp_path / "trace_1").write_bytes(pickle.dumps(evil))
+    data = pickle.dumps(evil, protocol)
+    (tmp_path / "trace_1").write_bytes(data if protocol > 1 else b"\x80\x02" + data)
     (problem,) = read(tmp_path).problems
     assert problem.startswith("trace_1 was refused: it holds ") and "only plain data" in problem
 
@@ -93,6 +102,31 @@ def test_what_is_cut_empty_or_twice_is_told_and_the_rest_is_read(tmp_path):
         "trace_2",
     ]
     assert list(found.ranks) == [0] and found.ranks[0].has_calls
+
+
+FORGED = "TENSOR\nNobody is stuck: the job has ended.\r\x1b[2J\u2028rank 0\tx"
+
+
+def test_what_somebody_else_wrote_begins_no_line_of_its_own(tmp_path):
+    pair = [Rank(rank, {"7\nx": (FORGED, [0, 1])}) for rank in range(2)]
+    for one in pair:
+        one.call("7\nx", f"all_reduce{FORGED}", done=False, frames=[(FORGED, 3, FORGED)])
+    pair[0].call("7\nx", done=False)
+    write(tmp_path, pair)
+    for rank in range(2):
+        (file := tmp_path / f"groups_{rank}.json").write_text(json.dumps(groups(rank)))
+        data = json.loads(file.read_text()) | {"host": FORGED}
+        data["groups"][1] |= {"description": FORGED, "name": FORGED, "dims": [FORGED]}
+        file.write_text(json.dumps(data))
+        stack(tmp_path, rank, [(FORGED, 3, FORGED)], host=FORGED, error=FORGED, reason=FORGED)
+    (tmp_path / f"trace_{FORGED}2").write_bytes(b"")
+    (tmp_path / f"trace_{FORGED}3").write_bytes(b"\x80\x02cos\nsystem\n.")
+    found = read(tmp_path)
+    report = str(diagnose(found))
+    assert "the job has ended" in report
+    lines = [*report.splitlines(), *(part for text in found.problems for part in text.split("\n"))]
+    assert not [line for line in lines if line.lstrip().startswith("Nobody is stuck")]
+    assert not set("\r\x1b\u2028\t") & set(report + "".join(found.problems))
 
 
 def test_other_files_are_left_alone(tmp_path):
@@ -242,9 +276,106 @@ def test_a_small_file_that_stands_for_endless_values_is_left_out_in_time(tmp_pat
     (tmp_path / "trace_0").write_bytes(repeated(kind))
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (problem,) = read(tmp_path).problems
-    assert problem.startswith("trace_0 cannot be read")
+    assert problem.startswith(("trace_0 cannot be read", "trace_0 was refused"))
     assert time.process_time() < begun + 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (200 << 10)  # KiB
+
+
+# Pairs of the last pair, forty times: 2**40 values, of which each is hashed.
+START, PAIRED = b"\x80\x02}K\x00K\x00\x86", 40
+BY_COPIES = START + b"2\x86" * PAIRED
+BY_REFERENCES = START + b"".join(b"q%ch%c\x86" % (i, i) for i in range(PAIRED))
+LONG_WORD = (2**61 - 1).bit_length() // 8 + 6
+# Multiples of this number have the same hash, so that each is compared with all before.
+COLLIDING = b"".join(
+    b"\x8a%c%bN" % (LONG_WORD, ((2**61 - 1) * i).to_bytes(LONG_WORD, "little"))
+    for i in range(1, 60_000)
+)
+BOMBS = {
+    "copies in a key": BY_COPIES + b"Ns.",
+    "references in a key": BY_REFERENCES + b"Ns.",
+    "references in keys of one call": START[:3] + b"(" + BY_REFERENCES[3:] + b"Nu.",
+    "long references": START
+    + b"".join(b"r%c\0\0\0j%c\0\0\0\x86" % (i, i) for i in range(PAIRED))
+    + b"Ns.",
+    "members of a set": b"\x80\x04\x8f(" + BY_REFERENCES[3:] + b"\x90.",
+    "members of a set, in protocol 2": b"\x80\x02\x8f(" + BY_REFERENCES[3:] + b"\x90.",
+    "triples": b"\x80\x02}K\x00"
+    + b"".join(b"q%ch%ch%c\x87" % (i, i, i) for i in range(PAIRED))
+    + b"Ns.",
+    "numbers of one hash": b"\x80\x02}(" + COLLIDING + b"u.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_pickle_that_would_hash_for_years_is_refused_before_it_is_loaded(tmp_path, bomb):
+    (tmp_path / "trace_0").write_bytes(BOMBS[bomb])
+    begun = time.process_time()
+    (problem,) = read(tmp_path).problems
+    assert problem.startswith("trace_0 was refused: it holds ")
+    assert time.process_time() < begun + 5
+
+
+def test_values_that_are_nested_deep_are_refused(tmp_path):
+    def nested(depth):
+        return b"\x80\x02}X\x01\0\0\0a" + b"]" * depth + b"a" * (depth - 1) + b"s."
+
+    for depth in (30, 31):
+        (tmp_path / f"trace_{depth}").write_bytes(nested(depth))
+    assert [problem.split()[0] for problem in read(tmp_path).problems] == ["trace_31"]
+
+
+RECORDS = """
+import os, sys
+os.environ.update(TORCH_FR_BUFFER_SIZE="200", RANK="0", WORLD_SIZE="1")
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+group = dist.new_group([0], group_desc="TENSOR")
+for size in range(120):
+    dist.all_reduce(torch.ones(3, size + 1), group=group)
+    dist.broadcast(torch.ones(2 ** (size % 9)), 0)
+    dist.all_gather_object([None], {"a": size})
+bound = torch._C._distributed_c10d
+for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+    if hasattr(bound, name):
+        os.mkdir(f"{sys.argv[1]}/{name}")
+        with open(f"{sys.argv[1]}/{name}/trace_0", "wb") as file:
+            file.write(getattr(bound, name)(True, True, False))
+print(torch.__version__)
+"""
+
+
+# `scripts/test --torch VERSION` puts other lines of torch there.
+TORCHES = {p.parents[1].name: p for p in sorted(ROOT.glob(".cache/torch/*/bin/python"))}
+
+
+@pytest.mark.parametrize("line", ["installed", *TORCHES])
+def test_what_a_line_of_torch_writes_is_read(tmp_path, line):
+    python = TORCHES.get(line, sys.executable)
+    command = [str(python), "-c", RECORDS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert line in ("installed", done.stdout.split("+")[0].strip())
+    calls = 0
+    for directory in tmp_path.glob("_dump*"):
+        found = read(directory)
+        assert not found.problems
+        calls += sum(len(rank.calls) for rank in found.ranks.values())
+    assert calls >= 200
+
+
+def test_what_hypergrid_writes_of_all_kinds_of_calls_is_read(tmp_path):
+    """Two dumps as one, as where NCCL and gloo have a recorder each; floats and long numbers."""
+    (one, _) = ranks(300)
+    for number, entry in enumerate(one.entries):
+        entry |= {"duration_ms": number / 3, "op_id": number << 40, "thread_id": 2**63 + number}
+        entry["input_sizes"] = [[number] * (number % 5)]
+    dump = json.loads(json.dumps(one.dump()))
+    dump["pg_config"] |= {str(n): {"name": str(n), "desc": "x", "ranks": "[]"} for n in range(300)}
+    data = pickle.dumps(dump, 2)
+    (tmp_path / "trace_0").write_bytes(data)
+    found = read(tmp_path)
+    assert not found.problems and len(found.ranks[0].calls) == len(one.entries)
 
 
 def test_a_file_above_the_limit_is_not_read(tmp_path):

@@ -2,12 +2,15 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
-from hypergrid.groups import backends
+from hypergrid.groups import backends, gloo
 from tests.support import ROOT, own_keys, own_lines, soaking
 from tests.support.forked import open_groups, run_ranks, total
 
@@ -30,6 +33,132 @@ def test_a_fault_in_any_function_leaves_the_process_as_before_and_a_retry_works(
 
 def test_a_fault_of_one_rank_in_the_middle_is_told_to_all_and_all_can_try_again():
     soaking.faults_on_one_rank([2, 13]).check()
+
+
+def _hears_of_a_failure(rank):
+    """Rank 1 fails at its third group; the others wait for its address there."""
+    new_group = dist.new_group
+    groups = []
+
+    @members_only
+    def failing(*args, **kwargs):
+        groups.append(args)
+        if rank == 1 and len(groups) == 3:
+            raise RuntimeError("injected: no more communicators")
+        return new_group(*args, **kwargs)
+
+    start = time.monotonic()
+    with mock.patch("torch.distributed.new_group", failing), pytest.raises(CreationError) as error:
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=3)
+    return str(error.value), time.monotonic() - start
+
+
+def test_a_rank_that_waits_for_an_address_hears_of_a_failure_long_before_its_timeout():
+    for text, seconds in run_ranks(4, _hears_of_a_failure, timeout=120):
+        assert "injected: no more communicators" in text
+        assert seconds < 20  # of three minutes, of which gloo would have waited a fifth
+
+
+def _creation_timeouts(rank):
+    given = []
+    options = gloo.options
+
+    def noted(size, timeout=None):
+        given.append(timeout)
+        return options(size, timeout)
+
+    with mock.patch.object(gloo, "options", noted):
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=1)
+    twin = ps.get_expert_data_parallel_group_gloo()
+    return given, twin._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_no_group_is_created_with_more_time_than_the_initialisation_has():
+    for given, afterwards in run_ranks(4, _creation_timeouts):
+        assert given and max(given) == timedelta(seconds=12)  # of which gloo takes five
+        assert afterwards == c10d.default_pg_timeout  # as megatron-core has it
+
+
+def _runs_out_of_descriptors(rank):
+    new_group = dist.new_group
+    groups = []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    @members_only
+    def greedy(*args, **kwargs):
+        groups.append(args)
+        if rank == 1 and len(groups) == 4:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        return new_group(*args, **kwargs)
+
+    with mock.patch("torch.distributed.new_group", greedy), pytest.raises(CreationError) as error:
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    return str(error.value)
+
+
+def test_a_process_without_descriptors_says_so_and_lives():
+    for text in run_ranks(4, _runs_out_of_descriptors, timeout=90):
+        assert "rank 1 could not create" in text and "ulimit -n" in text
+
+
+def _has_no_descriptors_for_all(rank, connect):
+    left = len(os.listdir("/proc/self/fd")) + 12  # a device takes some
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    grid = HyperCommGrid([4], ["dp"])
+    with (
+        mock.patch.dict(os.environ, HYPERGRID_CONNECT=connect),
+        mock.patch.object(resource, "getrlimit", lambda kind: (left, hard)),
+        mock.patch.object(os, "listdir", lambda path: ["0"] * (left - 2)),
+    ):
+        try:
+            grid.create_pg("dp")
+        except CreationError as error:
+            return str(error)
+    return "created"
+
+
+def test_only_a_group_that_connects_at_once_needs_a_descriptor_for_each_member():
+    assert set(run_ranks(4, _has_no_descriptors_for_all, "lazy")) == {"created"}
+    for text in run_ranks(4, _has_no_descriptors_for_all, "eager"):
+        assert "needs 4 more. Raise the limit: ulimit -n" in text
+
+
+def _interrupted_while_it_destroys(rank):
+    ps.initialize_model_parallel(2)
+    destroy = dist.destroy_process_group
+    destroyed = []
+
+    def interrupted(group):
+        destroyed.append(group)
+        if len(destroyed) == 3:
+            raise KeyboardInterrupt
+        destroy(group)
+
+    with (
+        mock.patch("torch.distributed.destroy_process_group", interrupted),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        ps.destroy_model_parallel()
+    left = len(open_groups())
+    ps.destroy_model_parallel()
+    return left, len(open_groups())
+
+
+def test_what_an_interrupt_leaves_is_destroyed_by_the_next_call():
+    for left, finally_left in run_ranks(4, _interrupted_while_it_destroys):
+        assert left > 1 and finally_left == 1
+
+
+def _aborts_without_threads(rank):
+    ps.initialize_model_parallel(2)
+    with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+        ps.destroy_model_parallel(abort=True)
+    return len(open_groups())
+
+
+def test_groups_are_aborted_also_where_no_thread_can_start():
+    assert run_ranks(4, _aborts_without_threads) == [1] * 4
 
 
 def test_each_thing_that_can_differ_on_one_rank_is_named_on_all():
@@ -213,7 +342,7 @@ def _timeouts_that_groups_have(rank):
     ps.initialize_model_parallel(2, distributed_timeout_minutes=7)
     groups = [group.group for group in ps.current_state().pool.groups]
     assert backends.creation_timeout("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
-    assert backends.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=5)
+    assert backends.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=2)
     assert backends.creation_timeout("nccl", timedelta(seconds=60)) is None
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 

@@ -45,6 +45,9 @@ COLLECTIVES_ONLY = {
     "skips": ("never entered", {5}),  # it is in a receive, and may wait there for another rank
     "sends twice": ("order", {1, 4, 5}),  # one of them; all are in a send or receive
 }
+# Without them nothing confirms the calls of each other rank: a rank without a dump is then named,
+# and not with certainty. (The connections of the other ranks without a dump were lost.)
+UNCONFIRMED = {"stopped"}
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +88,9 @@ def test_without_sends_and_receives_the_verdict_is_right_or_says_what_is_unknown
     for mine in recording.ranks.values():
         mine.calls = mine.calls.at([at for at, call in enumerate(mine.calls) if not call.p2p])
     found = diagnose(recording)
-    assert found.certain == (fault not in COLLECTIVES_ONLY), found.sentence
-    assert ("Not certain: sends and receives are not recorded" in found.sentence) != found.certain
+    assert found.certain == (fault not in {*COLLECTIVES_ONLY, *UNCONFIRMED}), found.sentence
+    doubt = "it may be right" if fault in UNCONFIRMED else "sends and receives are not recorded"
+    assert (f"Not certain: {doubt}" in found.sentence) != found.certain
     kind, ranks = COLLECTIVES_ONLY.get(fault, (kind, {rank}))
     assert found.kind == kind and rank in found.ranks and ranks.issuperset(found.ranks)
     assert found.group is None or rank in found.members

@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 import warnings
+import zipfile
 from unittest import mock
 
 import pytest
@@ -377,3 +379,27 @@ def test_an_encoder_that_cannot_be_is_refused(fake_world, arguments, says):
     fake_world(8)
     with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError), match=says):
         ps.initialize_model_parallel(2, **arguments)
+
+
+def test_the_packages_can_be_imported_from_a_zip(tmp_path):
+    archive = tmp_path / "packages.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for package in ("hypergrid", "compat"):
+            for file in (ROOT / package).rglob("*"):
+                if file.is_file() and "__pycache__" not in file.parts:
+                    packed.write(file, file.relative_to(ROOT))
+    code = (
+        "import compat.parallel_state as ps, inspect; print(ps.__file__); "
+        "print(inspect.signature(ps.initialize_model_parallel))"
+    )
+    printed = []
+    for path in (archive, ROOT):
+        environment = {**os.environ, "PYTHONPATH": str(path), releases.ASKED: "0.14"}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.splitlines())
+    assert printed[0][0].startswith(str(archive))
+    assert printed[0][1] == printed[1][1]

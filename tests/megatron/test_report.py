@@ -51,3 +51,11 @@ def test_a_rank_that_does_not_tell_its_host_leaves_the_report_without_that_line(
     said = reported(printing(), "ab", rank, HYPERGRID_REPORT=str(1 - rank))
     if rank == 0:
         assert "TENSOR_MODEL_PARALLEL_GROUP" in said and "hosts" not in said
+
+
+@on_ranks(4)
+def test_the_name_of_a_host_prints_no_line_of_its_own(rank):
+    report = reported(printing(), ["a\nhypergrid: all is well", "b"] * 2, rank)
+    if rank == 0:
+        assert "a\\nhypergrid: all is well has ranks 0, 2" in report
+        assert "\nhypergrid: all is well" not in report

@@ -92,6 +92,17 @@ def _blocking_sockets():
     return found
 
 
+@on_ranks(2)
+def test_the_stores_connection_is_looked_for_once(rank):
+    """Else each creation would call the system for every socket of the process."""
+    ps.initialize_model_parallel(2)
+    ps.destroy_model_parallel()
+    pairs = [socket.socketpair() for _ in range(200)]
+    with mock.patch.object(os, "dup", wraps=os.dup) as dup:
+        ps.initialize_model_parallel(2)
+    assert len(pairs) == 200 and dup.call_count < 200
+
+
 def test_no_socket_of_the_process_changes_when_python_has_a_default_timeout():
     for before, inside, after in run_ranks(4, _with_a_default_timeout):
         assert inside == before and any(before.values())
@@ -112,6 +123,33 @@ def test_a_connection_to_another_host_with_the_stores_port_is_left_alone(rank):
 
 def test_of_two_threads_that_create_at_once_the_second_is_refused_on_all_ranks():
     soaking.threads_at_once(4).check()
+
+
+@on_ranks(2)
+def test_a_second_thread_is_refused_at_once_and_the_other_ranks_are_told(rank):
+    def create():
+        return ParallelState.create(distributed_timeout_minutes=1)
+
+    states = []
+    if rank == 0:
+        first = threading.Thread(target=lambda: states.append(create()))
+        first.start()
+        time.sleep(1)  # it waits for rank 1
+        start = time.monotonic()
+        with pytest.raises(AgreementError, match="two threads of rank 0 create groups"):
+            create()
+        assert time.monotonic() - start < 2
+        from_all(None)
+        first.join()
+    else:
+        from_all(None)
+        states.append(create())
+        start = time.monotonic()
+        with pytest.raises(AgreementError, match=r"rank 0 refused .*two threads of rank 0"):
+            create()
+        assert time.monotonic() - start < 10
+    states.append(create())
+    assert [total(state.get_data_parallel_group()) for state in states] == [2, 2]
 
 
 def _windows_in_two_threads(rank):

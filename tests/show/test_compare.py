@@ -146,7 +146,7 @@ def test_arrays_of_groups_that_are_cut_into_parts_of_unequal_length():
     assert isinstance(planned.arrays(planned.rows[0])[0], np.ndarray)
 
 
-@pytest.mark.parametrize("share", ["none", "singletons", "all"])
+@pytest.mark.parametrize("share", ["none", "all"])
 def test_the_pool_shares_as_the_plan_says(share, fake_world):
     from compat.state import ParallelState
 

@@ -10,6 +10,7 @@ result, and its device makes them in order; with gloo it waits in each call.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 from collections import defaultdict, deque
@@ -47,6 +48,7 @@ class Op:
     later: bool = False
     inside: tuple[Op, ...] = ()
     line: int = 0
+    root: int = 0  # torch does not record it
 
     @property
     def calls(self) -> bool:
@@ -68,6 +70,7 @@ class Program:
     p2p: bool = True  # what gloo sends is recorded
     frames: bool = True
     buffer: int = 2000
+    prefix: str = ""  # of the names of calls, where it is not "nccl" or "gloo"
     guilty: dict[int, str] = field(default_factory=dict)  # the fault of a rank
 
     @property
@@ -248,6 +251,8 @@ def _fits(program: Program, ops: Sequence[Op], at: int, fault: str) -> bool:
     if fault in NO_COMMUNICATION:
         return op.calls
     collective = bool(op.group) and not op.inside and op.peer < 0
+    if fault == "root":
+        return op.do == "broadcast"
     if fault == "swap":
         return at + 1 < len(ops) and op.calls and ops[at + 1].calls and _other(op, ops[at + 1])
     if fault == "group":
@@ -286,6 +291,8 @@ def _changed(program: Program, rank: int, at: int, fault: str, rng: random.Rando
         return [_elsewhere(program, rank, op, rng)]
     if fault == "size":
         return [replace(op, size=op.size + rng.choice((-1, 1)))]
+    if fault == "root":
+        return [replace(op, root=1)]
     if fault == "dtype":
         return [replace(op, dtype="Double")]
     if fault == "operation":
@@ -297,6 +304,24 @@ def _elsewhere(program: Program, rank: int, op: Op, rng: random.Random) -> Op:
     members = next(each for each in program.groups["PP"] if rank in each)
     others = set(range(len(members))) - {op.peer, members.index(rank)}
     return replace(op, peer=rng.choice(sorted(others)))
+
+
+def with_sends_in_the_world(program: Program) -> Program:
+    """The same program with ``dist.send(tensor, rank)``: in the default group, to a global rank."""
+    ops = []
+    for rank, rank_ops in enumerate(program.ops):
+        stages = next((ranks for ranks in program.groups.get("PP", ()) if rank in ranks), ())
+        ops.append([_in_the_world(op, stages) for op in rank_ops])
+    return replace(program, ops=ops)
+
+
+def _in_the_world(op: Op, stages: Sequence[int]) -> Op:
+    if op.inside:
+        inside = tuple(_in_the_world(part, stages) for part in op.inside)
+        return replace(op, group="default_pg", inside=inside)
+    if op.peer < 0:
+        return op
+    return replace(op, group="default_pg", peer=stages[op.peer])
 
 
 # How they run.
@@ -359,6 +384,7 @@ class Run:
             self._lose_connections()
         end = max(max(host.clock, host.device) for host in self.hosts)
         self.end = end + int(rng.uniform(3, 700) * SECOND)
+        self.moments: dict[int, int] = {}  # when a rank wrote, where it was before the end
 
     @property
     def finished(self) -> bool:
@@ -454,7 +480,7 @@ class Run:
     def _agree(self, there: Mapping[int, Call]) -> bool:
         """Whether the calls of all members fit; gloo ends a rank that receives too much."""
         calls = [each.op for each in there.values()]
-        if len({op.do for op in calls}) > 1:
+        if len({(op.do, op.root) for op in calls}) > 1:
             return False
         bytes_ = {r: c.op.size * (8 if c.op.dtype == "Double" else 4) for r, c in there.items()}
         kinds = {(op.size, op.dtype) for op in calls}
@@ -526,18 +552,24 @@ class Run:
 # What they leave.
 
 
-def write(run: Run, directory: Path) -> None:
-    """The dumps of all ranks that can write."""
+def write(run: Run, directory: Path, moments: Mapping[int, int] | None = None) -> None:
+    """The dumps of all ranks that can write; of some at an earlier moment, in nanoseconds."""
+    run.moments = dict(moments or {})
     exits = run.rng.random() < 0.7  # a rank whose script is done ends
     for host in run.hosts:
         if run.program.stacks:
             (directory / f"groups_{host.rank}.json").write_text(json.dumps(_groups(run, host)))
         if host.state in ("die", "stop", "killed") or (host.finished and exits):
             continue
+        if host.rank in run.moments and host.state in ("raise", "lost"):
+            del run.moments[host.rank]  # it writes when it raises
         entries = _entries(run, host)
         trace = {"version": "2.10", "pg_config": _config(run, host), "entries": entries}
         trace["pg_status"] = _status(run, host)
-        (directory / f"trace_{host.rank}").write_bytes(pickle.dumps(trace, 2))
+        path = directory / f"trace_{host.rank}"
+        path.write_bytes(pickle.dumps(trace, 2))
+        written = run.moments.get(host.rank, run.end)
+        os.utime(path, ns=(written, written))
         if run.program.stacks:
             (directory / f"stack_{host.rank}.json").write_text(json.dumps(_stack(run, host)))
 
@@ -589,6 +621,8 @@ def _entries(run: Run, host: _Host, p2p: bool | None = None) -> list[dict[str, A
     nccl = run.program.nccl
     found: list[dict[str, Any]] = []
     for call in host.calls:
+        if call.created > run.moments.get(host.rank, call.created):
+            continue
         is_p2p = call.op.peer >= 0 or bool(call.op.inside)
         if not nccl and (is_p2p != bool(p2p) or call.op.inside):
             continue
@@ -604,8 +638,11 @@ def _entry(run: Run, host: _Host, call: Call, number: int, p2p: bool) -> dict[st
     name = "coalesced" if op.inside else _RECORDED.get(op.do, op.do)
     name = "all_reduce_barrier" if nccl and op.do == "barrier" else name
     times = nccl and not call.of
-    done = bool(call.completed) and (times or not nccl)
+    moment = run.moments.get(host.rank, run.end)
+    done = 0 < call.completed <= moment and (times or not nccl)
     started = (times and run.program.timing and call.started) or None
+    started = None if started and started > moment else started
+    prefix = run.program.prefix or ("nccl" if nccl else "gloo")
     sizes = [] if op.inside or op.do == "barrier" else [[op.size]]
     out, all_of_them = sizes, [[op.size * len(members)]]
     if op.do in ("all_gather", "_allgather_base"):
@@ -621,7 +658,7 @@ def _entry(run: Run, host: _Host, call: Call, number: int, p2p: bool) -> dict[st
         "collective_seq_id": 0 if p2p else call.seq,
         "p2p_seq_id": call.seq if p2p else 0,
         "op_id": number + 1,
-        "profiling_name": f"{'nccl' if nccl else 'gloo'}:{name}{detail}",
+        "profiling_name": f"{prefix}:{name}{detail}",
         "time_created_ns": call.created,
         "input_sizes": sizes,
         "input_dtypes": [op.dtype] * len(sizes),
@@ -630,7 +667,7 @@ def _entry(run: Run, host: _Host, call: Call, number: int, p2p: bool) -> dict[st
         "state": state,
         "time_discovered_started_ns": started,
         "time_discovered_completed_ns": call.completed if nccl and done else None,
-        "retired": done or call.failed,
+        "retired": done or (call.failed and host.rank not in run.moments),
         "timeout_ms": 600000,
         "is_p2p": p2p,
     }
@@ -646,7 +683,7 @@ def _stack(run: Run, host: _Host) -> dict[str, Any]:
         "raise": "ValueError: the batch holds a token that is not in the vocabulary",
         "lost": "RuntimeError: [/gloo/pair.cc:598] Connection closed by peer [10.0.0.7]:2047",
     }
-    written = run.end
+    written = run.moments.get(host.rank, run.end)
     if host.state == "raise":
         written = max(host.clock, host.device) + SECOND // 10
     elif host.state == "lost":
@@ -669,6 +706,8 @@ def _stack(run: Run, host: _Host) -> dict[str, Any]:
 
 def _main_thread(run: Run, host: _Host) -> list[tuple[str, int, str]]:
     script = [("/job/train.py", 2, "train"), ("/job/train.py", 1, "<module>")]
+    if host.rank in run.moments:
+        return [*_frame_at(run, host, run.moments[host.rank]), *script]
     if host.state in ("stuck", "slow"):
         return [("/job/data.py", 30, "load"), *script]
     if host.state in ("raise", "lost") or host.finished:
@@ -682,3 +721,12 @@ def _main_thread(run: Run, host: _Host) -> list[tuple[str, int, str]]:
         where = [("/job/megatron/core/pipeline_parallel/p2p_communication.py", 70, "_communicate")]
         return [*where, *script]
     return [(_TORCH, 3000, op.do), ("/job/train.py", op.line, f"step_{op.group.lower()}"), *script]
+
+
+def _frame_at(run: Run, host: _Host, moment: int) -> list[tuple[str, int, str]]:
+    """The line of gloo's call that a rank was in at an earlier moment."""
+    for call in host.calls:
+        goes_on = call.created <= moment < (call.completed or run.end)
+        if goes_on and not run.program.nccl and not call.op.later and not call.op.inside:
+            return [(_TORCH, 3000, call.op.do)]
+    return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,8 +85,12 @@ class Rank:
 
 
 def write(directory: Path, ranks: Iterable[Rank], prefix: str = "trace_") -> Path:
+    ranks = list(ranks)
+    written = max([START, *(rank.now for rank in ranks)]) + 1000 * SECOND
     for rank in ranks:
-        (directory / f"{prefix}{rank.rank}").write_bytes(pickle.dumps(rank.dump(), protocol=2))
+        path = directory / f"{prefix}{rank.rank}"
+        path.write_bytes(pickle.dumps(rank.dump(), protocol=2))
+        os.utime(path, ns=(written, written))
     return directory
 
 

@@ -419,7 +419,7 @@ CHOOSES = """
     from compat.report import report
     from compat.state import ParallelState
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    chosen = {"order": "tp-cp-ep-pp-dp", "share": "singletons", "creation": "members"}
+    chosen = {"order": "tp-cp-ep-pp-dp", "share": "all", "creation": "members"}
     chosen["create_gloo_process_groups"] = False
     if sys.argv[1] == "state":
         print(report(ParallelState.create(tensor_model_parallel_size=2, **chosen)))
@@ -442,7 +442,7 @@ def test_the_outermost_wins_for_every_choice_and_the_report_says_which(tmp_path,
     assert "share=none (HYPERGRID_SHARE in the environment), " in told
     assert "creation=members (the argument `creation`)" in told
     told = python(path, by, cwd=tmp_path)
-    assert "order=tp-cp-ep-pp-dp (the argument `order`), share=singletons (the argument " in told
+    assert "order=tp-cp-ep-pp-dp (the argument `order`), share=all (the argument " in told
 
 
 def test_a_module_can_be_launched_by_name(tmp_path):

@@ -1,0 +1,65 @@
+"""Bash scripts made by chance: each construct changes a size of the launch at the script's end."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+# By construct, in bash_scripts.txt: snippets that change NAME, which was V before; W and U are
+# other numbers. One with a "?" before it depends on more than its text: the environment, files,
+# programs.
+
+
+def _constructs() -> dict[str, list[str]]:
+    constructs: dict[str, list[str]] = {}
+    for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
+        if line.startswith("# "):
+            snippets = constructs.setdefault(line[2:], [])
+        else:
+            snippets.append(re.sub(r"\\(.)", lambda found: _ESCAPED[found[1]], line))
+    return constructs
+
+
+_ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
+CONSTRUCTS = _constructs()
+NAMES = ("TP", "PP", "CP", "N", "G")
+LAUNCHES = (
+    "torchrun --nnodes $N --nproc-per-node $G p.py --tensor-model-parallel-size $TP "
+    "--pipeline-model-parallel-size $PP --context-parallel-size $CP",
+    "torchrun --nnodes=${N} --nproc_per_node=${G} p.py --tensor-model-parallel-size=${TP} "
+    "--pipeline-model-parallel-size ${PP} --context-parallel-size=$CP",
+    'ARGS="--tensor-model-parallel-size $TP --context-parallel-size $CP"\n'
+    'torchrun --nnodes "$N" --nproc-per-node "$G" p.py $ARGS --pipeline-model-parallel-size $PP',
+    "ARGS=(--tensor-model-parallel-size $TP --context-parallel-size $CP)\nARGS+=(--lr 1)\n"
+    'torchrun --nnodes "$N" --nproc-per-node $G p.py "${ARGS[@]}" '
+    "--pipeline-model-parallel-size $PP",
+    "launch() {\n  torchrun --nnodes $N --nproc-per-node $G p.py "
+    '"$@" --pipeline-model-parallel-size $PP\n}\n'
+    "launch --tensor-model-parallel-size $TP --context-parallel-size $CP",
+    'CMD="torchrun --nnodes $N --nproc-per-node $G p.py --tensor-model-parallel-size $TP '
+    '--context-parallel-size $CP --pipeline-model-parallel-size $PP"\neval "$CMD"',
+)
+
+
+def scripts(count: int, seed: int) -> list[tuple[str, set[str], bool]]:
+    """Scripts, each with its constructs and whether its text alone decides what it launches."""
+    chance = random.Random(seed)
+    made = []
+    names = list(CONSTRUCTS)
+    for number in range(count):
+        # Every construct comes as often as any other.
+        chosen = [names[(number * 2 + i) % len(names)] for i in (0, 1)]
+        lines = [f"{name}={chance.randint(2, 8)}" for name in NAMES]
+        is_decided = True
+        for construct in chosen:
+            snippet = chance.choice(CONSTRUCTS[construct])
+            is_decided &= not snippet.startswith("?")
+            snippet = snippet.lstrip("? ").replace("NAME", chance.choice(NAMES))
+            snippet = snippet.replace("W", str(chance.randint(2, 9)))
+            snippet = snippet.replace("U", str(chance.randint(2, 9)))
+            snippet = snippet.replace("V", str(chance.randint(2, 9)))
+            lines.append(snippet)
+        lines.append(chance.choice(LAUNCHES))
+        made.append(("\n".join(lines) + "\n", set(chosen), is_decided))
+    return made
