@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -119,22 +119,14 @@ def _check_window(request: Request, agreement: Agreement) -> None:
         )
 
 
-def place(request: Request, find: Callable[..., list[Any]]) -> Built:
-    """As ``build``, with groups that exist already: ``find`` returns those of one row. *Local*.
+def place(request: Request) -> Built:
+    """As ``build``, through helpers that only look up groups of others. *Local*.
 
-    It takes the arguments of ``GroupPool.make``.
+    The caller has replaced ``torch.distributed.new_group``, and the helpers that outside code has
+    replaced.
     """
-    rank, built = dist.get_rank(), Built(grid=_grid_over(request))
-    for p in request.planned:
-        _make(built, find, request.plan, p, _options(p, request, rank))
-    _assign_aliases(built, request)
-    return built
-
-
-def place_called(request: Request, creators: Mapping[str, Callable[..., Any]]) -> Built:
-    """As ``place``, where replaced helpers create the groups: ``creators`` stand in for all."""
-    built = Built(grid=_grid_over(request))
-    through = calls.Calls(request, creators, dist.get_rank(), "shadow", "")
+    built = Built()
+    through = calls.Calls(request, request.helpers, dist.get_rank(), "shadow", "")
     for p, ranks, group in through.groups():
         _place(built, p, group, ranks if p.chosen else list(ranks))
     _assign_aliases(built, request)

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
 from compat.megatron.encoder import warn_of_its_end
-from compat.megatron.releases import RELEASE_HAS, as_released, drop_absent, take_defaults
+from compat.megatron.releases import RELEASE_HAS, as_released, drop_absent
 from hypergrid.agreement.store import was_aborted
 from hypergrid.errors import NoGroupsError
 
@@ -960,7 +960,6 @@ def _virtual_stage(vp_stage: int | None) -> tuple[int | None, int | None]:
 
 
 drop_absent(globals())
-take_defaults(globals())
 _HERE = {name: value for name, value in globals().items() if not name.startswith("__")}
 FUNCTIONS = {
     name: value

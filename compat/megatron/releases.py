@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from compat.megatron.sources import Source, imported_source
+from compat.megatron.sources import UNREADABLE, Source, imported_source
 from hypergrid.messages import shown
 
 Version = tuple[int, int]
@@ -135,9 +135,6 @@ BEFORE = {"with_gtp_remat": "partial_"}
 # Defaults that differ from those in parallel_state.py, and in which releases.
 DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": (_until((0, 12)), False)}
 
-# Functions that so begin take over the constant defaults of the source.
-_TAKE_DEFAULTS = ("initialize_model_parallel", "get_", "is_", "has_", "model_parallel_is")
-
 # Other behaviour of releases, by name; or the name above that comes and goes with it.
 FACTS: dict[str, Span | str] = {
     # the data-parallel group is created before the one with cp, and without SHARP
@@ -224,7 +221,7 @@ def _decide() -> tuple[Version, Source | None, str]:
         except metadata.PackageNotFoundError:
             text, origin = PUBLISHED[-1], "none installed"
     stated = _known(text, origin)
-    if source is None or not source.arguments:
+    if source is None or not source.functions:
         return stated, None, origin
     return _nearest(source, stated), source, origin
 
@@ -278,39 +275,24 @@ def follow(text: str | None = None) -> None:
 
 
 def _other_defaults(function: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The constant defaults of the source's function that differ from the ``known`` ones.
+    """The constant defaults of the source's initialisation that differ from the ``known`` ones.
 
-    Of initialisation and of getters. Initialisation leaves out arguments of other functions, such
-    as ``create_group``, on which another default would then have no effect.
+    Of initialisation alone: a default of another function may be more than what a caller gets.
     """
-    if SOURCE is None or not function.startswith(_TAKE_DEFAULTS):
+    if SOURCE is None or function != "initialize_model_parallel":
         return {}
-    written = SOURCE.defaults.get(function, {})
     return {
         name: default
-        for name, default in written.items()
-        if known.get(name, inspect.Parameter.empty) is not inspect.Parameter.empty
-        and known[name] != default
+        for name, default in SOURCE.functions.get(function, {}).items()
+        if default is not UNREADABLE and name in known and known[name] != default
     }
 
 
-def take_defaults(names: dict[str, Any]) -> None:
-    """Give the functions among a module's names the constant defaults of the source's."""
-    for name in () if SOURCE is None else SOURCE.defaults.keys() & names.keys():
-        parameters = inspect.signature(names[name]).parameters
-        if _other_defaults(name, {key: row.default for key, row in parameters.items()}):
-            names[name] = as_released(names[name])
-
-
-def take_field_defaults(function: str) -> Callable[[type[T]], type[T]]:
-    """Give the fields of a class the constant defaults of a function of the source."""
-
-    def take(fields: type[T]) -> type[T]:
-        for name, default in _other_defaults(function, vars(fields)).items():
-            setattr(fields, name, default)
-        return fields
-
-    return take
+def take_defaults(fields: type[T]) -> type[T]:
+    """Give the fields of a class the constant defaults of the source's initialisation."""
+    for name, default in _other_defaults("initialize_model_parallel", vars(fields)).items():
+        setattr(fields, name, default)
+    return fields
 
 
 def as_released(function: F) -> F:
@@ -322,7 +304,7 @@ def as_released(function: F) -> F:
     signature, name = inspect.signature(function), function.__name__
     parameters = signature.parameters
     always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    placed = SOURCE.arguments.get(name, [""]) if SOURCE is not None else [""]
+    placed = [*SOURCE.functions.get(name, [""])] if SOURCE is not None else [""]
     if not {*placed} <= {*always}:
         in_table = {n: f"{name}.{n}" if f"{name}.{n}" in SPANS else n for n in always}
         placed = [n for n, row in in_table.items() if row not in SPANS or present(row)]

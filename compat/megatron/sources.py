@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from inspect import Parameter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # A function's head and its body: all lines that follow and are indented deeper, empty or comments.
 _FUNCTION = re.compile(
@@ -23,32 +22,18 @@ _FUNCTION = re.compile(
 )
 _GLOBAL = re.compile(r"^[ \t]+global ([\w, \t]+)", re.M)
 _VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
-_CONSTANTS = (str, int, float, bool, type(None))
-_BLOCKS = ("body", "orelse", "handlers", "finalbody")  # of if, try, with and loops
+_WRAPPERS = ("staticmethod", "classmethod", "property")
+UNREADABLE = object()  # in place of a default that is no constant, or is not there
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """The text of a default, or of a value, that is no constant."""
-
-    text: str = ""
-
-
-class Argument(NamedTuple):
-    """An argument of a function; ``default`` is ``Parameter.empty`` if it has none."""
-
-    name: str
-    kind: Any  # of inspect.Parameter
-    default: Any
-
-
-class Definition(NamedTuple):
+class Definition:
     """A function, method, class or value that a module defines, also under an ``if``."""
 
     name: str  # of a method or field with its class, such as "RankGenerator.get_ranks"
-    kind: str  # "function", "staticmethod", "classmethod", "property", "class", "field" or "value"
-    arguments: tuple[Argument, ...] = ()
-    value: Any = Unreadable()
+    kind: str  # "function", "class" or "value"
+    text: str  # such as "get_all_ranks(order=None)", "class RankGenerator", "HAVE_EINOPS = True"
+    defaults: dict[str, Any] = field(default_factory=dict)  # of each argument
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +44,7 @@ class Source:
     version: str  # such as "0.19"; empty where nothing says it
     definitions: list[Definition]  # of parallel_state.py
     grid: list[Definition]  # of hyper_comm_grid.py
-    arguments: dict[str, list[str]]  # of each function of parallel_state.py, in order
-    defaults: dict[str, dict[str, Any]]  # of each function the defaults that are constants
+    functions: dict[str, dict[str, Any]]  # of parallel_state.py; of each argument the default
     # All of these: functions, globals, arguments, "function.argument", "HyperCommGrid.method".
     names: frozenset[str]
 
@@ -73,29 +57,21 @@ def imported_source() -> Source | None:
 
 def read(core: Path) -> Source:
     """What the modules in a folder ``megatron/core`` define; a file that is missing has nothing."""
-    state, grid = (defined(core / name) for name in ("parallel_state.py", "hyper_comm_grid.py"))
+    state = defined(core / "parallel_state.py")
+    grid = defined(core / "hyper_comm_grid.py")
     numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
-    version = ".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers)
-    arguments = {}
-    defaults = {}
-    for row in state:
-        if row.kind == "function" and "." not in row.name:
-            arguments[row.name] = [argument.name for argument in row.arguments]
-            defaults[row.name] = {
-                argument.name: argument.default
-                for argument in row.arguments
-                if isinstance(argument.default, _CONSTANTS)
-            }
+    functions = {
+        row.name: row.defaults for row in state if row.kind == "function" and "." not in row.name
+    }
     names = {row.name for row in state} | {row.name for row in grid if "." in row.name}
-    for function, taken in arguments.items():
-        names |= {*taken, *(f"{function}.{name}" for name in taken)}
+    for function, arguments in functions.items():
+        names |= {*arguments, *(f"{function}.{name}" for name in arguments)}
     return Source(
         path=core / "parallel_state.py",
-        version=version,
+        version=".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers),
         definitions=state,
         grid=grid,
-        arguments=arguments,
-        defaults=defaults,
+        functions=functions,
         names=frozenset(names),
     )
 
@@ -107,82 +83,64 @@ def defined(path: Path) -> list[Definition]:
     """
     text = _text(path)
     try:
-        # Without the bodies of functions: the tree of the whole file costs ten times as much.
+        # Without the bodies of functions: the tree of the whole file costs five times as much.
         tree = ast.parse(_FUNCTION.sub(r"\1\2\n\1 ...\n", text))
     except SyntaxError:
         try:
             tree = ast.parse(text)
         except SyntaxError as error:
             raise RuntimeError(f"{path} cannot be read as Python: {error}.") from None
-    definitions = list(_defined_by(tree.body, ""))
+    definitions = list(_defined_by(tree))
+    # A global may be set in functions alone.
     known = {row.name for row in definitions}
-    for names in _GLOBAL.findall(text):
-        for name in re.findall(r"\w+", names):
-            if name not in known:
-                known.add(name)
-                definitions.append(Definition(name, "value"))
-    return definitions
+    declared = re.findall(r"\w+", " ".join(_GLOBAL.findall(text)))
+    new = dict.fromkeys(name for name in declared if name not in known)
+    return definitions + [Definition(name, "value", name) for name in new]
 
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def _defined_by(statements: Sequence[ast.AST], prefix: str) -> Iterator[Definition]:
-    for node in statements:
+def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
+    for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
-            kinds = decorators & {"staticmethod", "classmethod", "property"}
-            kind = next(iter(kinds), "function")
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
             # The setter of a property has its name and other arguments.
             if not any(decorator.endswith(".setter") for decorator in decorators):
-                yield Definition(prefix + node.name, kind, tuple(_arguments(node.args)))
+                wrapper = "".join(f"@{name} " for name in decorators if name in _WRAPPERS)
+                yield _function(f"{prefix}{node.name}", wrapper, node.args)
         elif isinstance(node, ast.ClassDef):
-            yield Definition(prefix + node.name, "class")
-            yield from _defined_by(node.body, f"{prefix}{node.name}.")
+            name = prefix + node.name
+            yield Definition(name, "class", f"class {name}")
+            yield from _defined_by(node, f"{name}.")
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            kind = "field" if prefix and isinstance(node, ast.AnnAssign) else "value"
-            for target in targets:
-                names = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-                value = _constant(node.value) if names == [target] else Unreadable()
-                for name in names:
-                    if isinstance(name, ast.Name):
-                        yield Definition(prefix + name.id, kind, value=value)
+            value = f" = {ast.unparse(node.value)}" if isinstance(node.value, ast.Constant) else ""
+            for target in ast.walk(node):
+                if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                    name = prefix + target.id
+                    yield Definition(name, "value", name + value)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            yield Definition(f"{prefix}import *", "value")  # whose names are not known
-        for block in _BLOCKS:
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield from _defined_by(getattr(node, block, ()), prefix)
+            yield Definition("import *", "value", "import *")  # its names are not known
+        else:
+            yield from _defined_by(node, prefix)  # under if, try, with, and in loops
 
 
-def _arguments(written: ast.arguments) -> Iterator[Argument]:
-    plain = [*written.posonlyargs, *written.args]
-    defaults = [None] * (len(plain) - len(written.defaults)) + [*written.defaults]
-    for number, (argument, default) in enumerate(zip(plain, defaults, strict=True)):
-        only = number < len(written.posonlyargs)
-        kind = Parameter.POSITIONAL_ONLY if only else Parameter.POSITIONAL_OR_KEYWORD
-        yield Argument(argument.arg, kind, _default(default))
-    if written.vararg:
-        yield Argument(written.vararg.arg, Parameter.VAR_POSITIONAL, Parameter.empty)
+def _function(name: str, wrapper: str, written: ast.arguments) -> Definition:
+    arguments = [*written.posonlyargs, *written.args]
+    defaults: dict[str, Any] = dict.fromkeys([argument.arg for argument in arguments], UNREADABLE)
+    defaults.update(zip(reversed(defaults), map(_constant, reversed(written.defaults))))
     for argument, default in zip(written.kwonlyargs, written.kw_defaults, strict=True):
-        yield Argument(argument.arg, Parameter.KEYWORD_ONLY, _default(default))
-    if written.kwarg:
-        yield Argument(written.kwarg.arg, Parameter.VAR_KEYWORD, Parameter.empty)
-
-
-def _default(node: ast.expr | None) -> Any:
-    return Parameter.empty if node is None else _constant(node)
+        arguments.append(argument)
+        defaults[argument.arg] = _constant(default)
+    for argument in (*arguments, written.vararg, written.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    return Definition(name, "function", f"{wrapper}{name}({ast.unparse(written)})", defaults)
 
 
 def _constant(node: ast.expr | None) -> Any:
-    """The value of a literal, or else its text."""
-    if node is None:
-        return Unreadable()
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return Unreadable(ast.unparse(node))
+    return node.value if isinstance(node, ast.Constant) else UNREADABLE
 
 
 def _package(name: str, inside: list[str] | None = None) -> list[str]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from compat.megatron import releases
-from compat.megatron.sources import Definition, Unreadable, imported_source
+from compat.megatron.sources import Definition, imported_source
 from compat.swap import REPLACEMENTS
 
-_EMPTY = inspect.Parameter.empty
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_MISSING = object()
 
 
 def refuse_drift(module: str, ours: Mapping[str, Any]) -> None:
@@ -64,100 +62,52 @@ def differences(definitions: Sequence[Definition], ours: Mapping[str, Any]) -> l
     Functions, classes, methods and constants that are public, and private globals; of functions
     and methods each argument, its kind, position and default.
     """
-    values: dict[str, list[Any]] = {}
     found: dict[str, None] = {}  # each once, in order
     for row in definitions:
-        if not _is_for_others(row):
-            continue
         owner, _, name = row.name.rpartition(".")
-        if owner and owner not in ours:  # the class is named already
+        if not _is_for_others(owner, name, row.kind):
             continue
-        holder = ours if not owner else _attributes(ours.get(owner))
-        called = f"{row.name}()" if row.arguments or row.kind == "function" else row.name
-        if name not in holder:
-            found[f"{called} is unknown"] = None
-        elif row.kind in ("value", "field"):
-            values.setdefault(row.name, []).append(row.value)
-        elif row.kind == "class":
-            if not inspect.isclass(holder[name]):
-                found[f"{row.name} is a class"] = None
+        if not owner:
+            value = ours.get(name, _MISSING)
+        elif owner in ours:
+            value = inspect.getattr_static(ours[owner], name, _MISSING)
         else:
-            found.update(dict.fromkeys(_of_function(row, holder[name])))
-    for name, written in values.items():
-        plain = [value for value in written if not isinstance(value, Unreadable)]
-        # A private global has another value as soon as it is used.
-        compared = len(plain) == len(written) and name in ours and not name.startswith("_")
-        if compared and not any(_is_same(value, ours[name]) for value in plain):
-            found[f"{name} is {plain[-1]!r}, not {ours[name]!r}"] = None
+            continue  # the class is named already
+        if value is _MISSING:
+            found[f"{row.text} is unknown"] = None
+        elif row.kind != "value":
+            text = _text(row, value)
+            if text != row.text:
+                found[f"{row.text} is {text} in hypergrid's"] = None
+        elif not name.startswith("_"):  # a private global has another value as soon as it is used
+            texts = [other.text for other in definitions if other.name == row.name]
+            if row.name not in texts and _text(row, value) not in texts:
+                found[f"{row.text} is {_text(row, value)} in hypergrid's"] = None
     return list(found)
 
 
-def _is_for_others(row: Definition) -> bool:
-    """Whether code outside of the module may use it."""
-    owner, _, name = row.name.rpartition(".")
+def _is_for_others(owner: str, name: str, kind: str) -> bool:
+    """Whether code outside of the module may use a name of the module, or of a class ``owner``."""
+    is_special = name.startswith("__")
     if owner:
-        is_special = name.startswith("__") and name.endswith("__")
         return not owner.startswith("_") and (is_special or not name.startswith("_"))
-    if row.kind == "value":
-        return not name.startswith("__")
-    return not name.startswith("_") or name.startswith("__")
+    return not is_special if kind == "value" else is_special or not name.startswith("_")
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
-    """What a class has, its own and inherited, as it was written."""
-    attributes: dict[str, Any] = {}
-    for base in reversed(getattr(owner, "__mro__", ())):
-        if base is not object:
-            attributes.update(vars(base))
-            attributes.update(dict.fromkeys(vars(base).get("__annotations__", {})))
-    return attributes
-
-
-def _of_function(row: Definition, function: Any) -> Iterator[str]:
-    """The differences of one function or method."""
-    kind = type(function).__name__
-    if kind not in ("property", "staticmethod", "classmethod"):
-        kind = "function"
-    if kind != row.kind or not (callable(function) or kind == "property"):
-        yield f"{row.name} is a {row.kind}, not a {kind}"
-        return
-    if kind == "property":
-        return
-    taken = inspect.signature(getattr(function, "__func__", function)).parameters
-    kinds = {argument.kind for argument in taken.values()}
-    named = {argument.name for argument in row.arguments}
-    for argument in row.arguments:
-        text = f"{row.name}({argument.name}=)"
-        if argument.kind in _ANY_NUMBER:
-            if argument.kind not in kinds:
-                yield f"{text} takes any number of arguments"
-            continue
-        known = taken.get(argument.name)
-        if known is None:
-            yield f"{text} is unknown"
-            continue
-        if argument.kind != known.kind:
-            yield f"{text} is {argument.kind.description}, not {known.kind.description}"
-        if not _is_same(argument.default, known.default):
-            yield f"{text} has {_in_words(argument.default)}, not {_in_words(known.default)}"
-    by_place = [argument.name for argument in row.arguments if argument.kind in _BY_PLACE]
-    known_by_place = [name for name, argument in taken.items() if argument.kind in _BY_PLACE]
-    shared = [name for name in by_place if name in taken]
-    if known_by_place[: len(shared)] != shared:
-        yield f"{row.name}() takes {', '.join(by_place)}, not {', '.join(known_by_place)}"
-    for name, known in taken.items():
-        if name not in named and known.default is _EMPTY and known.kind not in _ANY_NUMBER:
-            yield f"{row.name}() does not take {name}, which hypergrid's needs"
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is _EMPTY or other is _EMPTY or isinstance(one, Unreadable):
-        return one is other
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
-
-
-def _in_words(default: Any) -> str:
-    if default is _EMPTY:
-        return "no default"
-    text = default.text if isinstance(default, Unreadable) else repr(default)
-    return f"the default {text}"
+def _text(row: Definition, value: Any) -> str:
+    """What hypergrid has under the name of ``row``, as ``Definition.text`` describes it."""
+    function = getattr(value, "__func__", getattr(value, "fget", value))
+    if row.kind == "class" and inspect.isclass(value):
+        return f"class {row.name}"
+    if row.kind != "function" or not callable(function):
+        return f"{row.name} = {value!r}"
+    signature = inspect.signature(function)
+    parameters: list[inspect.Parameter] = []
+    for argument in reversed(signature.parameters.values()):
+        # An optional argument of hypergrid alone harms no call, unless others come after it.
+        is_more = argument.name not in row.defaults and argument.default is not argument.empty
+        if not is_more or any(after.kind == after.POSITIONAL_OR_KEYWORD for after in parameters):
+            parameters.insert(0, argument.replace(annotation=argument.empty))
+    signature = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    wrapper = "" if value is function else f"@{type(value).__name__} "
+    return f"{wrapper}{row.name}{signature}"

@@ -13,26 +13,24 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from compat.megatron import replaced
 from compat.swap import REPLACEMENTS, answers
 from compat.swap.answers import VARIABLE as VARIABLE
 from compat.swap.answers import is_wanted as is_wanted
-from hypergrid.messages import few
+from hypergrid.messages import few, shown_apart
 
 _NAME = "megatron.core.parallel_state"
 _NCCL_FIELDS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 _GETTERS = ("get_", "is_", "has_", "model_")
-# Upstream's helper creates it with its siblings and returns it to nobody.
-_UNREACHABLE = "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L1"
 _calls = itertools.count(1)
 
 
@@ -98,25 +96,27 @@ def watch(stock: ModuleType, report: Callable[..., None] | None = None) -> None:
 
     @functools.wraps(initialize)
     def compared(*args: Any, **kwargs: Any) -> Any:
-        with answers.failure_noted(), _recorded(stock, originals) as record:
+        record = Record(stock, originals)
+        with answers.failure_noted(), record.recorded():
             result = initialize(*args, **kwargs)
-        (report or answers.report)(next(_calls), *compare(stock, args, kwargs, record))
+        (report or answers.report)(next(_calls), *compare(record, args, kwargs))
         return result
 
     stock.initialize_model_parallel = compared  # type: ignore[attr-defined]
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """A call of a function that creates groups: its arguments by name, and what it returned."""
 
-    name: str
+    function: str
     arguments: dict[str, Any]
-    result: Any
+    result: Any = None
 
     @property
     def label(self) -> str:
         """The description of the group, or else the function's name."""
-        return self.arguments.get("group_desc") or self.name
+        return self.arguments.get("group_desc") or self.function
 
     @property
     def ranks(self) -> list[int]:
@@ -130,87 +130,161 @@ class Call(NamedTuple):
         return f"{self.label} of ranks [{few(self.ranks)}]"
 
 
-@dataclass
 class Record:
-    """What stock's initialisation called.
+    """What stock's initialisation called on this rank, and how hypergrid's calls differ.
 
-    ``helpers`` are the functions that outside code has replaced, ``signatures`` those of stock.
+    Functions that create groups or decide ranks run once, for stock. Where hypergrid calls them
+    they answer what they answered stock. Calls inside such calls do not count, and neither do those
+    for groups of other ranks.
     """
 
-    helpers: Mapping[str, Callable[..., Any]]
-    signatures: Mapping[str, inspect.Signature]
-    through_helpers: bool = False  # whether the swap would call them for every group of the world
-    new_groups: int = 0  # calls of torch.distributed.new_group
-    calls: list[Call] = field(default_factory=list)  # of the helpers, or new_group's of this rank
-    rank_lists: dict[Any, Any] = field(default_factory=dict)  # of the rank generators
-    groups: list[Any] = field(default_factory=list)  # that torch knows, and did not know before
+    def __init__(self, stock: ModuleType, originals: Mapping[str, Any]) -> None:
+        import torch.distributed as dist
 
+        now = vars(stock)
+        present = [name for name in replaced.HELPERS if name in originals]
+        self.stock = stock
+        self.helpers = {name: now[name] for name in present if now[name] is not originals[name]}
+        self.decides_ranks = any(name in self.helpers for name in replaced.GENERATORS)
+        creators = [name for name in replaced.CREATORS if name in self.helpers]
+        self._signatures = {name: inspect.signature(originals[name]) for name in creators}
+        self._signatures["new_group"] = inspect.signature(dist.distributed_c10d.new_group)
+        outside = replaced.replaced_functions().get(replaced.NEW_GROUP)
+        if outside is not None:
+            self.helpers[replaced.NEW_GROUP] = outside
+        # Only then the swap creates groups in stock's order.
+        self._is_ordered = replaced.creates(self.helpers)
+        self._generators: dict[str, Any] = {}
+        self._is_inside = False  # a call that counts
+        self._calls: list[Call] = []  # of stock
+        self._positions: dict[int, None] = {}  # of the calls that hypergrid made too, in its order
+        self.new_groups = 0  # calls of torch.distributed.new_group by stock
+        self.planned = 0  # groups of hypergrid
+        self.differences: list[str] = []
 
-def _is_group(result: Any) -> bool:
-    import torch.distributed as dist
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside, stock runs."""
+        from hypergrid import of_torch
 
-    return result is not None and result is not dist.GroupMember.NON_GROUP_MEMBER
+        before = of_torch.known()
+        with self._patched(self.stock, self._recording):
+            yield
+        results = {id(call.result) for call in self._calls}
+        for group in of_torch.known():
+            if group not in before and id(group) not in results and not self._is_ordered:
+                self.differences.append(
+                    f"{_plain(group)}: stock creates it without torch.distributed.new_group"
+                )
 
+    @contextmanager
+    def replayed(self, ours: ModuleType) -> Iterator[dict[str, Callable[..., Any]]]:
+        """Inside, hypergrid is planned; gives the replaced functions that it is to call."""
+        with self._patched(ours, self._answering) as stand_ins:
+            yield {**self.helpers, **stand_ins}
+        for position, call in enumerate(self._calls):
+            if position not in self._positions:
+                self.differences.append(f"{call}: stock creates it, and hypergrid would not")
 
-@contextmanager
-def _recorded(stock: ModuleType, originals: Mapping[str, Any]) -> Iterator[Record]:
-    import torch.distributed as dist
+    @contextmanager
+    def _patched(
+        self, module: ModuleType, stand_in: Callable[[str, Any], Any]
+    ) -> Iterator[dict[str, Callable[..., Any]]]:
+        """Inside, the functions that create groups or decide ranks are replaced."""
+        import torch.distributed as dist
 
-    from hypergrid import of_torch
+        stand_ins: dict[str, Callable[..., Any]] = {}
+        with ExitStack() as stack:
+            for name in self._signatures:
+                holder = dist if name == "new_group" else module
+                function = getattr(holder, name)
+                stack.callback(setattr, holder, name, function)
+                stand_ins[name] = stand_in(name, self.helpers.get(name, function))
+                setattr(holder, name, stand_ins[name])
+            if self.decides_ranks:
+                stack.callback(setattr, module, "RankGenerator", module.RankGenerator)
+                make = self.helpers.get("RankGenerator", self.stock.RankGenerator)
+                stand_ins["RankGenerator"] = functools.partial(self._generator, make)
+                module.RankGenerator = stand_ins["RankGenerator"]  # type: ignore[attr-defined]
+            yield stand_ins
 
-    present = [name for name in replaced.HELPERS if name in originals]
-    helpers = {name: vars(stock)[name] for name in present}
-    helpers = {name: now for name, now in helpers.items() if now is not originals[name]}
-    outside = replaced.replaced_functions().get(replaced.NEW_GROUP)
-    if outside is not None:
-        helpers[replaced.NEW_GROUP] = outside
-    creators = [name for name in replaced.CREATORS if name in originals]
-    signatures = {name: inspect.signature(originals[name]) for name in creators}
-    signatures["new_group"] = inspect.signature(dist.distributed_c10d.new_group)
-    record = Record(helpers, signatures)
-    record.through_helpers = replaced.creates(helpers) or replaced.pretended_world() is not None
-    depth = 0  # calls of creators inside each other: only the outermost counts
+    def _recording(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        import torch.distributed as dist
 
-    def recording(name: str, function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            is_outermost = depth == 0
-            depth += 1
+        def record(*args: Any, **kwargs: Any) -> Any:
+            self.new_groups += name == "new_group"
+            if self._is_inside:
+                return function(*args, **kwargs)
+            self._is_inside = True
             try:
                 result = function(*args, **kwargs)
             finally:
-                depth -= 1
-            record.new_groups += name == "new_group"
-            arguments = _bound(signatures[name], args, kwargs)
-            if is_outermost and (record.through_helpers or _is_group(result)):
-                if not record.through_helpers:
-                    arguments["ranks"] = sorted(Call(name, arguments, result).ranks)
-                record.calls.append(Call(name, arguments, result))
+                self._is_inside = False
+            call = Call(name, self._bound(name, args, kwargs), result)
+            if dist.get_rank() in call.ranks:
+                self._calls.append(call)
             return result
 
-        return called
+        return record
 
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        made = helpers.get("RankGenerator", originals["RankGenerator"])(*args, **kwargs)
-        _answer_from(made, record.rank_lists, _key(args, kwargs))
-        return made
+    def _answering(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        import torch.distributed as dist
 
-    before = of_torch.known()
-    with ExitStack() as stack:
+        @functools.wraps(function)  # also its marks, as compat.members_only() sets one
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            call = Call(name, self._bound(name, args, kwargs))
+            if dist.get_rank() not in call.ranks:
+                return dist.GroupMember.NON_GROUP_MEMBER
+            return self._answer(call)
 
-        def patch(holder: ModuleType, name: str, function: Callable[..., Any]) -> None:
-            stack.callback(setattr, holder, name, getattr(holder, name))
-            setattr(holder, name, function)
+        return answer
 
-        patch(dist, "new_group", recording("new_group", dist.new_group))
-        if record.through_helpers:
-            for name in creators:
-                patch(stock, name, recording(name, getattr(stock, name)))
-        if any(name in helpers for name in replaced.GENERATORS):
-            patch(stock, "RankGenerator", generator)
-        yield record
-    record.groups = [group for group in of_torch.known() if group not in before]
+    def _answer(self, planned: Call) -> Any:
+        """What stock's call with these arguments returned; notes how its arguments differ."""
+        self.planned += 1
+        for position, call in enumerate(self._calls):
+            is_same = call.ranks == planned.ranks and call.label == planned.label
+            if is_same and position not in self._positions:
+                break
+        else:
+            self.differences.append(f"{planned}: stock has not created it")
+            return object()
+        last = max(self._positions, default=0)
+        if self._is_ordered and position < last:
+            self.differences.append(
+                f"{call}: stock creates it before {self._calls[last]}, and hypergrid after it"
+            )
+        self._positions[position] = None
+        for name in call.arguments.keys() | planned.arguments.keys():
+            self.note(
+                f"{call.label}: {name}", call.arguments.get(name), planned.arguments.get(name)
+            )
+        return call.result
+
+    def note(self, what: str, theirs: Any, ours: Any) -> None:
+        """Note a difference between a value of stock and one of hypergrid, if there is one."""
+        plain = _plain(theirs)
+        other = _plain(ours)
+        if plain != other:
+            text, other_text = shown_apart(plain, other)
+            self.differences.append(f"{what} is {text} with stock, and would be {other_text}")
+
+    def _bound(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+        arguments = _bound(self._signatures[name], args, kwargs)
+        arguments["pg_options"] = _options(arguments.get("pg_options"))
+        return arguments
+
+    def _generator(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A rank generator, once for the same arguments; it answers the same question once."""
+        key = repr((args, sorted(kwargs.items())))
+        if key not in self._generators:
+            generator = make(*args, **kwargs)
+            for method in ("get_ranks", "get_gtp_ranks"):
+                with suppress(AttributeError):  # not all releases have both
+                    setattr(generator, method, functools.cache(getattr(generator, method)))
+            self._generators[key] = generator
+        return self._generators[key]
 
 
 def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -221,7 +295,7 @@ def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, An
 
 
 def compare(
-    stock: ModuleType, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record
+    record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Sequence[int], str, list[str]]:
     """Compare stock's groups, private globals and getters on this rank with the plan. *Local*.
 
@@ -244,190 +318,31 @@ def compare(
             refuse_drift(module, vars(import_module(replacement)))
     except RuntimeError as error:
         return ranks, "", [f"the swap refuses this megatron: {error}"]
-    matching = _Matching(record)
     try:
-        signature = inspect.signature(ours.initialize_model_parallel)
-        arguments = _bound(signature, args, kwargs)
-        request = Request(**arguments, helpers=matching.helpers())
-        request.check()
-        ranks = request.participants
-        if record.through_helpers:
-            built = build.place_called(request, matching.creators())
-        else:
-            built = build.place(request, matching.find)
+        arguments = _bound(inspect.signature(ours.initialize_model_parallel), args, kwargs)
+        with record.replayed(ours) as helpers:
+            request = Request(**arguments, helpers=helpers)
+            request.check()
+            ranks = request.participants
+            built = build.place(request)
     except Exception as error:
         return ranks, "", [f"hypergrid refuses these arguments, {type(error).__name__}: {error}"]
-    called = len(record.calls if record.through_helpers else matching.positions)
+    for what, theirs, planned in _values(record.stock, built, request):
+        record.note(what, theirs, planned)
     summary = (
-        f"{len(built.groups) - 1} groups on this one, {record.new_groups} -> {called} calls of "
-        f"{'helpers' if record.through_helpers else 'new_group'}"
+        f"{record.planned} groups on this one, {record.new_groups} calls of new_group with stock"
     )
-    differences = [
-        *matching.differences,
-        *matching.rest(),
-        *_globals(stock, built.slots),
-        *_getters(stock, built, request),
-    ]
-    return ranks, summary, differences
+    return ranks, summary, record.differences
 
 
-class _Matching:
-    """Answers a request for a group with the one that stock has created for it."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._calls = [call for call in record.calls if call.label != _UNREACHABLE]
-        self._left = dict(enumerate(self._calls))
-        self.positions: list[int] = []  # of the calls that were asked for, in stock's order
-        self.differences: list[str] = []
-
-    def find(
-        self, label: str, mine: dict[str, tuple[int, ...]], everyone: Any, **wanted: Any
-    ) -> list[Any]:
-        """This rank's groups of ``label``; arguments as for ``GroupPool.make``."""
-        groups = []
-        for ranks in mine.values():
-            named = {name: wanted[name] for name in ("backend", "timeout", "pg_options")}
-            arguments = _bound(
-                self._record.signatures["new_group"],
-                (),
-                {"ranks": sorted(ranks), "group_desc": label, **named},
-            )
-            groups.append(self._answer(Call("new_group", arguments, None)))
-        return groups
-
-    def helpers(self) -> dict[str, Callable[..., Any]]:
-        """The functions that outside code has replaced; those that communicate only answer."""
-        helpers = {**self._record.helpers}
-        for name, function in self.creators().items():
-            if name in helpers:
-                helpers[name] = function
-        if any(name in helpers for name in replaced.GENERATORS):
-            helpers["RankGenerator"] = self._generator
-        return helpers
-
-    def creators(self) -> dict[str, Callable[..., Any]]:
-        """Functions in place of those that create groups: they answer as stock's did."""
-
-        def answering(name: str, signature: inspect.Signature) -> Callable[..., Any]:
-            def answer(*args: Any, **kwargs: Any) -> Any:
-                return self._answer(Call(name, _bound(signature, args, kwargs), None))
-
-            marks = vars(self._record.helpers.get(name, answer))
-            vars(answer).update(marks)  # as compat.members_only() sets one
-            return answer
-
-        signatures = self._record.signatures.items()
-        return {name: answering(name, row) for name, row in signatures if name != "new_group"}
-
-    def _generator(self, *args: Any, **kwargs: Any) -> Any:
-        answers = self._record.rank_lists
-        key = _key(args, kwargs)
-
-        class Generator:
-            def get_ranks(self, *args: Any) -> Any:
-                return answers[key, "get_ranks", args]
-
-            def get_gtp_ranks(self, *args: Any) -> Any:
-                return answers[key, "get_gtp_ranks", args]
-
-        return Generator()
-
-    def _answer(self, wanted: Call) -> Any:
-        """What stock's call with these arguments returned; notes how its arguments differ."""
-        place = wanted.name, wanted.label, wanted.ranks
-        same = (n for n, row in self._left.items() if (row.name, row.label, row.ranks) == place)
-        position = next(same, None)
-        if position is None:
-            self.differences.append(f"{wanted}: stock has not created it")
-            return object()
-        call = self._calls[position]
-        del self._left[position]
-        # Only helpers are promised stock's order.
-        ordered = self._record.through_helpers and self.positions
-        if ordered and position < self.positions[-1]:
-            before = self._calls[self.positions[-1]]
-            self.differences.append(f"{call}: stock creates it before {before}, and ours after it")
-        self.positions.append(position)
-        for name in call.arguments.keys() | wanted.arguments.keys():
-            theirs = _content(call.arguments.get(name))
-            ours = _content(wanted.arguments.get(name))
-            if theirs != ours:
-                self.differences.append(
-                    f"{call.label}: {name} is {theirs} with stock, and would be {ours}"
-                )
-        return call.result
-
-    def rest(self) -> Iterator[str]:
-        """What stock created, and hypergrid would not."""
-        import torch.distributed as dist
-
-        everyone = self._record.through_helpers and not replaced.by_members(self._record.helpers)
-        for call in self._left.values():
-            if everyone or dist.get_rank() in call.ranks:
-                yield f"{call}: stock creates it, and hypergrid would not"
-        if not self._record.through_helpers:
-            known = {id(call.result) for call in self._record.calls}
-            for group in self._record.groups:
-                if id(group) not in known:
-                    yield f"{_shown(group)}: stock creates it without torch.distributed.new_group"
-
-
-def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return repr((args, sorted(kwargs.items())))
-
-
-def _answer_from(generator: Any, answers: dict[Any, Any], key: str) -> None:
-    """Let a rank generator note what it answers."""
-
-    def noting(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def noted(*args: Any) -> Any:
-            answers[key, method, args] = function(*args)
-            return answers[key, method, args]
-
-        return noted
-
-    for method in ("get_ranks", "get_gtp_ranks"):
-        if hasattr(generator, method):
-            setattr(generator, method, noting(method, getattr(generator, method)))
-
-
-def _content(value: Any) -> Any:
-    """An argument of ``new_group`` that can be compared: of NCCL's options the fields."""
-    if isinstance(value, list | tuple):
-        return [_content(one) for one in value]
-    if value is None or isinstance(value, str | int | timedelta):
-        return value
-    config = getattr(value, "config", None)
-    if config is None:
-        return type(value).__name__
-    fields = {name: getattr(config, name, None) for name in _NCCL_FIELDS}
-    return {"is_high_priority_stream": value.is_high_priority_stream, **fields}
-
-
-def _globals(stock: ModuleType, ours: dict[str, Any]) -> Iterator[str]:
-    from torch.distributed import ProcessGroup
-
-    from compat.state import GROUP_SLOTS, RANK_SLOTS, SLOTS
+def _values(stock: ModuleType, built: Any, request: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Private globals and the results of getters: their names, of stock, and as planned."""
+    from compat.megatron.getters import bind_getters_to, cached_sizes
+    from compat.state import GROUP_SLOTS, OTHER_SLOTS, RANK_SLOTS, SLOTS
 
     for name in (*GROUP_SLOTS, *RANK_SLOTS):
-        theirs = getattr(stock, name, None)
-        if hasattr(stock, name) and not _same(theirs, ours.get(name)):
-            yield f"{name} is {_shown(theirs)} with stock, and would be {_shown(ours.get(name))}"
-    for name, value in vars(stock).items():
-        if name.startswith("_") and name not in SLOTS:
-            values = value.values() if isinstance(value, dict) else value
-            values = values if isinstance(value, dict | list | tuple) else [value]
-            if any(isinstance(one, ProcessGroup) for one in values):
-                yield f"{name} of stock holds groups, and hypergrid does not have it"
-
-
-def _getters(stock: ModuleType, built: Any, request: Any) -> Iterator[str]:
-    """Differences between what stock's getters return and what ours return for the same groups."""
-    from compat.megatron.getters import bind_getters_to, cached_sizes
-    from compat.state import OTHER_SLOTS, SLOTS
-
+        if hasattr(stock, name):
+            yield name, getattr(stock, name), built.slots.get(name)
     others = {name: getattr(stock, name, None) for name in OTHER_SLOTS}
     names = {"__name__": __name__, **dict.fromkeys(SLOTS), **others, **built.slots}
     ours = bind_getters_to({**names, **cached_sizes(built.numbers, request)})
@@ -437,30 +352,25 @@ def _getters(stock: ModuleType, built: Any, request: Any) -> Iterator[str]:
             continue
         for arguments in _arguments(getter, request):
             text = ", ".join(f"{flag}={value}" for flag, value in arguments.items())
-            theirs = _result(getter, arguments)
-            mine = _result(function, arguments)
-            if not _same(theirs, mine):
-                shown = f"{_shown(theirs)} with stock, and would return {_shown(mine)}"
-                yield f"{name}({text}) returns {shown}"
+            yield f"{name}({text})", _result(getter, arguments), _result(function, arguments)
 
 
 def _arguments(getter: Callable[..., Any], request: Any) -> Iterator[dict[str, Any]]:
     """No arguments, and every combination of flags, virtual stages and sizes of groups."""
-    parameters = inspect.signature(getter).parameters
-    if any(row.default is row.empty for row in parameters.values()):
+    parameters = inspect.signature(getter).parameters.values()
+    if any(argument.default is argument.empty for argument in parameters):
         return
-    stages = request.virtual_pipeline_model_parallel_size or 0
     values: dict[str, Sequence[Any]] = {
-        "vp_stage": range(stages),
+        "vp_stage": range(request.virtual_pipeline_model_parallel_size or 0),
         "group_size": [p.key for p in request.planned if p.row.holds == "sizes"],
     }
-    choices = {name: [row.default, *values.get(name, ())] for name, row in parameters.items()}
-    for name, row in parameters.items():
-        if isinstance(row.default, bool):
-            choices[name] = [row.default, not row.default]
-    for chosen in itertools.product(*choices.values()):
-        named = zip(choices, chosen, strict=True)
-        yield {name: value for name, value in named if value is not parameters[name].default}
+    choices = []
+    for argument in parameters:
+        flags = [not argument.default] if isinstance(argument.default, bool) else []
+        others = values.get(argument.name, flags)
+        choices.append([{}, *({argument.name: value} for value in others)])
+    for chosen in itertools.product(*choices):
+        yield {name: value for choice in chosen for name, value in choice.items()}
 
 
 def _result(getter: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -472,23 +382,42 @@ def _result(getter: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         return type(error)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return one is other or (isinstance(one, int | str) and one == other)
+def _options(value: Any) -> Any:
+    """Options of a backend as values: of NCCL's the fields."""
+    if isinstance(value, list):
+        return [_options(item) for item in value]
+    config = getattr(value, "config", None)
+    if value is None or config is None:
+        return value and type(value).__name__
+    fields = {name: getattr(config, name, None) for name in _NCCL_FIELDS}
+    return {"is_high_priority_stream": value.is_high_priority_stream, **fields}
 
 
-def _shown(value: Any) -> str:
+@dataclass(frozen=True)
+class _Shown:
+    """A value that is compared by its key, and appears in messages as a text."""
+
+    key: Any
+    text: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _plain(value: Any) -> Any:
+    """A value whose parts can be compared and shown; groups are compared by identity."""
     from torch.distributed import ProcessGroup, get_process_group_ranks
 
-    if isinstance(value, ProcessGroup):
-        return f"{value.group_desc} of ranks [{few(get_process_group_ranks(value))}]"
     if isinstance(value, list | tuple):
-        return f"[{few([*map(_shown, value)])}]"
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return f"groups of sizes {[*value]}"
-    if isinstance(value, type):
-        return f"a {value.__name__}"
-    return "a group that stock has not created" if type(value) is object else repr(value)
+        return {key: _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, int | str):
+        return value
+    if isinstance(value, timedelta | type):
+        return _Shown(value, str(value))
+    if isinstance(value, ProcessGroup):
+        ranks = few(get_process_group_ranks(value))
+        return _Shown(id(value), f"{value.group_desc} of ranks [{ranks}]")
+    is_missing = type(value) is object
+    return _Shown(id(value), "a group that stock has not created" if is_missing else repr(value))
