@@ -106,10 +106,8 @@ def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-            # The setter of a property has its name and other arguments.
-            if not any(decorator.endswith(".setter") for decorator in decorators):
-                wrapper = "".join(f"@{name} " for name in decorators if name in _WRAPPERS)
-                yield _function(f"{prefix}{node.name}", wrapper, node.args)
+            wrapper = "".join(f"@{name} " for name in decorators if name in _WRAPPERS)
+            yield _function(prefix + node.name, wrapper, node.args)
         elif isinstance(node, ast.ClassDef):
             name = prefix + node.name
             yield Definition(name, "class", f"class {name}")
@@ -127,16 +125,15 @@ def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
 
 
 def _function(name: str, wrapper: str, written: ast.arguments) -> Definition:
-    arguments = [*written.posonlyargs, *written.args]
-    defaults: dict[str, Any] = dict.fromkeys([argument.arg for argument in arguments], UNREADABLE)
-    defaults.update(zip(reversed(defaults), map(_constant, reversed(written.defaults))))
-    for argument, default in zip(written.kwonlyargs, written.kw_defaults, strict=True):
-        arguments.append(argument)
-        defaults[argument.arg] = _constant(default)
-    for argument in (*arguments, written.vararg, written.kwarg):
-        if argument is not None:
-            argument.annotation = None
-    return Definition(name, "function", f"{wrapper}{name}({ast.unparse(written)})", defaults)
+    by_place = [*written.posonlyargs, *written.args]
+    no_defaults = [None] * (len(by_place) - len(written.defaults))
+    values = map(_constant, [*no_defaults, *written.defaults, *written.kw_defaults])
+    names = [argument.arg for argument in (*by_place, *written.kwonlyargs)]
+    for node in ast.walk(written):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    text = f"{wrapper}{name}({ast.unparse(written)})"
+    return Definition(name, "function", text, dict(zip(names, values, strict=True)))
 
 
 def _constant(node: ast.expr | None) -> Any:

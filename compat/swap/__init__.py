@@ -43,7 +43,7 @@ class _Finder(MetaPathFinder, Loader):
             if _given:  # and gone from sys.modules: upstream's would be a fresh one
                 module = reload(module)
             _given.add(spec.name)
-        import_module("compat.swap.drift").refuse_drift(spec.name, vars(module))
+        import_module("compat.swap.drift").refuse_drift(spec.name)
         spec.loader_state = module.__spec__
         return module
 

@@ -17,7 +17,7 @@ VARIABLE = "HYPERGRID_SHADOW"
 _PREFIX = "hypergrid (shadow): "
 _LINES_OF_A_RANK = 8
 _LINES_IN_ALL = 20
-_WAIT = 10.0  # seconds for the answers of the other ranks
+_WAIT = 9.0  # seconds for the answers of the other ranks; they wait one more for the verdict
 _COMPARED = (
     "Compared: names, arguments and defaults of the replaced modules; of the groups the ranks, "
     "backend, description, timeout and options; aliases; the results of all getters, also with "
@@ -80,87 +80,68 @@ def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]
 
     _compared = True
     rank = dist.get_rank()
-    answer = _Answers(f"hypergrid/shadow/{call}/{ranks[0]}", ranks, rank, summary)
-    answer.give(differences)
-    if os.environ.get(VARIABLE) == "strict":
-        lines, is_same = answer.collected()
-        if rank == ranks[0]:
-            print("\n".join(lines), flush=True)
-        if not is_same:
-            raise RuntimeError(
-                f"rank {rank} ends the job, as {VARIABLE}=strict asks: {' '.join(lines[:2])}"
-            )
+    key = f"hypergrid/shadow/{call}/{ranks[0]}"
+    lines = [f"rank {rank}: {difference}." for difference in differences[:_LINES_OF_A_RANK]]
+    if _store is not None:
+        _store.set(f"{key}/{rank}", "\n".join(lines))
+    is_strict = os.environ.get(VARIABLE) == "strict"
+    verdict = ""
+    if is_strict and rank == ranks[0]:
+        verdict = _conclude(key, ranks, lines, summary)
+    elif is_strict:
+        verdict = f"undecided: rank {ranks[0]} did not answer."
+        if _has([f"{key}/verdict"], _WAIT + 1):
+            verdict = _store.get(f"{key}/verdict").decode()
     elif rank == ranks[0]:
         # No daemon: a process that ends early still prints the line.
-        threading.Thread(target=answer.say, name="hypergrid shadow").start()
+        arguments = (key, ranks, lines, summary)
+        threading.Thread(target=_conclude, args=arguments, name="hypergrid shadow").start()
+    if verdict:
+        raise RuntimeError(f"rank {rank} ends the job, as {VARIABLE}=strict asks: {verdict}")
 
 
-class _Answers:
-    """The answers of all ranks to one comparison, in the store that they share."""
+def _conclude(key: str, ranks: Sequence[int], lines: list[str], summary: str) -> str:
+    """Print what all ranks found, and tell them; gives a sentence unless nothing differs."""
+    keys = {rank: f"{key}/{rank}" for rank in ranks}
+    found = {ranks[0]: lines}
+    _has([*keys.values()], _WAIT)
+    for rank, place in keys.items():
+        if _has([place]):
+            found[rank] = _store.get(place).decode().splitlines()
+    total = len(ranks)
+    missing = [rank for rank in ranks if rank not in found]
+    different = [rank for rank, its_lines in found.items() if its_lines]
+    heard = f"{len(found)} ranks that answered" if missing else f"{total} ranks"
+    if different:
+        verdict = (
+            f"would differ from stock on {len(different)} of {heard}. Stock's groups are used."
+        )
+    elif missing:
+        verdict = f"undecided: the same groups on {heard}."
+    else:
+        verdict = f"would have created the same groups on all {heard}: {summary}."
+    if missing:
+        verdict += f" {len(missing)} of {total} ranks did not answer: {few(missing)}."
+    printed = [line for rank in different for line in found[rank]]
+    if len(printed) > _LINES_IN_ALL:
+        printed[_LINES_IN_ALL:] = ["..."]
+    compared = "" if different else f" {_COMPARED}"
+    print("\n".join([f"{_PREFIX}{verdict}{compared}", *printed]), flush=True)
+    refusal = " ".join([verdict, *printed[:1]]) if different or missing else ""
+    if _store is not None:
+        _store.set(f"{key}/verdict", refusal)
+    return refusal
 
-    def __init__(self, key: str, ranks: Sequence[int], rank: int, summary: str) -> None:
-        self._key = key
-        self._ranks = ranks
-        self._rank = rank
-        self._summary = summary
-        self._own: list[str] = []
 
-    def give(self, differences: list[str]) -> None:
-        """Tell the others what this rank found."""
-        from hypergrid.agreement import store as stores
-
-        self._own = [f"rank {self._rank}: {row}." for row in differences[:_LINES_OF_A_RANK]]
-        if _store is None:
-            return
-        for line in self._own:
-            stores.append(_store, f"{self._key}/lines", line)
-        if differences:
-            _store.add(f"{self._key}/different", 1)
-        _store.set(f"{self._key}/{self._rank}", "")
-        _store.add(f"{self._key}/ranks", 1)
-
-    def say(self) -> None:
-        """Print the lines, when all ranks have answered or after ten seconds."""
-        lines, _ = self.collected()
-        print("\n".join(lines), flush=True)
-
-    def collected(self) -> tuple[list[str], bool]:
-        """What all ranks found, in lines; and whether all have answered that nothing differs."""
-        answered = 1
-        different = int(bool(self._own))
-        lines = self._own
-        missing = [rank for rank in self._ranks if rank != self._rank]
-        with suppress(RuntimeError):  # the store is lost: what is known counts
-            if _store is not None:
-                answered, different, lines, missing = self._from_store()
-        total = len(self._ranks)
-        heard = f"{total} ranks" if answered == total else f"{answered} ranks that answered"
-        if different:
-            verdict = f"would differ from stock on {different} of {heard}. Stock's groups are used."
-        elif missing:
-            verdict = f"undecided: the same groups on {heard}."
-        else:
-            verdict = f"would have created the same groups on all {heard}: {self._summary}."
-        if missing:
-            verdict += f" {len(missing)} of {total} ranks did not answer: {few(missing)}."
-        more = len(lines) - _LINES_IN_ALL
-        rest = [f"and {more} more."] if more > 0 else []
-        compared = [] if different else [_COMPARED]
-        text = " ".join([f"{_PREFIX}{verdict}", *compared])
-        return [text, *lines[:_LINES_IN_ALL], *rest], not different and not missing
-
-    def _from_store(self) -> tuple[int, int, list[str], list[int]]:
-        from hypergrid.agreement import store as stores
-
-        deadline = time.monotonic() + _WAIT
-        # By looking: a wait in the store would keep other threads from it.
-        while (answered := _store.add(f"{self._key}/ranks", 0)) < len(self._ranks):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05 if len(self._ranks) < 1000 else 0.5)
-        missing = []
-        if answered < len(self._ranks):
-            missing = [r for r in self._ranks if not _store.check([f"{self._key}/{r}"])]
-        different = _store.add(f"{self._key}/different", 0)
-        lines = stores.lines(_store, f"{self._key}/lines") if different else []
-        return answered, different, lines, missing
+def _has(keys: list[str], seconds: float = 0.0) -> bool:
+    """Whether the store has all keys before so much time is over."""
+    deadline = time.monotonic() + seconds
+    while _store is not None:
+        # By looking: a wait in the store would keep other threads from it. A lost store has none.
+        with suppress(RuntimeError):
+            if _store.check(keys):
+                return True
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.05 + len(keys) / 20_000)
+    return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -19,12 +20,12 @@ from compat.swap import REPLACEMENTS
 _MISSING = object()
 
 
-def refuse_drift(module: str, ours: Mapping[str, Any]) -> None:
+def refuse_drift(module: str) -> None:
     """Refuse to replace a module of Megatron from which ours differs: RuntimeError.
 
     A warning where a release was asked for.
     """
-    text = drift(module, ours)
+    text = drift(module)
     if text and os.environ.get(releases.ASKED):
         warnings.warn(f"{text} {releases.ASKED} asks for this.", stacklevel=2)
     elif text:
@@ -35,16 +36,12 @@ def refuse_drift(module: str, ours: Mapping[str, Any]) -> None:
         )
 
 
-def drift(module: str, ours: Mapping[str, Any] | None = None) -> str:
-    """The differences of one of ``REPLACEMENTS`` in a sentence, or "".
-
-    ``ours`` are the names of the module that replaces it.
-    """
+def drift(module: str) -> str:
+    """The differences of one of ``REPLACEMENTS`` in a sentence, or ""."""
     source = releases.SOURCE or imported_source()
     if source is None:
         return ""
-    if ours is None:
-        ours = vars(import_module(REPLACEMENTS[module]))
+    ours = vars(import_module(REPLACEMENTS[module]))
     short = module.rpartition(".")[2]
     definitions = source.definitions if short == "parallel_state" else source.grid
     found = differences(definitions, ours)
@@ -65,7 +62,9 @@ def differences(definitions: Sequence[Definition], ours: Mapping[str, Any]) -> l
     found: dict[str, None] = {}  # each once, in order
     for row in definitions:
         owner, _, name = row.name.rpartition(".")
-        if not _is_for_others(owner, name, row.kind):
+        is_private = re.search(r"\b_(?!_)", row.name) is not None
+        is_global = row.kind == "value" and not owner
+        if is_private and not is_global:
             continue
         if not owner:
             value = ours.get(name, _MISSING)
@@ -79,19 +78,11 @@ def differences(definitions: Sequence[Definition], ours: Mapping[str, Any]) -> l
             text = _text(row, value)
             if text != row.text:
                 found[f"{row.text} is {text} in hypergrid's"] = None
-        elif not name.startswith("_"):  # a private global has another value as soon as it is used
+        elif not is_private:  # a private global has another value as soon as it is used
             texts = [other.text for other in definitions if other.name == row.name]
             if row.name not in texts and _text(row, value) not in texts:
                 found[f"{row.text} is {_text(row, value)} in hypergrid's"] = None
     return list(found)
-
-
-def _is_for_others(owner: str, name: str, kind: str) -> bool:
-    """Whether code outside of the module may use a name of the module, or of a class ``owner``."""
-    is_special = name.startswith("__")
-    if owner:
-        return not owner.startswith("_") and (is_special or not name.startswith("_"))
-    return not is_special if kind == "value" else is_special or not name.startswith("_")
 
 
 def _text(row: Definition, value: Any) -> str:
@@ -103,7 +94,7 @@ def _text(row: Definition, value: Any) -> str:
         return f"{row.name} = {value!r}"
     signature = inspect.signature(function)
     parameters: list[inspect.Parameter] = []
-    for argument in reversed(signature.parameters.values()):
+    for argument in reversed([*signature.parameters.values()]):
         # An optional argument of hypergrid alone harms no call, unless others come after it.
         is_more = argument.name not in row.defaults and argument.default is not argument.empty
         if not is_more or any(after.kind == after.POSITIONAL_OR_KEYWORD for after in parameters):
