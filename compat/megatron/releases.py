@@ -186,11 +186,11 @@ def _known(text: str, origin: str) -> Version:
     release = (int(found[1]), int(found[2]))
     known = min(max(release, OLDEST), NEWEST)
     if release != known:
-        end = "newer than {}.{}, the newest" if known == NEWEST else "older than {}.{}, the oldest"
+        follows = "{}.{}".format(*known)
         warnings.warn(
-            f"megatron-core {text} is {end.format(*known)} release that hypergrid knows: it "
-            "behaves as {}.{}. Compare the two releases' parallel_state, or use a hypergrid that "
-            "knows yours; {}={}.{} silences this.".format(*known, ASKED, *known),
+            f"megatron-core {text} is not between the oldest and the newest release that hypergrid "
+            f"knows: it behaves as {follows}. Compare the two releases' parallel_state, or use a "
+            f"hypergrid that knows yours; {ASKED}={follows} silences this.",
             stacklevel=3,
         )
     return known
@@ -340,22 +340,13 @@ def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[s
     first = code.co_firstlineno - 1
     tree = ast.parse("\n" * first + "".join(lines[first:end]))
     written: Any = tree.body[0]
-    taken = [*placed, *named]
     written.decorator_list, written.returns = [], None
-    written.args = ast.arguments(
-        posonlyargs=[],
-        args=[ast.arg(name) for name in placed],
-        kwonlyargs=[ast.arg(name) for name in named],
-        kw_defaults=[None for _ in named],
-        defaults=[],
-    )
-    constants = {name: value for name, value in given.items() if name not in taken}
-    compiled = compile(
-        ast.fix_missing_locations(_Constants(constants).visit(tree)),
-        code.co_filename,
-        "exec",
-        dont_inherit=True,
-    )
+    header = ", ".join([*placed, *(["*", *named] if named else [])])
+    constants = [f"{name} = {given[name]!r}" for name in given if name not in (*placed, *named)]
+    outline: Any = ast.parse(f"def outline({header}):\n    {'; '.join(constants) or 'pass'}")
+    written.args = outline.body[0].args
+    written.body[:0] = outline.body[0].body
+    compiled = compile(tree, code.co_filename, "exec", dont_inherit=True)
     name = function.__name__
     new = next(each for each in compiled.co_consts if getattr(each, "co_name", "") == name)
     made = FunctionType(new, function.__globals__, name)
@@ -365,11 +356,3 @@ def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[s
     made.__defaults__ = tuple(have[name] for name in placed if name in have)
     made.__kwdefaults__ = {name: have[name] for name in named}
     return made
-
-
-class _Constants(ast.NodeTransformer):
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(self.values[node.id]) if node.id in self.values else node

@@ -22,6 +22,7 @@ _FUNCTION = re.compile(
 )
 _GLOBAL = re.compile(r"^[ \t]+global ([\w, \t]+)", re.M)
 _VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
+_MODULES = ("parallel_state", "hyper_comm_grid")
 _WRAPPERS = ("staticmethod", "classmethod", "property")
 UNREADABLE = object()  # in place of a default that is no constant, or is not there
 
@@ -42,8 +43,7 @@ class Source:
 
     path: Path
     version: str  # such as "0.19"; empty where nothing says it
-    definitions: list[Definition]  # of parallel_state.py
-    grid: list[Definition]  # of hyper_comm_grid.py
+    definitions: dict[str, list[Definition]]  # of "parallel_state" and "hyper_comm_grid"
     functions: dict[str, dict[str, Any]]  # of parallel_state.py; of each argument the default
     # All of these: functions, globals, arguments, "function.argument", "HyperCommGrid.method".
     names: frozenset[str]
@@ -57,20 +57,19 @@ def imported_source() -> Source | None:
 
 def read(core: Path) -> Source:
     """What the modules in a folder ``megatron/core`` define; a file that is missing has nothing."""
-    state = defined(core / "parallel_state.py")
-    grid = defined(core / "hyper_comm_grid.py")
+    definitions = {name: defined(core / f"{name}.py") for name in _MODULES}
+    state = definitions["parallel_state"]
     numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
     functions = {
         row.name: row.defaults for row in state if row.kind == "function" and "." not in row.name
     }
-    names = {row.name for row in state} | {row.name for row in grid if "." in row.name}
+    names = {row.name for row in state} | {row.name for row in definitions["hyper_comm_grid"]}
     for function, arguments in functions.items():
         names |= {*arguments, *(f"{function}.{name}" for name in arguments)}
     return Source(
         path=core / "parallel_state.py",
         version=".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers),
-        definitions=state,
-        grid=grid,
+        definitions=definitions,
         functions=functions,
         names=frozenset(names),
     )

@@ -84,53 +84,44 @@ def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]
     lines = [f"rank {rank}: {difference}." for difference in differences[:_LINES_OF_A_RANK]]
     if _store is not None:
         _store.set(f"{key}/{rank}", "\n".join(lines))
-    is_strict = os.environ.get(VARIABLE) == "strict"
-    verdict = ""
-    if is_strict and rank == ranks[0]:
-        verdict = _conclude(key, ranks, lines, summary)
-    elif is_strict:
-        verdict = f"undecided: rank {ranks[0]} did not answer."
-        if _has([f"{key}/verdict"], _WAIT + 1):
-            verdict = _store.get(f"{key}/verdict").decode()
-    elif rank == ranks[0]:
+    if rank == ranks[0]:
         # No daemon: a process that ends early still prints the line.
         arguments = (key, ranks, lines, summary)
         threading.Thread(target=_conclude, args=arguments, name="hypergrid shadow").start()
-    if verdict:
-        raise RuntimeError(f"rank {rank} ends the job, as {VARIABLE}=strict asks: {verdict}")
+    if os.environ.get(VARIABLE) == "strict":
+        verdict = f"undecided: rank {ranks[0]} did not answer"
+        if _has([f"{key}/verdict"], _WAIT + 1):
+            verdict = _store.get(f"{key}/verdict").decode()
+        if verdict:
+            raise RuntimeError(f"rank {rank} ends the job, as {VARIABLE}=strict asks: {verdict}")
 
 
-def _conclude(key: str, ranks: Sequence[int], lines: list[str], summary: str) -> str:
-    """Print what all ranks found, and tell them; gives a sentence unless nothing differs."""
+def _conclude(key: str, ranks: Sequence[int], lines: list[str], summary: str) -> None:
+    """Print what all ranks found, and tell them whether anything differs."""
     keys = {rank: f"{key}/{rank}" for rank in ranks}
     found = {ranks[0]: lines}
     _has([*keys.values()], _WAIT)
     for rank, place in keys.items():
         if _has([place]):
             found[rank] = _store.get(place).decode().splitlines()
-    total = len(ranks)
     missing = [rank for rank in ranks if rank not in found]
     different = [rank for rank, its_lines in found.items() if its_lines]
-    heard = f"{len(found)} ranks that answered" if missing else f"{total} ranks"
     if different:
-        verdict = (
-            f"would differ from stock on {len(different)} of {heard}. Stock's groups are used."
-        )
+        verdict = f"would differ from stock on {len(different)} of {len(found)} ranks"
     elif missing:
-        verdict = f"undecided: the same groups on {heard}."
+        verdict = f"undecided: the same groups on {len(found)} of {len(ranks)} ranks"
     else:
-        verdict = f"would have created the same groups on all {heard}: {summary}."
+        verdict = f"would have created the same groups on all {len(ranks)} ranks: {summary}"
     if missing:
-        verdict += f" {len(missing)} of {total} ranks did not answer: {few(missing)}."
+        verdict += f"; not answered: {few(missing)}"
     printed = [line for rank in different for line in found[rank]]
     if len(printed) > _LINES_IN_ALL:
         printed[_LINES_IN_ALL:] = ["..."]
-    compared = "" if different else f" {_COMPARED}"
-    print("\n".join([f"{_PREFIX}{verdict}{compared}", *printed]), flush=True)
-    refusal = " ".join([verdict, *printed[:1]]) if different or missing else ""
+    end = "Stock's groups are used." if different else _COMPARED
+    print("\n".join([f"{_PREFIX}{verdict}. {end}", *printed]), flush=True)
     if _store is not None:
+        refusal = ". ".join([verdict, *printed[:1]]) if different or missing else ""
         _store.set(f"{key}/verdict", refusal)
-    return refusal
 
 
 def _has(keys: list[str], seconds: float = 0.0) -> bool:

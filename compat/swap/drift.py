@@ -21,35 +21,29 @@ _MISSING = object()
 
 
 def refuse_drift(module: str) -> None:
-    """Refuse to replace a module of Megatron from which ours differs: RuntimeError.
+    """Refuse to replace one of ``REPLACEMENTS`` from which ours differs: RuntimeError.
 
     A warning where a release was asked for.
     """
-    text = drift(module)
-    if text and os.environ.get(releases.ASKED):
-        warnings.warn(f"{text} {releases.ASKED} asks for this.", stacklevel=2)
-    elif text:
-        number = ".".join(map(str, releases.RELEASE))
-        raise RuntimeError(
-            f"{text} Use a hypergrid that knows this megatron; or, if your code uses none of that, "
-            f"set {releases.ASKED}={number}."
-        )
-
-
-def drift(module: str) -> str:
-    """The differences of one of ``REPLACEMENTS`` in a sentence, or ""."""
     source = releases.SOURCE or imported_source()
     if source is None:
-        return ""
-    ours = vars(import_module(REPLACEMENTS[module]))
+        return
     short = module.rpartition(".")[2]
-    definitions = source.definitions if short == "parallel_state" else source.grid
-    found = differences(definitions, ours)
+    ours = vars(import_module(REPLACEMENTS[module]))
+    found = differences(source.definitions[short], ours)
     if not found:
-        return ""
-    return (
+        return
+    text = (
         f"megatron's own {short} differs from hypergrid's, which follows megatron-core "
         f"{releases.in_words()}: {'; '.join(found)}; read in {source.path.with_name(short)}.py."
+    )
+    if os.environ.get(releases.ASKED):
+        warnings.warn(f"{text} {releases.ASKED} asks for this.", stacklevel=2)
+        return
+    number = ".".join(map(str, releases.RELEASE))
+    raise RuntimeError(
+        f"{text} Use a hypergrid that knows this megatron; or, if your code uses none of that, set "
+        f"{releases.ASKED}={number}."
     )
 
 
@@ -63,8 +57,7 @@ def differences(definitions: Sequence[Definition], ours: Mapping[str, Any]) -> l
     for row in definitions:
         owner, _, name = row.name.rpartition(".")
         is_private = re.search(r"\b_(?!_)", row.name) is not None
-        is_global = row.kind == "value" and not owner
-        if is_private and not is_global:
+        if is_private and (owner or row.kind != "value"):
             continue
         if not owner:
             value = ours.get(name, _MISSING)
@@ -74,14 +67,16 @@ def differences(definitions: Sequence[Definition], ours: Mapping[str, Any]) -> l
             continue  # the class is named already
         if value is _MISSING:
             found[f"{row.text} is unknown"] = None
-        elif row.kind != "value":
-            text = _text(row, value)
-            if text != row.text:
-                found[f"{row.text} is {text} in hypergrid's"] = None
-        elif not is_private:  # a private global has another value as soon as it is used
+            continue
+        texts = [row.text]
+        if row.kind == "value":
+            # Under an `if` there may be several. One that cannot be read is not compared.
             texts = [other.text for other in definitions if other.name == row.name]
-            if row.name not in texts and _text(row, value) not in texts:
-                found[f"{row.text} is {_text(row, value)} in hypergrid's"] = None
+        # A private global has another value as soon as it is used.
+        is_open = is_private or row.name in texts
+        text = _text(row, value)
+        if not is_open and text not in texts:
+            found[f"{row.text} is {text} in hypergrid's"] = None
     return list(found)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -75,12 +75,8 @@ def install() -> None:
         sys.meta_path.insert(0, _finder)
 
 
-def watch(stock: ModuleType, report: Callable[..., None] | None = None) -> None:
-    """Let ``stock.initialize_model_parallel`` compare what it has created. *Local*.
-
-    ``report`` takes the number of the initialisation and what ``compare`` returns; by default the
-    first rank prints what all have found.
-    """
+def watch(stock: ModuleType) -> None:
+    """Let ``stock.initialize_model_parallel`` compare what it has created. *Local*."""
     originals = dict(vars(stock))
     initialize = stock.initialize_model_parallel
 
@@ -91,7 +87,7 @@ def watch(stock: ModuleType, report: Callable[..., None] | None = None) -> None:
         record = Record(stock, originals)
         with answers.failure_noted(), record.recorded():
             result = initialize(*args, **kwargs)
-        (report or answers.report)(next(_calls), *compare(record, args, kwargs))
+        answers.report(next(_calls), *compare(record, args, kwargs))
         return result
 
     stock.initialize_model_parallel = compared  # type: ignore[attr-defined]
