@@ -17,7 +17,7 @@ from compat.megatron import releases, sources
 from compat.swap import answers, shadow
 from tests.parity.repairs import replaced
 from tests.support import ROOT, warm
-from tests.support.forked import run_ranks
+from tests.support.forked import open_groups, run_ranks
 from tests.support.stock import MAIN, following, load_stock, source
 
 TODAY = f"{datetime.date.today():%Y%m%d}"
@@ -219,7 +219,7 @@ KILLED = """
 
 
 FORKING = """
-    import os, socket, sys
+    import os, socket, sys, threading
     from compat import launch
 
     with socket.socket() as free:
@@ -232,6 +232,10 @@ FORKING = """
         if not child:
             os.environ["RANK"] = str(rank)
             launch.main(sys.argv[1:])
+            # As Python does when it ends.
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
             sys.exit()
         children.append(child)
     print("statuses", [os.waitpid(child, 0)[1] for child in children])
@@ -279,6 +283,9 @@ def shadowed(rank, release, replace, edits=(), sizes=None):
     finally:
         dist.new_group = new_group
     stock.destroy_model_parallel()
+    # Stock keeps its groups open, and each gloo group has threads.
+    for group in set(open_groups()) - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
     ((_, _, _, differences),) = told
     return differences
 
