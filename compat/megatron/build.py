@@ -127,8 +127,9 @@ def place(request: Request) -> Built:
     """
     built = Built()
     through = calls.Calls(request, request.helpers, dist.get_rank(), "shadow", "")
-    for p, ranks, group in through.groups():
-        _place(built, p, group, ranks if p.chosen else list(ranks))
+    with group_helpers.collecting():  # or the current state would note groups of others
+        for p, ranks, group in through.groups():
+            _place(built, p, group, ranks if p.chosen else list(ranks))
     _assign_aliases(built, request)
     return built
 

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import gc
 import os
 import tempfile
 import textwrap
@@ -156,7 +157,7 @@ def test_a_function_that_hypergrid_lacks_is_the_first_thing_that_is_said(tmp_pat
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\n")
     more = "\n\nif True:\n    def get_router_group():\n        return None\n"
     (core / "parallel_state.py").write_text(source("0.16.1") + more)
-    out = run_job(tmp_path, "--shadow", PYTHONPATH=str(tmp_path))
+    out = run_job(tmp_path, "--shadow", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert "(shadow): would differ from stock on 4 of 4 ranks" in out
     assert "the swap would refuse, RuntimeError: megatron's own parallel_state differs" in out
     assert "get_router_group() is unknown" in out
@@ -286,6 +287,9 @@ def shadowed(rank, release, replace, edits=(), sizes=None):
     # Stock keeps its groups open, and each gloo group has threads.
     for group in set(open_groups()) - {dist.group.WORLD}:
         dist.destroy_process_group(group)
+    del stock, group
+    gc.collect()
+    assert len(os.listdir("/proc/self/task")) < 40, "the shadow run keeps groups of stock"
     ((_, _, _, differences),) = told
     return differences
 
