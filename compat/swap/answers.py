@@ -82,8 +82,9 @@ def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]
     rank = dist.get_rank()
     key = f"hypergrid/shadow/{call}/{ranks[0]}"
     lines = [f"rank {rank}: {difference}." for difference in differences[:_LINES_OF_A_RANK]]
-    if _store is not None:
-        _store.set(f"{key}/{rank}", "\n".join(lines))
+    with suppress(RuntimeError):  # the store is lost with the rank that served it
+        if _store is not None:
+            _store.set(f"{key}/{rank}", "\n".join(lines))
     if rank == ranks[0]:
         # No daemon: a process that ends early still prints the line.
         arguments = (key, ranks, lines, summary)

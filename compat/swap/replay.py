@@ -134,7 +134,10 @@ class Record:
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Call | None:
         """A call for a group of this rank, or else None."""
-        arguments = _bound(self._signatures[name], args, kwargs)
+        try:
+            arguments = _bound(self._signatures[name], args, kwargs)
+        except TypeError:  # stock's function refuses them by itself
+            return None
         ranks = arguments.get("ranks")
         ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
         if dist.get_rank() not in ranks:
@@ -213,10 +216,10 @@ def compare(
             request.check()
             ranks = request.participants
             built = build.place(request)
+        for what, theirs, planned in _values(record.stock, built, request):
+            record.note(what, theirs, planned)
     except Exception as error:
         return ranks, "", [f"the swap would refuse, {type(error).__name__}: {error}"]
-    for what, theirs, planned in _values(record.stock, built, request):
-        record.note(what, theirs, planned)
     return ranks, record.summary(), record.differences
 
 
