@@ -145,7 +145,8 @@ def edited(text, old, new):
 
 def check_release(release, folder):
     """In a process that follows ``release``: no difference, and each change is one."""
-    assert not any(map(drift.drift, drift.REPLACEMENTS)), [*map(drift.drift, drift.REPLACEMENTS)]
+    for module in drift.REPLACEMENTS:
+        drift.refuse_drift(module)
     for file, ours, changes in (
         ("parallel_state.py", parallel_state, CHANGED),
         ("hyper_comm_grid.py", hyper_comm_grid, OF_THE_GRID),
@@ -187,7 +188,7 @@ from compat.swap import drift
 taken = inspect.signature(ps.initialize_model_parallel).parameters
 print(taken["order"].default, taken["distributed_timeout_minutes"].default)
 print(Request(job_size=8).order, Request(job_size=8).timeout)
-print([*map(drift.drift, drift.REPLACEMENTS)])
+print([*map(drift.refuse_drift, drift.REPLACEMENTS)])
 """
 
 
@@ -209,7 +210,7 @@ def test_constant_defaults_of_initialisation_are_taken_over(release, tmp_path):
     assert done.stdout.splitlines() == [
         "tp-cp-ep-pp-dp 45",
         "tp-cp-ep-pp-dp 0:45:00",
-        "['', '']",
+        "[None, None]",
     ], done.stderr
 
 
