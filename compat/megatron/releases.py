@@ -188,8 +188,8 @@ def _known(text: str, origin: str) -> Version:
     if release != known:
         follows = "{}.{}".format(*known)
         warnings.warn(
-            f"megatron-core {text} is not between the oldest and the newest release that hypergrid "
-            f"knows: it behaves as {follows}. Compare the two releases' parallel_state, or use a "
+            f"megatron-core {text} is {'newer' if release > known else 'older'} than every release "
+            f"that hypergrid knows: it behaves as {follows}. Compare the two releases' parallel_state, or use a "
             f"hypergrid that knows yours; {ASKED}={follows} silences this.",
             stacklevel=3,
         )
