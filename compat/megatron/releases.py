@@ -187,10 +187,11 @@ def _known(text: str, origin: str) -> Version:
     known = min(max(release, OLDEST), NEWEST)
     if release != known:
         follows = "{}.{}".format(*known)
+        word = "newer" if release > known else "older"
         warnings.warn(
-            f"megatron-core {text} is {'newer' if release > known else 'older'} than every release "
-            f"that hypergrid knows: it behaves as {follows}. Compare the two releases' parallel_state, or use a "
-            f"hypergrid that knows yours; {ASKED}={follows} silences this.",
+            f"megatron-core {text} is {word} than every release that hypergrid knows: it behaves "
+            f"as {follows}. Compare the two releases' parallel_state, or use a hypergrid that "
+            f"knows yours; {ASKED}={follows} silences this.",
             stacklevel=3,
         )
     return known
