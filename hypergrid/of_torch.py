@@ -8,6 +8,7 @@ names of ``PARTS`` in the sources of each line of torch.
 from __future__ import annotations
 
 import functools
+import inspect
 import pkgutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -237,6 +238,11 @@ def default_store() -> Store:
 def default_timeout(backend: str | None = None) -> timedelta:
     """The timeout that torch gives a group of ``backend``; without one that of most backends."""
     return c10d._get_default_timeout(c10d.Backend(backend)) if backend else c10d.default_pg_timeout
+
+
+def new_group_signature() -> inspect.Signature:
+    """The arguments of torch's own ``new_group``, even while outside code has replaced it."""
+    return inspect.signature(c10d.new_group)
 
 
 def known() -> dict[ProcessGroup, str]:

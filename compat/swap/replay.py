@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from compat import parallel_state
 from compat.megatron import build, replaced
@@ -53,7 +53,7 @@ class Record:
         self.helpers = {**replaced.replaced_functions(), **{name: now[name] for name in names}}
         self._is_replaced = replaced.creates(self.helpers)
         self._signatures = {name: inspect.signature(originals[name]) for name in names}
-        self._signatures["new_group"] = inspect.signature(distributed_c10d.new_group)
+        self._signatures["new_group"] = of_torch.new_group_signature()
         self._generators: dict[str, Any] = {}
         self._depth = 0  # of calls inside each other
         self._calls: list[Call] = []  # of stock
