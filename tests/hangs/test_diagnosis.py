@@ -375,8 +375,7 @@ def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
     [
         (
             {"groups": {WORLD: ("default_pg", [0, 1])}},
-            "the job has 2 ranks in the flight recorder of rank 0 and 4 ranks in the flight "
-            "recorder of rank 1. ",
+            "the job has 2 ranks by the files of rank 0 and 4 ranks by the files of rank 1. ",
         ),
         ({"later": 90}, "the calls of rank 1 ended before those of rank 0 began"),
     ],
@@ -398,15 +397,6 @@ def test_a_rank_that_calls_seldom_is_not_taken_for_another_jobs(job):
     for rank in range(3):
         del job.ranks[rank].entries[:200]
     assert job.verdict().certain
-
-
-def test_files_of_two_processes_of_a_rank_are_seen_to_be_mixed(job):
-    stack(job.directory, 1, [("train.py", 1, "step")], written=job.ranks[1].now)
-    said = {"schema": 1, "rank": 1, "world_size": 4, "host": "host0", "pid": 7, "groups": []}
-    (job.directory / "groups_1.json").write_text(json.dumps(said))
-    found = job.verdict()
-    assert found.ok and not found.certain
-    assert "the files of rank 1 are of two processes, 7 and 1001" in found.sentence
 
 
 def test_members_that_the_recorder_lacks_come_from_hypergrid_dump(job):
