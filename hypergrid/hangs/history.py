@@ -28,7 +28,6 @@ class Departure(NamedTuple):
     at: int  # its place among the rank's calls
     due: Call | None  # as another rank made it, or the rank itself earlier
     after: Call | None  # the call before it
-    how: str  # "skipped", "added", "swapped" or "" if one call was made in place of another
     others: int  # ranks that did the same until then and made the due call
     alike: int  # ranks that did the same until then and departed as this one
     before: bool | None  # whether it made the due call itself, earlier; None: nothing is known
@@ -60,10 +59,8 @@ class History:
         number_of: dict[Any, int] = {}
         self._kind_of_title = np.zeros(len(recording.titles), np.int64)
         for place, title in enumerate(recording.titles):
-            # A group whose name torch used twice has two keys, and calls no longer have its name.
-            if title.group in recording.groups:
-                role = self._role(title)
-                self._kind_of_title[place] = number_of.setdefault(role, len(number_of))
+            kind = number_of.setdefault(self._role(title), len(number_of))
+            self._kind_of_title[place] = kind
         self._kinds: dict[int, Any] = {}
         self._tokens: dict[int, Any] = {}
         same: dict[bytes, list[int]] = defaultdict(list)
@@ -77,7 +74,7 @@ class History:
         self._size_of = {ranks[0]: len(ranks) for ranks in same.values()}
         self._makers: Counter[int] = Counter()  # how many ranks made a token
         self._makers_of_kind: Counter[int] = Counter()
-        cut = [len(mine.calls) for mine in recording.ranks.values() if not mine.whole]
+        cut = [len(dump.calls) for dump in recording.ranks.values() if not dump.whole]
         self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
         # After a past: each token that followed it, the rank that made it, and how many ranks did.
         self._next: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
@@ -127,12 +124,6 @@ class History:
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
-
-    def is_usual(self, rank: int, at: int) -> bool | None:
-        """Whether a rank did before what it did there; None if it was never in such a place."""
-        kinds = self._kinds[rank]
-        due, length = _expected(kinds, at)
-        return bool(kinds[due] == kinds[at]) if length >= _LONG else None
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
@@ -209,12 +200,11 @@ class History:
             peer_kinds = self._kinds[peer]
             before = self._made_before(kinds, at, int(peer_kinds[peer_at]))
             if others > alike or (before and others == alike):
-                how = _how(kinds[at : at + 2].tolist(), peer_kinds[peer_at : peer_at + 2].tolist())
                 due = self.recording.ranks[peer].calls[peer_at]
                 is_first = kinds[at] not in kinds[:at]
                 is_new = is_first and self._makers_of_kind[int(kinds[at])] > alike
                 after = calls[at - 1] if at else None
-                yield Departure(rank, at, due, after, how, others, alike, before, is_new)
+                yield Departure(rank, at, due, after, others, alike, before, is_new)
 
     def _made_before(self, kinds: Any, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
@@ -249,9 +239,8 @@ class History:
             is_known = len(same_runs) and int(same_runs.max()) >= longest
             if kinds[due] == kinds[at] or is_known or self._is_shared(rank, first + at):
                 continue
-            how = _how(kinds[at : at + 2].tolist(), kinds[due : due + 2].tolist())
             usual = calls[first + due]
-            yield Departure(rank, first + at, usual, calls[first + at - 1], how, 0, 1, True)
+            yield Departure(rank, first + at, usual, calls[first + at - 1], 0, 1, True)
 
 
 def _expected(kinds: Any, at: int) -> tuple[int, int]:
@@ -266,14 +255,3 @@ def _expected(kinds: Any, at: int) -> tuple[int, int]:
         places = longer
         length += 1
     return (int(places[-1]) if length else 0), length
-
-
-def _how(made: list[int], due: list[int]) -> str:
-    """How two calls of a rank differ from the two that were due."""
-    skipped = len(due) > 1 and made[0] == due[1]
-    added = len(made) > 1 and made[1] == due[0]
-    if skipped and added:
-        return "swapped"
-    if skipped:
-        return "skipped"
-    return "added" if added else ""

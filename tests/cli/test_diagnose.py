@@ -113,6 +113,7 @@ def test_the_page_marks_the_cause_and_shows_a_ranks_calls(left, tmp_path, browse
     assert colours == ["waiting", "waiting", "waiting", "cause"]
     assert tab.locator(".cell.cause").count() == 1
     assert "cause: 1 rank" in tab.inner_text("#legend")
+    assert "4 ranks on hosts not known." in tab.inner_text("#summary")
     tab.click("[data-rank='3']")
     shown = tab.inner_text("#list")
     assert "In this job: cause" in shown and "load (/job/<data>.py:12)" in shown

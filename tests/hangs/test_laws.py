@@ -124,7 +124,8 @@ GRADIENT = 13  # the second of four, after two micro-batches of six calls
 def test_one_of_several_equal_gradients_is_skipped(gpt):
     found = verdict(Run(third(gpt, 7, GRADIENT, []), random.Random(1)))
     assert (found.ranks, found.certain) == ((7,), True), found.sentence
-    assert "skipped all_reduce #12 of DP: all_reduce #3 of the default group" in found.sentence
+    assert "called all_reduce #3 of the default group after all_reduce #11 of DP" in found.sentence
+    assert "where all_reduce #12 of DP is next" in found.sentence
 
 
 def test_of_two_ranks_that_skip_a_call_none_is_exchanged_for_an_innocent(gpt):
