@@ -43,6 +43,7 @@ Doubt: TypeAlias = Literal[
     "either",  # it may be the others who are wrong
     "which",  # it may be any of them
 ]
+_BEFORE = 8  # last calls of a rank, one of which may have ended another rank
 _TOGETHER = 10**9  # ns; ranks that raised within this of each other raised together
 _MANY = 4  # as many times more ranks are right where only their number speaks
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -83,11 +84,12 @@ class Rules:
             return Cause("empty")
         ends = waiting.last_ones()
         free = {rank for end in ends if len(end) == 1 for rank in end}
-        if not ends:
-            free = waiting.raised or waiting.gone
-        if free:
-            return self._free(free)
-        if ends:
+        # A rank whose own call all ranks are in moves as soon as that ends.
+        in_motion = {rank for wait in waiting.running for rank in wait.inside}
+        at_rest = free - in_motion if ends else waiting.raised or waiting.gone
+        if at_rest:
+            return self._free(at_rest)
+        if ends and not free:
             return self._circle(max(ends, key=len))
         if waiting.running:
             return self._slow()
@@ -99,12 +101,12 @@ class Rules:
         """All known ranks are in a call."""
         waiting = self.waiting
         longest = max(waiting.running, key=lambda wait: wait.ns)
-        members = waiting.recording.groups[longest.group].ranks
+        members = waiting.recording.groups[longest.group].ranks or ()
         is_whole = all(recording.whole for recording in self.ranks.values())
         doubt: Doubt = ""
         if longest.call.what.name in _ROOTED:
             doubt = "root"
-        elif not is_whole or waiting.gone or {*(members or ())} != {*longest.inside}:
+        elif waiting.waits or waiting.gone or not is_whole or {*members} != {*longest.inside}:
             doubt = "partial"
         return Cause("slow", (), longest, doubt=doubt)
 
@@ -133,10 +135,11 @@ class Rules:
         doubt = self._doubt(kind, named, nearest)
         return Cause(kind, self._most_missed_first(named), nearest, doubt=doubt)
 
-    def _nearness(self, named: set[int], wait: Wait) -> tuple[int, bool, int]:
-        """How many of them are missed there; then whether the call is due, and its age."""
+    def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:
+        """How many of them are missed there; whether the call is due; how early in the program."""
         missed = named.intersection(wait.missed)
-        return (len(missed), self.history.is_due(min(missed), wait.call), wait.ns)
+        is_due = self.history.is_due(min(missed), wait.call)
+        return (len(missed), is_due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]
@@ -280,6 +283,7 @@ class Rules:
 
     def _is_everyone_right(self) -> bool:
         """Whether no rank with a file can be the cause that another left none."""
+        history = self.history
         waiting = self.waiting
         seen = self.ranks.keys() - waiting.gone
         if len(waiting.gone) > 1 or waiting.raised or waiting.unequal or waiting.blind:
@@ -289,7 +293,17 @@ class Rules:
             return False
         if any(departure.weight[0] > 1 for departure in self._departures(seen)):
             return False
-        return all(self.history.is_confirmed(rank) for rank in seen)
+        return all(history.is_confirmed(rank) and self._is_harmless(rank) for rank in seen)
+
+    def _is_harmless(self, rank: int) -> bool:
+        """Whether its last calls cannot have ended a rank: gloo ends one that receives too much."""
+        calls = self.ranks[rank].calls
+        for at in range(max(0, len(calls) - _BEFORE), len(calls)):
+            title = calls[at].title
+            is_common = self.history.makers(rank, at) >= _MANY or self.history.is_usual(rank, at)
+            if title.backend == "gloo" and not title.p2p and not is_common:
+                return False
+        return True
 
     def _is_proven(self, departure: Departure) -> bool:
         """Without its sends and receives, a stage looks as another until others wait for it."""

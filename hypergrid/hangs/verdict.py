@@ -175,7 +175,7 @@ class _Words:
         elsewhere = {rank for wait in waits for rank in wait.inside} - {*cause.ranks}
         elsewhere -= {rank for rank, *_ in cause.circle}
         if elsewhere and cause.kind != "slow":
-            calls = len({wait[:2] for wait in waits})
+            calls = len({wait[:2] for wait in waits if elsewhere.intersection(wait.inside)})
             lines.append(f"{_ranks(sorted(elsewhere), 'waits', 'wait')} in {_many(calls, 'call')}.")
         if cause.kind in _NEXT:
             lines.append(f"Next: {_NEXT[cause.kind]}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.hangs.reading import DEFAULT, Call, Calls, Frame, Recording, What
+from hypergrid.hangs.reading import DEFAULT, Call, Calls, Frame, Recording, Title, What
 
 Graph: TypeAlias = Mapping[int, Sequence[int]]
 _NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
@@ -294,24 +294,41 @@ class Waiting:
         return last is None or self._is_stuck((rank,), self._ns(rank, last))
 
     def _find_pairs(self) -> None:
-        """Sends that nobody receives, and the reverse: the first of those with the first of these.
+        """Sends that nobody receives, and the reverse.
 
-        Of three pending sends and two receives the third send waits for the other rank.
+        Of three sends to a rank that made two receives, ended or not, the third waits for it. A
+        recorder that does not reach back to the first call shows only those that have not ended.
         """
         pending_of: dict[Any, list[_Pending]] = defaultdict(list)
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
-                call = pending.call
-                pair = pair_of(call.what, self.members(call.group)) if call.p2p else None
-                if pair and rank == pair[call.what.name == "recv"]:
-                    pending_of[call.group, pair, call.what.name].append(pending)
+                key = self._pair_key(pending.call.title)
+                if key and rank == key[1][key[2] == "recv"]:
+                    pending_of[key].append(pending)
+        made = Counter({key: len(pending) for key, pending in pending_of.items()})
+        near = {rank for _, pair, _ in pending_of for rank in pair}
+        whole = {rank for rank in near & self.ranks.keys() if self.ranks[rank].whole}
+        for rank in whole:
+            calls = self.ranks[rank].calls
+            for place, count in zip(
+                *np.unique(calls.title[calls.done], return_counts=True), strict=True
+            ):
+                key = self._pair_key(calls.titles[place])
+                if key and whole.issuperset(key[1]):
+                    made[key] += int(count)
         for (group, pair, name), operations in pending_of.items():
             rank, peer = pair if name == "send" else pair[::-1]
-            answers = pending_of.get((group, pair, "recv" if name == "send" else "send"), [])
-            if len(operations) > len(answers):
-                self._add_wait({rank: operations[len(answers)]}, (peer,))
-            elif not answers[0].is_entered:
+            back = (group, pair, "recv" if name == "send" else "send")
+            unanswered = made[group, pair, name] - made[back]
+            if unanswered > 0:
+                self._add_wait({rank: operations[-min(unanswered, len(operations))]}, (peer,))
+            elif back in pending_of and not pending_of[back][0].is_entered:
                 self._add_wait({rank: operations[0]}, (), (), (peer,))
+
+    def _pair_key(self, title: Title) -> Any:
+        """Group, ranks and name of a send or receive; None for another call."""
+        pair = pair_of(title.what, self.members(title.group)) if title.p2p else None
+        return (title.group, pair, title.what.name) if pair else None
 
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
