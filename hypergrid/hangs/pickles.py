@@ -8,7 +8,6 @@ it, and is loaded only if it has nothing but what recorders write.
 from __future__ import annotations
 
 import pickle
-import pickletools
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +78,7 @@ def _check(data: bytes) -> None:
             width = 1 + data[position]
             stack.append(_NUMBER)
         elif opcode not in _WIDTHS:
-            raise Refused(f"it holds {_name(opcode)}, and only plain data is read")
+            raise Refused(f"it holds the opcode {opcode:#x}, and only plain data is read")
         else:
             width = _WIDTHS[opcode]
             index = int.from_bytes(data[position : position + width], "little")
@@ -119,9 +118,3 @@ def _put_together(opcode: int, stack: list[_Value], marks: list[int]) -> None:
         # Its size was counted already where it was referred to.
         raise Refused("it holds a value that changes after it was used, or that is in itself")
     stack[-1].size += sum(member.size for member in members)
-
-
-def _name(opcode: int) -> str:
-    """The name of an opcode, for messages."""
-    known = next((info for info in pickletools.opcodes if info.code == chr(opcode)), None)
-    return f"the opcode {known.name}" if known else f"the byte {opcode:#x}, which is no opcode"

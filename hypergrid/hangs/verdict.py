@@ -202,17 +202,11 @@ class _Words:
         return lines
 
     def _line(self, wait: Wait) -> str:
-        """What each rank of a call does, without those that have ended it."""
-        gone = self.waiting.gone
-        parts = {
-            f"in it{self._lasting(wait)}": [r for r in wait.inside if r not in wait.behind],
-            "waiting in an earlier call": [r for r in wait.inside if r in wait.behind],
-            "not": [rank for rank in wait.absent if rank not in gone],
-            "in another call": wait.unlike,
-            "without a dump": [rank for rank in wait.absent if rank in gone],
-        }
-        texts = [f"{_ranks(ranks)} {text}" for text, ranks in parts.items() if ranks]
-        return f"{self._call(wait)}: {', '.join(texts)}."
+        """Who is in a call, and for whom these ranks wait."""
+        entered = sorted({*wait.inside} - {*wait.behind}) or wait.inside
+        inside = _ranks(entered, "is in it and waits", "are in it and wait")
+        missed = _ranks(sorted({*wait.missed} - {*entered} or wait.missed))
+        return f"{self._call(wait)}: {inside} for {missed}."
 
     # The kinds.
 
@@ -356,7 +350,9 @@ class _Words:
             facts.append(
                 f"{its} last call was {self._title(last)}{', not finished' * (not last.done)}"
             )
-        elif rank not in self.waiting.blind:
+        elif rank in self.waiting.blind:
+            facts.append(f"the calls of rank {rank} are not known")
+        else:
             facts.append(f"{subject} has called nothing so far")
         return f"{', and '.join(facts)}."
 

@@ -40,7 +40,9 @@ def test_the_verdict_comes_first_and_the_status_is_1(left):
         "Rank 3 (host0) never entered all_reduce #16 of TENSOR 2..3, which rank 2"
     )
     assert "it is in load (/job/<data>.py:12)" in " ".join(said.split())
-    assert "\nWhy:\n  all_reduce #16 of TENSOR 2..3: rank 2 in it" in said
+    assert (
+        "\nWhy:\n  all_reduce #16 of TENSOR 2..3: rank 2 is in it and waits for rank 3.\n" in said
+    )
 
 
 def test_the_same_as_json(left):
