@@ -33,7 +33,7 @@ VERDICTS = {
     "size": ("mismatch", 5, WORLD, "called all_reduce of size [3] as #8"),
     "dtype": ("mismatch", 5, WORLD, "called all_reduce of dtype Double as #8"),
     "order": ("order", 5, WORLD, "ranks 5, 7 wait for each other"),
-    "sends twice": ("order", 1, PIPELINE, "It is in send from rank 1 to rank 5 of PIPELINE"),
+    "sends twice": ("order", 1, PIPELINE, "ranks 1, 5 wait for each other in send"),
     "raised": ("raised", 5, None, "it raised ValueError: the batch holds a token"),
     "raised and stays": ("raised", 5, TENSOR, "it raised ValueError: the batch holds a token"),
     "slow": ("never entered", 5, TENSOR, "hanging.py"),
