@@ -323,7 +323,7 @@ class Rules:
 
     def _is_only_one(self, departure: Departure) -> bool:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
-        if departure.before is False or departure.is_new or self.waiting.gone:
+        if departure.before is False or self.waiting.gone:
             return False
         others = self.ranks.keys() - {departure.rank}
         return (

@@ -31,18 +31,17 @@ class Departure(NamedTuple):
     others: int  # ranks that did the same until then and made the due call
     alike: int  # ranks that did the same until then and departed as this one
     before: bool | None  # whether it made the due call itself, earlier; None: nothing is known
-    is_new: bool = False  # it never made such a call before, and ranks of another role do
 
     @property
     def is_proven(self) -> bool:
         """Whether both its past and most of several ranks speak against it."""
-        return self.before is True and self.others > max(1, self.alike) and not self.is_new
+        return self.before is True and self.others > max(1, self.alike)
 
     @property
     def weight(self) -> tuple[int, int, int]:
         """How much speaks against it; the greater, the more."""
         own = {True: 2, None: 0, False: -1}[self.before]
-        score = own + (self.others > self.alike) + self.is_proven - self.is_new
+        score = own + (self.others > self.alike) + self.is_proven
         return (score, self.at, self.others - self.alike)
 
 
@@ -73,14 +72,12 @@ class History:
         # Ranks with equal tokens are one class: its first rank stands for all of them.
         self._size_of = {ranks[0]: len(ranks) for ranks in same.values()}
         self._makers: Counter[int] = Counter()  # how many ranks made a token
-        self._makers_of_kind: Counter[int] = Counter()
         cut = [len(dump.calls) for dump in recording.ranks.values() if not dump.whole]
         self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
         # After a past: each token that followed it, the rank that made it, and how many ranks did.
         self._next: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
         for rank, size in self._size_of.items():
             self._makers.update(dict.fromkeys(np.unique(self._tokens[rank]).tolist(), size))
-            self._makers_of_kind.update(dict.fromkeys(np.unique(self._kinds[rank]).tolist(), size))
             tokens = self._tokens[rank].tolist()
             pasts = self._pasts(rank)
             for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
@@ -207,10 +204,8 @@ class History:
             before = self._made_before(kinds, at, int(peer_kinds[peer_at]))
             if others > alike or (before and others == alike):
                 due = self.recording.ranks[peer].calls[peer_at]
-                is_first = kinds[at] not in kinds[:at]
-                is_new = is_first and self._makers_of_kind[int(kinds[at])] > alike
                 after = calls[at - 1] if at else None
-                yield Departure(rank, at, due, after, others, alike, before, is_new)
+                yield Departure(rank, at, due, after, others, alike, before)
 
     def _made_before(self, kinds: Any, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
