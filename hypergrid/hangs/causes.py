@@ -257,7 +257,9 @@ class Rules:
         if not is_gone and any(self._is_old(rank, wait) for rank in named):
             return "old"
         # One rank may wait in a call that should not be, for ranks that have done all.
-        is_common = self.history.makers(wait.rank, wait.at) > max(1, len(named))
+        makers = self.history.makers(wait.rank, wait.at)
+        is_unusual = self.history.is_usual(wait.rank, wait.at) is False
+        is_common = makers > max(1, len(named)) and (not is_unusual or makers >= _MANY * len(named))
         if not is_common or (is_gone and not self._is_everyone_right()):
             return "either"
         return ""
@@ -300,7 +302,8 @@ class Rules:
         calls = self.ranks[rank].calls
         for at in range(max(0, len(calls) - _BEFORE), len(calls)):
             title = calls[at].title
-            is_common = self.history.makers(rank, at) >= _MANY or self.history.is_usual(rank, at)
+            is_common = self.history.makers(rank, at) >= _MANY
+            is_common = is_common or bool(self.history.is_usual(rank, at))
             if title.backend == "gloo" and not title.p2p and not is_common:
                 return False
         return True

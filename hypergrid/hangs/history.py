@@ -122,11 +122,11 @@ class History:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
 
-    def is_usual(self, rank: int, at: int) -> bool:
-        """Whether a rank did before what it did there."""
+    def is_usual(self, rank: int, at: int) -> bool | None:
+        """Whether a rank did before what it did there; None if it was never in such a place."""
         kinds = self._kinds[rank]
         due, length = _expected(kinds, at)
-        return length >= _LONG and bool(kinds[due] == kinds[at])
+        return bool(kinds[due] == kinds[at]) if length >= _LONG else None
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
