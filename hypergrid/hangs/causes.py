@@ -130,9 +130,10 @@ class Rules:
             kind = "no dump" if named <= waiting.gone else kind
         waits = self._waits_for(named)
         nearest = max(waits, key=lambda wait: self._nearness(named, wait), default=None)
+        # Of all that nobody explains, also of those that are missed elsewhere.
+        doubt = self._doubt(kind, named, nearest)
         if nearest is not None:
             named = named.intersection(nearest.missed)
-        doubt = self._doubt(kind, named, nearest)
         return Cause(kind, self._most_missed_first(named), nearest, doubt=doubt)
 
     def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:

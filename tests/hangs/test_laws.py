@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.degraded import KINDS
-from tests.support.laws import GOALS, tally, verdict
+from tests.support.laws import GOALS, judged, tally, verdict
 from tests.support.programs import Op, Program, Run, injected, random_program
 
 
@@ -51,6 +51,12 @@ def test_no_innocent_is_named_with_certainty_if_several_are_guilty():
     found = tally(range(250), several=True, only="whole")["whole"]
     assert found.holds(0), found.wrong
     assert found.cases > 150 and found.certain > found.cases / 3
+
+
+def test_ranks_that_are_missed_in_several_groups_are_not_certain_by_one_of_them():
+    """Three ranks called the wrong group: of those missed there, some are missed elsewhere too."""
+    (case,) = judged(30000056, several=True, kinds=("short buffer",), varied=True)
+    assert not case.wrong, case.found.sentence
 
 
 def test_what_two_programs_with_other_culprits_leave_alike_is_not_certain():
