@@ -28,7 +28,7 @@ def build(*, name: str = "", **arguments: Any) -> Any:
     """Create the groups of one model, and return them as a complete ``ProcessGroupCollection``.
 
     No global is read or written. *Collective*; arguments and errors as for
-    ``ParallelState.create``.
+    ``ParallelState.create``, and ValueError if the class has fields that hypergrid does not know.
 
     Returns
     -------
@@ -38,6 +38,7 @@ def build(*, name: str = "", **arguments: Any) -> Any:
         groups by their size; ``virtual_pipeline_stages``, None without any; and
         ``parallel_state``, which owns the groups: ``collection.parallel_state.destroy()``.
     """
+    _check_fields(_fields(None)[0])  # before a group exists
     state = ParallelState.create(name=name, **arguments)
     collection = from_state(state)
     for row in ROWS:
@@ -53,9 +54,12 @@ def from_state(state: ParallelState, required: Iterable[str] | None = None) -> A
     """The ``ProcessGroupCollection`` of ``state``'s groups, those that its getters give. *Local*.
 
     ``state`` is ``compat.parallel_state.current_state()``, or one of your own; ``required`` are
-    names of fields, by default all that the installed release has. Raises ValueError on others.
+    names of fields, by default all that the installed release has. Raises ValueError on others,
+    and by default if the release has fields that hypergrid does not know.
     """
     collection, names = _fields(required)
+    if required is None:
+        _check_fields(collection)
     slots = {name: SLOTS[name] for name in names}
     return collection(**{name: slot and getattr(state, slot) for name, slot in slots.items()})
 
@@ -110,3 +114,14 @@ def _fields(required: Iterable[str] | None) -> tuple[Any, list[str]]:
                 f"{known}."
             )
     return ProcessGroupCollection, names
+
+
+def _check_fields(collection: Any) -> None:
+    """Refuse to fill all fields of a class that has others than hypergrid knows: ValueError."""
+    unknown = [field.name for field in fields(collection) if field.name not in SLOTS]
+    if unknown:
+        raise ValueError(
+            f"this megatron-core's ProcessGroupCollection has fields that hypergrid cannot fill: "
+            f"{', '.join(unknown)}. Name the fields that your code needs: "
+            f"from_state(state, required=[...])."
+        )

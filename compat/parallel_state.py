@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch as torch  # outside code reaches it, and `logger`, through upstream's module
@@ -47,6 +48,7 @@ from compat.swap import warn_of_a_second_state
 from compat.swap.order import resolve_order
 
 logger = logging.getLogger(__name__)
+HAVE_EINOPS = find_spec("einops") is not None
 
 
 def current_state() -> ParallelState:

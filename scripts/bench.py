@@ -178,6 +178,7 @@ def all_cases(bench: Bench) -> list[Case]:
         ),
         Case(AUDITED, audited),
         Case(IMPORT, imports),
+        Case((SHADOW,), shadow),
         Case((RECORDED.format(recorded(bench)),), diagnosis),
         Case(RECORDING, recording),
     ]
@@ -203,7 +204,9 @@ IMPORT = (
     "Import of `compat.parallel_state`",
     "Megatron modules that the import brings",
     "CUDA contexts that the import makes",
+    "What the swap compares before it replaces megatron's modules",
 )
+SHADOW = "Initialisation of 8 gloo ranks with `--shadow`, without its imports"
 RECORDING = (
     "CPU of an `all_reduce` of one gloo rank, recorded by `hypergrid.record`",
     "The same, not recorded on both sides",
@@ -371,7 +374,24 @@ def imports(bench: Bench) -> list[Row]:
         Row(IMPORT[0], of("ours", "seconds"), of("stock", "seconds"), at_most=0.05),
         Row(IMPORT[1], of("ours", "megatron"), of("stock", "megatron"), kind="count", at_most=0),
         Row(IMPORT[2], of("ours", "cuda"), of("stock", "cuda"), kind="count", at_most=0),
+        Row(IMPORT[3], of("ours", "compared"), at_most=0.03),
     ]
+
+
+def shadow(bench: Bench) -> list[Row]:
+    """Stock, and stock with a plan of ours beside it, in pairs."""
+    stock = {"side": "stock", "environment": {}}
+    found = child(
+        "bench_real.py",
+        job="compare",
+        timeout=600,
+        world=8,
+        variants={"stock": stock, "shadow": {**stock, "shadow": True}},
+        repeats=bench.repeats(9, 2),
+        seconds=bench.seconds(40),
+    )
+    seconds = found["shadow"]["seconds"], found["stock"]["seconds"]
+    return [Row(SHADOW, *seconds, paired=True)]
 
 
 def diagnosis(bench: Bench) -> list[Row]:

@@ -17,6 +17,7 @@ from bench_sides import answer, digest, load, rounds
 from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
+from compat.swap import shadow
 from tests.support import forked
 from tests.support.counting import CountingStore
 
@@ -32,6 +33,8 @@ def one_rank(rank: int, world: int, variant: dict[str, Any], counting: bool) -> 
     """Initialise between two barriers and say how long that took, or what it did."""
     os.environ.update(variant["environment"])
     module = load(variant["side"])
+    if variant.get("shadow"):
+        shadow.watch(module)
     store: Any = forked.store()
     calls: Counter[str] = Counter()
     if counting:

@@ -187,8 +187,20 @@ def import_side(side: str) -> dict[str, Any]:
     importlib.import_module(
         "compat.parallel_state" if side == "ours" else "megatron.core.parallel_state"
     )
+    seconds = time.perf_counter() - start
+    compared = 0.0
+    if side == "ours":
+        from compat.swap import REPLACEMENTS, drift
+
+        for replacement in REPLACEMENTS.values():
+            importlib.import_module(replacement)
+        start = time.perf_counter()
+        for module in REPLACEMENTS:
+            drift.refuse_drift(module)
+        compared = time.perf_counter() - start
     return {
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
+        "compared": compared,
         "megatron": sum(name.split(".")[0] == "megatron" for name in sys.modules),
         "cuda": torch.cuda.is_initialized(),
     }

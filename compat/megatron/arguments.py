@@ -14,7 +14,7 @@ from typing import Any
 
 from compat.megatron import communicators, encoder, replaced
 from compat.megatron.rank_generator import RankGenerator, inject_gtp_remat_axis, lay_out
-from compat.megatron.releases import RELEASE_HAS
+from compat.megatron.releases import RELEASE_HAS, take_defaults
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.policy import CHOICES, Policy, outermost
@@ -69,6 +69,7 @@ def _minutes(given: Any) -> float:
 
 
 @dataclass(frozen=True, eq=False)
+@take_defaults
 class Arguments:
     """A request to ``initialize_model_parallel``, field by field as its arguments."""
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from compat.megatron.sources import Source, imported_source
+from compat.megatron.sources import UNREADABLE, Source, imported_source
 from hypergrid.messages import shown
 
 Version = tuple[int, int]
 Span = tuple[Version, Version]  # the first and the last release with a behaviour
 F = TypeVar("F", bound=Callable[..., object])
+T = TypeVar("T")
 
 # THE LIST of releases: the last one of each line, with which the tests compare. Whatever depends on
 # the newest, in scripts and tests too, takes it from here.
@@ -44,7 +45,7 @@ def _since(first: Version) -> Span:
 _FIRST: dict[Version, str] = {  # ... and from which release on
     (0, 13): """
         create_hierarchical_groups overwrite_nccl_comm_cfgs high_priority_stream_groups vp_stage
-        get_intra_distributed_optimizer_instance_group
+        get_intra_distributed_optimizer_instance_group HAVE_EINOPS
         get_inter_distributed_optimizer_instance_group
         partial_expert_data_parallel get_expert_data_parallel_group.check_initialized
         get_model_parallel_group.check_initialized get_embedding_group.check_initialized
@@ -185,11 +186,12 @@ def _known(text: str, origin: str) -> Version:
     release = (int(found[1]), int(found[2]))
     known = min(max(release, OLDEST), NEWEST)
     if release != known:
-        end = "newer than {}.{}, the newest" if known == NEWEST else "older than {}.{}, the oldest"
+        follows = "{}.{}".format(*known)
+        word = "newer" if release > known else "older"
         warnings.warn(
-            f"megatron-core {text} is {end.format(*known)} release that hypergrid knows: it "
-            "behaves as {}.{}. Compare the two releases' parallel_state, or use a hypergrid that "
-            "knows yours; {}={}.{} silences this.".format(*known, ASKED, *known),
+            f"megatron-core {text} is {word} than every release that hypergrid knows: it behaves "
+            f"as {follows}. Compare the two releases' parallel_state, or use a hypergrid that "
+            f"knows yours; {ASKED}={follows} silences this.",
             stacklevel=3,
         )
     return known
@@ -220,7 +222,7 @@ def _decide() -> tuple[Version, Source | None, str]:
         except metadata.PackageNotFoundError:
             text, origin = PUBLISHED[-1], "none installed"
     stated = _known(text, origin)
-    if source is None or not source.arguments:
+    if source is None or not source.functions:
         return stated, None, origin
     return _nearest(source, stated), source, origin
 
@@ -259,36 +261,6 @@ def in_words() -> str:
     return said
 
 
-def check_replaced(ours: Mapping[str, Any]) -> None:
-    """Refuse to stand in for a ``parallel_state.py`` that has what the module ``ours`` lacks.
-
-    RuntimeError with the names; a warning where a release was asked for.
-    """
-    source = SOURCE or imported_source()
-    if source is None:
-        return
-    lacking = [name for name in source.private if name not in ours]
-    for name, arguments in source.arguments.items():
-        if name.startswith("_"):
-            continue
-        taken = inspect.signature(ours[name]).parameters if name in ours else ()
-        missing = [f"{name}({each}=)" for each in arguments if each not in taken]
-        lacking += missing if name in ours else [f"{name}()"]
-    if not lacking:
-        return
-    text = (
-        f"megatron's own parallel_state has {', '.join(sorted(lacking))}, and hypergrid's has not, "
-        f"which follows megatron-core {in_words()}; read in {source.path}."
-    )
-    if os.environ.get(ASKED):
-        warnings.warn(f"{text} {ASKED} asks for this.", stacklevel=2)
-        return
-    raise RuntimeError(
-        f"{text} Use a hypergrid that knows this megatron; or, if your code uses none of that, set "
-        f"{ASKED}={RELEASE[0]}.{RELEASE[1]}."
-    )
-
-
 def drop_absent(names: dict[str, Any]) -> None:
     """Remove from a module's names those that the release does not have."""
     for name in [name for name in names if not has(name)]:
@@ -303,6 +275,27 @@ def follow(text: str | None = None) -> None:
     RELEASE_HAS.update(facts())
 
 
+def _other_defaults(function: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The constant defaults of the source's initialisation that differ from the ``known`` ones.
+
+    Of initialisation alone: a default of another function may be more than what a caller gets.
+    """
+    if SOURCE is None or function != "initialize_model_parallel":
+        return {}
+    return {
+        name: default
+        for name, default in SOURCE.functions.get(function, {}).items()
+        if default is not UNREADABLE and name in known and known[name] != default
+    }
+
+
+def take_defaults(fields: type[T]) -> type[T]:
+    """Give the fields of a class the constant defaults of the source's initialisation."""
+    for name, default in _other_defaults("initialize_model_parallel", vars(fields)).items():
+        setattr(fields, name, default)
+    return fields
+
+
 def as_released(function: F) -> F:
     """Give the arguments of ``function`` the positions and defaults that they have in ``RELEASE``.
 
@@ -312,7 +305,7 @@ def as_released(function: F) -> F:
     signature, name = inspect.signature(function), function.__name__
     parameters = signature.parameters
     always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    placed = SOURCE.arguments.get(name, [""]) if SOURCE is not None else [""]
+    placed = [*SOURCE.functions.get(name, [""])] if SOURCE is not None else [""]
     if not {*placed} <= {*always}:
         in_table = {n: f"{name}.{n}" if f"{name}.{n}" in SPANS else n for n in always}
         placed = [n for n, row in in_table.items() if row not in SPANS or present(row)]
@@ -325,6 +318,7 @@ def as_released(function: F) -> F:
         for n, (span, default) in DEFAULTS.items()
         if n in written and _is_in(span, RELEASE)
     }
+    now |= _other_defaults(name, now)
     named = [n for n in parameters if n not in placed and (EVERY or n not in always)]
     released: Any = function
     if now != written or [*placed, *named] != [*parameters]:
@@ -347,22 +341,13 @@ def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[s
     first = code.co_firstlineno - 1
     tree = ast.parse("\n" * first + "".join(lines[first:end]))
     written: Any = tree.body[0]
-    taken = [*placed, *named]
     written.decorator_list, written.returns = [], None
-    written.args = ast.arguments(
-        posonlyargs=[],
-        args=[ast.arg(name) for name in placed],
-        kwonlyargs=[ast.arg(name) for name in named],
-        kw_defaults=[None for _ in named],
-        defaults=[],
-    )
-    constants = {name: value for name, value in given.items() if name not in taken}
-    compiled = compile(
-        ast.fix_missing_locations(_Constants(constants).visit(tree)),
-        code.co_filename,
-        "exec",
-        dont_inherit=True,
-    )
+    header = ", ".join([*placed, *(["*", *named] if named else [])])
+    constants = [f"{name} = {given[name]!r}" for name in given if name not in (*placed, *named)]
+    outline: Any = ast.parse(f"def outline({header}):\n    {'; '.join(constants) or 'pass'}")
+    written.args = outline.body[0].args
+    written.body[:0] = outline.body[0].body
+    compiled = compile(tree, code.co_filename, "exec", dont_inherit=True)
     name = function.__name__
     new = next(each for each in compiled.co_consts if getattr(each, "co_name", "") == name)
     made = FunctionType(new, function.__globals__, name)
@@ -372,11 +357,3 @@ def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[s
     made.__defaults__ = tuple(have[name] for name in placed if name in have)
     made.__kwdefaults__ = {name: have[name] for name in named}
     return made
-
-
-class _Constants(ast.NodeTransformer):
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(self.values[node.id]) if node.id in self.values else node

@@ -1,7 +1,7 @@
-"""Reads Megatron's own ``parallel_state.py`` without importing it: its names and arguments.
+"""Reads the modules of Megatron that hypergrid replaces, without importing them.
 
-A version number does not say that: branches and pre-releases carry the number of a release whose
-file they do not have.
+A version number does not say which names and arguments they have: branches and pre-releases carry
+the number of a release whose file they do not have.
 """
 
 from __future__ import annotations
@@ -9,25 +9,42 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-# Read by these, and only signatures as a syntax tree: the tree of the whole file costs ten times
-# as much.
-_HEAD = re.compile(r"^def (\w+)\(.*?\)(?:\s*->[^\n]*?)?:[ \t]*(?:#[^\n]*)?$", re.M | re.S)
-_ASSIGNED = re.compile(r"^(_[A-Za-z]\w*)[ \t]*(?::[^=\n]+)?=(?!=)|^[ \t]+global (_\w+)", re.M)
-_METHOD = re.compile(r"^    def (\w+)", re.M)
+# A function's head and its body: all lines that follow and are indented deeper, empty or comments.
+_FUNCTION = re.compile(
+    r"^([ \t]*)((?:async )?def \w+\(.*?\)(?:\s*->[^\n]*?)?:[ \t]*(?:#[^\n]*)?)\n"
+    r"(?:\1[ \t]+[^\n]*\n|[ \t]*(?:#[^\n]*)?\n)*",
+    re.M | re.S,
+)
+_GLOBAL = re.compile(r"^[ \t]+global ([\w, \t]+)", re.M)
 _VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
+_MODULES = ("parallel_state", "hyper_comm_grid")
+_WRAPPERS = ("staticmethod", "classmethod", "property")
+UNREADABLE = object()  # in place of a default that is no constant, or is not there
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function, method, class or value that a module defines, also under an ``if``."""
+
+    name: str  # of a method or field with its class, such as "RankGenerator.get_ranks"
+    kind: str  # "function", "class" or "value"
+    text: str  # such as "get_all_ranks(order=None)", "class RankGenerator", "HAVE_EINOPS = True"
+    defaults: dict[str, Any] = field(default_factory=dict)  # of each argument
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Names in a ``parallel_state.py`` and in ``HyperCommGrid`` beside it, and its version."""
+    """What ``parallel_state.py`` and the files beside it define, and their version."""
 
     path: Path
     version: str  # such as "0.19"; empty where nothing says it
-    arguments: dict[str, list[str]]  # of each function, in order
-    private: frozenset[str]  # globals
+    definitions: dict[str, list[Definition]]  # of "parallel_state" and "hyper_comm_grid"
+    functions: dict[str, dict[str, Any]]  # of parallel_state.py; of each argument the default
     # All of these: functions, globals, arguments, "function.argument", "HyperCommGrid.method".
     names: frozenset[str]
 
@@ -39,22 +56,87 @@ def imported_source() -> Source | None:
 
 
 def read(core: Path) -> Source:
-    """The names in a folder ``megatron/core``; a file that is not there has none."""
-    files = [core / name for name in ("parallel_state.py", "hyper_comm_grid.py", "package_info.py")]
-    text, grid, info = (f.read_text(errors="replace") if f.is_file() else "" for f in files)
-    heads = ast.parse("\n".join(f"{match[0]} ..." for match in _HEAD.finditer(text)))
-    numbers = dict(_VERSION.findall(info))
-    arguments = {
-        node.name: [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
-        for node in heads.body
-        if isinstance(node, ast.FunctionDef)
+    """What the modules in a folder ``megatron/core`` define; a file that is missing has nothing."""
+    definitions = {name: defined(core / f"{name}.py") for name in _MODULES}
+    state = definitions["parallel_state"]
+    numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
+    functions = {
+        row.name: row.defaults for row in state if row.kind == "function" and "." not in row.name
     }
-    private = frozenset(one or other for one, other in _ASSIGNED.findall(text))
-    names = {*arguments, *private, *(f"HyperCommGrid.{name}" for name in _METHOD.findall(grid))}
-    for function, taken in arguments.items():
-        names |= {*taken, *(f"{function}.{name}" for name in taken)}
-    version = ".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers)
-    return Source(files[0], version, arguments, private, frozenset(names))
+    names = {row.name for row in state} | {row.name for row in definitions["hyper_comm_grid"]}
+    for function, arguments in functions.items():
+        names |= {*arguments, *(f"{function}.{name}" for name in arguments)}
+    return Source(
+        path=core / "parallel_state.py",
+        version=".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers),
+        definitions=definitions,
+        functions=functions,
+        names=frozenset(names),
+    )
+
+
+def defined(path: Path) -> list[Definition]:
+    """What a module defines, in its order: of classes also the methods and fields.
+
+    RuntimeError for a file that is not Python.
+    """
+    text = _text(path)
+    try:
+        # Without the bodies of functions: the tree of the whole file costs five times as much.
+        tree = ast.parse(_FUNCTION.sub(r"\1\2\n\1 ...\n", text))
+    except SyntaxError:
+        try:
+            tree = ast.parse(text)
+        except SyntaxError as error:
+            raise RuntimeError(f"{path} cannot be read as Python: {error}.") from None
+    definitions = list(_defined_by(tree))
+    # A global may be set in functions alone.
+    known = {row.name for row in definitions}
+    declared = re.findall(r"\w+", " ".join(_GLOBAL.findall(text)))
+    new = dict.fromkeys(name for name in declared if name not in known)
+    return definitions + [Definition(name, "value", name) for name in new]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            wrapper = "".join(f"@{name} " for name in decorators if name in _WRAPPERS)
+            yield _function(prefix + node.name, wrapper, node.args)
+        elif isinstance(node, ast.ClassDef):
+            name = prefix + node.name
+            yield Definition(name, "class", f"class {name}")
+            yield from _defined_by(node, f"{name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            value = f" = {ast.unparse(node.value)}" if isinstance(node.value, ast.Constant) else ""
+            for target in ast.walk(node):
+                if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                    name = prefix + target.id
+                    yield Definition(name, "value", name + value)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            yield Definition("import *", "value", "import *")  # its names are not known
+        else:
+            yield from _defined_by(node, prefix)  # under if, try, with, and in loops
+
+
+def _function(name: str, wrapper: str, written: ast.arguments) -> Definition:
+    by_place = [*written.posonlyargs, *written.args]
+    no_defaults = [None] * (len(by_place) - len(written.defaults))
+    values = map(_constant, [*no_defaults, *written.defaults, *written.kw_defaults])
+    names = [argument.arg for argument in (*by_place, *written.kwonlyargs)]
+    for node in ast.walk(written):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    text = f"{wrapper}{name}({ast.unparse(written)})"
+    return Definition(name, "function", text, dict(zip(names, values, strict=True)))
+
+
+def _constant(node: ast.expr | None) -> Any:
+    return node.value if isinstance(node, ast.Constant) else UNREADABLE
 
 
 def _package(name: str, inside: list[str] | None = None) -> list[str]:

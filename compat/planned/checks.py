@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from compat.planned.job import Job
 from compat.planned.layouts import Layouts, groups_by_kind
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
@@ -63,7 +64,58 @@ def findings(
             if rule not in remaining_rules and finding.order is None:
                 remedy = f"order={order} avoids it."
                 by_rule[rule] = replace(finding, remedy=remedy, order=order)
-    return sorted(by_rule.values(), key=lambda finding: _SEVERITIES.index(finding.severity))
+    return by_severity(by_rule.values())
+
+
+def by_severity(found: Iterable[Finding]) -> list[Finding]:
+    """The findings, the most severe first."""
+    return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
+
+
+# Flags with which Megatron splits the layers, or the batch, in another way.
+_UNEVEN = {"--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+           "--hybrid-layer-pattern", "--encoder-num-layers"}  # fmt: skip
+_OTHER_BATCHES = {"--rampup-batch-size", "--step-batch-size-schedule"}
+
+
+def refusals(job: Job) -> Iterator[Finding]:
+    """Findings: what Megatron's own checks of its arguments refuse, with their conditions."""
+    model = job.model
+    flags = {flag for names in job.flags.values() for flag in names}
+
+    def size(name: str) -> int:
+        value: int = job.arguments.get(f"{name}_parallel_size", 1)
+        return value
+
+    stages = size("pipeline_model")
+    virtual = size("virtual_pipeline_model")
+    ranks = size("tensor_model") * stages * size("context")
+    layers = model.get("num-layers", 0)
+    layers += model.get("with_embedding", 0) + model.get("with_loss", 0)
+    splits = [
+        ("num-experts", model.get("num-experts"), size("expert_model"),
+         "num_experts % expert_model_parallel_size == 0", "the expert-parallel size"),
+        ("num-attention-heads", model.get("num-attention-heads"), size("tensor_model"),
+         "num_attention_heads % tensor_model_parallel_size == 0", "the tensor-parallel size"),
+    ]  # fmt: skip
+    if layers and not flags & _UNEVEN:
+        condition = "num_layers % (pipeline stages * virtual stages) == 0"
+        splits.append(("num-layers", layers, stages * virtual, condition, "the pipeline's stages"))
+    batch = model.get("global-batch-size")
+    if batch is not None and not flags & _OTHER_BATCHES:
+        each = model.get("micro-batch-size", 1) * (job.world_size // ranks)
+        condition = "global_batch_size % (micro_batch_size * data_parallel_size) == 0"
+        splits.append(("global-batch-size", batch, each, condition,
+                       "micro-batch size x data-parallel size"))  # fmt: skip
+    for rule, number, parts, condition, what in splits:
+        if number is not None and (number < 1 or number % parts):
+            yield Finding(
+                rule,
+                "error",
+                f"--{rule} is {number}, which {what}, {parts}, does not divide.",
+                f"Megatron refuses its arguments: {condition}.",
+                f"Change --{rule}, or {what}.",
+            )
 
 
 def faults(

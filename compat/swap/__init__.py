@@ -14,7 +14,8 @@ from types import ModuleType
 from compat.swap import own_orders
 from compat.transformer_engine.process import warn_of_an_empty_package
 
-OURS = {
+# By Megatron's name: the module that replaces it.
+REPLACEMENTS = {
     "megatron.core.parallel_state": "compat.parallel_state",
     "megatron.core.hyper_comm_grid": "compat.hyper_comm_grid",
 }
@@ -30,19 +31,19 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in OURS:
+        if fullname in REPLACEMENTS:
             return ModuleSpec(fullname, self)
         if fullname in own_orders.MODULES:
             own_orders.warn_of_own_order(fullname)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(OURS[spec.name])
+        module = import_module(REPLACEMENTS[spec.name])
         if spec.name.endswith("parallel_state"):
             if _given:  # and gone from sys.modules: upstream's would be a fresh one
                 module = reload(module)
             _given.add(spec.name)
-            import_module("compat.megatron.releases").check_replaced(vars(module))
+        import_module("compat.swap.drift").refuse_drift(spec.name)
         spec.loader_state = module.__spec__
         return module
 
@@ -94,7 +95,11 @@ def uninstall(*, forget_megatron: bool = False) -> None:
     it is imported again; objects of the old modules still exist beside the new ones. Without it
     raises RuntimeError if megatron was imported with our modules.
     """
-    if any(name in sys.modules for name in OURS) and not _stock_modules() and not forget_megatron:
+    if (
+        any(name in sys.modules for name in REPLACEMENTS)
+        and not _stock_modules()
+        and not forget_megatron
+    ):
         raise RuntimeError(
             f"megatron is already imported with hypergrid's parallel_state, in "
             f"{len(_importers())} modules. Start a new process for stock, or pass "
@@ -104,7 +109,7 @@ def uninstall(*, forget_megatron: bool = False) -> None:
         sys.meta_path.remove(_finder)
     _given.clear()
     if forget_megatron:
-        for name in [*_importers(), *OURS]:
+        for name in [*_importers(), *REPLACEMENTS]:
             sys.modules.pop(name, None)
 
 
@@ -115,13 +120,13 @@ def is_installed() -> bool:
 
 def stray_bindings() -> list[str]:
     """Names in loaded megatron modules that still mean megatron's own parallel_state."""
-    ours = {name: sys.modules.get(module) for name, module in OURS.items()}
+    ours = {name: sys.modules.get(module) for name, module in REPLACEMENTS.items()}
     strays = []
     for name in _importers():
         for key, value in list(vars(sys.modules[name]).items()):
             where = "__name__" if isinstance(value, ModuleType) else "__module__"
             home = getattr(value, where, None)
-            if home in ours and value is not ours[home] and name not in OURS:
+            if home in ours and value is not ours[home] and name not in REPLACEMENTS:
                 strays.append(f"{name}.{key}")
     return strays
 
@@ -151,7 +156,7 @@ def warn_of_a_second_state() -> None:
 def _stock_modules() -> list[str]:
     return [
         name
-        for name, module in OURS.items()
+        for name, module in REPLACEMENTS.items()
         if name in sys.modules and sys.modules[name] is not sys.modules.get(module)
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,29 +20,16 @@ from hypergrid.agreement.store import (
 from hypergrid.errors import CreationError
 from hypergrid.messages import in_words, shortened
 
+NO_ADDRESS = "published no address to connect to"  # what a rank says that waited for another
 _FAILED = 1  # what a rank that has failed arrives with, the others with 0
 
 
-class _Thread(threading.local):
-    phase: Phase | None = None  # of the groups that this thread creates
-
-
-_thread = _Thread()
+_phases: list[Phase] = []  # of the groups that this process creates, the outermost first
 
 
 def another_rank_failed() -> bool:
-    """Whether one of the ranks that create groups together with this thread has failed."""
-    return _thread.phase is not None and _thread.phase.is_decided()
-
-
-@contextmanager
-def _creating(phase: Phase) -> Iterator[None]:
-    outer = _thread.phase
-    _thread.phase = phase
-    try:
-        yield
-    finally:
-        _thread.phase = outer
+    """Whether one of the ranks that create groups together with this process has failed."""
+    return bool(_phases) and _phases[-1].is_decided()
 
 
 @contextmanager
@@ -70,8 +56,11 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
 
     with noticing_a_dead_link(store, timeout):
         try:
-            with _creating(phase):
+            _phases.append(phase)
+            try:
                 yield
+            finally:
+                _phases.remove(phase)
         except BaseException as error:
             raise_if_waits_ended()  # nothing is to wait any more, also not for the store
             first = None
@@ -81,7 +70,9 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
                 phase.publish(own, early=True)
                 first = phase.outcome(timeout, absent)
                 phase.leave_after_a_failure(store, all_come=True)
-            if isinstance(error, CreationError) and first not in (None, own):
+            # A rank that only waited for this one is no cause of this one's failure.
+            only_waited = first is not None and NO_ADDRESS in first and NO_ADDRESS not in own
+            if isinstance(error, CreationError) and first not in (None, own) and not only_waited:
                 text = f"{shortened(str(error), 200)} The first to fail: {first}"
                 raise CreationError(text) from error.__cause__
             raise

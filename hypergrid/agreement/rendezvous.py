@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import (
     append,
+    first_value,
     forget,
     forget_lines,
     interval,
@@ -33,8 +35,19 @@ from hypergrid.messages import few, one_line
 
 _COMPARE, _ROLL_CALL = "compare", "roll call"  # outcomes that ask each rank for more
 _GRACE = timedelta(seconds=30)  # for ranks that are there already
+_UNTIL_SET = timedelta(seconds=4)  # for the outcome of a rank that has decided
 _SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
-_KEYS = ("arrived", "closed", "outcome", "present", "entries", "told", "final", "read")
+_KEYS = (
+    "arrived",
+    "closed",
+    "closed/set",
+    "outcome",
+    "present",
+    "entries",
+    "told",
+    "final",
+    "read",
+)
 
 
 def _nothing() -> None: ...
@@ -105,7 +118,9 @@ class Phase:
 
     def publish(self, outcome: str, early: bool = False) -> bool:
         """Set the outcome unless there is one. ``early``: ranks that come later find it closed."""
-        if self.store.add("closed", 1) > 1:
+        # A rank may decide twice on the same: once for each window that overlaps with this one.
+        decision = f"{secrets.token_hex(8)} {outcome}"
+        if first_value(self.store, "closed", decision) != decision:
             return False
         if early:
             self._sum = self.store.add("arrived", len(self.ranks))
@@ -144,13 +159,21 @@ class Phase:
             if self.publish(_ROLL_CALL, early=True):
                 self._some_are_absent = True
                 return self._call_roll(absent)
-            wait(self.store, ["outcome"], _GRACE, len(self.ranks))
+            self._adopt_decision()
         outcome = peek(self.store, "outcome")
         if outcome == _ROLL_CALL:
             self._some_are_absent = True
             self._answer()
             return self._final(lambda: absent(self._missing()))
         return compared() if outcome == _COMPARE else outcome
+
+    def _adopt_decision(self) -> None:
+        """Another rank has decided. It may have ended before it could set the outcome."""
+        try:
+            wait(self.store, ["outcome"], _UNTIL_SET, len(self.ranks))
+        except RuntimeError:
+            decision = peek(self.store, "closed")
+            self.store.set("outcome", decision.partition(" ")[2])
 
     def _final(self, decide: Callable[[], str]) -> str:
         try:

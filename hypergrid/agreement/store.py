@@ -128,7 +128,7 @@ def first_value(store: Store, key: str, value: str) -> str:
     try:
         found: bytes = store.compare_set(key, "", value)
     except (AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
-        if not store.check([key]):
+        if store.add(f"{key}/set", 1) == 1:
             store.set(key, value)
         found = store.get(key)
     return found.decode()

@@ -14,13 +14,14 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.planned.checks import Finding, faults, findings
-from compat.planned.job import JobError, script_of
+from compat.planned.checks import Finding, by_severity, faults, findings, refusals
+from compat.planned.job import JobError
 from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
 from hypergrid.cli.command import Json, app, command
+from hypergrid.cli.launch import script_of
 from hypergrid.cli.prints import red, span
 from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
@@ -109,7 +110,11 @@ def show(
         from hypergrid.show.page import page
 
         offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        text = page(subject.plan, per_host, offered=offered, within=within)
+        if view is not None:  # the first one is shown at first
+            offered = [view, *(other for other in offered or subject.layouts if other != view)]
+        if by is not None:
+            subject.layouts[name].dim_size(by)  # refuses a dim that is not there
+        text = page(subject.plan, per_host, offered=offered, within=within, by=by)
         html.write_text(text, "utf-8")
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
@@ -129,14 +134,14 @@ def show(
     out.print(f"Ranks of one colour are one group over {chosen}; the last line numbers the groups.")
 
 
-@command()
+@command(of_model=True)
 def check(
     subject: PlannedJob,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
     as_json: Json = False,
 ) -> int:
-    """Check a layout: which placements are expensive, why, and which order avoids them.
+    """Check a layout: what Megatron refuses, which placements are expensive, which order avoids it.
 
     --suggest ranks all orders by how many hosts their groups touch.
 
@@ -158,6 +163,8 @@ def check(
         if ranked.numbers <= asked.numbers and ranked is not asked
     )
     found = findings(_faults_of(subject), subject.layouts, better)
+    if subject.job is not None:
+        found = by_severity([*refusals(subject.job), *found])
     status = int(any(finding.severity != "note" for finding in found))
     if as_json:
         data: dict[str, Any] = {"findings": [asdict(finding) for finding in found]}

@@ -47,21 +47,50 @@ _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
     ("order", str, "tp-cp-ep-dp-pp", "Dims from fastest to slowest."),
     ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
     ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
+    ("defaults", bool, None, "Take the default of ${NAME:-default} where NAME is not set."),
+)
+# What only `check` reads: of the model and the batch.
+_OF_MODEL: tuple[tuple[str, Any, str | None, str], ...] = (
     ("layers", int, None, "Layers of the model."),
+    ("heads", int, None, "Attention heads."),
+    ("experts", int, None, "Experts of each layer."),
+    ("micro-batch-size", int, None, "Sequences of a micro-batch."),
+    ("global-batch-size", int, None, "Sequences of a step."),
 )
 
 
-def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+_SHOWN_BY = "plan"
+_SCRIPT = inspect.Parameter(
+    "script",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Argument(help="A launch script, or a manifest of Kubernetes; - for input."),
+    ],
+)
+
+
+def command(
+    of_model: bool = False, **settings: Any
+) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
     """Make a function a command.
 
     Its docstring is the help, its parameters are the flags (``subject`` stands for those of a
     layout), and it returns the exit status, 0 if nothing. An expected error is printed as one line,
-    with exit status 2. ``settings`` are those of click's context.
+    with exit status 2. ``settings`` are those of click's context; ``of_model`` adds the flags of a
+    model.
     """
 
     def add(function: Callable[..., int | None]) -> Callable[..., None]:
         own = dict(inspect.signature(function, eval_str=True).parameters)
-        of_layout = [_parameter(*flag) for flag in _FLAGS] if own.pop("subject", None) else []
+        of_layout: list[inspect.Parameter] = []
+        if own.pop("subject", None):
+            # The flags of a layout stand in the help of one command, and the others name it.
+            is_shown = function.__name__ == _SHOWN_BY
+            of_layout = [_SCRIPT, *(_parameter(*flag, is_shown=is_shown) for flag in _FLAGS)]
+            if of_model:
+                of_layout += [_parameter(*flag, is_shown=True) for flag in _OF_MODEL]
         keywords = (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values())
         parameters = [*of_layout, *keywords]
 
@@ -87,14 +116,23 @@ def command(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[.
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")
         help_ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        if of_layout and function.__name__ != _SHOWN_BY:
+            help_ += f"\n\nThe flags of a layout are those of `hypergrid {_SHOWN_BY} --help`."
         return app.command(help=help_, context_settings=settings)(run)
 
     return add
 
 
-def _parameter(flag: str, kind: Any, metavar: str | None, what: str) -> inspect.Parameter:
+def _parameter(
+    flag: str, kind: Any, metavar: str | None, what: str, is_shown: bool
+) -> inspect.Parameter:
     option = typer.Option(
-        f"--{flag}", help=what, metavar=metavar, rich_help_panel="Layout", show_default=False
+        f"--{flag}",
+        help=what,
+        metavar=metavar,
+        rich_help_panel="Layout",
+        show_default=False,
+        hidden=not is_shown,
     )
     return inspect.Parameter(
         flag.replace("-", "_"),
@@ -105,16 +143,24 @@ def _parameter(flag: str, kind: Any, metavar: str | None, what: str) -> inspect.
 
 
 def _subject(
+    script: str | None,
     from_args: str | None,
     plan: str | None,
     set: list[str] | None,
     megatron: str | None,
+    defaults: bool | None,
     **given: Any,
 ) -> PlannedJob:
     try:
         releases.follow(megatron)
     except ValueError as error:
         raise JobError(str(error)) from None
+    if script is not None:
+        if from_args is not None or plan is not None:
+            raise JobError("give one of SCRIPT, --from-args and --plan.")
+        if script != "-" and not Path(script).is_file():
+            raise JobError(f"there is no file {script}. A pasted line goes behind --from-args.")
+        from_args = script
     pairs = dict(pair.partition("=")[::2] for pair in set or ())
     if not all("=" in pair for pair in set or ()) or (pairs and from_args is None):
         raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
@@ -123,7 +169,6 @@ def _subject(
         if from_args is not None or megatron is not None or any(given.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
         return saved(Path(plan), per_host, domain)
-    job = (
-        from_sizes(**given) if from_args is None else from_line(line_of(from_args), pairs, **given)
-    )
-    return of_job(job)
+    if from_args is None:
+        return of_job(from_sizes(**given))
+    return of_job(from_line(line_of(from_args), pairs, bool(defaults), **given))

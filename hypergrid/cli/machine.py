@@ -42,10 +42,9 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
             warnings.simplefilter("ignore")  # megatron's, of what else is missing
             from megatron.core import __version__ as release
             from megatron.core.parallel_state import RankGenerator
-        from compat import parallel_state
-        from compat.megatron.releases import check_replaced
+        from compat.swap.drift import refuse_drift
 
-        check_replaced(vars(parallel_state))
+        refuse_drift("megatron.core.parallel_state")
     except RuntimeError as error:
         raise JobError(str(error)) from None
     except ImportError as error:

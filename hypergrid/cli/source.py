@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import isfile
 from pathlib import Path
@@ -11,14 +12,16 @@ from typing import Any
 
 from compat.megatron import releases
 from compat.megatron.planning import Request
-from compat.planned.job import RANKS_PER_HOST, Job, JobError, by_default, from_words, weight
+from compat.planned.job import MOST_RANKS, RANKS_PER_HOST, Job, JobError, check_hosts
 from compat.planned.layouts import SHARDS
-from compat.planned.orders import ranked_orders
-from hypergrid.cli.shell import Command, commands
+from hypergrid.cli.bash import LONGEST, Command, ScriptError, commands
+from hypergrid.cli.kubernetes import is_manifest, pods_of
+from hypergrid.cli.launch import job_of, rank_of
+from hypergrid.cli.world import head_of
 from hypergrid.files import bytes_of, decoded, text_of
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
-from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.plan import GroupPlan
 from hypergrid.topology import Topology
 
 
@@ -52,15 +55,15 @@ class PlannedJob:
         """The layouts under an order; None where it is not allowed."""
         if self.job is not None:
             return self.job.layouts(order)
-        both = {n: each for n, each in self.layouts.items() if n in SHARDS}
+        layouts = {name: layout for name, layout in self.layouts.items() if name in SHARDS}
         if order == self.order:
-            return both
+            return layouts
         try:
-            turned = {name: _turned(layout, order) for name, layout in both.items()}
+            turned = {name: _turned(layout, order) for name, layout in layouts.items()}
         except LayoutError:
             return None
-        pipelines = {each.stride("pp") for each in turned.values() if "pp" in each.dims}
-        return turned if len(pipelines) < 2 else None
+        strides = {layout.stride("pp") for layout in turned.values() if "pp" in layout.dims}
+        return turned if len(strides) < 2 else None
 
     @property
     def hosts(self) -> Topology:
@@ -80,11 +83,12 @@ class PlannedJob:
         if self.nvlink_domain is None:
             return {}
         hosts = self.nvlink_domain // self.ranks_per_host
-        return {name: f"NVLink domain {i // hosts}" for i, name in enumerate(self.hosts.names)}
+        names = enumerate(self.hosts.names)
+        return {name: f"NVLink domain {number // hosts}" for number, name in names}
 
 
-def _topology(ranks: int, in_each: int) -> Topology:
-    return Topology(RankLayout(("rank",), (ranks,)), in_each)
+def _topology(ranks: int, ranks_per_place: int) -> Topology:
+    return Topology(RankLayout(("rank",), (ranks,)), ranks_per_place)
 
 
 def _turned(layout: RankLayout, order: str) -> RankLayout:
@@ -109,7 +113,8 @@ def saved(
     """The plan in a file: what ``plan --json`` printed, or a ``GroupPlan.to_json()``."""
     text = bytes_of(path)
     try:
-        plan, beside = GroupPlan.from_json(text), decoded(text, _Beside, "the plan")
+        plan = GroupPlan.from_json(text)
+        beside = decoded(text, _Beside, "the plan")
     except ValueError as error:
         raise JobError(f"{path}: {error}") from None
     if beside.network is not None:
@@ -117,139 +122,127 @@ def saved(
             f"{path} has a network of hosts of different sizes or of several levels, which is no "
             f"longer read: save the plan again, with --gpus-per-node and --nvlink-domain."
         )
-    for name in (beside.megatron, *_names(plan)):
-        # It would print a line of its own, which could say anything.
-        if "\n" in name:
+    for name in re.findall(rb'"(?:[^"\\]|\\.)*"', text):
+        # A name with a line break would print a line of its own, which could say anything.
+        if "\n" in json.loads(name):
             raise JobError(
-                f"{path} is not a valid plan: a name in it has a line break: {shown(name)}."
+                f"{path} is not a valid plan: a name in it has a line break: "
+                f"{shown(json.loads(name))}."
             )
-    _refuse_large(plan.window.stop, plan.rows)
-    known = range(plan.window.stop)  # an encoder's ranks are in front of the window
-    for what, ranks in _ranks_named(plan):
-        outside = next((rank for rank in ranks if rank not in known), None)
-        if outside is not None:
-            raise JobError(
-                f"{path} is not a valid plan: {what} has rank {outside}, and the first layout, "
-                f"which the plan is for, ends at rank {known[-1]}."
-            )
-    per_host = beside.ranks_per_host if ranks_per_host is None else ranks_per_host
-    domain = beside.nvlink_domain if nvlink_domain is None else nvlink_domain
+    _check_ranks(path, plan)
     assumed: tuple[str, ...] = ()
-    if per_host is None:
-        per_host = min(RANKS_PER_HOST, len(plan.window))
-        assumed = (f"{per_host} ranks on each host; --gpus-per-node says otherwise",)
-    _check_hosts(per_host, domain)
-    return PlannedJob(plan, per_host, domain, None, assumed, beside.megatron)
+    ranks_per_host = beside.ranks_per_host if ranks_per_host is None else ranks_per_host
+    nvlink_domain = beside.nvlink_domain if nvlink_domain is None else nvlink_domain
+    if ranks_per_host is None:
+        ranks_per_host = min(RANKS_PER_HOST, len(plan.window))
+        assumed = (f"{ranks_per_host} ranks on each host; --gpus-per-node says otherwise",)
+    check_hosts(plan.window.stop, ranks_per_host, nvlink_domain)
+    return PlannedJob(plan, ranks_per_host, nvlink_domain, None, assumed, beside.megatron)
 
 
-def _release() -> str:
-    text = ".".join(map(str, releases.RELEASE))
-    return text if releases.ORIGIN == "installed" else f"{text} ({releases.ORIGIN})"
-
-
-_MOST_RANKS, _MOST_ROWS, _MOST_GROUPS = 1 << 20, 1 << 11, 1 << 17
-
-
-def _refuse_large(ranks: int, rows: Sequence[GroupRow] = ()) -> None:
-    """More than this takes more than seconds, or more memory than a laptop has."""
-    counts = (
-        ("ranks", ranks, _MOST_RANKS),
-        ("rows", len(rows), _MOST_ROWS),
-        ("groups that are listed", sum(len(row.explicit or ()) for row in rows), _MOST_GROUPS),
-        ("rows times ranks", len(rows) * ranks, 40 * _MOST_RANKS),
-    )
-    for what, count, most in counts:
-        if count > most:
-            raise JobError(f"{count:,} {what} are too many: at most {most:,} can be planned.")
-
-
-def _check_hosts(ranks_per_host: int, nvlink_domain: int | None) -> None:
-    for flag, ranks in (("gpus-per-node", ranks_per_host), ("nvlink-domain", nvlink_domain)):
-        if ranks is not None and not 0 < ranks <= _MOST_RANKS:
-            raise JobError(f"--{flag} must be from 1 to {_MOST_RANKS:,}, got {shown(ranks)}.")
-    if nvlink_domain is not None and nvlink_domain % ranks_per_host:
-        raise JobError(
-            f"an NVLink domain of {nvlink_domain} GPUs does not hold whole hosts of "
-            f"{ranks_per_host}. Give a multiple of the GPUs of a host."
-        )
-
-
-def _names(plan: GroupPlan) -> Iterator[str]:
+def _check_ranks(path: Path, plan: GroupPlan) -> None:
+    """Refuse a plan with ranks outside its window, or one that would take minutes to print."""
+    count = plan.window.stop
+    listed = [(row.label, group) for row in plan.rows for group in row.explicit or ()]
+    for what, number, most in (
+        ("ranks", count, MOST_RANKS),
+        ("rows", len(plan.rows), 1 << 11),
+        ("groups that are listed", len(listed), 1 << 17),
+        ("rows times ranks", len(plan.rows) * count, 40 * MOST_RANKS),
+    ):
+        if number > most:
+            raise JobError(f"{number:,} {what} are too many: at most {most:,} can be planned.")
+    ranks_of: list[tuple[str, Sequence[int]]] = []
     for name, layout in plan.layouts.items():
-        yield from (name, *layout.dims)
-    for row in plan.rows:
-        yield from (row.label, row.backend or "", row.traffic)
-
-
-def _ranks_named(plan: GroupPlan) -> Iterator[tuple[str, Sequence[int]]]:
-    for name, layout in plan.layouts.items():
-        yield f"the layout {shown(name)}", layout.ranks[-1:]
-    for row in plan.rows:
-        for group in row.explicit or ():
-            yield f"a group of {shown(row.label)}", group
+        ranks_of.append((f"the layout {shown(name)}", [layout.stop - 1]))
+    ranks_of += [(f"a group of {shown(label)}", group) for label, group in listed]
+    for owner, ranks in ranks_of:
+        for rank in ranks:
+            if not 0 <= rank < count:
+                raise JobError(
+                    f"{path} is not a valid plan: {owner} has rank {rank}, and the first layout, "
+                    f"which the plan is for, ends at rank {count - 1}."
+                )
 
 
 def of_job(job: Job) -> PlannedJob:
-    """The plan of a job. A refusal of its order names the best one that is not refused."""
-    _refuse_large(job.world_size)
-    _check_hosts(job.ranks_per_host, job.nvlink_domain)
-    try:
-        plan = job.plan()
-    except JobError as error:
-        if "order" not in job.arguments:
-            raise
-        hosts = _topology(job.world_size, job.ranks_per_host)
-        allowed = ranked_orders(Request.order, job.layouts, hosts)
-        if not allowed:
-            raise
-        raise JobError(f"{error} order={allowed[0].order} can be laid out.") from None
-    return PlannedJob(plan, job.ranks_per_host, job.nvlink_domain, job, job.assumed, _release())
+    """The plan of a job."""
+    release = ".".join(map(str, releases.RELEASE))
+    if releases.ORIGIN != "installed":
+        release += f" ({releases.ORIGIN})"
+    return PlannedJob(job.plan(), job.ranks_per_host, job.nvlink_domain, job, job.assumed, release)
 
 
-def line_of(given: str) -> str:
+def line_of(text: str) -> str:
     """The text of ``--from-args``: the value itself, a file's text, or that of standard input."""
-    return text_of(given) if given == "-" or isfile(given) else given
+    if text == "-" or isfile(text):
+        return text_of(text)
+    if re.fullmatch(r"[\w./~-]+\.(sh|slurm|sbatch|bash|ya?ml|txt|job)", text):
+        raise JobError(f"there is no file {text}.")
+    return text
 
 
-def from_line(text: str, settings: Mapping[str, str] | None = None, **given: Any) -> Job:
+def from_line(
+    text: str, variables: Mapping[str, str] | None = None, defaults: bool = False, **flags: Any
+) -> Job:
     """The job that a launch line or a whole script starts, with these variables and flags."""
-    return started(text, settings, **given)[0]
+    return started(text, variables, defaults, **flags)[0]
 
 
 def started(
-    text: str, settings: Mapping[str, str] | None = None, **given: Any
+    text: str, variables: Mapping[str, str] | None = None, defaults: bool = False, **flags: Any
 ) -> tuple[Job, Command]:
-    """The same, and the command that starts it."""
-    found = list[Command]()
-    for each in commands(text, settings):
-        # A pasted line may have lost the backslashes at its ends.
-        if found and re.match(r"-|.*\.py$", each.words[0].text):
-            found[-1] = replace(found[-1], words=[*found[-1].words, *each.words])
-        else:
-            found.append(each)
-    most = max((weight(each.words) for each in found), default=0)
-    if not most:
+    """The job that a launch line or a whole script starts, and the command that starts it."""
+    if len(text) > LONGEST:
+        raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
+    pods = pods_of(text) if is_manifest(text) else None
+    if pods is not None and flags.get("gpus_per_node") is None:
+        flags["gpus_per_node"] = pods.slots
+    try:
+        environment = pods.variables if pods is not None else head_of(text)
+        line = pods.line if pods is not None else text
+        started_commands, defaults_taken = commands(line, variables, environment, defaults)
+    except ScriptError as error:
+        raise JobError(str(error)) from None
+    launches: dict[int, list[Command]] = {0: [], 1: [], 2: []}
+    for command in started_commands:
+        if command.words[0].text.startswith("-") and command is not started_commands[0]:
+            raise JobError(
+                f"line {command.line} of the launch line begins with a flag. Join it with the line "
+                f"before by a backslash."
+            )
+        launches[rank_of(command.words)].append(command)
+    candidates = launches[2] or launches[1]
+    if not candidates:
         raise JobError(
             "the launch line starts no Python program: paste the line with torchrun or srun, or "
             "the script that has it."
         )
-    starts = [each for each in found if weight(each.words) == most]
-    jobs = [from_words(each.words, each.variables, **given) for each in starts]
-    other = next((i for i, job in enumerate(jobs) if job != jobs[0]), None)
-    if other is not None:
-        one, another = starts[0], starts[other]
-        condition = one.condition or another.condition
+    first = candidates[0]
+    job = job_of(first.words, first.variables, **flags)
+    for other in candidates[1:]:
+        if job_of(other.words, other.variables, **flags) != job:
+            raise JobError(
+                f"lines {first.line} and {other.line} of the launch line start different jobs. "
+                f"Paste one of them, or decide by --set NAME=VALUE which is started."
+            )
+    hosts = -(-job.world_size // job.ranks_per_host)
+    if pods is not None and pods.pods != hosts and flags.get("world_size") is None:
         raise JobError(
-            f"lines {one.line} and {another.line} of the launch line start different jobs. Paste "
-            f"one of them" + (f", or decide {condition} by --set NAME=VALUE." if condition else ".")
+            f"the manifest has {pods.pods} pods, and its command starts {job.world_size} ranks on "
+            f"{hosts} hosts. Change one of them, or give --world-size."
         )
-    assumed = (*jobs[0].assumed, *map(by_default, starts[0].assumed))
-    return replace(jobs[0], assumed=tuple(dict.fromkeys(assumed))), starts[0]
+    assumed = list(job.assumed)
+    for default in dict.fromkeys(defaults_taken):
+        name = default.partition("=")[0]
+        assumed.append(f"{default}, its default; --set {name}=VALUE changes it")
+    return replace(job, assumed=tuple(assumed)), first
 
 
 def read(text: str) -> PlannedJob:
     """One side of a comparison: a saved plan's path, or sizes and launch lines as text."""
-    is_file = "--" not in text and Path(text).is_file()
-    if not is_file and "--" not in text:
+    if "--" in text:
+        return of_job(from_line(text))
+    if not Path(text).exists():
         raise JobError(f"{text!r} is neither a file nor sizes such as '--world-size 64 --tp 4'.")
-    return saved(Path(text)) if is_file else of_job(from_line(text))
+    return saved(Path(text))

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
+from hypergrid.agreement.commit import NO_ADDRESS
 from hypergrid.agreement.prepare import Abilities, Agreement, accept, choose
 from hypergrid.groups import backends, closing, gloo
+from hypergrid.messages import span_of
 from hypergrid.policy import Policy
 
 Ranks: TypeAlias = Sequence[int]
@@ -47,6 +49,9 @@ def by_members(
     with of_torch.numbered(group_name(label, ranks, epoch)):
         try:
             group: ProcessGroup = dist.new_group(list(ranks), **copied_options(options))
+        except gloo.NoAddress as error:
+            missing = span_of([ranks[place] for place in error.places])
+            raise RuntimeError(f"ranks {missing} {NO_ADDRESS}.") from error
         except RuntimeError:
             # A dry run in which outside code has replaced new_group.
             if dist.get_backend() != "fake" or backend in (None, "fake"):

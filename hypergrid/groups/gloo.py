@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import threading
@@ -24,6 +25,9 @@ from hypergrid.groups import sockets
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _FOR_ADDRESSES = timedelta(seconds=5)  # a member may be busy: a short timeout is stretched to it
+_THREADS = 4  # the usual group and its device start three
+_USUAL_STACK = 8 << 20  # bytes
+_OF_A_DEVICE = 4  # descriptors
 # Settings of the user's under which two groups on one device would have the same address, or which
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
@@ -120,6 +124,7 @@ def note(group: Any) -> None:
 def options(size: int, timeout: timedelta | None = None) -> Any:
     """Options of a gloo group of ``size`` members, as torch sets them but for when it connects."""
     lazily = _lazily(size)
+    _check_room(_OF_A_DEVICE)
     shared = _thread.shared
     if shared is None or _connects_later(lazily) or any(name in os.environ for name in _ALONE):
         shared = _Shared()
@@ -159,7 +164,7 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         if size == 1 or _connects_later(_lazily(size)):
             _torchs(group, store, rank, size, chosen)
             return
-        _check_descriptors(size)
+        _check_room(_OF_A_DEVICE + size)
         batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
             if batches:
@@ -179,25 +184,27 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         raise
 
 
-def _check_descriptors(size: int) -> None:
-    """RuntimeError where this process cannot open a connection to each of ``size`` members.
+def _check_room(descriptors: int) -> None:
+    """RuntimeError where this process lacks what the threads of a gloo group take.
 
-    Gloo ends the process when its thread cannot accept a connection.
+    Torch's constructor ends the process when one of its threads starts and the next one has no
+    memory for its stack, and gloo when a thread has no descriptor to accept a connection with.
     """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
-        return
+    stack = max(resource.getrlimit(resource.RLIMIT_STACK)[0], _USUAL_STACK)
+    opened = []
     try:
-        used = len(os.listdir("/proc/self/fd"))
-    except FileNotFoundError:  # another system: nothing is known
-        return
-    except OSError:  # none is left to list them with
-        used = most
-    if most - used < size:
+        mmap.mmap(-1, _THREADS * stack, flags=mmap.MAP_PRIVATE, prot=0).close()
+        for _ in range(descriptors):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
         raise RuntimeError(
-            f"this process may open {most} files, {used} are open, and a gloo group of {size} "
-            f"ranks needs {size} more. Raise the limit: ulimit -n."
-        )
+            f"this process has no room for a gloo group, which takes {descriptors} descriptors and "
+            f"{_THREADS} stacks of {stack >> 20} MiB: {error.strerror}. Raise its limits: ulimit "
+            f"-n and ulimit -v."
+        ) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def _are_options(names: Set[str]) -> bool:
@@ -212,6 +219,14 @@ def _are_options(names: Set[str]) -> bool:
             stacklevel=2,
         )
     return not unknown
+
+
+class NoAddress(RuntimeError):
+    """Members at these ``places`` in the group have published no address to connect to."""
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__(f"places {places}")
+        self.places = places
 
 
 class _InTime(Store):
@@ -237,9 +252,16 @@ class _InTime(Store):
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait(self._store, keys, timeout or self._timeout, given_up=another_rank_failed)
+        try:
+            wait(self._store, keys, timeout or self._timeout, given_up=another_rank_failed)
+        except dist.DistStoreError as error:
+            missing = [key for key in keys if not self._store.check([key])]
+            if not missing:  # they came when this rank had given up
+                raise
+            raise NoAddress([int(key.rpartition("/")[2]) for key in missing]) from error
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        wait(self._store, keys, self._timeout, given_up=another_rank_failed)
+        self.wait(keys)
         values: list[bytes] = self._store.multi_get(keys)
+        _check_room(0)  # again: the members have taken a while, and the threads start next
         return values

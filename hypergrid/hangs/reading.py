@@ -247,7 +247,8 @@ def read(
     ]
     reader = _Reader()
     if len(paths) > _MOST_FILES:
-        left_out = f"{len(paths) - _MOST_FILES:,} files, from {paths[_MOST_FILES].name} on"
+        first = one_line(paths[_MOST_FILES].name)
+        left_out = f"{len(paths) - _MOST_FILES:,} files, from {first} on"
         reader.problems.append(f"{left_out}, are not read: the limit is {_MOST_FILES:,} files.")
         del paths[_MOST_FILES:]
     workers = min(processes, len(paths) // 16)

@@ -20,6 +20,7 @@ const grids = [...layouts].filter(
   ([name, layout]) =>
     data.offered.includes(name) && layout.offset === span.offset && layout.size === span.size,
 );
+grids.sort(([one], [other]) => data.offered.indexOf(one) - data.offered.indexOf(other));
 
 const cells = new Map(); // rank -> element
 const state = { tab: "rank", pinned: false };

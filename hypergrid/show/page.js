@@ -216,6 +216,7 @@ verdict();
 wire();
 const names = grids.map(([name]) => ({ value: name, text: name }));
 choices($("layouts"), "layout", names, names[0].value, setLayout);
+if (data.by !== null) state.by = data.by;
 setLayout(names[0].value);
 setTimeout(placesNow); // after the first paint, so that the first group lights up at once
 

@@ -28,13 +28,14 @@ def page(
     offered: Sequence[str] | None = None,
     job: Mapping[str, Any] | None = None,
     within: Mapping[str, str] | None = None,
+    by: str | None = None,
 ) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
     ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
     that can be switched to, if they are over the ranks of the first one; by default all. ``job``
     is what ``hypergrid.show.job.page_data`` says of a job with this plan. ``within`` has for each
-    host's name its NVLink domain.
+    host's name its NVLink domain, ``by`` is the dim that colours show at first.
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """
@@ -48,6 +49,7 @@ def page(
             for name, ranks in boxes.items()
         ],
         "job": job,
+        "by": by,
     }
     style, script = _part("page.css"), "\n".join(map(_part, SCRIPTS))
     parts = {

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
 from compat import parallel_state as ps
-from hypergrid import AgreementError, CreationError
+from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement.commit import all_or_none
 from hypergrid.agreement.prepare import Abilities, Policy, _Memory, _Round
 from hypergrid.agreement.rendezvous import Phase, clear_before
@@ -149,6 +149,20 @@ def test_what_one_rank_cannot_do_is_done_by_none():
     assert {outcome["way"] for outcome in _agree(ranks)} == {"everyone"}
 
 
+def test_what_a_rank_decided_holds_though_it_ended_before_it_published():
+    store = dist.HashStore()
+    killed = mock.Mock(side_effect=SystemExit)
+    phases = [Phase(store, range(3), rank, killed) for rank in range(3)]
+    for phase in phases:
+        phase.arrive()
+    with pytest.raises(SystemExit):
+        phases[2].publish("all have theirs")
+    start = time.monotonic()
+    for phase in phases[:2]:
+        assert phase.outcome(timedelta(seconds=2), str) == "all have theirs"
+    assert time.monotonic() - start < 15
+
+
 def _meet(ranks, meeting):
     for each in ranks:
         each.arrive()
@@ -239,3 +253,24 @@ def test_a_store_that_can_do_only_what_torch_asks_for_is_as_good():
         rank.arrive({"tp": rank.rank})
     (text,) = {outcome["error"] for outcome in _agree(ranks)}
     assert "tp is" in text
+
+
+@on_ranks(4, timeout=90)
+def test_a_rank_that_others_only_waited_for_names_its_own_failure(rank):
+    def connects_in_vain(*args, **kwargs):
+        time.sleep(8)  # the others wait five seconds for its address
+        raise RuntimeError("no route to host")
+
+    grid = HyperCommGrid([4], ["tp"])
+    create = c10d.ProcessGroupGloo.__init__
+    fails = connects_in_vain if rank == 2 else create
+    with (
+        mock.patch.object(c10d.ProcessGroupGloo, "__init__", fails),
+        pytest.raises(CreationError) as raised,
+    ):
+        grid.create_pg("tp", timeout=timedelta(seconds=10))
+    text = str(raised.value)
+    if rank == 2:
+        assert "no route to host" in text and "first to fail" not in text
+    else:
+        assert "ranks 2 published no address to connect to" in text and "keys" not in text

@@ -71,7 +71,7 @@ def test_a_saved_plan_with_impossible_hosts_is_refused(tmp_path, field, value):
         ("plan --world-size 64 --nvlink-domain 0", "--nvlink-domain must be from 1 to 1,048,576"),
         (f"plan --world-size 64 --nvlink-domain {8 * 10**30}", "--nvlink-domain must be from 1"),
         (f"plan --world-size 64 --gpus-per-node {10**30}", "--gpus-per-node must be from 1 to"),
-        ("plan --world-size 64 --gpus-per-node 0", "--gpus-per-node must be at least 1"),
+        ("plan --world-size 64 --gpus-per-node 0", "--gpus-per-node must be from 1 to"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_status_2(command, said):

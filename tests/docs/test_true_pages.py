@@ -86,7 +86,7 @@ def test_the_first_job_starts_sixteen_ranks_with_tp_4_and_pp_2(where):
     job = from_line(text)
     assert (job.world_size, job.ranks_per_host) == (16, 8)
     assert job.arguments == {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
-    assert not job.flags["not known"]
+    assert not job.flags["not read"]
 
 
 def test_figures_that_stand_in_two_places_are_equal():

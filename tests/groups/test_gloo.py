@@ -1,8 +1,12 @@
 """Gloo groups of one creation: the device that they share, the store's batches, who waits."""
 
 import os
+import re
+import resource
+import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -131,3 +135,35 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
     assert sockets() == before, raised  # although the error and its traceback are held
     ps.initialize_model_parallel(**LAYOUT)
     check_pool(rank)
+
+
+def _outcome_of_creation(room):
+    """Of a gloo group in a process that may take ``room`` bytes more of its address space."""
+    status = Path("/proc/self/status").read_text()
+    used = int(re.search(r"VmSize:\s+(\d+)", status)[1]) * 1024
+    store = dist.HashStore()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+    try:
+        with gloo.connecting():
+            c10d.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=5))
+    except RuntimeError as error:
+        return str(error)
+    return "created"
+
+
+@pytest.mark.parametrize("stacks", [1.5, 2.2, 2.7, 40])
+@on_ranks(1)
+def test_a_process_with_memory_for_some_of_a_groups_threads_says_so_and_lives(rank, stacks):
+    """Torch's constructor ends the process where one thread starts and the next does not."""
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # or it waits for the thread without an end
+        os.write(write, _outcome_of_creation(int(stacks * stack)).encode())
+        os._exit(0)
+    os.close(write)
+    assert os.waitpid(child, 0)[1] == 0
+    outcome = os.read(read, 10_000).decode()
+    enough = stacks == 40
+    assert outcome == "created" if enough else "no room for a gloo group" in outcome

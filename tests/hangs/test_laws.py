@@ -19,9 +19,9 @@ def test_a_program_without_a_fault_ends_and_nobody_is_accused(seed):
 
 
 def test_whoever_is_named_with_certainty_is_guilty_and_nine_of_ten_are_named_first():
-    found = tally(range(400), only="whole")["whole"]
+    found = tally(range(250), only="whole")["whole"]
     assert found.holds(*GOALS["whole"]), [found.line(), *found.wrong]
-    assert found.cases > 300
+    assert found.cases > 180
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "whole"])
@@ -34,7 +34,7 @@ def test_on_worse_evidence_no_innocent_is_named_with_certainty(kind):
 
 def test_ranks_that_name_different_roots_leave_nothing_that_is_certain():
     cases = 0
-    for seed in range(400):
+    for seed in range(200):
         rng = random.Random(seed)
         program = random_program(rng)
         changed = injected(program, "root", rng.randrange(program.world), rng)
@@ -44,13 +44,13 @@ def test_ranks_that_name_different_roots_leave_nothing_that_is_certain():
             assert not found.certain or {*found.ranks} <= run.program.guilty.keys(), found.sentence
             assert not (found.certain and found.kind in ("slow", "ok")), (seed, found.sentence)
             cases += 1
-    assert cases > 50
+    assert cases > 25
 
 
 def test_no_innocent_is_named_with_certainty_if_several_are_guilty():
-    found = tally(range(250), several=True, only="whole")["whole"]
+    found = tally(range(150), several=True, only="whole")["whole"]
     assert found.holds(0), found.wrong
-    assert found.cases > 150 and found.certain > found.cases / 3
+    assert found.cases > 90 and found.certain > found.cases / 3
 
 
 def test_ranks_that_are_missed_in_several_groups_are_not_certain_by_one_of_them():

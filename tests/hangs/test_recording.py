@@ -1,5 +1,6 @@
 """Dumps are read whatever they hold: nothing that is loaded runs, nothing that is cut ends it."""
 
+import dataclasses
 import json
 import pickle
 import random
@@ -127,6 +128,45 @@ def test_what_somebody_else_wrote_begins_no_line_of_its_own(tmp_path):
     lines = [*report.splitlines(), *(part for text in found.problems for part in text.split("\n"))]
     assert not [line for line in lines if line.lstrip().startswith("Nobody is stuck")]
     assert not set("\r\x1b\u2028\t") & set(report + "".join(found.problems))
+
+
+def _texts(value):
+    """Every text in what was read."""
+    if isinstance(value, str):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for part in dataclasses.fields(value):
+            yield from _texts(getattr(value, part.name))
+    elif isinstance(value, dict):
+        yield from _texts([*value.items()])
+    elif isinstance(value, (list, tuple, set)):
+        for part in value:
+            yield from _texts(part)
+
+
+def test_every_text_of_a_recording_is_one_line(tmp_path):
+    """The host, the group and the reason of one file stand in for those of the others."""
+    for name, alone in (("host", {"host": FORGED}), ("label", {}), ("stack", {"host": FORGED})):
+        directory = tmp_path / name
+        directory.mkdir()
+        if name == "stack":
+            stack(directory, 0, [(FORGED, 3, FORGED)], **alone, error=FORGED, reason=FORGED)
+        else:
+            data = groups(0) | alone
+            data["life"] = {"started_ns": 1, "job": FORGED}
+            data["groups"][1] |= {"label": FORGED, "name": FORGED, "dims": [FORGED]}
+            (directory / f"groups_{FORGED}0.json").write_text(json.dumps(data))
+        texts = [*_texts(read(directory))]
+        assert any("the job has ended" in text for text in texts)
+        assert not [text for text in texts if set("\n\r\x1b\u2028\t") & set(text)]
+
+
+def test_a_file_beyond_the_limit_is_named_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("hypergrid.hangs.reading._MOST_FILES", 1)
+    for number in range(2):
+        (tmp_path / f"{FORGED}{number}").touch()
+    (text,) = [text for text in read(tmp_path).problems if "the limit is 1 files" in text]
+    assert "\n" not in text
 
 
 def test_other_files_are_left_alone(tmp_path):

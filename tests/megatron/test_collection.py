@@ -129,6 +129,23 @@ def test_from_state_fills_the_required_fields_alone(collection, initialized):
     assert ours.ep is ps.get_expert_model_parallel_group()
 
 
+def test_fields_that_hypergrid_cannot_fill_are_refused_by_name(collection, fake_world, monkeypatch):
+    fake_world(8)
+    state = ParallelState.create()
+    router = dataclasses.field(init=False)
+    more = dataclasses.make_dataclass(
+        "More", [("router", object, router)], bases=(collection,), init=False, repr=False
+    )
+    monkeypatch.setattr(sys.modules[collection.__module__], "ProcessGroupCollection", more)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for attempt in (build, lambda: from_state(state)):
+        with pytest.raises(ValueError, match="fields that hypergrid cannot fill: router"):
+            attempt()
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    assert from_state(state, ["tp"]).tp is state.get_tensor_model_parallel_group()
+    state.destroy()
+
+
 def test_a_field_that_the_release_does_not_have_is_refused(collection, initialized):
     state = initialized("experts")
     for make, source in ((from_state, state), (from_grid, state.grid)):

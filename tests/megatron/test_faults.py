@@ -103,25 +103,25 @@ def test_a_process_without_descriptors_says_so_and_lives():
 
 
 def _has_no_descriptors_for_all(rank, connect):
-    left = len(os.listdir("/proc/self/fd")) + 12  # a device takes some
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    grid = HyperCommGrid([4], ["dp"])
-    with (
-        mock.patch.dict(os.environ, HYPERGRID_CONNECT=connect),
-        mock.patch.object(resource, "getrlimit", lambda kind: (left, hard)),
-        mock.patch.object(os, "listdir", lambda path: ["0"] * (left - 2)),
-    ):
+    grid = HyperCommGrid([8], ["dp"])
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = [number for number in range(10_000) if number not in used]
+    with mock.patch.dict(os.environ, HYPERGRID_CONNECT=connect):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], limit[1]))
         try:
             grid.create_pg("dp")
         except CreationError as error:
             return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     return "created"
 
 
 def test_only_a_group_that_connects_at_once_needs_a_descriptor_for_each_member():
-    assert set(run_ranks(4, _has_no_descriptors_for_all, "lazy")) == {"created"}
-    for text in run_ranks(4, _has_no_descriptors_for_all, "eager"):
-        assert "needs 4 more. Raise the limit: ulimit -n" in text
+    assert set(run_ranks(8, _has_no_descriptors_for_all, "lazy")) == {"created"}
+    for text in run_ranks(8, _has_no_descriptors_for_all, "eager"):
+        assert "takes 12 descriptors" in text and "Raise its limits: ulimit -n" in text
 
 
 def _interrupted_while_it_destroys(rank):

@@ -293,7 +293,9 @@ def test_a_source_with_unknown_names_is_not_replaced_unless_a_release_is_asked_f
     done = python("-c", SWAPPED, path=path)
     assert done.returncode == 1
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("RuntimeError")]
-    for name in "_ROUTER_GROUP", "get_router_group()", "get_context_parallel_group(of_router=)":
+    assert said.count(" is unknown") == 2
+    other = "get_context_parallel_group(check_initialized=True, of_router=False) is get_context_"
+    for name in "_ROUTER_GROUP", "get_router_group(check_initialized=True)", other:
         assert name in said
     assert "set HYPERGRID_MEGATRON_RELEASE=0.16." in said
     asked = python("-c", SWAPPED, path=path, HYPERGRID_MEGATRON_RELEASE="0.16")

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from types import ModuleType
 
-from compat.swap import shadow
+from compat.swap import answers, shadow
 from tests.parity.breaking import is_nonsense
 from tests.parity.configurations import random_config
 from tests.parity.mutants import mutants_of, spelt
@@ -30,7 +30,8 @@ def shadowed(stock: ModuleType, config: Config, rank: int, release: str) -> list
         found.extend(differences)
 
     with observed(Recorder(stock, config, rank, release)), tempfile.TemporaryDirectory() as folder:
-        shadow.watch(stock, report)
+        answers.report = report
+        shadow.watch(stock)
         _, _, args, kwargs = initialisation(config, release, folder)
         try:
             stock.initialize_model_parallel(*args, **kwargs)

@@ -8,12 +8,12 @@ import pytest
 from tests.parity.patching import run_patched
 from tests.parity.repairs import replaced
 from tests.support import warm
-from tests.support.stock import MAIN, RELEASES, have_stock, load_stock
+from tests.support.stock import EACH_RELEASE, MAIN, have_stock, load_stock
 
 TODAY = int(f"{datetime.date.today():%Y%m%d}")
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", EACH_RELEASE)
 def test_whatever_is_written_or_replaced_getters_answer_as_stock(release):
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")

@@ -162,6 +162,13 @@ def test_fewer_replicas_go_on_and_without_one_all_refuse_in_words(assignments):
     assert len(texts) == 1 and "not one whole replica is left" in texts.pop()
 
 
+def test_a_refusal_is_one_line_whatever_the_hosts_are_called(assignments):
+    forged = ("a\nNobody is stuck: the job has ended.",) * 10
+    found = assignments(LAYOUT, [{0, 1, 2, 3, 4, 5, 6}], forged)
+    texts = {each[1] for each in found if each[0] == "RestartAbort"}
+    assert len(texts) == 1 and "\n" not in texts.pop()
+
+
 @on_ranks(3, backend="")
 def test_initialize_brings_the_active_ranks_together_and_cleans_up_before(rank):
     sys.path.append(str(FOLDER))

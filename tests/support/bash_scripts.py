@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from hypergrid.cli.bash import ScriptError, commands
+
+LAUNCHERS = ("torchrun", "srun", "python")
+# In place of a launcher: it appends its name and its arguments to a file.
+STUB = """#!/bin/bash
+{ printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >> "${0%/*}/started"
+"""
 
 # By construct, in bash_scripts.txt: snippets that change NAME, which was V before; W and U are
 # other numbers. One with a "?" before it depends on more than its text: the environment, files,
@@ -63,3 +76,50 @@ def scripts(count: int, seed: int) -> list[tuple[str, set[str], bool]]:
         lines.append(chance.choice(LAUNCHES))
         made.append(("\n".join(lines) + "\n", set(chosen), is_decided))
     return made
+
+
+@contextmanager
+def bash() -> Iterator[Callable[[str], list[list[str]]]]:
+    """Runs scripts in bash under ``env -i`` in an empty directory; gives the words it starts."""
+    with tempfile.TemporaryDirectory() as programs, tempfile.TemporaryDirectory() as empty:
+        for name in LAUNCHERS:
+            Path(programs, name).write_text(STUB)
+            Path(programs, name).chmod(0o755)
+        record = Path(programs, "started")
+        path = f"PATH={programs}:{os.environ['PATH']}"
+
+        def start(script: str) -> list[list[str]]:
+            record.write_bytes(b"")
+            subprocess.run(
+                ["env", "-i", path, "bash", "--norc", "-c", script],
+                cwd=empty,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=20,
+                check=False,
+            )
+            calls = record.read_bytes().decode(errors="replace").split("\n\0")
+            return [call.split("\0")[:-1] for call in calls[:-1]]
+
+        yield start
+
+
+def started_by_reader(script: str) -> list[list[str]] | None:
+    """The words of each program that the reader sees started; None if it refuses to say."""
+    try:
+        words_of_commands = [command.words for command in commands(script)[0]]
+    except ScriptError:
+        return None
+    launches = [
+        words for words in words_of_commands if words[0].text in LAUNCHERS or words[0].holes
+    ]
+    if any(word.holes for words in launches for word in words):
+        return None
+    return [[word.text for word in words] for words in launches]
+
+
+def outcome(expected: list[list[str]], words: list[list[str]] | None, is_decided: bool) -> str:
+    """How the reader did beside bash, in one word or two."""
+    if words is None:
+        return "refused" if is_decided else "rightly refused"
+    return "right" if words == expected else "wrong"

@@ -7,6 +7,7 @@ torchrun starts by torchrun's own parser and then by that of what it starts, ext
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import re
@@ -100,10 +101,20 @@ def _extras(words: list[str]) -> None:
     assert words[1] == "install", words
     declared = (ROOT / "pyproject.toml").read_text()
     for target in (word for word in words[2:] if word != "--no-deps"):
+        if target in _needed_without_torch():
+            continue
         name, _, extras = target.partition("[")
         assert name == ".", f"{target}: only a checkout can be installed"
         for extra in filter(None, extras.rstrip("]").split(",")):
             assert re.search(rf"^{extra} = \[", declared, re.M), f"there is no extra {extra}"
+
+
+def _needed_without_torch() -> set[str]:
+    """The requirements of the command line: numpy, and those of the extra ``cli``."""
+    declared = (ROOT / "pyproject.toml").read_text()
+    extra = re.search(r"^cli = (\[.*?\])$", declared, re.M | re.S)
+    assert extra is not None
+    return {"numpy", *ast.literal_eval(extra[1])}
 
 
 def _torchrun(words: list[str], home: Path, files: set[str]) -> None:

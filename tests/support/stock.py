@@ -21,6 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from compat.megatron.releases import ASKED, PUBLISHED
@@ -28,6 +29,13 @@ from tests.support import ROOT
 
 RELEASES = (*PUBLISHED, "main", "dev")  # and branches of Megatron-LM, where .cache has them
 MAIN = ("0.16.1", PUBLISHED[-1])  # those that train, and that every kind of test runs with
+# For tests that take long: the oldest release and MAIN; `scripts/test --releases` runs the others.
+EACH_RELEASE = [
+    release
+    if release in (PUBLISHED[0], *MAIN)
+    else pytest.param(release, marks=pytest.mark.releases)
+    for release in RELEASES
+]
 
 Edit = Callable[[str], str]
 

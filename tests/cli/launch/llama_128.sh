@@ -8,6 +8,7 @@
 head_node=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
 head_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
 TP=8; PP=4; CP=2
+DAY=$(date +%F)
 WORLD=$((SLURM_NNODES * SLURM_NTASKS_PER_NODE))
 GBS=$((WORLD / (TP * PP * CP) * 64))
 EXTRA=""
@@ -17,7 +18,7 @@ options=" \
     --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 \
     --group-query-attention --num-query-groups 8 --swiglu --seq-length 8192 \
     --micro-batch-size 1 --global-batch-size ${GBS} --bf16 --use-distributed-optimizer \
-    --lr 1.5e-4 --save /checkpoints/llama3-70b-$(date +%F)"
+    --lr 1.5e-4 --save /checkpoints/llama3-70b-$DAY"
 run_cmd="cd /opt/megatron; export NVTE_FLASH_ATTN=1; python -u pretrain_gpt.py ${options}"
 echo "starting on $head_ip: $run_cmd"
 srun -l --container-image nvcr.io/nvidia/pytorch:25.08-py3 --container-mounts "/lustre:/lustre" \

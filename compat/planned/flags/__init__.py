@@ -1,0 +1,33 @@
+"""The flags of each program that takes part in a launch, one a line: name, values, meaning, kind.
+
+The values are a number, ``?``, ``*`` or ``+``, as in argparse. The meaning is a setting of a job,
+or "refused" where the flag decides sizes in a way that is not read, or "unless" where it does if
+its value has the kind's pattern; a flag without one changes no group. The kind is "text" where the
+value is no number, "model" where it changes no group, "stages" where it changes virtual stages
+alone, "starts" where it says what a program starts, and "variable" where it is no flag.
+``programs.txt`` has the programs: how many words each takes before the program that it
+starts, the file of its flags, and "script" where a script follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Flag(NamedTuple):
+    """How many values a flag takes, and what it means for a layout."""
+
+    values: str
+    meaning: str = ""
+    kind: str = ""
+
+
+@cache
+def flags_of(program: str) -> Mapping[str, Flag]:
+    """The flags of a program, by their names without the dashes before them."""
+    lines = Path(__file__).with_name(f"{program}.txt").read_text().splitlines()
+    rows = [line.split() for line in lines]
+    return {name: Flag(*rest) for name, *rest in rows}

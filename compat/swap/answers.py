@@ -1,0 +1,139 @@
+"""What the ranks of a shadow run tell each other and print; no rank waits for the others."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hypergrid.messages import few
+
+VARIABLE = "HYPERGRID_SHADOW"
+_PREFIX = "hypergrid (shadow): "
+_LINES_OF_A_RANK = 8
+_LINES_IN_ALL = 20
+_WAIT = 9.0  # seconds for the answers of the other ranks; they wait one more for the verdict
+_COMPARED = (
+    "Compared: names, arguments and defaults of the replaced modules; of the groups the ranks, "
+    "backend, description, timeout and options; aliases; the results of all getters, also with "
+    "flags and vp_stage; with replaced functions, the order of their calls. Not compared: groups "
+    "of HyperCommGrid and groups that are created later."
+)
+_store: Any = None  # that the ranks share, kept for the end of the process
+_failure = ""  # of the last initialisation, in words
+_compared = False  # whether an initialisation was compared
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for a shadow run."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+@contextmanager
+def failure_noted() -> Iterator[None]:
+    """Note an error of stock's initialisation, for the line at the end of the process."""
+    global _failure, _store
+    from hypergrid.agreement import store as stores
+
+    _store = stores.shared_store()
+    try:
+        yield
+    except BaseException as error:
+        _failure = f"initialize_model_parallel failed, {type(error).__name__}: {error}"
+        raise
+
+
+def report_at_exit() -> None:
+    """Let this process say at its end if nothing was compared. *Local*; idempotent."""
+    atexit.unregister(_say_at_exit)
+    atexit.register(_say_at_exit)
+
+
+def _say_at_exit() -> None:
+    """One line of the lowest rank that is left, if none of its initialisations was compared."""
+    rank = int(os.environ.get("RANK", "0"))
+    is_helper = multiprocessing.parent_process() is not None and _store is None
+    if _compared or is_helper or (_store is None and rank):
+        return
+    # The lower ranks come first; one that was killed does not come.
+    time.sleep(min(rank, 10) / 10)
+    is_first = True
+    with suppress(RuntimeError):  # the store is lost with the rank that served it
+        is_first = _store is None or _store.add("hypergrid/shadow/end", 1) == 1
+    if is_first:
+        why = _failure or "the script did not call initialize_model_parallel"
+        print(f"{_PREFIX}rank {rank}: nothing was compared: {why}.", flush=True)
+
+
+def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]) -> None:
+    """Print at the first rank what all ranks found, without waiting for them. *Collective*.
+
+    If differences end the job, every rank waits for the others, ten seconds at most.
+    """
+    global _compared
+    import torch.distributed as dist
+
+    _compared = True
+    rank = dist.get_rank()
+    key = f"hypergrid/shadow/{call}/{ranks[0]}"
+    lines = [f"rank {rank}: {difference}." for difference in differences[:_LINES_OF_A_RANK]]
+    with suppress(RuntimeError):  # the store is lost with the rank that served it
+        if _store is not None:
+            _store.set(f"{key}/{rank}", "\n".join(lines))
+    if rank == ranks[0]:
+        # No daemon: a process that ends early still prints the line.
+        arguments = (key, ranks, lines, summary)
+        threading.Thread(target=_conclude, args=arguments, name="hypergrid shadow").start()
+    if os.environ.get(VARIABLE) == "strict":
+        verdict = f"undecided: rank {ranks[0]} did not answer"
+        if _has([f"{key}/verdict"], _WAIT + 1):
+            verdict = _store.get(f"{key}/verdict").decode()
+        if verdict:
+            raise RuntimeError(f"rank {rank} ends the job, as {VARIABLE}=strict asks: {verdict}")
+
+
+def _conclude(key: str, ranks: Sequence[int], lines: list[str], summary: str) -> None:
+    """Print what all ranks found, and tell them whether anything differs."""
+    keys = {rank: f"{key}/{rank}" for rank in ranks}
+    found = {ranks[0]: lines}
+    _has([*keys.values()], _WAIT)
+    for rank, place in keys.items():
+        if _has([place]):
+            found[rank] = _store.get(place).decode().splitlines()
+    missing = [rank for rank in ranks if rank not in found]
+    different = [rank for rank, its_lines in found.items() if its_lines]
+    if different:
+        verdict = f"would differ from stock on {len(different)} of {len(found)} ranks"
+    elif missing:
+        verdict = f"undecided: the same groups on {len(found)} of {len(ranks)} ranks"
+    else:
+        verdict = f"would have created the same groups on all {len(ranks)} ranks: {summary}"
+    if missing:
+        verdict += f"; not answered: {few(missing)}"
+    printed = [line for rank in different for line in found[rank]]
+    if len(printed) > _LINES_IN_ALL:
+        printed[_LINES_IN_ALL:] = ["..."]
+    end = "Stock's groups are used." if different else _COMPARED
+    print("\n".join([f"{_PREFIX}{verdict}. {end}", *printed]), flush=True)
+    if _store is not None:
+        refusal = ". ".join([verdict, *printed[:1]]) if different or missing else ""
+        _store.set(f"{key}/verdict", refusal)
+
+
+def _has(keys: list[str], seconds: float = 0.0) -> bool:
+    """Whether the store has all keys before so much time is over."""
+    deadline = time.monotonic() + seconds
+    while _store is not None:
+        # By looking: a wait in the store would keep other threads from it. A lost store has none.
+        with suppress(RuntimeError):
+            if _store.check(keys):
+                return True
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.05 + len(keys) / 20_000)
+    return False

@@ -1,0 +1,43 @@
+"""Reads bash scripts without running them: which programs they start, as far as the text decides.
+
+``commands`` is the entry. ``script`` follows the statements of a syntax tree over a ``state``.
+``tokens`` takes the text of a simple command apart, ``words`` makes its words, ``builtins`` says
+what each builtin changes, ``values`` carries what is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hypergrid.cli.bash.script import Command, Script
+from hypergrid.cli.bash.state import POSITIONAL, State
+from hypergrid.cli.bash.values import LONGEST, MARK, Hole, Holes, ScriptError, Word
+
+__all__ = ["LONGEST", "Command", "Hole", "ScriptError", "Word", "commands"]
+
+
+def commands(
+    text: str,
+    fixed: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    takes_defaults: bool = False,
+) -> tuple[list[Command], list[str]]:
+    """The programs that a script starts, and the defaults ``NAME=VALUE`` that were taken.
+
+    ``fixed`` are variables that nothing in the script changes (``@``: the script's arguments),
+    ``environment`` those with which it begins. ScriptError if the text is not bash, or cannot be
+    followed.
+    """
+    if MARK.search(text):
+        raise ScriptError("the launch line has characters of Unicode's private use area.")
+    state = State(Holes(), fixed or {}, dict(environment or {}), set(environment or ()))
+    if POSITIONAL in state.fixed:
+        state.variables[POSITIONAL] = state.fixed[POSITIONAL].split()
+        state.fixed = {name: value for name, value in state.fixed.items() if name != POSITIONAL}
+    script = Script(state, takes_defaults)
+    try:
+        script.run(re.sub(r"\\\n*\Z", "", text.replace("\r\n", "\n")))
+    except RecursionError:
+        raise ScriptError("the launch line is nested too deeply.") from None
+    return script.commands, script.assumed

@@ -1,0 +1,90 @@
+"""A job of Kubernetes in YAML: what its pods start, and how many pods there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any, NamedTuple
+
+from compat.planned.job import JobError
+from hypergrid.files import check_yaml
+from hypergrid.messages import install_command
+
+
+class Pods(NamedTuple):
+    """A launch line that each of some pods runs, and how many pods there are."""
+
+    line: str
+    pods: int
+    variables: dict[str, str]  # that the operator sets in each pod
+    slots: int | None = None  # ranks of each worker of an MPIJob
+
+
+def is_manifest(text: str) -> bool:
+    """Whether a text is a manifest of Kubernetes."""
+    return re.search(r"(?m)^apiVersion:", text) is not None
+
+
+def pods_of(text: str) -> Pods:
+    """The pods that start a job. JobError if the manifest does not decide them."""
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError(f"reading YAML needs PyYAML: {install_command('cli')}.") from None
+    try:
+        check_yaml(text)
+        jobs = [job for job in yaml.safe_load_all(text) if job and job.get("kind") in _OF_KIND]
+        if len(jobs) != 1:
+            raise ValueError(f"it has {len(jobs)} jobs of {', '.join(_OF_KIND)}")
+        return _OF_KIND[jobs[0]["kind"]](jobs[0]["spec"])
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JobError(
+            f"the manifest cannot be read: {error}. Give the launch line of its pods instead."
+        ) from None
+
+
+def _line(template: Any) -> str:
+    """The command of a pod's only container, with its variables, as a launch line."""
+    containers = template["spec"]["containers"]
+    if len(containers) != 1:
+        raise ValueError(f"a pod has {len(containers)} containers, and one is read")
+    container = containers[0]
+    words = [*(container.get("command") or ()), *(container.get("args") or ())]
+    line = shlex.join(str(word) for word in words)
+    if "$(" in line and "-c" not in words:
+        raise ValueError("the command has variables of Kubernetes, $(NAME), which are not read")
+    exports = ""
+    for variable in container.get("env") or ():
+        if "value" in variable:
+            exports += f"export {variable['name']}={shlex.quote(str(variable['value']))}; "
+    return exports + line
+
+
+def _pytorch(spec: Any) -> Pods:
+    if "elasticPolicy" in spec:
+        raise ValueError("the number of pods of an elastic job is open")
+    replicas = spec["pytorchReplicaSpecs"].values()
+    lines = {_line(replica["template"]) for replica in replicas}
+    if len(lines) != 1:
+        raise ValueError("its pods start different commands")
+    count = sum(int(replica.get("replicas", 1)) for replica in replicas)
+    variables = {"PET_NNODES": str(count)}
+    if "nprocPerNode" in spec:
+        variables["PET_NPROC_PER_NODE"] = str(spec["nprocPerNode"])
+    return Pods(lines.pop(), count, variables)
+
+
+def _mpi(spec: Any) -> Pods:
+    replicas = spec["mpiReplicaSpecs"]
+    line = _line(replicas["Launcher"]["template"])
+    return Pods(line, int(replicas["Worker"]["replicas"]), {}, int(spec["slotsPerWorker"]))
+
+
+def _jobset(spec: Any) -> Pods:
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    count = int(replicated.get("replicas", 1)) * int(job.get("parallelism", 1))
+    return Pods(_line(job["template"]), count, {})
+
+
+_OF_KIND = {"PyTorchJob": _pytorch, "MPIJob": _mpi, "JobSet": _jobset}

@@ -1,0 +1,176 @@
+"""Reads the options of programs, and the settings of a job from them; collects all that is missing.
+
+The tables of options are in ``compat/planned/flags``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from compat.planned.flags import Flag
+from compat.planned.job import SIZES, JobError
+from hypergrid.cli.bash import LONGEST, Word
+from hypergrid.messages import shown
+
+_MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}
+# Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
+_OVERRIDE = re.compile(r"[+~]*((?:\w+\.)+\w+)=(.*)", re.S)
+_OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
+_MAY_HOLD_SIZES = re.compile(r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args")
+_FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml)")
+
+
+_UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
+
+
+class Option(NamedTuple):
+    """A flag as it is written, its row in the program's table, and its values.
+
+    A word that stands alone has no flag.
+    """
+
+    flag: str
+    row: Flag
+    values: list[Word]
+    line: int
+
+
+def options_of(
+    words: Sequence[Word], table: Mapping[str, Flag], program: str = ""
+) -> tuple[list[Option], list[Word]]:
+    """The options of a program, and the words behind them; of a script, "", all words."""
+    options = []
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if not _is_flag(word):
+            if program:
+                break
+            options.append(Option("", _UNLISTED, [word], word.line))
+            place += 1
+            continue
+        place += 1
+        if program and word.text == "--":
+            continue
+        text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word.text)  # -N16
+        flag, equals, value = text.partition("=")
+        row = table.get(flag.lstrip("-").replace("_", "-"), _UNLISTED)
+        if row is _UNLISTED and program:
+            raise JobError(
+                f"{flag} of {program} (line {word.line}) is not known. Leave it out, or give "
+                f"--world-size and the sizes instead of the line."
+            )
+        if equals:
+            options.append(Option(flag, row, [replace(word, text=value)], word.line))
+            continue
+        most_values = int(_MOST_VALUES.get(row.values, row.values))
+        end = place
+        while end < min(place + most_values, len(words)) and not _is_flag(words[end]):
+            end += 1
+        if end == place and row.values not in ("0", "?", "*"):
+            raise JobError(f"{flag} has no value in the launch line. Write it behind the flag.")
+        options.append(Option(flag, row, list(words[place:end]), word.line))
+        place = end
+    return options, list(words[place:])
+
+
+def _is_flag(word: Word) -> bool:
+    return re.match(r"-(?![\d.]|$)", word.text) is not None
+
+
+class Reader:
+    """Reads the settings of a job."""
+
+    def __init__(self, overrides: Mapping[str, Any]) -> None:
+        self.overrides = overrides
+        self.settings: dict[str, Any] = dict(overrides)
+        self.missing: list[str] = []  # sentences
+        self.flags: dict[str, list[str]] = {"used": [], "without effect": [], "not read": []}
+        self.assumed: tuple[str, ...] = ()
+
+    def lacks(self, word: Word, flag: str = "") -> None:
+        """Note what decides the unknown parts of a word, which a flag or the launch line uses."""
+        user = f"{flag} is" if flag else "The launch line uses"
+        for hole in word.holes:
+            sentence = f"{user} {hole.text} (line {word.line}), which "
+            if hole.name:
+                why = f": {hole.why}" if hole.why else ""
+                sentence += f"the text does not decide{why}. Add --set {hole.name}=VALUE."
+            else:
+                sentence += "only the job can tell. Write its value in its place."
+            self.missing.append(sentence)
+
+    def finish(self) -> None:
+        """Refuse the launch if anything is missing, all at once."""
+        if self.missing:
+            raise JobError(" ".join(list(dict.fromkeys(self.missing))[:12]))
+
+    def numbers(self, flag: str, words: Sequence[Word]) -> list[int]:
+        """The values of a flag that takes whole numbers; none if one is not known."""
+        for word in words:
+            self.lacks(word, flag)
+        if any(word.holes for word in words):
+            return []
+        for word in words:
+            if not re.fullmatch(r"-?\d{1,18}", word.text):
+                raise JobError(f"{flag} must be a whole number, got {shown(word.text)}.")
+        return [int(word.text) for word in words]
+
+    def read(self, option: Option, settings: dict[str, Any]) -> None:
+        """Read one option into the settings of the job, or of a launcher."""
+        flag, row, values, _ = option
+        text = " ".join(word.text for word in values)
+        is_open = any(word.is_open for word in values)
+        is_unknown = any(word.holes for word in values)
+        if row is _UNLISTED:
+            self._read_unlisted(option)
+        elif row.kind == "starts" or (settings is self.settings and row.meaning in self.overrides):
+            pass
+        elif row.meaning == "refused" or (
+            row.meaning == "unless" and (is_unknown or re.search(row.kind, text))
+        ):
+            raise _may_hold_sizes(option)
+        elif row.meaning in ("", "unless") or (row.kind == "model" and is_unknown and not is_open):
+            self.flags["without effect"].append(flag)
+            for word in values:
+                if word.is_open:
+                    self.lacks(word, flag)
+        else:
+            where = "without effect" if row.kind == "model" else "used"
+            self.flags[where].append(flag if row.kind == "model" else f"{flag} {text}".strip())
+            if row.values == "0":
+                settings[row.meaning] = True
+            elif row.kind == "text":
+                self.lacks(values[0], flag)
+                settings[row.meaning] = text
+            elif numbers := self.numbers(flag, values):
+                settings[row.meaning] = numbers if row.values == "+" else numbers[0]
+
+    def _read_unlisted(self, option: Option) -> None:
+        flag, _, values, line = option
+        override = None if flag else _OVERRIDE.fullmatch(values[0].text)
+        if override is not None:
+            flag = override[1]
+            name = flag.rpartition(".")[2].replace("_", "-")
+            if name in SIZES:
+                self.assumed = (_OF_OVERRIDES,)
+                value = replace(values[0], text=override[2])
+                self.read(Option(flag, SIZES[name], [value], line), self.settings)
+                return
+        has_file = any(_FILE_OF_SIZES.fullmatch(word.text) for word in values)
+        if has_file or _MAY_HOLD_SIZES.search(flag):
+            raise _may_hold_sizes(option)
+        self.flags["not read"].append(flag or values[0].text)
+        for word in values:
+            self.lacks(word, flag)
+
+
+def _may_hold_sizes(option: Option) -> JobError:
+    name = option.flag or option.values[0].text
+    return JobError(
+        f"{name} (line {option.line}) may hold sizes that are not read. Give --world-size and "
+        f"--gpus-per-node beside the line, or all sizes, such as --tp 4, instead of it."
+    )
