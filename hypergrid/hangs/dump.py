@@ -53,24 +53,25 @@ def group_records() -> dict[str, Any]:
 
 
 def _groups() -> list[dict[str, Any]]:
-    default, alive = of_torch.default_group(), of_torch.known()
-    pooled = [(p, each) for p in live_pools() for each in p.groups if each.group in alive]
-    ours = {default, *(each.group for _, each in pooled)}
-    rows: list[tuple[ProcessGroup, GroupPool | None, PooledGroup | None]] = [
-        (default, None, None),
-        *((each.group, pool, each) for pool, each in pooled),
-        *((group, None, None) for group in alive if group not in ours),
-    ]
+    default = of_torch.default_group()
+    registered = of_torch.known()
+    rows: list[tuple[ProcessGroup, GroupPool | None, PooledGroup | None]] = [(default, None, None)]
+    for pool in live_pools():
+        for pooled in pool.groups:
+            if pooled.group in registered:
+                rows.append((pooled.group, pool, pooled))
+    listed = {group for group, _, _ in rows}
+    rows += [(group, None, None) for group in registered if group not in listed]
     return [
         {
             "owner": pool and pool.owner,
-            "label": each and each.label,
-            "dims": each and list(each.dims),
+            "label": pooled and pooled.label,
+            "dims": pooled and list(pooled.dims),
             "ranks": dist.get_process_group_ranks(group),
             "backend": dist.get_backend(group),
             "name": group.group_name,
             "description": group.group_desc,
-            "shared_with": each and each.shares,
+            "shared_with": pooled and pooled.shares,
         }
-        for group, pool, each in rows
+        for group, pool, pooled in rows
     ]

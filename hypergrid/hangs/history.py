@@ -28,22 +28,20 @@ class Departure(NamedTuple):
     at: int  # its place among the rank's calls
     due: Call | None  # as another rank made it, or the rank itself earlier
     after: Call | None  # the call before it
-    how: str  # "skipped", "added", "swapped" or "" if one call was made in place of another
     others: int  # ranks that did the same until then and made the due call
     alike: int  # ranks that did the same until then and departed as this one
     before: bool | None  # whether it made the due call itself, earlier; None: nothing is known
-    is_new: bool = False  # it never made such a call before, and ranks of another role do
 
     @property
     def is_proven(self) -> bool:
         """Whether both its past and most of several ranks speak against it."""
-        return self.before is True and self.others > max(1, self.alike) and not self.is_new
+        return self.before is True and self.others > max(1, self.alike)
 
     @property
     def weight(self) -> tuple[int, int, int]:
         """How much speaks against it; the greater, the more."""
         own = {True: 2, None: 0, False: -1}[self.before]
-        score = own + (self.others > self.alike) + self.is_proven - self.is_new
+        score = own + (self.others > self.alike) + self.is_proven
         return (score, self.at, self.others - self.alike)
 
 
@@ -60,10 +58,8 @@ class History:
         number_of: dict[Any, int] = {}
         self._kind_of_title = np.zeros(len(recording.titles), np.int64)
         for place, title in enumerate(recording.titles):
-            # A group whose name torch used twice has two keys, and calls no longer have its name.
-            if title.group in recording.groups:
-                role = self._role(title)
-                self._kind_of_title[place] = number_of.setdefault(role, len(number_of))
+            kind = number_of.setdefault(self._role(title), len(number_of))
+            self._kind_of_title[place] = kind
         self._kinds: dict[int, Any] = {}
         self._tokens: dict[int, Any] = {}
         same: dict[bytes, list[int]] = defaultdict(list)
@@ -76,14 +72,12 @@ class History:
         # Ranks with equal tokens are one class: its first rank stands for all of them.
         self._size_of = {ranks[0]: len(ranks) for ranks in same.values()}
         self._makers: Counter[int] = Counter()  # how many ranks made a token
-        self._makers_of_kind: Counter[int] = Counter()
-        cut = [len(mine.calls) for mine in recording.ranks.values() if not mine.whole]
+        cut = [len(dump.calls) for dump in recording.ranks.values() if not dump.whole]
         self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
         # After a past: each token that followed it, the rank that made it, and how many ranks did.
         self._next: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
         for rank, size in self._size_of.items():
             self._makers.update(dict.fromkeys(np.unique(self._tokens[rank]).tolist(), size))
-            self._makers_of_kind.update(dict.fromkeys(np.unique(self._kinds[rank]).tolist(), size))
             tokens = self._tokens[rank].tolist()
             pasts = self._pasts(rank)
             for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
@@ -209,12 +203,9 @@ class History:
             peer_kinds = self._kinds[peer]
             before = self._made_before(kinds, at, int(peer_kinds[peer_at]))
             if others > alike or (before and others == alike):
-                how = _how(kinds[at : at + 2].tolist(), peer_kinds[peer_at : peer_at + 2].tolist())
                 due = self.recording.ranks[peer].calls[peer_at]
-                is_first = kinds[at] not in kinds[:at]
-                is_new = is_first and self._makers_of_kind[int(kinds[at])] > alike
                 after = calls[at - 1] if at else None
-                yield Departure(rank, at, due, after, how, others, alike, before, is_new)
+                yield Departure(rank, at, due, after, others, alike, before)
 
     def _made_before(self, kinds: Any, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
@@ -249,9 +240,8 @@ class History:
             is_known = len(same_runs) and int(same_runs.max()) >= longest
             if kinds[due] == kinds[at] or is_known or self._is_shared(rank, first + at):
                 continue
-            how = _how(kinds[at : at + 2].tolist(), kinds[due : due + 2].tolist())
             usual = calls[first + due]
-            yield Departure(rank, first + at, usual, calls[first + at - 1], how, 0, 1, True)
+            yield Departure(rank, first + at, usual, calls[first + at - 1], 0, 1, True)
 
 
 def _expected(kinds: Any, at: int) -> tuple[int, int]:
@@ -266,14 +256,3 @@ def _expected(kinds: Any, at: int) -> tuple[int, int]:
         places = longer
         length += 1
     return (int(places[-1]) if length else 0), length
-
-
-def _how(made: list[int], due: list[int]) -> str:
-    """How two calls of a rank differ from the two that were due."""
-    skipped = len(due) > 1 and made[0] == due[1]
-    added = len(made) > 1 and made[1] == due[0]
-    if skipped and added:
-        return "swapped"
-    if skipped:
-        return "skipped"
-    return "added" if added else ""

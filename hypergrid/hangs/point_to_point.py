@@ -30,13 +30,15 @@ class PointToPoint:
         self._calls: deque[_Call] = deque(maxlen=_MOST)
         self._waited: weakref.WeakKeyDictionary[Work, _Call] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
-        self._record, self._closed = 0, False
+        self._record = 0
+        self._closed = False
         # Got from the class they are functions, which would not bind when they are put back.
         self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS}
         self._wait = vars(Work)["wait"]
         for name in _METHODS:
             setattr(ProcessGroup, name, self._recording(name))
-        waited, wait = self._waited, self._wait
+        waited = self._waited
+        wait = self._wait
 
         def waiting(work: Work, *args: Any, **options: Any) -> Any:
             result = wait(work, *args, **options)
@@ -62,13 +64,16 @@ class PointToPoint:
         original = self._originals[name]
 
         def recording(group: ProcessGroup, tensors: list[Tensor], *args: Any, **named: Any) -> Work:
-            known = of_torch.knows(group)  # others may have no name
-            if self._closed or not known or not tensors or tensors[0].device.type != "cpu":
+            is_registered = of_torch.knows(group)  # others may have no name
+            is_on_cpu = bool(tensors) and tensors[0].device.type == "cpu"
+            if self._closed or not is_registered or not is_on_cpu:
                 work: Work = original(group, tensors, *args, **named)
                 return work
             call = _Call(name, group, tensors, args[0] if args else named[_PEERS[name]])
-            self._counts[call.group[0]] += 1
-            call.seq, call.record = self._counts[call.group[0]], self._record
+            name_of_group = call.group[0]
+            self._counts[name_of_group] += 1
+            call.seq = self._counts[name_of_group]
+            call.record = self._record
             self._record += 1
             self._calls.append(call)
             work = original(group, tensors, *args, **named)
@@ -96,9 +101,12 @@ class _Call:
     )
 
     def __init__(self, kind: str, group: ProcessGroup, tensors: list[Tensor], peer: int) -> None:
-        self.created, self.done = time.time_ns(), 0
+        self.created = time.time_ns()
+        self.done = 0
         self.group = (group.group_name, group.group_desc)
-        self.kind, self.rank, self.peer = kind, group.rank(), peer
+        self.kind = kind
+        self.rank = group.rank()
+        self.peer = peer
         self.inputs = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
         self.work: weakref.ref[Work] | None = None
         self.seq = self.record = 0

@@ -1,4 +1,8 @@
-"""Reader of a job's directory: flight recorders, live groups and stacks, read without torch."""
+"""Reader of a job's directory: flight recorders, live groups and stacks, read without torch.
+
+Each file is loaded and checked on its own, in whichever process. Then the files of all ranks become
+one recording: which groups have the same name, which files are of another run of the job.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,28 @@ import json
 import marshal
 import os
 import re
-import resource
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import islice, repeat
 from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hypergrid.hangs import pickles
 from hypergrid.messages import one_line
 
-_NUMBERED = re.compile(r"^(.*?)(\d+)(\.json)?$")
+_NUMBERED = re.compile(r"^(.*?)(\d{1,9})(\.json)?$")
 _MOST_RANKS = 1 << 20
 _MOST_BYTES, _MOST_CALLS = 256 << 20, 64 << 20  # of a file, of all files
 _MOST_FILES = 100_000  # of a directory
-_SMALL, _MOST_FRAMES = 1 << 20, 100
+_MOST_FRAMES = 100
 _FAR = 10 * 10**9  # ns; more than clocks of hosts differ
 _NAMES = (
     *("process_group", "is_p2p", "profiling_name"),
@@ -122,7 +125,7 @@ class Calls(Sequence[Call]):
         frames: Mapping[int, tuple[Frame, ...]] | None = None,
     ) -> None:
         self.titles, self.frames = titles if titles is not None else [], dict(frames or {})
-        self.columns = np.stack([np.asarray(each, np.int64) for each in columns])
+        self.columns = np.stack([np.asarray(column, np.int64) for column in columns])
         self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
 
     @property
@@ -133,13 +136,7 @@ class Calls(Sequence[Call]):
     def __len__(self) -> int:
         return len(self.seq)
 
-    @overload
-    def __getitem__(self, at: int) -> Call: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Call]: ...
-    def __getitem__(self, at: int | slice) -> Call | Sequence[Call]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
+    def __getitem__(self, at: int) -> Call:  # type: ignore[override]
         title, seq, created, started, completed, done = self.columns[:, at].tolist()
         frames = self.frames.get(range(len(self))[at], ())
         return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
@@ -197,7 +194,6 @@ class RankRecording:
     calls: Calls = field(default_factory=Calls)
     whole: bool = True  # the recorder reaches back to the first call
     has_calls: bool = False  # a flight recorder was read
-    files: list[str] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -237,7 +233,7 @@ def read(
     directory.
 
     A directory has at most 100,000 files, a file 256 MiB, and all together 64 million calls (of 48
-    bytes each): what comes after them is left out. Reading takes at most 64 times the largest file
+    bytes each): what comes after them is left out. Reading takes at most 100 times the largest file
     beside that. ``progress`` is called after each file, with the number of files that were read and
     that of all.
 
@@ -249,72 +245,80 @@ def read(
         for path in sorted(Path(directory).iterdir(), key=_by_rank)
         if path.is_file() and not path.name.endswith((".part", ".tmp"))
     ]
-    reader, many = _Reader(), min(processes, len(paths) // 16)
+    reader = _Reader()
     if len(paths) > _MOST_FILES:
         first = one_line(paths[_MOST_FILES].name)
         left_out = f"{len(paths) - _MOST_FILES:,} files, from {first} on"
         reader.problems.append(f"{left_out}, are not read: the limit is {_MOST_FILES:,} files.")
         del paths[_MOST_FILES:]
+    workers = min(processes, len(paths) // 16)
     was_on = gc.isenabled()
     gc.disable()  # there are no cycles to find among millions of new objects
     try:
         with ExitStack() as stack:
             load: Any = map
-            if many > 1:
-                fork = ProcessPoolExecutor(many, get_context("fork"))
-                load = partial(stack.enter_context(fork).map, chunksize=4)
+            if workers > 1:
+                pool = ProcessPoolExecutor(workers, get_context("fork"))
+                load = partial(stack.enter_context(pool).map, chunksize=4)
             for number, (path, loaded) in enumerate(zip(paths, load(_load, paths), strict=True), 1):
-                reader.file(path, loaded)
+                reader.add(path, loaded)
                 if progress is not None:
                     progress(number, len(paths))
     finally:
         if was_on:
             gc.enable()
-    return reader.finish()
+    return reader.recording()
 
 
 def _by_rank(path: Path) -> tuple[str, int, str]:
-    parts = _NUMBERED.match(path.name)
-    number = int(parts[2]) if parts and len(parts[2]) < 10 else -1
-    return (parts[1] if parts else path.name, number, path.name)
+    numbered = _NUMBERED.match(path.name)
+    if numbered is None:
+        return (path.name, -1, path.name)
+    return (numbered[1], int(numbered[2]), path.name)
 
 
-def _prefix(name: str) -> str:
-    return name.rstrip("0123456789") if not name.endswith(".json") else _prefix(name[:-5])
-
-
-@contextmanager
-def _bounded(size: int) -> Iterator[None]:
-    """A few damaged bytes can make the unpickler ask for gigabytes: bound what it gets."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most = used + 64 * size + (256 << 20)
-        if limits[0] == resource.RLIM_INFINITY or most < limits[0]:
-            resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+# One file.
 
 
 class _Loaded(NamedTuple):
-    """A file as it was loaded; its calls in columns, in place of "entries" or "p2p"."""
+    """The content of one file, checked; or why it cannot be used."""
 
-    data: Any = None
-    size: int = 0  # bytes
+    recording: RankRecording | None = None  # the part that is in this file
+    groups: Sequence[Group] = ()
+    world_size: int = 0
     problem: str = ""
-    unknown: str = ""  # why it may be a file of somebody else
+    is_foreign: bool = False  # it may be a file of somebody else
 
 
-class _Columns(NamedTuple):
-    """Entries of a flight recorder, before their titles are known."""
+def _load(path: Path) -> _Loaded:
+    """Load a file; a fault is in the result, and is not raised."""
+    try:
+        status = path.stat()
+        if status.st_size > _MOST_BYTES:
+            return _Loaded(problem=f"is larger than {_MOST_BYTES >> 20} MiB, and is not read")
+        content = _content(path, status.st_size)
+        is_pickle = content[:1] == b"\x80"
+        if not is_pickle and content.lstrip()[:1] != b"{":
+            why = "it is neither a pickle nor JSON" if content else "it is empty"
+            return _Loaded(problem=_unreadable(why), is_foreign=True)
+        data = pickles.load(content) if is_pickle else json.loads(content)
+        if not isinstance(data, dict):
+            raise ValueError("it holds no table")
+        if "entries" in data:
+            return _trace(path.name, data, status.st_mtime_ns)
+        if "threads" in data:
+            return _stack(data)
+        if "groups" in data and "pid" in data:
+            return _groups(data)
+        return _Loaded()
+    except pickles.Refused as error:
+        return _Loaded(problem=f"was refused: {error}")
+    except Exception as error:  # a damaged file can raise nearly anything
+        return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
 
-    rows: list[list[Any]]  # what several entries share, each once
-    places: list[int]  # in ``rows``
-    numbers: list[Any]  # sequence number, times and whether it is done
-    frames: dict[int, tuple[Frame, ...]]
-    whole: bool  # from the first call on
+
+def _unreadable(why: str) -> str:
+    return f"cannot be read, it may be cut: {why.partition(chr(10))[0][:200].rstrip('.')}"
 
 
 def _content(path: Path, size: int) -> bytes:
@@ -326,237 +330,264 @@ def _content(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
-def _load(path: Path) -> _Loaded:
-    """Load a file; what is wrong with it is told and not raised."""
-    try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            return _Loaded(problem=f"is larger than {_MOST_BYTES >> 20} MiB, and is not read")
-        data = _content(path, size)
-        if data[:1] != b"\x80" and data.lstrip()[:1] != b"{":
-            return _Loaded(unknown="it is neither a pickle nor JSON" if data else "it is empty")
-        with _bounded(size):
-            loaded = pickles.load(data) if data[0] == 0x80 else json.loads(data)
-            if not isinstance(loaded, dict):
-                raise ValueError("it holds no table")
-            if data[0] == 0x80 and "entries" not in loaded:
-                return _Loaded()
-            for name in {"entries", "p2p"} & loaded.keys():
-                loaded[name] = _columns(loaded[name] or [], _Budget(size))
-        return _Loaded(loaded, size)
-    except pickles.Refused as error:
-        return _Loaded(problem=f"was refused: {error}")
-    except Exception as error:  # a damaged file can raise nearly anything
-        return _Loaded(problem=_cut(error))
+def _trace(file_name: str, data: dict[str, Any], latest: int) -> _Loaded:
+    """A flight recorder of torch."""
+    numbered = _NUMBERED.match(file_name)
+    if numbered is None:
+        raise ValueError("its name does not end in a rank")
+    rank = _rank(int(numbered[2]))
+    calls, is_whole = _calls(data["entries"] or [])
+    groups = []
+    world_size = 0
+    for name, config in (data.get("pg_config") or {}).items():
+        members = _members(config["ranks"])
+        if members:
+            groups.append(Group(_text(name), _text(config["desc"]), members))
+            if config["desc"] == DEFAULT:
+                world_size = len(members)
+    recording = RankRecording(rank, latest=latest, calls=calls, whole=is_whole, has_calls=True)
+    return _Loaded(recording, groups, world_size)
 
 
-def _cut(error: Exception) -> str:
-    why = str(error).partition("\n")[0][:200].rstrip(".") or type(error).__name__
-    return f"cannot be read, it may be cut: {why}"
+def _groups(data: dict[str, Any]) -> _Loaded:
+    """The live groups, as ``hypergrid.dump`` writes them."""
+    if data["rank"] is None:
+        return _Loaded()  # written before there was a default group
+    recording = _process(data)
+    groups = []
+    # A communicator that several labels share carries the name of the one that created it.
+    for group in sorted(data["groups"], key=lambda group: group.get("shared_with") is not None):
+        label = _text(group["label"] or group["description"])
+        dims = tuple(map(_text, group["dims"] or ()))
+        groups.append(Group(_text(group["name"]), label, _members(group["ranks"]), dims))
+    return _Loaded(recording, groups, _rank(int(data["world_size"])))
 
 
-class _Budget:
-    """A list may be in a file once and in its entries a million times: stop in time."""
+def _stack(data: dict[str, Any]) -> _Loaded:
+    """The stacks, the error and gloo's sends and receives, as ``hypergrid.record`` writes them."""
+    recording = _process(data)
+    recording.written = int(data["written_ns"])
+    recording.reason = _text(data.get("reason") or "")
+    recording.error = _text(data.get("error") or "")
+    for thread in data["threads"]:
+        if thread.get("main"):
+            recording.stack = _frames(thread["frames"])
+    recording.calls, recording.whole = _calls(data.get("p2p") or [])
+    return _Loaded(recording)
 
-    def __init__(self, size: int) -> None:
-        self.left = 16 * size + _SMALL
 
-    def spend(self, what: int) -> None:
-        self.left -= what
-        if self.left < 0:
-            raise ValueError("it says the same again and again, which no recorder does")
+def _process(data: dict[str, Any]) -> RankRecording:
+    """A rank, and the process that wrote a file."""
+    life = data.get("life") or {"started_ns": 0, "job": ""}
+    return RankRecording(
+        _rank(data["rank"]),
+        host=_text(data.get("host") or ""),
+        pid=int(data.get("pid") or 0) or None,
+        started=int(life["started_ns"]),
+        job=_text(life["job"]),
+    )
 
 
-def _columns(entries: list[dict[str, Any]], budget: _Budget) -> _Columns:
-    # Millions of entries: the bytes of what one shares with others stand for it.
+def _calls(entries: list[dict[str, Any]]) -> tuple[Calls, bool]:
+    """Entries of a flight recorder, and whether they reach back to the first call."""
+    # Millions of entries: the bytes of the fields that many of them share stand for these.
     fields = [*zip(*map(_FIELDS, entries), strict=True)] or [()] * len(_NAMES)
-    shared, (collective, p2p, retired, state, *times) = fields[:_SHARED], fields[_SHARED:]
-    found: dict[bytes, int] = {}
-    rows, places = list[list[Any]](), list[int]()
-    keys = map(marshal.dumps, zip(*shared, strict=True), repeat(4))
-    while some := [*islice(keys, 100)]:
-        budget.spend(sum(map(len, some)))
-        for key in dict.fromkeys(some):
-            if key not in found:
-                found[key] = len(rows)
-                rows.append([each[len(places) + some.index(key)] for each in shared])
-        places += map(found.__getitem__, some)
-    is_p2p = np.array([row[1] is True for row in rows], bool)[places]
-    seq = np.where(is_p2p, _whole(p2p), _whole(collective))
-    done = np.array([r is True or s == "completed" for r, s in zip(retired, state, strict=True)])
-    shown = {*np.flatnonzero(~done.astype(bool)).tolist(), len(entries) - 1} - {-1}
+    shared = fields[:_SHARED]
+    collective_seq, p2p_seq, retired, state, *times = fields[_SHARED:]
+    place_of: dict[bytes, int] = {}
+    titles: list[Title] = []
+    places: list[int] = []
+    for values in zip(*shared, strict=True):
+        key = marshal.dumps(values)
+        if key not in place_of:
+            place_of[key] = len(titles)
+            titles.append(_title(*values))
+        places.append(place_of[key])
+    is_p2p = np.array([title.p2p for title in titles], bool)[places]
+    seq = np.where(is_p2p, _numbers(p2p_seq), _numbers(collective_seq))
+    pairs = zip(retired, state, strict=True)
+    done = [is_retired is True or name == "completed" for is_retired, name in pairs]
+    # The stack of a call is shown if it has not ended, or is the last one.
+    shown = [at for at in range(len(done)) if not done[at] or at == len(done) - 1]
     frames = {at: _frames(entries[at].get("frames")) for at in shown}
-    whole = not entries or int(entries[0].get("record_id") or 0) == 0
-    return _Columns(rows, places, [seq, *map(_whole, times), done], frames, whole)
+    is_whole = not entries or int(entries[0].get("record_id") or 0) == 0
+    calls = Calls(titles, (places, seq, *map(_numbers, times), done), frames)
+    return _without_batches(calls), is_whole
+
+
+def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
+    torch_name, label = group
+    text = "|".join([_text(name), *map(_shape, shapes)])
+    if text.count("|") != 4:
+        raise ValueError("a call has no valid name")
+    return Title(_text(torch_name), _text(label), is_p2p is True, text)
+
+
+def _shape(values: Any) -> str:
+    """Sizes or dtypes as text."""
+    flat = []
+    for value in values:
+        flat += value if isinstance(value, list) else [value]
+    if not isinstance(values, list) or not all(type(value) in (int, str) for value in flat):
+        raise ValueError("a call has no valid sizes")
+    return str(values)
+
+
+def _without_batches(calls: Calls) -> Calls:
+    """The operations of each batch with its state, as NCCL's recorder has that apart."""
+    batches = [at for at, title in enumerate(calls.titles) if title.what.name == "coalesced"]
+    group_of = [(title.group, title.p2p) for title in calls.titles]
+    is_kept = np.ones(len(calls), bool)
+    for end in np.flatnonzero(np.isin(calls.title, batches)):
+        group = group_of[calls.title[end]]
+        at = end - 1
+        while at >= 0 and calls.seq[at] == calls.seq[end] and group_of[calls.title[at]] == group:
+            calls.columns[3:, at] = calls.columns[3:, end]
+            is_kept[end] = False
+            at -= 1
+    return calls.at(is_kept)
+
+
+def _rank(number: Any) -> int:
+    if type(number) is not int or not 0 <= number <= _MOST_RANKS:
+        raise ValueError("it names no rank")
+    return number
+
+
+def _members(ranks: Any) -> tuple[int, ...]:
+    return tuple(map(_rank, json.loads(ranks or "[]") if isinstance(ranks, str) else ranks))
+
+
+def _frames(rows: Any) -> tuple[Frame, ...]:
+    frames = []
+    for row in list(rows or ())[:_MOST_FRAMES]:
+        if isinstance(row, dict):
+            row = (row["filename"], row["line"], row["name"])
+        file, line, function = row
+        frames.append(Frame(_text(file), int(line), _text(function)))
+    return tuple(frames)
+
+
+def _numbers(values: Sequence[Any]) -> Any:
+    """Whole numbers; 0 for those that are not known."""
+    try:
+        return np.array(values, np.int64)
+    except TypeError:
+        return np.array([int(value or 0) for value in values], np.int64)
+
+
+def _text(value: Any) -> str:
+    """A name that is text, or a number; nothing else, as its text could be endless."""
+    if type(value) not in (str, int):
+        raise ValueError("a name is not text")
+    return one_line(str(value))  # in a sentence it must not begin a line of its own
+
+
+# All files.
 
 
 class _Reader:
+    """Puts the files of all ranks together."""
+
     def __init__(self) -> None:
-        self.ranks: dict[int, RankRecording] = {}
         self.problems: list[str] = []
-        self.named: dict[str, dict[tuple[int, ...] | None, Group]] = {}
-        self.keys: dict[tuple[int, str], tuple[int, ...] | None] = {}  # of which members
-        self.titles: list[Title] = []
-        self.title_at: dict[Title, int] = {}
-        self.left = _MOST_CALLS
-        self.members: dict[Any, tuple[int, ...]] = {}
-        self.worlds: dict[int, str] = {}  # sizes, and files that say so
         self.unread: set[int] = set()
-        self.mixed = ""
-        self.traces: dict[int, str] = {}
-        self.unknown: list[tuple[Path, str]] = []  # a file, and what is wrong with it
-        self.prefixes: set[str] = set()  # of the dumps' names
+        self.foreign: list[tuple[Path, str]] = []  # files, and why they cannot be read
+        self.prefixes: set[str] = set()  # of the names of dumps
+        self.ranks: dict[int, RankRecording] = {}
+        self.sends: dict[int, Calls] = {}  # of gloo
+        self.sizes: dict[int, int] = {}  # of the job, and a rank whose files say so
+        self.calls_left = _MOST_CALLS
+        self.named: dict[str, dict[tuple[int, ...], Group]] = defaultdict(dict)
+        self.members_of: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.groups: dict[str, Group] = {}
+        self.titles: list[Title] = []
+        self.number_of: dict[Title, int] = {}
 
-    def file(self, path: Path, loaded: _Loaded) -> None:
-        numbered = _NUMBERED.match(path.name)
-        if loaded.problem:
+    def add(self, path: Path, loaded: _Loaded) -> None:
+        """Take one file in."""
+        if loaded.is_foreign:
+            self.foreign.append((path, loaded.problem))
+        elif loaded.problem:
             self._failed(path, loaded.problem)
-        elif loaded.unknown:
-            self.unknown += [(path, loaded.unknown)] if numbered else []
-        elif loaded.data:
-            self._budget = _Budget(loaded.size)
+        elif loaded.recording is not None:
             try:
-                name = one_line(path.name)
-                number = self._take(name, loaded.data, int(numbered[2]) if numbered else None)
-                if "entries" in loaded.data and number is not None:
-                    self._rank(number).latest = path.stat().st_mtime_ns
-            except Exception as error:  # a damaged file can raise nearly anything
-                self._failed(path, _cut(error))
+                self._merge(loaded.recording)
+            except ValueError as error:
+                return self._failed(path, _unreadable(str(error)))
+            self.prefixes.add(_by_rank(path)[0])
+            rank = loaded.recording.rank
+            if loaded.world_size:
+                self.sizes.setdefault(loaded.world_size, rank)
+            for group in loaded.groups:
+                known = self.named[group.name].setdefault(group.ranks or (), group)
+                known.dims = known.dims or group.dims
+                self.members_of[rank, group.name] = known.ranks or ()
 
-    def _failed(self, path: Path, what: str) -> None:
-        self.problems.append(one_line(f"{path.name} {what}."))
-        numbered = _NUMBERED.match(path.name)
-        if numbered and len(numbered[2]) < 10:
-            self.unread.add(int(numbered[2]))
+    def _failed(self, path: Path, problem: str) -> None:
+        self.problems.append(one_line(f"{path.name} {problem}."))
+        rank = _by_rank(path)[1]
+        if rank >= 0:
+            self.unread.add(rank)
 
-    def _take(self, name: str, data: dict[str, Any], number: int | None) -> int | None:
-        if "entries" in data:
-            if number is None or number > _MOST_RANKS:
-                raise ValueError("its name does not end in a rank")
-            if number in self.traces:
-                raise ValueError(f"{self.traces[number]} is already the dump of rank {number}")
-            self._trace(number, data)
-            self.traces[number] = name
-        elif "threads" in data:
-            number = self._stack(data)
-        elif "groups" in data and "pid" in data:
-            number = self._groups(data)
-        else:
-            return None
-        if number is not None:
-            self._rank(number).files.append(name)
-            self.prefixes.add(_prefix(name))
-        return number
-
-    def _rank(self, rank: int) -> RankRecording:
-        return self.ranks.setdefault(rank, RankRecording(rank))
-
-    def _trace(self, rank: int, data: dict[str, Any]) -> None:
-        calls = self._calls(data["entries"])
-        for name, group in (data.get("pg_config") or {}).items():
-            if group["ranks"] not in ("", "[]", []):
-                self._group(rank, _text(name), _text(group["desc"]), self._members(group["ranks"]))
-        self._take_calls(rank, calls, data["entries"].whole)
-        self._rank(rank).has_calls = True
-
-    def _take_calls(self, rank: int, calls: Calls, whole: bool) -> None:
-        for place in np.unique(calls.title):
-            title = self.titles[place]
-            self._group(rank, title.group, title.label, None)
-        mine = self._rank(rank)
-        # NCCL's sends are in its recorder, those of gloo in the file of stacks.
-        mine.calls = mine.calls.joined(calls) if mine.calls else calls
-        mine.whole = mine.whole and whole
-
-    def _calls(self, given: _Columns) -> Calls:
-        self.left -= len(given.places)
-        if self.left < 0:
+    def _merge(self, part: RankRecording) -> None:
+        """Add the facts of one file to those of its rank."""
+        recording = self.ranks.setdefault(part.rank, RankRecording(part.rank))
+        if part.has_calls and recording.has_calls:
+            raise ValueError(f"there is already a flight recorder of rank {part.rank}")
+        self.calls_left -= len(part.calls)
+        if self.calls_left < 0:
             raise ValueError(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
-        titles = np.array([self._title(row) for row in given.rows], np.int64)[given.places]
-        return self._without_batches(Calls(self.titles, (titles, *given.numbers), given.frames))
+        is_whole = recording.whole and part.whole
+        if not part.has_calls and part.calls:
+            self.sends[part.rank] = part.calls
+            part.calls = Calls()
+        vars(recording).update({name: value for name, value in vars(part).items() if value})
+        recording.whole = is_whole
 
-    def _without_batches(self, calls: Calls) -> Calls:
-        """The operations of each batch with its state, as NCCL's recorder has that apart."""
-        batches = [at for at, title in enumerate(self.titles) if title.what.name == "coalesced"]
-        ends = np.flatnonzero(np.isin(calls.title, batches)) if batches else ()
-        of = [(title.group, title.p2p) for title in self.titles]
-        kept = np.ones(len(calls), bool)
-        for end in ends:
-            at, title, seq = end - 1, of[calls.title[end]], calls.seq[end]
-            while at >= 0 and calls.seq[at] == seq and of[calls.title[at]] == title:
-                calls.columns[3:, at] = calls.columns[3:, end]
-                kept[end] = False
-                at -= 1
-        return calls if kept.all() else calls.at(kept)
+    def recording(self) -> Recording:
+        """The files of all ranks as one recording."""
+        for path, problem in self.foreign:  # other files of the job are numbered too: logs, events
+            prefix, rank, _ = _by_rank(path)
+            is_dump = prefix in self.prefixes or not any(r.has_calls for r in self.ranks.values())
+            if rank >= 0 and is_dump:
+                self._failed(path, problem)
+        self._drop_other_lives()
+        for name, by_members in self.named.items():
+            for members, group in by_members.items():
+                self.groups[self._key(name, members)] = group
+        ranks = dict(sorted(self.ranks.items()))
+        for rank, recording in ranks.items():
+            # NCCL's sends are in its recorder, those of gloo in the file of stacks.
+            has_sends = any(title.p2p for title in recording.calls.titles)
+            recording.calls = self._with_keys(rank, recording.calls)
+            if rank in self.sends and not has_sends:
+                recording.calls = recording.calls.joined(self._with_keys(rank, self.sends[rank]))
+        world_size = max([*self.sizes, *(rank + 1 for rank in ranks)], default=0)
+        mixed = self._several_sizes() or _gap(ranks)
+        return Recording(
+            ranks, self.groups, world_size, self.problems, self.titles, self.unread, mixed
+        )
 
-    def _title(self, row: list[Any]) -> int:
-        (group, label), p2p, name, *shapes = row
-        text = "|".join([_text(name), *map(self._shape, shapes)])
-        title = Title(_text(group), _text(label), p2p is True, text)
-        if title.text.count("|") != 4:
-            raise ValueError("a call has no valid name")
-        place = self.title_at.setdefault(title, len(self.titles))
-        self.titles += [title] * (place == len(self.titles))
-        return place
+    def _key(self, name: str, members: tuple[int, ...]) -> str:
+        """A key that only one group has: torch can use one name for several groups."""
+        if len(self.named[name]) < 2 or not members:
+            return name
+        return f"{name}@{','.join(map(str, members))}"
 
-    def _shape(self, given: list[Any]) -> str:
-        """Sizes or dtypes as text."""
-        self._budget.spend(sum(len(each) if isinstance(each, list | str) else 1 for each in given))
-        flat = [one for each in given for one in (each if isinstance(each, list) else (each,))]
-        if not all(type(each) in (int, str) for each in flat):
-            raise ValueError("a call has no valid sizes")
-        return str(given)
-
-    def _members(self, ranks: Any) -> tuple[int, ...]:
-        self._budget.spend(len(ranks))
-        if isinstance(ranks, str) and ranks in self.members:
-            return self.members[ranks]
-        given = json.loads(ranks) if isinstance(ranks, str) else ranks
-        if not all(type(rank) is int and 0 <= rank <= _MOST_RANKS for rank in given):
-            raise ValueError("the members of a group are not ranks")
-        members = self.members.setdefault(tuple(given), tuple(given))
-        return self.members.setdefault(ranks, members) if isinstance(ranks, str) else members
-
-    def _group(
-        self,
-        rank: int,
-        name: str,
-        label: str,
-        ranks: tuple[int, ...] | None,
-        dims: Iterable[Any] = (),
-    ) -> None:
-        ranks = ranks or self.keys.get((rank, name))
-        group = self.named.setdefault(name, {}).setdefault(ranks, Group(name, label, ranks))
-        group.dims = group.dims or tuple(map(str, dims))
-        self.keys[rank, name] = ranks
-
-    def _groups(self, data: dict[str, Any]) -> int | None:
-        rank = data["rank"]
-        if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
-            return None  # written before there was a default group
-        mine = self._rank(rank)
-        self._process(mine, one_line(str(data["host"])), int(data["pid"]))
-        self._life(mine, data.get("life"))
-        if 0 < int(data["world_size"]) <= _MOST_RANKS:
-            self.worlds.setdefault(int(data["world_size"]), f"the groups of rank {rank}")
-        # A communicator that several labels share carries the name of the one that created it.
-        for group in sorted(data["groups"], key=lambda each: each.get("shared_with") is not None):
-            label = one_line(str(group["label"] or group["description"]))
-            ranks = self._members(group["ranks"])
-            dims = [one_line(str(dim)) for dim in group["dims"] or ()]
-            self._group(rank, one_line(str(group["name"])), label, ranks, dims)
-        return rank
-
-    def _process(self, mine: RankRecording, host: str, pid: int) -> None:
-        if mine.pid and pid and (mine.host, mine.pid) != (host, pid):
-            self.mixed = f"the files of rank {mine.rank} are of two processes, {mine.pid} and {pid}"
-        mine.host, mine.pid = host, pid or None
-
-    def _life(self, mine: RankRecording, life: Any) -> None:
-        """Take down when the process of a rank started, and in which job."""
-        if isinstance(life, dict):
-            mine.started = max(mine.started, int(life["started_ns"]))
-            mine.job = _text(life["job"])
+    def _with_keys(self, rank: int, calls: Calls) -> Calls:
+        """The calls with titles of the whole recording, which name groups by their keys."""
+        numbers = []
+        for title in calls.titles:
+            key = self._key(title.group, self.members_of.get((rank, title.group), ()))
+            self.groups.setdefault(key, Group(title.group, title.label))
+            title = title._replace(group=key)
+            number = self.number_of.setdefault(title, len(self.titles))
+            if number == len(self.titles):
+                self.titles.append(title)
+            numbers.append(number)
+        places = np.array(numbers, np.int64)[calls.title]
+        return Calls(self.titles, (places, *calls.columns[1:]), calls.frames)
 
     def _drop_other_lives(self) -> None:
         """Leave out what a rank wrote before another rank of the directory had started.
@@ -564,124 +595,45 @@ class _Reader:
         A job is restarted into the same directory, and rank 3 never starts: the files that rank 3
         left in its previous life say nothing about this hang.
         """
-        newest = max(self.ranks.values(), key=lambda mine: mine.started, default=None)
+        newest = max(self.ranks.values(), key=lambda recording: recording.started, default=None)
         if newest is None:
             return
-        for rank, mine in self.ranks.items():
+        for rank, recording in self.ranks.items():
             # The groups of a rank are written at its start, everything else has a time.
-            ended_before = 0 < mine.written < newest.started
-            is_other_job = bool(mine.job and newest.job) and mine.job != newest.job
+            ended_before = 0 < recording.written < newest.started
+            is_other_job = bool(recording.job and newest.job) and recording.job != newest.job
             if ended_before or is_other_job:
                 self.problems.append(
                     f"the files of rank {rank} are of another start of the job than those of rank "
                     f"{newest.rank}, or of another job: they are not used."
                 )
                 self.ranks[rank] = RankRecording(rank)
+                self.sends.pop(rank, None)
 
-    def _stack(self, data: dict[str, Any]) -> int:
-        rank = data["rank"]
-        if type(rank) is not int or not 0 <= rank <= _MOST_RANKS:
-            raise ValueError("it names no rank")
-        mine = self._rank(rank)
-        self._process(mine, one_line(str(data.get("host") or mine.host)), int(data.get("pid") or 0))
-        self._life(mine, data.get("life"))
-        mine.written, mine.reason = int(data["written_ns"]), one_line(str(data.get("reason") or ""))
-        mine.error = one_line(str(data.get("error") or ""))
-        threads = data["threads"]
-        main = next((each for each in threads if each.get("main")), None)
-        mine.stack = _frames(main["frames"]) if main else ()
-        p2p = data.get("p2p") or _columns([], self._budget)
-        calls = self._calls(p2p)
-        if not any(
-            title.p2p for title in map(self.titles.__getitem__, np.unique(mine.calls.title))
-        ):
-            self._take_calls(rank, calls, p2p.whole)
-        return rank
-
-    def finish(self) -> Recording:
-        """Give every group one key, also where torch used one name for several."""
-        for path, why in self.unknown:  # other files of the job are numbered too: logs, events
-            if _prefix(path.name) in self.prefixes or not self.traces:
-                self._failed(path, f"cannot be read, it may be cut: {why}")
-        self._drop_other_lives()
-        groups: dict[str, Group] = {}
-        keys: dict[tuple[str, tuple[int, ...] | None], str] = {}
-        for name, by_members in self.named.items():
-            if len(by_members) > 1:
-                unknown = by_members.pop(None, None)
-                if unknown and len(by_members) == 1:
-                    keys[name, None] = name
-            for ranks, group in by_members.items():
-                key = name if len(by_members) == 1 or not ranks else f"{name}@{ranks[0]}"
-                if key in groups:
-                    key = f"{name}@{ranks}"
-                groups[key], keys[name, ranks] = group, key
-        several = {name for name, by_members in self.named.items() if len(by_members) > 1}
-        for mine in self.ranks.values() if several else ():
-            for place in np.unique(mine.calls.title):
-                title = self.titles[place]
-                if title.group in several:
-                    title = title._replace(group=self._key(mine.rank, title.group, keys))
-                    other = self.title_at.setdefault(title, len(self.titles))
-                    self.titles += [title] * (other == len(self.titles))
-                    mine.calls.title[mine.calls.title == place] = other
-        for (rank, name), ranks in self.keys.items():
-            if ranks and self.named[name][ranks].label == DEFAULT:
-                self.worlds.setdefault(len(ranks), f"the flight recorder of rank {rank}")
-        world = max([*self.worlds, *(rank + 1 for rank in self.ranks)], default=0)
-        found = dict(sorted(self.ranks.items()))
-        mixed = self._sizes() or self.mixed or _gap(found)
-        return Recording(found, groups, world, self.problems, self.titles, self.unread, mixed)
-
-    def _sizes(self) -> str:
-        """The sizes of the job that files name, if they differ, with the files."""
-        said = [f"{size} ranks in {where}" for size, where in sorted(self.worlds.items())]
-        return f"the job has {' and '.join(said[:2])}" if len(said) > 1 else ""
-
-    def _key(
-        self, rank: int, name: str, keys: dict[tuple[str, tuple[int, ...] | None], str]
-    ) -> str:
-        members = self.keys.get((rank, name))
-        return keys.get((name, members)) or next(
-            key for (other, _), key in keys.items() if other == name
-        )
+    def _several_sizes(self) -> str:
+        """The sizes of the job that files name, if they differ."""
+        sizes = sorted(self.sizes.items())[:2]
+        if len(sizes) < 2:
+            return ""
+        texts = [f"{size} ranks by the files of rank {rank}" for size, rank in sizes]
+        return f"the job has {' and '.join(texts)}"
 
 
 def _gap(ranks: dict[int, RankRecording]) -> str:
     """Whether the calls of one rank end long before those of another begin."""
-    begin = {rank: mine.calls[0].created for rank, mine in ranks.items() if mine.calls}
+    begin = {}
+    end = {}
+    for rank, recording in ranks.items():
+        if recording.calls:
+            begin[rank] = recording.calls[0].created
+            last = recording.calls[-1]
+            end[rank] = max(recording.written, last.created, last.completed)
     if not begin:
         return ""
-    last = {rank: ranks[rank].calls[-1] for rank in begin}
-    end = {r: max(ranks[r].written, call.created, call.completed) for r, call in last.items()}
-    early, late = min(end, key=end.__getitem__), max(begin, key=begin.__getitem__)
+    early = min(end, key=end.__getitem__)
+    late = max(begin, key=begin.__getitem__)
     # A recorder that has wrapped around begins late; then only the time of the dump says enough.
-    known = ranks[early].written or ranks[late].whole
-    if begin[late] - end[early] < _FAR or not known:
+    is_known = ranks[early].written or ranks[late].whole
+    if begin[late] - end[early] < _FAR or not is_known:
         return ""
     return f"the calls of rank {early} ended before those of rank {late} began"
-
-
-def _frames(given: Any) -> tuple[Frame, ...]:
-    frames = []
-    for each in list(given or ())[:_MOST_FRAMES]:
-        if isinstance(each, dict):
-            each = (each["filename"], each["line"], each["name"])
-        file, line, function = each
-        frames.append(Frame(_text(file), int(line), _text(function)))
-    return tuple(frames)
-
-
-def _whole(given: Sequence[Any]) -> Any:
-    """Whole numbers; 0 for those that are not known."""
-    try:
-        return np.array(given, np.int64)
-    except TypeError:
-        return np.array([int(each or 0) for each in given], np.int64)
-
-
-def _text(given: Any) -> str:
-    """A name that is text, or a number; nothing else, as its text could be endless."""
-    if type(given) not in (str, int):
-        raise ValueError("a name is not text")
-    return one_line(str(given))  # in a sentence it must not begin a line of its own

@@ -98,9 +98,9 @@ def record(
         after = _seconds(after, "after")
     if p2p is None:
         p2p = os.environ.get("HYPERGRID_RECORD_P2P", "0") not in ("", "0")
-    wanted = (Path(directory).resolve(), after, p2p)
+    settings = (Path(directory).resolve(), after, p2p)
     if _current is not None:
-        if _current.settings == wanted:
+        if _current.settings == settings:
             return _current
         raise ValueError(
             f"this process already records to {_current.settings[0]} (after="
@@ -108,7 +108,7 @@ def record(
         )
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("record() installs a signal handler: call it in the main thread.")
-    _current = Recorder(*wanted)
+    _current = Recorder(*settings)
     return _current
 
 
@@ -140,9 +140,9 @@ class Recorder:
         self._rank: int | None = None
         self._writing = threading.Lock()
         self._groups: object = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()  # the faults that were warned of
         self._pid = os.getpid()
-        self._asked = self._request()
+        self._request_seen = self._request()
         # The exception that ended the script: a process can stay for long after that.
         self._raised: tuple[str, list[_Row]] | None = None
         self._calls: dict[str, int] = {}  # how many of each group, and since when
@@ -233,9 +233,9 @@ class Recorder:
 
     def _give_signals_back(self) -> None:
         with suppress(ValueError):  # not the main thread
-            theirs = signal.set_wakeup_fd(self._wakeup)
-            if theirs not in (self._in, self._wakeup):
-                signal.set_wakeup_fd(theirs)
+            installed = signal.set_wakeup_fd(self._wakeup)
+            if installed not in (self._in, self._wakeup):  # by other code since
+                signal.set_wakeup_fd(installed)
             if signal.getsignal(SIGNAL) == self._on_signal:
                 signal.signal(SIGNAL, signal.SIG_DFL if self._handler is None else self._handler)
 
@@ -272,7 +272,8 @@ class Recorder:
                 signal.signal(SIGNAL, signal.SIG_IGN)
 
     def _watch(self) -> None:
-        heard, looked = False, time.monotonic()
+        was_heard = False  # the last byte was the signal itself
+        last_look = time.monotonic()
         look = min(_LOOK, (self.settings[1] or _LOOK) / 4)
         poll = select.poll()  # of any descriptor; select knows 1,024
         poll.register(self._out, select.POLLIN)
@@ -280,35 +281,38 @@ class Recorder:
             poll.poll(min(_TICK, look) * 1000)
             with suppress(BlockingIOError):
                 for byte in os.read(self._out, 4096):
-                    if byte == SIGNAL or (byte == _HANDLED and not heard):
-                        self._asked = self._request()
+                    if byte == SIGNAL or (byte == _HANDLED and not was_heard):
+                        self._request_seen = self._request()
                         self._attempt(lambda: self.write(SIGNAL.name))
-                    heard = byte == SIGNAL or (heard and byte != _HANDLED)
+                    was_heard = byte == SIGNAL or (was_heard and byte != _HANDLED)
                     if byte not in (_HANDLED, _ENOUGH) and self._wakeup != -1:
                         with suppress(OSError):
                             os.write(self._wakeup, bytes([byte]))
             with self._writing:
                 self._attempt(self._write_groups)
-            if time.monotonic() - looked >= look:
-                looked = time.monotonic()
+            if time.monotonic() - last_look >= look:
+                last_look = time.monotonic()
                 self._attempt(self._look)
 
     def _look(self) -> None:
-        asked = self._request()
-        if asked != self._asked:
-            self._asked = asked
+        request = self._request()
+        if request != self._request_seen:
+            self._request_seen = request
             self.write("asked in the directory")
         after = self.settings[1]
         if after is None:
             return
-        calls, now = self._counts(), time.monotonic()
+        calls = self._counts()
+        now = time.monotonic()
         if calls != self._calls:
-            self._calls, self._since = calls, now
+            self._calls = calls
+            self._since = now
         if self._since is None or now - self._since <= after:
             return
         # Only now, as this costs: a rank that communicates is not stuck, and CUDA is not asked for
         # events while a graph may be captured.
-        newest, pending = 0, False
+        newest = 0
+        pending = False
         for entry in self._entries():
             newest = max(newest, entry["time_created_ns"])
             pending = pending or not (entry["retired"] or entry["state"] == "completed")
@@ -319,7 +323,7 @@ class Recorder:
             self._since = None
             self.write(f"timeout: in a call for more than {after:g} s")
             self._replace(ASKED, f"rank {self._rank}\n".encode())
-            self._asked = self._request()
+            self._request_seen = self._request()
 
     def _counts(self) -> dict[str, int]:
         """How many calls were made in each group, by torch's name; sends and receives under ""."""
@@ -334,8 +338,8 @@ class Recorder:
         return None
 
     def _entries(self) -> Iterator[dict[str, Any]]:
-        for each in of_torch.recorded_calls():
-            yield from json.loads(each).get("entries", ())
+        for recorder in of_torch.recorded_calls():
+            yield from json.loads(recorder).get("entries", ())
         if self._p2p is not None:
             yield from self._p2p.entries()
 
@@ -346,8 +350,8 @@ class Recorder:
         try:
             write()
         except Exception as error:
-            if in_words(error) not in self._told:
-                self._told.add(in_words(error))
+            if in_words(error) not in self._warned:
+                self._warned.add(in_words(error))
                 text = f"hypergrid.record to {self.settings[0]}: {in_words(error)}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -355,23 +359,24 @@ class Recorder:
         alive = dist.is_initialized()
         try:
             pools = pool.live_pools() if alive else []
-            labels = [pooled.label for each in pools for pooled in each.groups]
+            labels = [pooled.label for owner in pools for pooled in owner.groups]
             groups = (list(of_torch.known().values()), labels) if alive else None
             if self._rank is not None and groups == self._groups:
                 return
-            said = group_records()
+            records = group_records()
         except (KeyError, RuntimeError, ValueError):
             return  # groups are being created or destroyed: the next look sees them
         if not alive:
-            said["rank"] = _number("RANK")
-            said["world_size"] = _number("WORLD_SIZE")
-        if said["rank"] is None:
+            records["rank"] = _number("RANK")
+            records["world_size"] = _number("WORLD_SIZE")
+        if records["rank"] is None:
             return
         if self._rank is None:
-            self._make_room(said["rank"])
-        said["life"] = self._life
-        self._rank, self._groups = said["rank"], groups
-        self._replace(f"groups_{self._rank}.json", json.dumps(said).encode())
+            self._make_room(records["rank"])
+        records["life"] = self._life
+        self._rank = records["rank"]
+        self._groups = groups
+        self._replace(f"groups_{self._rank}.json", json.dumps(records).encode())
 
     def _make_room(self, rank: int) -> None:
         """Move the rank's files of an earlier run."""
@@ -399,7 +404,7 @@ class Recorder:
             name = names.get(ident, "of outside Python")
             threads.append({"name": name, "main": ident == main, "frames": rows})
         text = _text(error) if error is not None else self._raised and self._raised[0]
-        said = {
+        content = {
             "schema": SCHEMA,
             "rank": self._rank,
             "host": socket.gethostname(),
@@ -408,10 +413,10 @@ class Recorder:
             "written_ns": time.time_ns(),
             "reason": reason,
             "error": text,
-            "threads": sorted(threads, key=lambda each: not each["main"]),
+            "threads": sorted(threads, key=lambda thread: not thread["main"]),
             "p2p": list(self._p2p.entries()) if self._p2p is not None else [],
         }
-        return json.dumps(said).encode()
+        return json.dumps(content).encode()
 
     def _trace(self) -> bytes:
         """Torch's recording, pickled, with the members, which torch knows for NCCL only."""
@@ -479,8 +484,8 @@ def _number(name: str) -> int | None:
 def _joined(dumps: Sequence[bytes]) -> dict[str, Any]:
     """NCCL and the other backends have a flight recorder each: one dump of all."""
     whole: dict[str, Any] = {}
-    for each in map(pickle.loads, dumps):
-        for key, value in each.items():
+    for recorder in map(pickle.loads, dumps):
+        for key, value in recorder.items():
             if isinstance(value, dict):
                 whole[key] = {**whole.get(key, {}), **value}
             elif isinstance(value, list):

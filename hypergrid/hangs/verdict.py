@@ -126,6 +126,12 @@ _DOUBTS = {
     "mixed": "{mixed}. The files seem to be of two jobs, or of two times",
     "old": "{their} dump was written before that call, or while {they} still worked, and {they} "
     "may have come since. Have all ranks write at the same time",
+    "hidden": "sends and receives are not recorded, and ranks may wait for others in one. "
+    "HYPERGRID_RECORD_P2P=1 records them",
+    "blind": "the flight recorder of {blind} is missing or cut, and what was called there is not "
+    "known",
+    "either": "{they} may be right, and another rank made a call too many or too few",
+    "which": "which of them did not do what was due cannot be seen",
 }
 
 
@@ -147,69 +153,60 @@ class _Words:
             "order": self._order,
         }
         text = kinds.get(cause.kind, self._absent)(cause)
-        doubt = self._doubt(cause)
-        return f"{text} Not certain: {doubt}." if doubt else text
+        if not cause.doubt:
+            return text
+        they, their, them = (
+            ("they", "their", "them") if len(cause.ranks) > 1 else ("it", "its", "it")
+        )
+        blind = _ranks(sorted(self.waiting.blind)) if self.waiting.blind else ""
+        mixed = self.waiting.recording.mixed
+        doubt = _DOUBTS[cause.doubt].format(
+            they=they, their=their, them=them, blind=blind, mixed=mixed
+        )
+        return f"{text} Not certain: {doubt}."
 
     def chain(self, cause: Cause) -> list[str]:
         """Why it is so, what the others do, and what to look at next."""
-        if cause.kind == "empty":
-            return self._stacks(sorted(self.ranks))
         lines = self._places(cause)
+        waits = self.waiting.waits
         if cause.wait is not None and not cause.circle and cause.kind != "slow":
             lines.append(self._line(cause.wait))
-        others = {rank for wait in cause.waits for rank in wait.inside}
-        others -= {*cause.ranks, *(cause.wait.inside if cause.wait else ())}
-        others -= {rank for rank, *_ in cause.circle}
-        if others:
-            waits = "waits" if len(others) == 1 else "wait"
-            calls = len({(wait.group, wait.seq) for wait in cause.waits})
-            lines.append(f"{_ranks(sorted(others))} {waits} behind, in {_many(calls, 'call')}.")
+            waits = [wait for wait in waits if wait[:2] != cause.wait[:2]]
+        elsewhere = {rank for wait in waits for rank in wait.inside} - {*cause.ranks}
+        elsewhere -= {rank for rank, *_ in cause.circle}
+        if elsewhere and cause.kind != "slow":
+            calls = len({wait[:2] for wait in waits if elsewhere.intersection(wait.inside)})
+            lines.append(f"{_ranks(sorted(elsewhere), 'waits', 'wait')} in {_many(calls, 'call')}.")
         if cause.kind in _NEXT:
             lines.append(f"Next: {_NEXT[cause.kind]}")
         return lines
 
     def _places(self, cause: Cause) -> list[str]:
-        """Where the ranks of the cause are, in two lines."""
-        if cause.circle:
-            lines = []
-            for rank, other, wait in cause.circle[:2]:
-                if wait is None:
-                    where = "is in a send or recv and may wait"
-                elif rank in wait.behind:
-                    where = f"has queued {self._call(wait)} behind another call, and waits"
-                else:
-                    where = f"is in {self._call(wait)} and waits"
-                lines.append(f"rank {rank} {where} for rank {other}.")
-            return lines
-        if cause.kind == "mismatch":
+        """Where the ranks of the cause are, in a few lines."""
+        lines = []
+        for rank, needed, wait in cause.circle[:2]:
+            if wait is None:
+                where = "is in a send or recv and may wait"
+            elif rank in wait.behind:
+                where = f"has queued {self._call(wait)} behind another call, and waits"
+            else:
+                where = f"is in {self._call(wait)} and waits"
+            lines.append(f"rank {rank} {where} for rank {needed}.")
+        if cause.kind == "mismatch" and not cause.circle:
             calls = [(rank, call.frames) for rank, call in self._unequal(cause) if call.frames]
-            return [f"rank {rank} made the call in {_at(frames)}." for rank, frames in calls]
-        if cause.doubt == "hidden":
-            return self._stacks(sorted(self.waiting.unseen | {*self._guessing(cause)}))[:2]
-        return []
+            lines = [f"rank {rank} made the call in {_at(frames)}." for rank, frames in calls]
+        if cause.doubt == "hidden" or cause.kind == "empty":
+            shown = sorted(self.waiting.unseen or self.ranks)
+            stacks = [(rank, self.ranks[rank].stack) for rank in shown]
+            lines = [f"rank {rank} is in {_at(stack)}." for rank, stack in stacks if stack][:2]
+        return lines
 
     def _line(self, wait: Wait) -> str:
-        """What each rank of a call does, without those that have ended it."""
-        entered = [rank for rank in wait.inside if rank not in wait.behind]
-        queued = [rank for rank in wait.inside if rank in wait.behind]
-        dumped = [rank for rank in wait.absent if rank not in self.waiting.gone]
-        silent = [rank for rank in wait.absent if rank in self.waiting.gone]
-        parts = [
-            f"{_ranks(ranks)} {text}"
-            for ranks, text in (
-                (entered, f"in it{self._lasting(wait)}"),
-                (queued, "waiting in an earlier call"),
-                (dumped, "not"),
-                (wait.unlike, "in another call"),
-                (silent, "without a dump"),
-            )
-            if ranks
-        ]
-        return f"{self._call(wait)}: {', '.join(parts)}."
-
-    def _stacks(self, ranks: Sequence[int]) -> list[str]:
-        stacks = {rank: self.ranks[rank].stack for rank in ranks[:8] if rank in self.ranks}
-        return [f"rank {rank} is in {_at(stack)}." for rank, stack in stacks.items() if stack]
+        """Who is in a call, and for whom these ranks wait."""
+        entered = sorted({*wait.inside} - {*wait.behind}) or wait.inside
+        inside = _ranks(entered, "is in it and waits", "are in it and wait")
+        missed = _ranks(sorted({*wait.missed} - {*entered} or wait.missed))
+        return f"{self._call(wait)}: {inside} for {missed}."
 
     # The kinds.
 
@@ -219,9 +216,7 @@ class _Words:
         if all(recording.ended for recording in self.ranks.values()) and not self.waiting.gone:
             well = "the script of every rank ended, none by an exception"
         text = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
-        if not cause.doubt:
-            text = f"nothing is wrong: {text}"
-        return f"{text} Not all could be used." if self.waiting.recording.problems else text
+        return text if cause.doubt else f"nothing is wrong: {text}"
 
     def _nothing(self, cause: Cause) -> str:
         keeps = (
@@ -229,8 +224,7 @@ class _Words:
             "torch 2.9) in the job's environment."
         )
         if any(recording.answered for recording in self.ranks.values()):
-            has_stacks = any(recording.stack for recording in self.ranks.values())
-            return f"no collective is recorded{', there are only stacks' * has_stacks}. {keeps}"
+            return f"no collective is recorded. {keeps}"
         return (
             "no rank has written what it was doing: no flight recorder, stack or error. Ranks that "
             "still run and record by hypergrid.record write on hypergrid diagnose --pid, or touch "
@@ -240,10 +234,8 @@ class _Words:
     def _slow(self, cause: Cause) -> str:
         wait = cause.wait
         assert wait is not None
-        left = f"every rank has entered it, and {_ranks(wait.inside, 'has', 'have')} not finished"
-        if len(wait.inside) == len(self.waiting.members(wait.group)):
-            left = "all of its ranks are in it"
-        text = f"{self._call(wait)} has been running{self._lasting(wait)}: {left}, with equal calls"
+        inside = _ranks(wait.inside, "has", "have")
+        text = f"{self._call(wait)}: {inside} been in it{self._lasting(wait)}, with equal calls"
         if cause.doubt:
             return f"{text}."
         return f"{text}, so nobody is missing. It is slow, or the network under it does not answer."
@@ -255,37 +247,22 @@ class _Words:
         alike = self.waiting.unequal[wait[:2]]
         named = next((ranks for ranks in alike if not ranks.isdisjoint(cause.ranks)), alike[0])
         others = next(ranks for ranks in alike[::-1] if ranks is not named)
-        rank = min(named.intersection(cause.ranks), default=min(named))
-        calls = [(one, self.waiting.made(one, *wait[:2])) for one in (rank, min(others))]
-        return [(one, call) for one, call in calls if call]
+        pair = (min(named.intersection(cause.ranks) or named), min(others))
+        calls = [(rank, self.waiting.made(rank, *wait[:2])) for rank in pair]
+        return [(rank, call) for rank, call in calls if call]
 
     def _mismatch(self, cause: Cause) -> str:
         wait = cause.wait
         assert wait is not None
         (_, call), (other, other_call) = self._unequal(cause)
         alike = next(ranks for ranks in self.waiting.unequal[wait[:2]] if other in ranks)
-        named = cause.ranks
-        if other in named:  # of two ranks both are named
-            named = tuple(rank for rank in named if rank not in alike)
-        how = cause.departure.how if cause.departure else ""
-        how = {"skipped": " One call was skipped.", "added": " It is a call too many."}.get(how, "")
+        # Of two ranks both are named.
+        named = [rank for rank in cause.ranks if rank not in alike]
         return (
             f"{self._named(named)} called {_shown(call, other_call)} as #{wait.seq} of "
             f"{self._group(wait.group)}, where {_ranks(sorted(alike))} called "
-            f"{_shown(other_call, call)}.{how}{self._evidence(cause.departure)}"
+            f"{_shown(other_call, call)}.{self._evidence(cause.departure)}"
         )
-
-    def _departed(self, departure: Departure) -> str:
-        """The call of a rank and the call that was due, without the rank's number."""
-        due = self._title(departure.due)
-        call = self._title(self.ranks[departure.rank].calls[departure.at])
-        after = f" after {self._title(departure.after)}" if departure.after else ""
-        return {
-            "skipped": f"skipped {due}: {call} followed{after}.",
-            "added": f"called {call}{after}, where {due} is next: a call too many.",
-            "swapped": f"called {call} before {due}{after}.",
-            "": f"called {call}{after}, where {due} is next.",
-        }[departure.how]
 
     def _evidence(self, departure: Departure | None) -> str:
         """The ranks that did otherwise."""
@@ -304,118 +281,53 @@ class _Words:
     def _absent(self, cause: Cause) -> str:
         wait = cause.wait
         named = self._named(cause.ranks)
-        have = "have" if len(cause.ranks) > 1 else "has"
-        if cause.doubt == "few":
-            dumped = _ranks(sorted(self.ranks.keys() - self.waiting.gone), "has", "have")
-            text = f"only {dumped} left a dump, {named} {have} not."
-            if wait is None:
-                return text
-            waits = _ranks(wait.inside, "waits", "wait")
-            return f"{text} What {waits} for: {self._call(wait)}."
         where = self._whereabouts(cause)
         if wait is None:
-            return self._absent_from_unrecorded(cause, named, where)
+            waiting = sorted(self.waiting.guessing - {*cause.ranks})
+            if not waiting:
+                return f"{named} {where.removeprefix('it ').removeprefix('they ')}"
+            frame = self.waiting.unrecorded_frame(waiting[0])
+            function = (
+                frame.function if frame and frame.function in UNRECORDED else "a send or recv"
+            )
+            waits = _ranks(waiting, "waits", "wait")
+            return f"{named} did not take part in {function}, in which {waits}; {where}"
         inside = _ranks(wait.inside, "has", "have")
         lasting = self._lasting(wait)
-        if wait.call.p2p:
-            verb = "received" if wait.call.what.name == "send" else "sent"
-            text = f"never {verb} what {inside} been waiting for in {self._call(wait)}{lasting}"
-        else:
-            text = f"never entered {self._call(wait)}, which {inside} been in{lasting}"
-        behind = len({other.group for other in cause.waits})
-        more = f" {_many(behind, 'other group')} wait{'s' * (behind == 1)} behind it."
-        return f"{named} {text}; {where}{more * bool(behind)}"
-
-    def _absent_from_unrecorded(self, cause: Cause, named: str, where: str) -> str:
-        """Ranks for which others wait in a call that no recorder has."""
-        others = self._guessing(cause)
-        if not others:
-            return f"{named} {where.removeprefix('it ').removeprefix('they ')}"
-        frame = self.waiting.unrecorded_frame(others[0])
-        function = frame.function if frame and frame.function in UNRECORDED else "a send or recv"
-        if function.startswith(("monitored", "gather", "scatter")):
-            inside = _ranks(others, "is", "are")
-            verb = "are" if len(cause.ranks) > 1 else "is"
-            return f"{named} {verb} not in {function}, which {inside} in; {where}"
-        waits = _ranks(others, "waits", "wait")
-        return f"{named} did not send or receive what {waits} for in {function}; {where}"
+        if not wait.call.p2p:
+            call = self._call(wait)
+            return f"{named} never entered {call}, which {inside} been in{lasting}; {where}"
+        verb = "received" if wait.call.what.name == "send" else "sent"
+        waited = f"what {inside} been waiting for in {self._call(wait)}{lasting}"
+        return f"{named} never {verb} {waited}; {where}"
 
     def _order(self, cause: Cause) -> str:
-        text = ""
-        if cause.departure is not None:
-            departed = self._departed(cause.departure) + self._evidence(cause.departure)
-            text = f"{self._named(cause.ranks)} {departed} "
-            if not cause.circle:
-                is_in = f"It is in {self._call(cause.wait)}." if cause.wait else ""
-                return f"{text}{is_in}".rstrip()
-        if not cause.circle:
-            waiting = {rank for wait in cause.waits for rank in wait.inside}
-            return (
-                f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv, and "
-                f"{_many(len(waiting), 'other rank')} wait for them in collectives."
-            )
-        calls = dict.fromkeys(self._call(wait) for *_, wait in cause.circle if wait)
-        circle = _ranks(sorted(rank for rank, *_ in cause.circle))
-        where = " and ".join([*calls][:2]) or "send and recv"
-        deadlock = f"deadlock: {circle} wait for each other in {where}."
-        return f"{text}That is a {deadlock}" if text else deadlock
-
-    def _doubt(self, cause: Cause) -> str:
-        """The fact that the recording does not show."""
-        many = len(cause.ranks) > 1
-        they = "they" if many else "it"
-        if cause.doubt == "hidden":
-            return self._hidden(cause, they)
-        if cause.doubt == "either":
-            if cause.kind in ("no dump", "never entered"):
-                return f"{they} may be right, and another rank made a call too many or too few"
-            if cause.departure:
-                return "too few ranks did the same until then to say that not the others are wrong"
-            return "which of them did not do what was due cannot be seen"
-        return _DOUBTS.get(cause.doubt, "").format(
-            they=they,
-            their="their" if many else "its",
-            them="them" if many else "it",
-            mixed=self.waiting.recording.mixed,
-        )
-
-    def _hidden(self, cause: Cause, they: str) -> str:
-        """The calls that are not recorded, in which a rank may wait for others."""
-        blind = sorted(self.waiting.blind)
-        unseen = sorted(self.waiting.unseen)
-        sends = "sends and receives are not recorded"
-        records = "HYPERGRID_RECORD_P2P=1 records them"
-        if blind:
-            return (
-                f"the flight recorder of {_ranks(blind)} is missing or cut, and what was called "
-                f"there is not known"
-            )
-        if self.waiting.unseen.intersection(cause.ranks or unseen):
-            waits = _ranks(unseen, "waits", "wait")
-            return f"{sends}, so for whom {waits} in one is not known. {records}"
-        if cause.wait or cause.kind == "ok":
-            their = "its" if they == "it" else "their"
-            return (
-                f"{sends}, nor {their} stack: {they} may wait for others in one. hypergrid.record "
-                f"writes both"
-            )
-        return f"{sends}: who waits for whom in them is guessed from stacks. {records}"
-
-    def _guessing(self, cause: Cause) -> list[int]:
-        """The ranks that may wait for these in a send or receive that is not recorded."""
-        guessed = self.waiting.guessed.items()
-        return sorted(rank for rank, others in guessed if {*cause.ranks}.intersection(others))
+        texts = []
+        departure = cause.departure
+        if departure is not None:
+            call = self._title(self.ranks[departure.rank].calls[departure.at])
+            after = f" after {self._title(departure.after)}" if departure.after else ""
+            due = f"where {self._title(departure.due)} is next"
+            evidence = self._evidence(departure)
+            texts.append(f"{self._named(cause.ranks)} called {call}{after}, {due}.{evidence}")
+        if cause.circle:
+            calls = dict.fromkeys(self._call(wait) for *_, wait in cause.circle if wait)
+            circle = _ranks(sorted(rank for rank, *_ in cause.circle))
+            where = " and ".join([*calls][:2]) or "send and recv"
+            is_a = "That is a deadlock" if texts else "deadlock"
+            texts.append(f"{is_a}: {circle} wait for each other in {where}.")
+        elif departure is None:
+            texts.append(f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv.")
+        elif cause.wait:
+            texts.append(f"It is in {self._call(cause.wait)}.")
+        return " ".join(texts)
 
     def _whereabouts(self, cause: Cause) -> str:
         """The known facts about where the first cause is."""
         rank = cause.ranks[0]
         many = len(cause.ranks) > 1
         they = "they" if many else "it"
-        it = f"rank {rank}" if many else "it"
         recording = self.ranks.get(rank)
-        if cause.kind == "raised" and recording:
-            error = recording.error.partition("\n")[0][:200]
-            return f"{it} raised {error}{'.' * (error[-1:] != '.')}"
         if cause.doubt == "unread":
             return f"{'their dumps' if many else 'its dump'} could not be read."
         if cause.kind == "no dump" or recording is None:
@@ -423,17 +335,26 @@ class _Words:
             if recording and recording.pid and not many:
                 known = f" (pid {recording.pid} on {recording.host})"
             return f"{they} left no dump: ended, stopped or unreachable{known}."
-        stack = f"{it} is in {_at(recording.stack)}, and " if recording.stack else ""
+        subject = f"rank {rank}" if many else "it"
+        if cause.kind == "raised":
+            error = recording.error.partition("\n")[0][:200]
+            return f"{subject} raised {error.rstrip('.')}."
+        facts = []
         if recording.ended:
-            stack = f"the script of rank {rank} has ended, and "
+            facts.append(f"the script of rank {rank} has ended")
+        elif recording.stack:
+            facts.append(f"{subject} is in {_at(recording.stack)}")
         last = self.waiting.last.get(rank)
-        if last is None:
-            is_seen = rank not in self.waiting.blind
-            known = f"{it} has called nothing so far" if is_seen else "its calls are not known"
-            return f"{stack}{known}."
-        its = "its" if stack or not many else f"rank {rank}'s"
-        state = "" if last.done else ", not finished"
-        return f"{stack}{its} last call was {self._title(last)}{state}."
+        if last is not None:
+            its = f"rank {rank}'s" if many and not facts else "its"
+            facts.append(
+                f"{its} last call was {self._title(last)}{', not finished' * (not last.done)}"
+            )
+        elif rank in self.waiting.blind:
+            facts.append(f"the calls of rank {rank} are not known")
+        else:
+            facts.append(f"{subject} has called nothing so far")
+        return f"{', and '.join(facts)}."
 
     # Names.
 
@@ -462,10 +383,10 @@ class _Words:
         if len(ranks) > 1:
             return _ranks(ranks)
         (rank,) = ranks
-        recording = self.ranks.get(rank)
+        host = self.ranks[rank].host if rank in self.ranks else ""
         places = coordinate(self.waiting.recording, self.plan, rank)
-        where = " ".join(f"{dim}={at}" for dim, at in places.items())
-        known = ", ".join(filter(None, (recording.host if recording else "", where)))
+        where = " ".join(f"{dim}={place}" for dim, place in places.items())
+        known = ", ".join(filter(None, (host, where)))
         return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def _lasting(self, wait: Wait) -> str:
@@ -526,9 +447,7 @@ def _ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
 
 
 def _span(ranks: Sequence[int]) -> str:
-    if len(ranks) < 5 and ranks[-1] - ranks[0] >= len(ranks):
-        return ", ".join(map(str, ranks))
-    text = span_of(ranks)
+    text = span_of(ranks).replace(",", ", ")
     return text if len(text) <= 40 else f"{ranks[0]}..{ranks[-1]} ({len(ranks)} ranks)"
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.hangs.reading import DEFAULT, Call, Frame, Recording, What
+from hypergrid.hangs.reading import DEFAULT, Call, Calls, Frame, Recording, Title, What
 
 Graph: TypeAlias = Mapping[int, Sequence[int]]
 _NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
@@ -58,9 +58,8 @@ class _Pending(NamedTuple):
     """A call that has not ended."""
 
     at: int  # its place among the calls of its rank
-    group: str
-    seq: int
-    entered: bool  # else calls before it may hold it up
+    call: Call
+    is_entered: bool  # else calls before it may hold it up
 
 
 class Waiting:
@@ -70,51 +69,47 @@ class Waiting:
     the waits that each blocked rank is in. ``gone`` are ranks without a dump, ``blind`` those with
     a stack and without a flight recorder, ``raised`` those with an error of their own and
     ``victims`` those whose error comes from another rank. ``unseen`` are in a send or receive that
-    is not recorded; ``guessed`` has the ranks that one of them, or a victim, may wait for.
+    is not recorded; they and victims are ``guessing``: each may wait for any other rank.
     ``unequal`` are the ranks that made different calls at one place of a group, the most ranks
     last; ``last`` is the last call of each rank.
     """
 
     def __init__(self, recording: Recording, patience: float) -> None:
-        self.recording, self.ranks = recording, recording.ranks
+        self.recording = recording
+        self.ranks = recording.ranks
         self.patience = int(patience * 1e9)  # ns
-        world = range(recording.world_size)
-        self.gone = {r for r in world if r not in self.ranks or not self.ranks[r].answered}
+        self.world = range(recording.world_size)
+        self.gone = {r for r in self.world if r not in self.ranks or not self.ranks[r].answered}
         self.blind = {r for r in self.ranks.keys() - self.gone if not self.ranks[r].has_calls}
-        failed = {rank: mine.error for rank, mine in self.ranks.items() if mine.error}
+        failed = {rank for rank, dump in self.ranks.items() if dump.error}
         # Its error is that another rank did not come, or closed its connections.
-        self.victims = {rank for rank, error in failed.items() if _OF_OTHERS.search(error)}
-        self.raised = failed.keys() - self.victims
-        self.last = {rank: mine.calls[-1] for rank, mine in self.ranks.items() if mine.calls}
-        latest = (int(mine.calls.columns[2:5].max()) for mine in self.ranks.values() if mine.calls)
-        self._end = max([0, *latest, *(mine.written for mine in self.ranks.values())])
-        self._device = [title.backend != "gloo" for title in recording.titles]
+        self.victims = {rank for rank in failed if _OF_OTHERS.search(self.ranks[rank].error)}
+        self.raised = failed - self.victims
+        self.last = {rank: dump.calls[-1] for rank, dump in self.ranks.items() if dump.calls}
+        self._end = max(
+            [0, *map(self.last_time, self.ranks), *(dump.written for dump in self.ranks.values())]
+        )
         self.top: dict[int, dict[str, int]] = {}  # the last number of each group
-        self.unequal: dict[tuple[str, int], list[set[int]]] = {}
         self._pending: dict[int, list[_Pending]] = {}
-        self._first: dict[tuple[int, str], _Pending] = {}  # collective of a group
-        self._sort()
-        found = [*self._collectives(), *self._pairs()]
-        self.waits = [wait for wait in found if wait.missed]
-        self.running = [wait for wait in found if not wait.missed]
-        self.in_motion = {
-            rank
-            for wait in self.running
-            for rank in wait.inside
-            if (self._pending[rank][0].group, self._pending[rank][0].seq) == wait[:2]
-        }
+        for rank in self.ranks:
+            self._find_pending(rank)
+        self.waits: list[Wait] = []
+        self.running: list[Wait] = []
+        self.unequal: dict[tuple[str, int], list[set[int]]] = {}
+        self._find_collectives()
+        self._find_pairs()
         self.of: dict[int, list[Wait]] = defaultdict(list)
         for wait in self.waits:
             for rank in wait.inside:
-                if rank not in self.raised | self.in_motion:
+                if rank not in self.raised:
                     self.of[rank].append(wait)
         self.unseen = {
             rank
-            for rank in self.ranks.keys() - self.of.keys() - self.raised - self.in_motion
+            for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims
             if self.unrecorded_frame(rank) and self._is_idle(rank)
         }
-        self.guessed = self._guesses()
-        self.blocked = self.of.keys() | self.guessed.keys()
+        self.guessing = self.unseen | self.victims - self.of.keys()
+        self.blocked = self.of.keys() | self.guessing
 
     def members(self, key: str) -> tuple[int, ...]:
         """The ranks of a group; of one whose members are not known, those that called it."""
@@ -122,41 +117,47 @@ class Waiting:
         if group.ranks:
             return group.ranks
         if group.label == DEFAULT:
-            return tuple(range(self.recording.world_size))
+            return tuple(self.world)
         return tuple(rank for rank, top in sorted(self.top.items()) if key in top)
 
     def needs(self, rank: int) -> dict[int, Wait | None]:
         """The ranks that it waits for, and where; None if that is guessed."""
-        found: dict[int, Wait | None] = dict.fromkeys(self.guessed.get(rank, ()))
+        needed: dict[int, Wait | None] = {}
+        if rank in self.guessing:
+            needed = dict.fromkeys(self.world)
         # A call that the rank is in says more than one that is queued behind it.
         for wait in sorted(self.of.get(rank, ()), key=lambda wait: rank not in wait.behind):
-            found |= dict.fromkeys(wait.missed, wait)
-        found.pop(rank, None)
-        return found
+            needed |= dict.fromkeys(wait.missed, wait)
+        needed.pop(rank, None)
+        return needed
 
     def last_ones(self) -> list[set[int]]:
         """Sets of ranks that wait for nobody but each other: one of each has to move first."""
-        places = {id(wait): ~i for i, wait in enumerate(self.waits)}  # a wait is a node, too
-        graph: dict[int, list[int]] = {~i: [*wait.missed] for i, wait in enumerate(self.waits)}
-        for rank in self.of.keys() | self.guessed.keys():
-            graph[rank] = [places[id(wait)] for wait in self.of.get(rank, ())]
-            graph[rank] += self.guessed.get(rank, ())
-        sets = (set(some) for some in _last_components(graph))
-        return [{node for node in some if node >= 0} for some in sets]
+        # Waits are nodes too, with negative numbers; the last of them is the guess: any rank.
+        graph: dict[int, list[int]] = {}
+        for number, wait in enumerate(self.waits):
+            graph[~number] = [*wait.missed]
+            for rank in wait.inside:
+                if rank in self.of:
+                    graph.setdefault(rank, []).append(~number)
+        if self.guessing:
+            anybody = ~len(self.waits)
+            graph[anybody] = [*self.world]
+            for rank in self.guessing:
+                graph.setdefault(rank, []).append(anybody)
+        components = _last_components(graph)
+        return [{node for node in component if node >= 0} for component in components]
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
         """A circle among ranks that wait for each other: who waits for whom, and where."""
-        came: dict[int, tuple[int, int, Wait | None]] = {}
+        steps: dict[int, tuple[int, int, Wait | None]] = {}
         rank = min(within)
-        while rank not in came:
+        while rank not in steps:
             needs = self.needs(rank)
-            to = min(
-                within.intersection(needs),
-                key=lambda other: (rank in getattr(needs[other], "behind", ()), other),
-            )
-            came[rank] = rank, to, needs[to]
-            rank = to
-        return [*came.values()][[*came].index(rank) :]
+            needed = min(within.intersection(needs))
+            steps[rank] = (rank, needed, needs[needed])
+            rank = needed
+        return [*steps.values()][[*steps].index(rank) :]
 
     def unrecorded_frame(self, rank: int) -> Frame | None:
         """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
@@ -172,195 +173,168 @@ class Waiting:
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
-        places = np.unique(calls.title).tolist()
-        return any(calls.titles[at].p2p or calls.titles[at].backend == "nccl" for at in places)
-
-    def behind(self, wait: Wait, first: Iterable[int]) -> list[Wait]:
-        """The other ranks that wait because of this cause, the nearest first."""
-        found: list[Wait] = []
-        left = [each for each in self.waits if each is not wait]
-        stopped, near = {*first, *wait.inside}, True
-        while near:
-            split: tuple[list[Wait], list[Wait]] = [], []
-            for each in left:
-                split[stopped.isdisjoint(each.missed)].append(each)
-            near, left = bool(split[0]), split[1]
-            found += split[0]
-            stopped.update(rank for each in split[0] for rank in each.inside)
-        return found
+        titles = [calls.titles[place] for place in np.unique(calls.title)]
+        return any(title.p2p or title.backend == "nccl" for title in titles)
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
         calls = self.ranks[rank].calls
-        return int(calls.columns[2:5, -1].max()) if calls else 0
+        return int(calls.columns[2:5].max()) if calls else 0
 
     def made(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
-        found = (calls[at] for at in np.flatnonzero(calls.seq == seq).tolist())
-        return next((call for call in found if call.group == group and not call.p2p), None)
+        for at in np.flatnonzero(calls.seq == seq).tolist():
+            call = calls[at]
+            if call.group == group and not call.p2p:
+                return call
+        return None
 
-    def _sort(self) -> None:
-        titles = self.recording.titles
-        groups = [title.group for title in titles]
-        p2p = np.array([title.p2p for title in titles], bool)
-        for rank, mine in self.ranks.items():
-            calls = mine.calls
-            done, collective = calls.done, ~p2p[calls.title]
-            ended: dict[str, int] = {}
-            for into, some in (
-                (self.top.setdefault(rank, {}), collective),
-                (ended, collective & done),
-            ):
-                of = map(groups.__getitem__, calls.title[some].tolist())
-                into |= zip(of, calls.seq[some].tolist(), strict=True)
-            found: list[_Pending] = []
-            timed = bool((calls.started > 0).any())
-            for at in np.flatnonzero(~done & (not mine.ended)).tolist():
-                place, seq = int(calls.title[at]), int(calls.seq[at])
-                group = groups[place]
+    def _find_pending(self, rank: int) -> None:
+        recording = self.ranks[rank]
+        calls = recording.calls
+        is_collective = np.array([not title.p2p for title in calls.titles], bool)[calls.title]
+        self.top[rank] = _last_numbers(calls, is_collective)
+        ended = _last_numbers(calls, is_collective & calls.done)
+        is_timed = bool((calls.started > 0).any())
+        pending: list[_Pending] = []
+        for at in np.flatnonzero(~calls.done).tolist():
+            call = calls[at]
+            if not call.p2p:
                 # Calls of a group end in order, so the first is what it waits in; one whose handle
                 # was dropped may never be marked.
-                if collective[at] and seq <= ended.get(group, _NOWHERE):
+                if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
-                if collective[at]:
-                    ended[group] = _ALL
-                entered = not self._device[place] or not found or found[0][1:3] == (group, seq)
-                entered = calls.started[at] > 0 if timed and self._device[place] else entered
-                found.append(_Pending(at, group, seq, bool(entered)))
-                if collective[at]:
-                    self._first[rank, group] = found[-1]
-            if not found and rank in self.victims and len(calls):
-                at = len(calls) - 1  # it is done, but with an error
-                found = [_Pending(at, groups[calls.title[at]], int(calls.seq[at]), True)]
-            if found:
-                self._pending[rank] = found
+                ended[call.group] = _ALL
+            if call.title.backend == "gloo":
+                is_entered = True
+            elif is_timed:
+                is_entered = call.started > 0
+            else:
+                first = pending[0].call if pending else call
+                is_entered = (first.group, first.seq) == (call.group, call.seq)
+            pending.append(_Pending(at, call, is_entered))
+        if not pending and rank in self.victims and calls:
+            pending = [_Pending(len(calls) - 1, calls[-1], True)]  # it is done, but with an error
+        if pending and not recording.ended:
+            self._pending[rank] = pending
 
-    def _collectives(self) -> Iterator[Wait]:
-        meets: dict[tuple[str, int], dict[int, _Pending]] = defaultdict(dict)
-        for rank, pending in self._pending.items():
-            titles = self.recording.titles
-            for each in pending:
-                if not titles[self.ranks[rank].calls.title[each.at]].p2p:
-                    meets[each.group, each.seq].setdefault(rank, each)
-        for (group, seq), inside in meets.items():
-            absent, there = list[int](), list[int]()
+    def _find_collectives(self) -> None:
+        inside: dict[tuple[str, int], dict[int, _Pending]] = defaultdict(dict)
+        for rank, all_pending in self._pending.items():
+            for pending in all_pending:
+                if not pending.call.p2p:
+                    inside[pending.call.group, pending.call.seq][rank] = pending
+        for (group, seq), pending_of in inside.items():
+            absent: list[int] = []
+            called: list[int] = []
             for rank in self.members(group):
-                come = rank not in self.gone and self.top[rank].get(group, _NOWHERE) >= seq
-                (there if come else absent).append(rank)
-            behind = {rank for rank in there if not self._entered(rank, group, seq)}
-            alike = self.alike(group, seq, there)
+                has_called = self.top.get(rank, {}).get(group, _NOWHERE) >= seq
+                (called if has_called and rank not in self.gone else absent).append(rank)
+            behind = {rank for rank in called if not self._has_entered(rank, group, seq)}
+            alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
             recorded = set().union(*alike)
             for ranks in alike:
-                unlike = tuple(sorted(recorded - ranks))
-                mine = [rank for rank in ranks if rank in inside]
-                later = tuple(behind.intersection(ranks))
-                at = {rank: inside[rank].at for rank in mine}
-                yield from self._wait(group, seq, at, tuple(absent), unlike, later)
+                self._add_wait(
+                    {rank: pending_of[rank] for rank in ranks if rank in pending_of},
+                    tuple(absent),
+                    tuple(sorted(recorded - ranks)),
+                    tuple(behind.intersection(ranks)),
+                )
 
-    def _entered(self, rank: int, group: str, seq: int) -> bool:
+    def _has_entered(self, rank: int, group: str, seq: int) -> bool:
         """Whether a rank is in a call that it has made, or behind it."""
-        first = self._first.get((rank, group))
-        return first is None or seq < first.seq or (seq == first.seq and first.entered)
+        for pending in self._pending.get(rank, ()):
+            call = pending.call
+            if call.group == group and not call.p2p:
+                return seq < call.seq or (seq == call.seq and pending.is_entered)
+        return True
 
-    def alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[set[int]]:
+    def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[set[int]]:
         """The ranks that made a call, by what must be the same for all of them, the most last."""
-        found: dict[Any, set[int]] = defaultdict(set)
+        ranks_of: dict[Any, set[int]] = defaultdict(set)
         for rank in ranks:
             call = self.made(rank, group, seq)
             if call is not None:
-                found[must_agree(call.what)].add(rank)
-        alike = sorted(found.values(), key=len)
+                ranks_of[must_agree(call.what)].add(rank)
+        alike = sorted(ranks_of.values(), key=len)
         if len(alike) > 1:
             self.unequal[group, seq] = alike
         return alike
 
-    def _wait(
+    def _add_wait(
         self,
-        group: str,
-        seq: int,
-        inside: Mapping[int, int],
+        inside: Mapping[int, _Pending],
         absent: tuple[int, ...],
         unlike: tuple[int, ...] = (),
         behind: tuple[int, ...] = (),
-    ) -> Iterator[Wait]:
+    ) -> None:
         if not inside:
             return
-        calls = {rank: self.ranks[rank].calls[at] for rank, at in inside.items()}
-        ns = max(self._ns(rank, call) for rank, call in calls.items())
+        first = min(inside, key=lambda rank: inside[rank].call.created)
+        at, call, _ = inside[first]
+        ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
         if self._is_stuck(inside, ns):
-            first = min(calls, key=lambda rank: calls[rank].created)
-            called = (calls[first], first, inside[first])
-            yield Wait(group, seq, *called, (*inside,), absent, unlike, behind, ns)
+            who = ((*inside,), absent, unlike, behind)
+            wait = Wait(call.group, call.seq, call, first, at, *who, ns)
+            (self.waits if wait.missed else self.running).append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
         return max(0, (self.ranks[rank].written or self._end) - call.created) if call.created else 0
 
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
-        known = any(self.ranks[rank].written for rank in ranks)
-        return not known or ns >= self.patience or bool(self.victims)
+        is_known = any(self.ranks[rank].written for rank in ranks)
+        return not is_known or ns >= self.patience or bool(self.victims)
 
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""
         last = self.last.get(rank)
         return last is None or self._is_stuck((rank,), self._ns(rank, last))
 
-    def _pairs(self) -> Iterator[Wait]:
-        """Sends that nobody receives, and the reverse: the first of those with the first of these.
+    def _find_pairs(self) -> None:
+        """Sends that nobody receives, and the reverse.
 
-        Where both recorders reach back to the first call, also those that ended are counted.
+        Of three sends to a rank that made two receives, ended or not, the third waits for it. A
+        recorder that does not reach back to the first call shows only those that have not ended.
         """
-        titles = self.recording.titles
-        pairs = {
-            at: (title.group, pair_of(title.what, self.members(title.group)))
-            for at, title in enumerate(titles)
-            if title.p2p
-        }
-        left: dict[Any, dict[str, list[_Pending]]] = {}  # that have not ended
-        ended: Counter[Any] = Counter()
-        for rank, pending in self._pending.items():
+        pending_of: dict[Any, list[_Pending]] = defaultdict(list)
+        for rank, all_pending in self._pending.items():
+            for pending in all_pending:
+                key = self._pair_key(pending.call.title)
+                if key and rank == key[1][key[2] == "recv"]:
+                    pending_of[key].append(pending)
+        made = Counter({key: len(pending) for key, pending in pending_of.items()})
+        near = {rank for _, pair, _ in pending_of for rank in pair}
+        whole = {rank for rank in near & self.ranks.keys() if self.ranks[rank].whole}
+        for rank in whole:
             calls = self.ranks[rank].calls
-            for each in pending:
-                title = int(calls.title[each.at])
-                if title in pairs and pairs[title][1]:
-                    both = left.setdefault(pairs[title], {"send": [], "recv": []})
-                    both[titles[title].what.name].append(each)
-        near = {rank for _, pair in left for rank in pair}
-        for calls in (self.ranks[rank].calls for rank in near & self.ranks.keys()):
-            made = np.unique(calls.title[calls.done], return_counts=True)
-            for title, many in zip(*(each.tolist() for each in made), strict=True):
-                if pairs.get(title) in left:
-                    ended[pairs[title], titles[title].what.name] += many
-        for (group, pair), both in left.items():
-            whole = all(rank in self.ranks and self.ranks[rank].whole for rank in pair)
-            for name, rank, other in (("send", *pair), ("recv", *pair[::-1])):
-                back = "recv" if name == "send" else "send"
-                mine, theirs = both[name], both[back]
-                ahead = (ended[(group, pair), name] - ended[(group, pair), back]) * whole
-                alone = mine[max(0, len(theirs) - ahead) :]  # nobody has made their other end
-                if not mine or rank not in self.ranks:
-                    continue
-                each = (alone or mine)[0]
-                met = theirs[ahead] if 0 <= ahead < len(theirs) else None
-                if alone and each.entered:
-                    yield from self._wait(group, each.seq, {rank: each.at}, (other,))
-                elif alone or (met and not met.entered):
-                    yield from self._wait(group, each.seq, {rank: each.at}, (), (), (other,))
+            for place, count in zip(
+                *np.unique(calls.title[calls.done], return_counts=True), strict=True
+            ):
+                key = self._pair_key(calls.titles[place])
+                if key and whole.issuperset(key[1]):
+                    made[key] += int(count)
+        for (group, pair, name), operations in pending_of.items():
+            rank, peer = pair if name == "send" else pair[::-1]
+            back = (group, pair, "recv" if name == "send" else "send")
+            unanswered = made[group, pair, name] - made[back]
+            if unanswered > 0:
+                self._add_wait({rank: operations[-min(unanswered, len(operations))]}, (peer,))
+            elif back in pending_of and not pending_of[back][0].is_entered:
+                self._add_wait({rank: operations[0]}, (), (), (peer,))
 
-    def _guesses(self) -> dict[int, tuple[int, ...]]:
-        """The ranks that unseen ranks and victims may need: who waits for nobody, else all."""
-        waiting = self.unseen | self.victims - self.of.keys()
-        busy = self.of.keys() | waiting | self.gone
-        idle = {rank for rank in self.ranks.keys() - busy if self.ranks[rank].stack}
-        idle |= self.gone | self.raised
-        guessed: dict[int, tuple[int, ...]] = {}
-        for rank in waiting:
-            found = idle or {*self.ranks} if rank in self.unseen else idle
-            if found - {rank}:
-                guessed[rank] = tuple(sorted(found - {rank}))
-        return guessed
+    def _pair_key(self, title: Title) -> Any:
+        """Group, ranks and name of a send or receive; None for another call."""
+        pair = pair_of(title.what, self.members(title.group)) if title.p2p else None
+        return (title.group, pair, title.what.name) if pair else None
+
+
+def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
+    """The last number of each group among some calls."""
+    groups = [calls.titles[place].group for place in calls.title[mask].tolist()]
+    return dict(zip(groups, calls.seq[mask].tolist(), strict=True))
 
 
 def must_agree(what: What) -> tuple[str, ...]:
@@ -369,7 +343,8 @@ def must_agree(what: What) -> tuple[str, ...]:
     if name.startswith(("all_to_all", "alltoall")) or "_v" in name or name == "coalesced":
         return (name, what.detail)
     free = _FREE.get(name, ())
-    return (name, what.detail, *(getattr(what, each) * (each not in free) for each in _SHAPES))
+    shapes = [getattr(what, shape) for shape in _SHAPES if shape not in free]
+    return (name, what.detail, *shapes)
 
 
 def pair_of(what: What, members: Sequence[int]) -> tuple[int, int] | None:
@@ -389,27 +364,26 @@ def _last_components(graph: Graph) -> Iterator[list[int]]:
     index, low = dict[int, int](), dict[int, int]()
     stack, closed = list[int](), set[int]()
     for root in graph:
-        todo = [(root, iter(graph.get(root, ())))] if root not in index else []
+        todo = [(root, iter(graph[root]))] if root not in index else []
         while todo:
-            node, others = todo[-1]
+            node, targets = todo[-1]
             if node not in index:
                 index[node] = low[node] = len(index)
                 stack.append(node)
-            for other in others:
-                if other not in index:
-                    todo.append((other, iter(graph.get(other, ()))))
+            for target in targets:
+                if target not in index:
+                    todo.append((target, iter(graph.get(target, ()))))
                     break
-                if other not in closed:
-                    low[node] = min(low[node], index[other])
+                if target not in closed:
+                    low[node] = min(low[node], index[target])
             else:
                 todo.pop()
                 if todo:
                     low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
                 if low[node] == index[node]:
-                    some = [stack.pop()]
-                    while some[-1] != node:
-                        some.append(stack.pop())
-                    closed.update(some)
-                    inside = set(some)
-                    if all(inside.issuperset(graph.get(each, ())) for each in some):
-                        yield some
+                    component = [stack.pop()]
+                    while component[-1] != node:
+                        component.append(stack.pop())
+                    closed.update(component)
+                    if all({*component}.issuperset(graph.get(one, ())) for one in component):
+                        yield component

@@ -66,7 +66,7 @@ function describe() {
   const sizes = layout.wide.map((dim) => `${dim}=${layout.sizeOf([dim])}`).join(" ");
   const start = span.offset ? ` from ${span.offset}` : "";
   $("summary").replaceChildren(
-    `${many(span.size, "rank")}${start} on ${many(hosts.length, "host")}. `,
+    `${many(span.size, "rank")}${start} on ${counted(new Set(hosts.map((host) => host.name)))}. `,
     make("span", { className: "sizes" }, sizes ? `${sizes}, order ${layout.wide.join("-")}` : ""),
   );
 }

@@ -46,6 +46,9 @@ const crossed = (across, links) =>
   `${across} of ${many(links, "link")} cross${across === 1 ? "es" : ""} hosts`;
 const nameOf = (rank) => hostOf.get(rank)?.name ?? "a host unknown";
 const touched = (members) => new Set(members.map(nameOf));
+// The files of a recorded job may lack the names of hosts: then nobody knows how many there are.
+const counted = (names) =>
+  names.has("host not known") ? "hosts not known" : many(names.size, "host");
 const crossing = (members) => ring(members).filter(([a, b]) => nameOf(a) !== nameOf(b));
 const say = (text) => {
   clearTimeout(state.said);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -54,7 +55,7 @@ def page_data(recording: Recording, diagnosis: Diagnosis) -> dict[str, Any]:
         "states": diagnosis.states,
         "told": {rank: _told(mine, diagnosis) for rank, mine in recording.ranks.items()},
         "calls": {
-            rank: [_line(recording, call) for call in mine.calls[: -_LAST - 1 : -1]]
+            rank: [_line(recording, call) for call in islice(reversed(mine.calls), _LAST)]
             for rank, mine in recording.ranks.items()
         },
     }

@@ -26,7 +26,7 @@ function choose(group, item) {
     each.setAttribute("aria-pressed", false);
   }
   item?.setAttribute("aria-pressed", true);
-  const where = `${many(members.length, "rank")} on ${many(touched(members).size, "host")}`;
+  const where = `${many(members.length, "rank")} on ${counted(touched(members))}`;
   const links = crossed(crossing(members).length, ring(members).length);
   say(`${row.label}, group ${number}: ${where}, ${links}.`);
 }

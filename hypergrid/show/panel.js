@@ -5,7 +5,7 @@ function groupButton(found, tag, heading) {
   const count = touched(members).size;
   const chosen = state.group?.row === row && state.group.number === number;
   const detail = make("span", { className: "detail" }, tag);
-  const place = count === 1 ? "1 host" : `${count} hosts`;
+  const place = counted(touched(members));
   detail.append(make("span", { className: count > 1 ? "badge crosses" : "badge" }, place));
   const properties = { className: "group", aria: { pressed: chosen } };
   const item = button("", () => choose(found, item), properties);
@@ -113,7 +113,7 @@ function chosenGroup() {
   const [links, across, on] = [ring(members), crossing(members), touched(members)];
   const close = button("×", clear, { className: "close", aria: { label: "Close the group" } });
   const which = `${row.words} · group ${number} of ${count(row.count)}`;
-  const where = `${many(members.length, "rank")} on ${many(on.size, "host")}`;
+  const where = `${many(members.length, "rank")} on ${counted(on)}`;
   const byHost = listed(make("ul", { className: "members" }), [...on], (name) => {
     const here = members.filter((member) => nameOf(member) === name);
     const ranks = listed(make("span", { className: "ranks" }), here, chip);

@@ -40,7 +40,9 @@ def test_the_verdict_comes_first_and_the_status_is_1(left):
         "Rank 3 (host0) never entered all_reduce #16 of TENSOR 2..3, which rank 2"
     )
     assert "it is in load (/job/<data>.py:12)" in " ".join(said.split())
-    assert "\nWhy:\n  all_reduce #16 of TENSOR 2..3: rank 2 in it" in said
+    assert (
+        "\nWhy:\n  all_reduce #16 of TENSOR 2..3: rank 2 is in it and waits for rank 3.\n" in said
+    )
 
 
 def test_the_same_as_json(left):
@@ -113,6 +115,7 @@ def test_the_page_marks_the_cause_and_shows_a_ranks_calls(left, tmp_path, browse
     assert colours == ["waiting", "waiting", "waiting", "cause"]
     assert tab.locator(".cell.cause").count() == 1
     assert "cause: 1 rank" in tab.inner_text("#legend")
+    assert "4 ranks on hosts not known." in tab.inner_text("#summary")
     tab.click("[data-rank='3']")
     shown = tab.inner_text("#list")
     assert "In this job: cause" in shown and "load (/job/<data>.py:12)" in shown

@@ -137,6 +137,25 @@ def test_a_rank_that_was_still_working_when_it_wrote_is_not_certain(tmp_path):
     assert (found.ranks, found.certain) == ((3,), False), found.sentence
 
 
+def test_a_send_that_was_received_after_the_sender_wrote_accuses_nobody(tmp_path):
+    sender, receiver = world(ranks=2)
+    sender.call("0", "send 0->1", done=False)
+    receiver.call("0", "recv 1<-0", after=60)
+    found = diagnose(read(write(tmp_path, [sender, receiver])))
+    assert not found.ranks, found.sentence
+
+
+def test_a_call_that_all_are_in_is_not_slow_with_certainty_where_others_wait_for_its_ranks(
+    tmp_path,
+):
+    groups = {"1": ("A", [0, 1]), "2": ("B", [1, 2])}
+    everyone = [Rank(rank, groups) for rank in range(3)]
+    for rank, group in ((0, "1"), (1, "1"), (2, "2")):
+        everyone[rank].call(group, done=False)
+    found = diagnose(read(write(tmp_path, everyone)))
+    assert (found.kind, found.certain) == ("slow", False), found.sentence
+
+
 def test_a_file_that_is_older_than_the_call_it_misses_is_not_certain(tmp_path):
     everyone = world()
     for rank in everyone[:3]:

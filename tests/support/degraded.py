@@ -35,7 +35,10 @@ def write(
     if kind == "one innocent missing":
         if len(world) < 3:
             return None  # all that is left would be the guilty rank's own file
-        missing = rng.sample(sorted(set(world) - guilty), 1)
+        innocent = sorted(set(world) - guilty)
+        if not innocent:
+            return None
+        missing = rng.sample(innocent, 1)
     elif kind == "guilty missing":
         missing = guilty
     elif kind == "several missing":
