@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from compat.verification.gpt import small_gpt, uneven_batch
-from compat.verification.layout import SIZES, Layout
-from compat.verification.ranks import in_child
+from compat.verification.layout import FULLY_SHARDED, SIZES, Layout
+from compat.verification.ranks import in_checkout, with_python
 from compat.verification.search import Report, reports
 from compat.verification.step import MicroBatch, Task
 
@@ -68,6 +69,10 @@ _DDP = (
 )
 
 
+class _NotVerified(ValueError):
+    """The arguments are Megatron's, and the small job cannot have them."""
+
+
 class Launched(NamedTuple):
     """The small job that a launch line becomes."""
 
@@ -105,14 +110,27 @@ def verify_line(
             f"{checkout} has no megatron/training/arguments.py: give a checkout of Megatron-LM."
         )
 
-    def body() -> tuple[list[str], Report]:
-        launched = _launched(_arguments(words, world_size), order)
-        (report,) = reports(launched.task, [launched.layout], allow)
-        if name and not name.startswith("pretrain_gpt"):
-            launched.changed.insert(0, f"the model is a GPT, whatever {name} has")
-        return launched.changed, report
+    return in_checkout(partial(_verified, name, words, world_size, order, allow), checkout)
 
-    return in_child(body, checkout)
+
+def _verified(
+    name: str, words: Sequence[str], world_size: int, order: str | None, allow: Sequence[str]
+) -> tuple[list[str], Report]:
+    launched = _launched(_arguments(words, world_size), order)
+    (report,) = reports(launched.task, [launched.layout], allow)
+    if name and not name.startswith("pretrain_gpt"):
+        launched.changed.insert(0, f"the model is a GPT, whatever {name} has")
+    smallest = [
+        replace(least, layout=_without_functions(least.layout)) for least in report.smallest
+    ]
+    report = replace(report, layout=_without_functions(report.layout), smallest=smallest)
+    return launched.changed, report
+
+
+def _without_functions(layout: Layout) -> Layout:
+    """The layout for a process that cannot import the functions of the checkout."""
+    options = {name: getattr(value, "__name__", value) for name, value in layout.options.items()}
+    return replace(layout, options=options)
 
 
 def _arguments(words: Sequence[str], world_size: int) -> Any:
@@ -129,23 +147,37 @@ def _arguments(words: Sequence[str], world_size: int) -> Any:
             from megatron.training import arguments
 
             given = arguments.parse_args()
+            _refuse_fully_sharded(given)
             for name in _INSTEAD.keys() & vars(given).keys():
                 setattr(given, name, _INSTEAD[name])
             given = arguments.validate_args(given) or given
             given.config = arguments.core_transformer_config_from_args(given)
     except SystemExit:
         reason = " ".join(said.getvalue().split("error:")[-1].split())
+        if "unrecognized arguments" in reason:
+            reason += f". If they are flags of a script of your own: {_BY_HAND}"
         raise ValueError(f"Megatron's parser refuses the arguments: {reason}") from None
+    except _NotVerified:
+        raise
     except ModuleNotFoundError as error:
         raise ValueError(
             f"megatron.training needs {error.name}: pip install {error.name}"
         ) from None
+    except (ImportError, SyntaxError) as error:
+        raise with_python(error) from error
     except Exception as error:
         kind, last = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"Megatron refuses the arguments: {kind}: {str(error) or last.line}"
         ) from error
     return given
+
+
+def _refuse_fully_sharded(given: Any) -> None:
+    for name in FULLY_SHARDED:
+        if getattr(given, name, False):
+            flag = "--" + name.replace("_", "-")
+            raise _NotVerified(f"{flag} is not verified: its code needs CUDA.")
 
 
 def _launched(given: Any, order: str | None = None) -> Launched:
@@ -156,7 +188,7 @@ def _launched(given: Any, order: str | None = None) -> Launched:
     changed: list[str] = []
     layout = _cut(given, changed)
     if order is not None:
-        layout = dataclasses.replace(layout, order=order)
+        layout = replace(layout, order=order)
     options = _options(given, changed)
     config = given.config
     tp, groups = layout.tp, getattr(config, "num_query_groups", None)
@@ -191,7 +223,7 @@ def _launched(given: Any, order: str | None = None) -> Launched:
     batch: list[MicroBatch] = uneven_batch(max(count, 4), 2, _LENGTH, vocab, parts)
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {_LENGTH} tokens")
-    return Launched(Task(build, batch), dataclasses.replace(layout, options=options), changed)
+    return Launched(Task(build, batch), replace(layout, options=options), changed)
 
 
 def _cut(given: Any, changed: list[str]) -> Layout:

@@ -1,11 +1,14 @@
 """Layouts that compute what one rank computes, and faults: megatron-core's own, and mutants."""
 
 import json
+import os
+import signal
 import sys
+import time
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +16,8 @@ import torch
 import compat
 from compat.verification import Layout
 from compat.verification.gpt import small_gpt, uneven_batch
-from compat.verification.launch import _cut, verify_line
-from compat.verification.ranks import in_child
+from compat.verification.launch import _cut, _refuse_fully_sharded, verify_line
+from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.step import Task
 from tests.support import ROOT, stock, warm
@@ -90,6 +93,69 @@ def test_the_smallest_layout_and_the_flag_without_which_it_is_right():
     assert "Transformer Engine" in told["not_covered"][0]
 
 
+RANDOM = {"moe_input_jitter_eps": 0.01, "moe_router_force_load_balancing": True}
+
+
+def test_a_step_that_cannot_be_repeated_is_refused_and_its_option_named():
+    layouts = []
+    for name, value in RANDOM.items():
+        layouts.append(Layout(tp=2, options={**SHARDED, **EXPERTS, **TOKENS, name: value}))
+    for name, report in zip(
+        RANDOM, compat.verify(small_gpt, uneven_batch(4), layouts, smallest=False), strict=True
+    ):
+        assert not report.agrees
+        assert report.refused.startswith(f"{name} makes the step random"), str(report)
+
+
+def _without_a_step(layout, **where):
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    FP32Optimizer.step_with_ready_grads = lambda self: True
+    return small_gpt(layout, **where)
+
+
+def _with_gradients_of_the_last_rank(layout, **where):
+    """On two ranks, twice the gradient of the last: right, if both have the same samples."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    def finished(self, *_, **__):
+        for buffer in self.buffers:
+            torch.distributed.broadcast(buffer.grad_data, src=layout.dp - 1)
+            buffer.grad_data.mul_(layout.dp)
+
+    DistributedDataParallel.finish_grad_sync = finished
+    return small_gpt(layout, **where)
+
+
+def _no_loss(output, micro_batch):
+    return output.sum() * 0, micro_batch["loss_mask"].sum()
+
+
+WORTHLESS = {
+    "the step did not change": Task(_without_a_step, uneven_batch(4)),
+    "1 % of the gradient, added on one rank, is not seen in": Task(
+        _with_gradients_of_the_last_rank, uneven_batch(1) * 4
+    ),
+    "no parameter has a gradient": Task(small_gpt, uneven_batch(4), _no_loss),
+}
+
+
+@cache
+def _of_worthless():
+    def judged():
+        layout = Layout(dp=2, options=TOKENS)
+        return {why: _Job(task, (), 60).report(layout, False) for why, task in WORTHLESS.items()}
+
+    return in_child(judged)
+
+
+@pytest.mark.parametrize("why", WORTHLESS)
+def test_agreement_that_says_nothing_is_refused(why):
+    report = _of_worthless()[why]
+    assert not report.agrees
+    assert report.refused.startswith(why), str(report)
+
+
 def test_where_there_is_a_gpu_the_cpu_computes_all_the_same(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as one that was asked before
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -102,6 +168,8 @@ def test_what_is_allowed_is_told_apart():
     (report,) = compat.verify(small_gpt, uneven_batch(4), layout, allow=["gradient *"])
     assert report.agrees and report.allowed
     assert "allowed: gradient of" in str(report)
+    assert "differ from one rank only where it is allowed" in str(report)
+    assert "compute what one rank computes" not in str(report)
 
 
 @pytest.mark.parametrize("release", [pytest.param("0.18.2", marks=pytest.mark.releases), "0.19.2"])
@@ -123,6 +191,11 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
     batch = uneven_batch(4)
     with pytest.raises(ValueError, match="no option 'no_such' in TransformerConfig"):
         compat.verify(small_gpt, batch, Layout(tp=2, options={"no_such": 1}))
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        with pytest.raises(ValueError, match=f"{name} is not verified".replace("_", "-")):
+            _refuse_fully_sharded(SimpleNamespace(**{name: True}))
+    with pytest.raises(ValueError, match="use_megatron_fsdp is not verified: its code needs CUDA"):
+        compat.verify(small_gpt, batch, Layout(dp=2, options={"use_megatron_fsdp": True}))
     with pytest.raises(ValueError, match="has 32 ranks, and verify runs at most 16"):
         compat.verify(small_gpt, batch, Layout(tp=4, dp=8))
     with pytest.raises(ValueError, match=r"multiple of 8 micro batches \(dp\), got 4"):
@@ -147,6 +220,74 @@ def test_a_launch_lines_dims_are_cut_to_two_and_named():
     changed = []
     assert _cut(given, changed) == Layout(tp=2, pp=2, dp=2, ep=2, etp=1)
     assert changed == ["dims are smaller: tp 8 -> 2, pp 4 -> 2, ep 8 -> 2, dp 8 -> 2"]
+
+
+STUB = """
+import megatron.core
+
+def parse_args():
+    raise AssertionError(f"of {megatron.core.__version__}")
+"""
+
+
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+def test_the_checkout_decides_whichever_megatron_core_is_loaded(release, tmp_path, monkeypatch):
+    if not stock.have_stock(release):
+        pytest.skip(f"the source of megatron-core {release} is not here")
+    training = tmp_path / "megatron" / "training"
+    training.mkdir(parents=True)
+    (training / "__init__.py").touch()
+    (training / "arguments.py").write_text(STUB)
+    (tmp_path / "megatron" / "core").symlink_to(stock.source_dir(release))
+    loaded = ModuleType("megatron.core")
+    loaded.__version__ = "of the wheel"
+    monkeypatch.setitem(sys.modules, "megatron.core", loaded)
+    with pytest.raises(ValueError, match=f"refuses the arguments: AssertionError: of {release}"):
+        verify_line("", [], 1, tmp_path)
+
+
+def test_an_error_without_a_sentence_has_the_line_that_raised_it():
+    def fails(rank):
+        raise AssertionError
+
+    with pytest.raises(
+        Refused, match=r"AssertionError: raise AssertionError \(test_verify.py, line"
+    ):
+        on_ranks(1, fails, 60)
+
+
+def _endless(directory, rank):
+    Path(directory, f"{rank}.pid").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's end is a signal on Linux only")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_process_that_verifies(number, tmp_path):
+    verifying = os.fork()
+    if verifying == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        on_ranks(2, partial(_endless, tmp_path), 600)
+        os._exit(0)
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not all(file.exists() for file in files):
+        time.sleep(0.1)
+    time.sleep(0.5)
+    ranks = [int(file.read_text()) for file in files]
+    os.kill(verifying, number)
+    os.waitpid(verifying, 0)
+    while time.monotonic() < deadline and any(map(_runs, ranks)):
+        time.sleep(0.1)
+    assert not any(map(_runs, ranks))
+
+
+def _runs(pid):
+    """Whether the process runs: one that ended may wait for its parent to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 CHECKOUT = ROOT / ".cache" / "Megatron-LM-core_v0.16.1"
