@@ -138,6 +138,13 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
     return [_with_meaning(each, layout) for each in kept]
 
 
+def same_results(first: Computed, second: Computed) -> bool:
+    """Whether two steps have the same parameters, losses and gradient norm, to the last bit."""
+    names = [{piece.name for piece in computed.gradients} for computed in (first, second)]
+    is_same_model = names[0] == names[1]
+    return is_same_model and first.losses == second.losses and first.norm == second.norm
+
+
 def unmoved(computed: Computed) -> set[str]:
     """Parameters with a gradient that the step changed by a multiple of their weights at most.
 

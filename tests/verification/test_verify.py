@@ -16,7 +16,7 @@ import torch
 import compat
 from compat.verification import Layout
 from compat.verification.gpt import small_gpt, uneven_batch
-from compat.verification.launch import _cut, _refuse_fully_sharded, verify_line
+from compat.verification.launch import _cut, verify_line
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.step import Task
@@ -191,9 +191,6 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
     batch = uneven_batch(4)
     with pytest.raises(ValueError, match="no option 'no_such' in TransformerConfig"):
         compat.verify(small_gpt, batch, Layout(tp=2, options={"no_such": 1}))
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        with pytest.raises(ValueError, match=f"{name} is not verified".replace("_", "-")):
-            _refuse_fully_sharded(SimpleNamespace(**{name: True}))
     with pytest.raises(ValueError, match="use_megatron_fsdp is not verified: its code needs CUDA"):
         compat.verify(small_gpt, batch, Layout(dp=2, options={"use_megatron_fsdp": True}))
     with pytest.raises(ValueError, match="has 32 ranks, and verify runs at most 16"):
@@ -223,27 +220,70 @@ def test_a_launch_lines_dims_are_cut_to_two_and_named():
 
 
 STUB = """
+import argparse
 import megatron.core
+from megatron.core.transformer import TransformerConfig
 
-def parse_args():
-    raise AssertionError(f"of {megatron.core.__version__}")
+def parse_args(extra_args_provider):
+    parser = argparse.ArgumentParser()
+    for flag in ("--swiglu", "--qk-l2-norm", "--use-torch-fsdp2", "--save-interval", "--fails"):
+        parser.add_argument(flag, action="store_true")
+    for flag in ("--num-layers", "--tensor-model-parallel-size"):
+        parser.add_argument(flag, type=int, default=1)
+    return extra_args_provider(parser).parse_args()
+
+def validate_args(args):
+    assert not args.fails, f"of {megatron.core.__version__}"
+    args.world_size = 2
+    args.num_experts = None
+    args.optimizer = "adam"
+    args.untie_embeddings_and_output_weights = True
+    args.position_embedding_type = "rope"
+    args.rotary_percent = 1.0
+    args.rotary_base = 10000
+
+def core_transformer_config_from_args(args):
+    return TransformerConfig(
+        num_layers=args.num_layers, hidden_size=64, num_attention_heads=8,
+        gated_linear_unit=args.swiglu, qk_l2_norm=args.qk_l2_norm,
+    )
 """
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
-def test_the_checkout_decides_whichever_megatron_core_is_loaded(release, tmp_path, monkeypatch):
-    if not stock.have_stock(release):
-        pytest.skip(f"the source of megatron-core {release} is not here")
+@pytest.fixture(params=["0.16.1", "0.19.2"])
+def checkout(request, tmp_path):
+    """A folder that has a release of megatron-core and a parser of a few flags."""
+    if not stock.have_stock(request.param):
+        pytest.skip(f"the source of megatron-core {request.param} is not here")
     training = tmp_path / "megatron" / "training"
     training.mkdir(parents=True)
     (training / "__init__.py").touch()
     (training / "arguments.py").write_text(STUB)
-    (tmp_path / "megatron" / "core").symlink_to(stock.source_dir(release))
+    (tmp_path / "megatron" / "core").symlink_to(stock.source_dir(request.param))
+    return tmp_path
+
+
+def test_the_checkout_decides_whichever_megatron_core_is_loaded(checkout, monkeypatch):
+    release = (checkout / "megatron" / "core").resolve().parents[1].name.rpartition("-")[2]
     loaded = ModuleType("megatron.core")
     loaded.__version__ = "of the wheel"
     monkeypatch.setitem(sys.modules, "megatron.core", loaded)
     with pytest.raises(ValueError, match=f"refuses the arguments: AssertionError: of {release}"):
-        verify_line("", [], 1, tmp_path)
+        verify_line("", ["--fails"], 2, checkout)
+
+
+@pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
+def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout):
+    line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --qk-l2-norm --save-interval"
+    changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
+    assert report.agrees, str(report)
+    assert changed[-3:] == [
+        "verified: --tensor-model-parallel-size --swiglu",
+        "replaced by a stand-in: --num-layers",
+        "not verified: --qk-l2-norm --save-interval",
+    ]
+    with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
+        verify_line("", ["--use-torch-fsdp2"], 2, checkout)
 
 
 def test_an_error_without_a_sentence_has_the_line_that_raised_it():
