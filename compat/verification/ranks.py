@@ -110,6 +110,8 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.set_num_threads(1)
+    # Compilers of kernels ask what kind of GPU there is, and take longer than a small step.
+    torch.compiler.set_stance("force_eager")
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     logging.disable(logging.ERROR)  # megatron-core's advice, once for each rank and step
     on_cpu.adapt()

@@ -222,11 +222,14 @@ def test_a_launch_lines_dims_are_cut_to_two_and_named():
 STUB = """
 import argparse
 import megatron.core
+from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 
 def parse_args(extra_args_provider):
     parser = argparse.ArgumentParser()
     for flag in ("--swiglu", "--qk-l2-norm", "--use-torch-fsdp2", "--save-interval", "--fails"):
+        parser.add_argument(flag, action="store_true")
+    for flag in ("--attention-output-gate", "--squared-relu"):
         parser.add_argument(flag, action="store_true")
     for flag in ("--num-layers", "--tensor-model-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
@@ -243,9 +246,15 @@ def validate_args(args):
     args.rotary_base = 10000
 
 def core_transformer_config_from_args(args):
+    function = {"activation_func": squared_relu} if args.squared_relu else {}
     return TransformerConfig(
-        num_layers=args.num_layers, hidden_size=64, num_attention_heads=8,
-        gated_linear_unit=args.swiglu, qk_l2_norm=args.qk_l2_norm,
+        num_layers=args.num_layers,
+        hidden_size=64,
+        num_attention_heads=8,
+        gated_linear_unit=args.swiglu,
+        qk_l2_norm=args.qk_l2_norm,
+        attention_output_gate=args.attention_output_gate,
+        **function,
     )
 """
 
@@ -284,6 +293,14 @@ def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout)
     ]
     with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
         verify_line("", ["--use-torch-fsdp2"], 2, checkout)
+
+
+@pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
+def test_flags_whose_code_is_compiled_or_of_the_checkout_are_verified(checkout):
+    line = "--tensor-model-parallel-size 2 --attention-output-gate --squared-relu"
+    changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
+    assert report.agrees, str(report)
+    assert changed[-1] == f"verified: {line.replace(' 2', '')}"
 
 
 def test_an_error_without_a_sentence_has_the_line_that_raised_it():
