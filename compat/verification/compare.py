@@ -17,8 +17,10 @@ from compat.verification.step import Computed, Piece
 from hypergrid.messages import few
 
 _INSTANCES = "num_distributed_optimizer_instances"
-_MARGIN = 20  # times what rounding was seen to do
+MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
+_RESOLVED = 1e-5  # of a tensor's weights: a change that float32 resolves
+NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,20 @@ class Reference:
             for piece in getattr(computed, kind):
                 error = self.difference(kind, piece).error
                 errors[kind, piece.name] = max(errors.get((kind, piece.name), 0.0), error)
-        self.tolerance = _MARGIN * median(errors.values())
-        self.tolerances = {key: max(_MARGIN * e, self.tolerance) for key, e in errors.items()}
+        self.tolerance = MARGIN * median(errors.values())
+        self.tolerances = {key: max(MARGIN * e, self.tolerance) for key, e in errors.items()}
+
+    def noise(self) -> str:
+        """The quantity whose tolerance is above the noise floor, in words; "" if none is."""
+        (kind, name), tolerance = max(self.tolerances.items(), key=lambda entry: entry[1])
+        if tolerance <= NOISE_FLOOR:
+            return ""
+        return f"the {kind.removesuffix('s')} of {name} changes by {tolerance / MARGIN:.2g}"
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a parameter's gradient is more than rounding."""
+        gradient = self.whole["gradients"].get(name)
+        return gradient is not None and float(gradient.norm()) > _SMALL * self.scale["gradients"]
 
     def difference(self, kind: str, piece: Piece) -> _Difference:
         right = self.whole[kind][piece.name][piece.slices]
@@ -122,6 +136,34 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
     # A wrong gradient is one finding, not two.
     kept = [each for each in found if each.what != "update" or each.name not in wrong]
     return [_with_meaning(each, layout) for each in kept]
+
+
+def same_results(first: Computed, second: Computed) -> bool:
+    """Whether two steps have the same parameters, losses and gradient norm, to the last bit."""
+    names = [{piece.name for piece in computed.gradients} for computed in (first, second)]
+    is_same_model = names[0] == names[1]
+    return is_same_model and first.losses == second.losses and first.norm == second.norm
+
+
+def unmoved(computed: Computed) -> set[str]:
+    """Parameters with a gradient that the step changed by a multiple of their weights at most.
+
+    Weight decay alone changes each weight by the same factor.
+    """
+    update_of = {(piece.name, piece.where): piece.value for piece in computed.updates}
+    weights_of = {(piece.name, piece.where): piece.value for piece in computed.initial}
+    names = set()
+    for name, where, gradient in computed.gradients:
+        weights = weights_of[name, where].double()
+        update = update_of[name, where].double()
+        size = float(weights.norm())
+        # float32 would lose the change that a smaller gradient makes.
+        if not float(gradient.norm()) > _RESOLVED * size:
+            continue
+        decay = float((update * weights).sum()) / size**2 if weights.numel() > 1 else 0.0
+        if float((update - decay * weights).norm()) < _RESOLVED / 10 * size:
+            names.add(name)
+    return names
 
 
 def _norm(ranks: Sequence[Computed]) -> float:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
 import dataclasses
 import io
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from compat.verification.compare import same_results
 from compat.verification.gpt import small_gpt, uneven_batch
-from compat.verification.layout import SIZES, Layout
-from compat.verification.ranks import in_child
+from compat.verification.layout import FULLY_SHARDED, OF_SEVERAL, SIZES, Layout
+from compat.verification.ranks import Refused, in_checkout, on_ranks, with_python
 from compat.verification.search import Report, reports
-from compat.verification.step import MicroBatch, Task
+from compat.verification.step import Computed, MicroBatch, Task, take_step
 
 _BY_HAND = "give compat.verify a function that builds the model."
 # Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
@@ -68,6 +72,20 @@ _DDP = (
 )
 
 
+# How a flag of the line is treated.
+_VERIFIED = "verified"
+_STAND_IN = "replaced by a stand-in"
+_NOT_VERIFIED = "not verified"
+# Arguments in place of which the small job has something else: its sizes, layers, data, optimizer.
+_REPLACED = (
+    *(*_SHAPE[:6], *_INSTEAD, "num_experts", "max_position_embeddings", "seq_length"),
+    *("micro_batch_size", "global_batch_size", "vocab_size", "padded_vocab_size"),
+    *("make_vocab_size_divisible_by", "bf16", "fp16", "attention_backend", "optimizer"),
+    *("moe_token_dispatcher_type", "mock_data", "data_path", "tokenizer_*", "seed"),
+    *("lr", "min_lr", "lr_*", "weight_decay", "adam_*", "clip_grad", "init_method_std"),
+)
+
+
 class Launched(NamedTuple):
     """The small job that a launch line becomes."""
 
@@ -105,47 +123,152 @@ def verify_line(
             f"{checkout} has no megatron/training/arguments.py: give a checkout of Megatron-LM."
         )
 
-    def body() -> tuple[list[str], Report]:
-        launched = _launched(_arguments(words, world_size), order)
-        (report,) = reports(launched.task, [launched.layout], allow)
-        if name and not name.startswith("pretrain_gpt"):
-            launched.changed.insert(0, f"the model is a GPT, whatever {name} has")
-        return launched.changed, report
-
-    return in_child(body, checkout)
+    return in_checkout(partial(_verified, name, words, world_size, order, allow), checkout)
 
 
-def _arguments(words: Sequence[str], world_size: int) -> Any:
-    """The arguments as Megatron's own parser reads and checks them."""
+def _verified(
+    name: str, words: Sequence[str], world_size: int, order: str | None, allow: Sequence[str]
+) -> tuple[list[str], Report]:
+    parsed, parser = _parsed(words, world_size)
+    launched = _launched(_checked(parsed), order)
+    (report,) = reports(launched.task, [launched.layout], allow)
+    if not report.refused:
+        launched.changed.extend(_treatments(words, parsed, parser, launched, order))
+    if name and not name.startswith("pretrain_gpt"):
+        launched.changed.insert(0, f"the model is a GPT, whatever {name} has")
+    smallest = [
+        replace(least, layout=_without_functions(least.layout)) for least in report.smallest
+    ]
+    report = replace(report, layout=_without_functions(report.layout), smallest=smallest)
+    return launched.changed, report
+
+
+def _without_functions(layout: Layout) -> Layout:
+    """The layout for a process that cannot import the functions of the checkout."""
+    options = {name: getattr(value, "__name__", value) for name, value in layout.options.items()}
+    return replace(layout, options=options)
+
+
+def _parsed(words: Sequence[str], world_size: int) -> tuple[Any, argparse.ArgumentParser]:
+    """The arguments as Megatron's own parser reads them, and the parser."""
     import torch
 
     cuda: Any = torch.cuda
     cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
     cuda.get_device_capability = lambda *_: (9, 0)
     os.environ.update(WORLD_SIZE=str(world_size), RANK="0", LOCAL_RANK="0")
-    said, sys.argv = io.StringIO(), ["pretrain_gpt.py", *words]
+    sys.argv = ["pretrain_gpt.py", *words]
+    parsers: list[argparse.ArgumentParser] = []
+
+    def keep(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(parser)
+        return parser
+
+    with _refusals():
+        from megatron.training import arguments
+
+        parsed = arguments.parse_args(extra_args_provider=keep)
+    for name in FULLY_SHARDED:
+        if getattr(parsed, name, False):
+            raise ValueError(f"{_flag(name)} is not verified: its code needs CUDA.")
+    for name in _INSTEAD.keys() & vars(parsed).keys():
+        setattr(parsed, name, _INSTEAD[name])
+    return parsed, parsers[0]
+
+
+def _checked(parsed: Any) -> Any:
+    """The arguments after Megatron's own checks, which change some, and their configuration."""
+    given = copy.deepcopy(parsed)
+    with _refusals():
+        from megatron.training import arguments
+
+        given = arguments.validate_args(given) or given
+        given.config = arguments.core_transformer_config_from_args(given)
+    return given
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What Megatron raises, as a ValueError with a sentence; what it prints is left out."""
+    said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            from megatron.training import arguments
-
-            given = arguments.parse_args()
-            for name in _INSTEAD.keys() & vars(given).keys():
-                setattr(given, name, _INSTEAD[name])
-            given = arguments.validate_args(given) or given
-            given.config = arguments.core_transformer_config_from_args(given)
+            yield
     except SystemExit:
         reason = " ".join(said.getvalue().split("error:")[-1].split())
+        if "unrecognized arguments" in reason:
+            reason += f". If they are flags of a script of your own: {_BY_HAND}"
         raise ValueError(f"Megatron's parser refuses the arguments: {reason}") from None
     except ModuleNotFoundError as error:
         raise ValueError(
             f"megatron.training needs {error.name}: pip install {error.name}"
         ) from None
+    except (ImportError, SyntaxError) as error:
+        raise with_python(error) from error
     except Exception as error:
         kind, last = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"Megatron refuses the arguments: {kind}: {str(error) or last.line}"
         ) from error
-    return given
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _treatments(
+    words: Sequence[str],
+    parsed: Any,
+    parser: argparse.ArgumentParser,
+    launched: Launched,
+    order: str | None,
+) -> list[str]:
+    """Which flags are verified, replaced by a stand-in, or not verified: one line for each."""
+    flags_of: dict[str, list[str]] = {_VERIFIED: [], _STAND_IN: [], _NOT_VERIFIED: []}
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    computed = _of_one_rank(launched)
+    for flag in dict.fromkeys(word.partition("=")[0] for word in words):
+        if flag in actions:
+            treatment = _treatment(actions[flag], parsed, launched, order, computed)
+            flags_of[treatment].append(flag)
+    return [f"{treatment}: {' '.join(flags)}" for treatment, flags in flags_of.items() if flags]
+
+
+def _treatment(
+    action: argparse.Action, parsed: Any, launched: Launched, order: str | None, computed: Any
+) -> str:
+    name = action.dest
+    if _matches(name, _REPLACED):
+        return _STAND_IN
+    layout = launched.layout
+    of_the_layout = {SIZES[short]: getattr(layout, short) for short in SIZES}
+    if (of_the_layout.get(name) or 1) > 1 or (name in OF_SEVERAL and name in layout.options):
+        return _VERIFIED
+    without = copy.deepcopy(parsed)
+    setattr(without, name, action.default)
+    try:
+        other = _launched(_checked(without), order)
+    except ValueError:
+        # Megatron's checks need this flag for others of the line; the small job may do without.
+        options = {option: value for option, value in layout.options.items() if option != name}
+        other = launched._replace(layout=replace(layout, options=options))
+    if replace(other.layout, options=layout.options) != layout:
+        return _VERIFIED  # another size or order of dims
+    is_same_model = other.task.build.keywords == launched.task.build.keywords  # type: ignore[attr-defined]
+    if is_same_model and other.layout == layout:
+        return _NOT_VERIFIED
+    # An option that reaches the small model may have no effect on it.
+    try:
+        has_effect = not same_results(computed, _of_one_rank(other))
+    except Refused:
+        has_effect = False
+    return _VERIFIED if has_effect else _NOT_VERIFIED
+
+
+def _of_one_rank(launched: Launched) -> Computed:
+    alone = launched.layout.alone()
+    (computed,) = on_ranks(1, lambda _: take_step(launched.task, alone, None), 120)
+    return computed
 
 
 def _launched(given: Any, order: str | None = None) -> Launched:
@@ -156,7 +279,7 @@ def _launched(given: Any, order: str | None = None) -> Launched:
     changed: list[str] = []
     layout = _cut(given, changed)
     if order is not None:
-        layout = dataclasses.replace(layout, order=order)
+        layout = replace(layout, order=order)
     options = _options(given, changed)
     config = given.config
     tp, groups = layout.tp, getattr(config, "num_query_groups", None)
@@ -191,7 +314,7 @@ def _launched(given: Any, order: str | None = None) -> Launched:
     batch: list[MicroBatch] = uneven_batch(max(count, 4), 2, _LENGTH, vocab, parts)
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {_LENGTH} tokens")
-    return Launched(Task(build, batch), dataclasses.replace(layout, options=options), changed)
+    return Launched(Task(build, batch), replace(layout, options=options), changed)
 
 
 def _cut(given: Any, changed: list[str]) -> Layout:
@@ -215,24 +338,25 @@ def _cut(given: Any, changed: list[str]) -> Layout:
     return Layout(**sizes, order="tp-cp-ep-pp-dp" if other else Layout.order)
 
 
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _options(given: Any, changed: list[str]) -> dict[str, Any]:
     """Fields of the configurations that the arguments set, if they change what is computed."""
     from megatron.core.transformer import TransformerConfig
-
-    def matches(name: str, patterns: Iterable[str]) -> bool:
-        return any(fnmatchcase(name, each) for each in patterns)
 
     kept: dict[str, Any] = {}
     left_out = []
     for field in dataclasses.fields(TransformerConfig):
         value = getattr(given.config, field.name)
-        if value == field.default or matches(field.name, _SHAPE):
+        if value == field.default or _matches(field.name, _SHAPE):
             continue
         if field.name == "activation_func":
             kept[field.name] = value
-        elif matches(field.name, _HOW):
+        elif _matches(field.name, _HOW):
             continue
-        elif matches(field.name, _LEFT_OUT) or not isinstance(value, bool | int | float | str):
+        elif _matches(field.name, _LEFT_OUT) or not isinstance(value, bool | int | float | str):
             left_out += [f"{field.name}={value}"] if value else []
         else:
             kept[field.name] = value

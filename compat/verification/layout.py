@@ -16,9 +16,11 @@ SIZES = {
     "etp": "expert_tensor_parallel_size",
 }
 _OF_TP = ("sequence_parallel",)  # megatron-core refuses these without tensor parallelism
+# Megatron-FSDP, by both of its names, and FSDP2: plain data parallelism would run instead.
+FULLY_SHARDED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 LOSS_PER_TOKEN = "calculate_per_token_loss"
 # How several ranks work together, and not what they compute.
-_OF_SEVERAL = (
+OF_SEVERAL = (
     *_OF_TP,
     *("use_distributed_optimizer", "num_distributed_optimizer_instances"),
     *("overlap_grad_reduce", "overlap_param_gather"),
@@ -105,7 +107,7 @@ class Layout:
 
     def alone(self) -> Layout:
         """One rank that computes the same."""
-        kept = {name: value for name, value in self.options.items() if name not in _OF_SEVERAL}
+        kept = {name: value for name, value in self.options.items() if name not in OF_SEVERAL}
         return Layout(options=kept)
 
     def smaller(self) -> Iterator[tuple[str, Layout]]:

@@ -1,14 +1,18 @@
 """Ranks on this machine: one process loads megatron-core for the CPU and forks the others.
 
 The caller's process keeps its torch as it is: what answers for CUDA is put in place in the child.
+The child is forked, or is a new Python process with the packages of a checkout. All processes end
+with their parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +29,8 @@ from compat.verification import on_cpu
 
 T = TypeVar("T")
 MAX_RANKS = 16
+_NEWEST_NEEDED = (3, 12)  # the Python that some modules of Megatron-LM's main branch need
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _IMPORTED = (
     *("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing"),
     *("models.gpt", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer"),
@@ -42,18 +48,15 @@ class Refused(Exception):
         return str(self.args[0])
 
 
-def in_child(body: Callable[[], T], checkout: Path | None = None) -> T:
-    """Run ``body`` in a forked process in which megatron-core runs on the CPU; its result.
-
-    ``checkout`` is a folder whose ``megatron`` is imported there, if none has been.
-    """
+def in_child(body: Callable[[], T]) -> T:
+    """Run ``body`` in a forked process in which megatron-core runs on the CPU; its result."""
     import torch
 
     if torch.cuda.is_initialized():
         raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
         told = Path(directory, "outcome")
-        pid = _fork(lambda: _adapted(body, checkout), told, ValueError)
+        pid = _fork(lambda: _adapted(body), told, ValueError)
         try:
             os.waitpid(pid, 0)
         except BaseException:
@@ -62,26 +65,77 @@ def in_child(body: Callable[[], T], checkout: Path | None = None) -> T:
         return _outcome(told)
 
 
-def _adapted(body: Callable[[], T], checkout: Path | None) -> T:
-    import torch
+def in_checkout(body: Callable[[], T], checkout: Path) -> T:
+    """Run ``body``, which can be pickled, in a new process that imports megatron of ``checkout``.
 
-    if checkout is not None:
-        sys.path.insert(0, str(checkout))
+    A forked process would keep the modules that this one has imported from elsewhere.
+    """
+    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
+        request = Path(directory, "request")
+        request.write_bytes(pickle.dumps((body, checkout)))
+        search_path = [str(checkout.resolve()), *sys.path]
+        arguments = ["\n".join(search_path), directory, str(os.getpid())]
+        # What Megatron prints is no part of the report, which may be JSON.
+        process = subprocess.Popen(
+            [sys.executable, "-c", _NEW_PROCESS, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            process.wait()
+        finally:
+            process.kill()
+        return _outcome(Path(directory, "outcome"))
+
+
+# The path is replaced before anything is imported: -c puts the current directory first.
+_NEW_PROCESS = (
+    "import sys; sys.path[:] = sys.argv[1].split(chr(10)); "
+    "from compat.verification.ranks import answer; answer(sys.argv[2], int(sys.argv[3]))"
+)
+
+
+def answer(directory: str, parent: int) -> None:
+    """What the new process of ``in_checkout`` does with the request in this directory."""
+    _end_with_parent(parent)
+    body, checkout = pickle.loads(Path(directory, "request").read_bytes())
+    _write(lambda: _adapted(body, checkout), Path(directory, "outcome"), ValueError)
+
+
+def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
+    import torch
 
     cuda: Any = torch.cuda
     cuda.is_available, cuda.device_count = lambda: False, lambda: 0  # may have been asked before
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.set_num_threads(1)
+    # Compilers of kernels ask what kind of GPU there is, and take longer than a small step.
+    torch.compiler.set_stance("force_eager")
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     logging.disable(logging.ERROR)  # megatron-core's advice, once for each rank and step
     on_cpu.adapt()
     if "megatron.core.parallel_state" not in sys.modules:
         install()
-    for name in _IMPORTED:  # once, before ranks are forked
-        import_module(f"megatron.core.{name}")
+    try:
+        for name in _IMPORTED:  # once, before ranks are forked
+            import_module(f"megatron.core.{name}")
+    except (ImportError, SyntaxError) as error:
+        raise with_python(error) from error
+    core = Path(str(sys.modules["megatron.core"].__file__)).parent
+    if checkout is not None and core != checkout.resolve() / "megatron" / "core":
+        raise ValueError(f"megatron.core was imported from {core}, not from {checkout}.")
     on_cpu.let_one_rank_sum()
     return body()
+
+
+def with_python(error: ImportError | SyntaxError) -> Exception:
+    """The error, with the remedy where syntax or a standard module is newer than this Python."""
+    of_python = isinstance(error, SyntaxError) or error.name in sys.stdlib_module_names
+    if sys.version_info >= _NEWEST_NEEDED or not of_python:
+        return error
+    needed = ".".join(map(str, _NEWEST_NEEDED))
+    return ValueError(f"this Megatron-LM needs Python {needed} or later: {_text(error)}")
 
 
 def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
@@ -130,21 +184,46 @@ def _wait(running: dict[int, int], files: Sequence[Path], end: float) -> None:
 def _fork(body: Callable[[], Any], told: Path, *told_as_is: type[Exception]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     if pid := os.fork():
         return pid
+    _end_with_parent(parent)
+    os._exit(_write(body, told, *told_as_is))
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let Linux kill this process when its parent ends, however that ends."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before this call.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _write(body: Callable[[], Any], told: Path, *told_as_is: type[Exception]) -> int:
+    """Run ``body`` and write its result or error to a file; the exit status."""
     code = 0
     try:
         outcome = (True, body())
     except BaseException as error:
         code = 1
         if not isinstance(error, told_as_is):
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            error = Refused(text, traceback.format_exc())
+            error = Refused(_text(error), traceback.format_exc())
         outcome = (False, error)
     part = told.with_suffix(".part")
     part.write_bytes(pickle.dumps(outcome))
     part.rename(told)
-    os._exit(code)
+    return code
+
+
+def _text(error: BaseException) -> str:
+    """The kind and the sentence of an error; the line that raised it, if it has no sentence."""
+    sentence = " ".join(str(error).split())
+    if not sentence:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        sentence = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"{type(error).__name__}: {sentence}"
 
 
 def _outcome(told: Path) -> Any:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from compat.verification.compare import Finding, Reference, describe, findings
-from compat.verification.layout import LOSS_PER_TOKEN, Layout
+from compat.verification.compare import (
+    MARGIN,
+    NOISE_FLOOR,
+    Finding,
+    Reference,
+    describe,
+    findings,
+    unmoved,
+)
+from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
 from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks
 from compat.verification.step import Build, Loss, MicroBatch, Task, take_step
-from hypergrid.messages import install_command
+from hypergrid.messages import few, install_command
 
 ULP = 2.0**-23  # of float32
 NOT_COVERED = (
@@ -55,7 +63,9 @@ class Report:
         bound = f"{self.tolerance:.1g} relative"
         if self.refused:
             return f"{head} cannot be verified: {self.refused}"
-        if self.agrees:
+        if self.agrees and self.allowed:
+            lines = [f"{head} differ from one rank only where it is allowed, above {bound}."]
+        elif self.agrees:
             lines = [f"{head} compute what one rank computes, to {bound}."]
         else:
             lines = [f"{head} do not compute what one rank computes (differences above {bound}):"]
@@ -199,7 +209,9 @@ def _check_options(layout: Layout) -> None:
 
     kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     known = set().union(*(kind.__dataclass_fields__ for kind in kinds))
-    for name in layout.options:
+    for name, value in layout.options.items():
+        if name in FULLY_SHARDED and value:
+            raise ValueError(f"{name} is not verified: its code needs CUDA.")
         if name not in known:
             raise ValueError(
                 f"megatron-core {megatron.core.__version__} has no option {name!r} in "
@@ -214,6 +226,7 @@ class _Job:
         self.task, self.allow, self.timeout, self.steps = task, allow, timeout, 0
         self._references: dict[Layout, Reference] = {}
         self._found: dict[Layout, list[Finding] | Refused] = {}
+        self._unmoved: dict[Layout, set[str]] = {}
 
     def report(self, layout: Layout, smallest: bool) -> Report:
         start, before = time.monotonic(), self.steps
@@ -223,6 +236,7 @@ class _Job:
             return Report(layout, [], [], [], 0, steps, seconds, str(found), found.trace)
         allowed = [each for each in found if each.matches(self.allow)]
         told = [each for each in found if each not in allowed]
+        refused = "" if told else self._worthless(layout)
         least = list(self._all_smallest(layout, told)) if smallest else []
         return Report(
             layout,
@@ -232,40 +246,85 @@ class _Job:
             self.reference(layout.alone()).tolerance,
             self.steps - before,
             time.monotonic() - start,
+            refused,
         )
 
     def reference(self, alone: Layout) -> Reference:
-        """The results of one rank; the effect of rounding is measured for the first one."""
+        """The results of one rank, and the effect that rounding has on them."""
         if alone not in self._references:
             (computed,) = self._run(alone, None)
-            made = Reference(computed)
-            first = next(iter(self._references.values()), None)
-            if first is None:
-                initial = made.whole["initial"]
-                again = self._run(alone, initial, True, ULP) + self._run(alone, initial, False, ULP)
-                made.measure(again)
-            else:
-                # The same parameters elsewhere; twice the usual for those that are new.
-                made.tolerance, made.tolerances = 2 * first.tolerance, first.tolerances
-            self._references[alone] = made
+            reference = Reference(computed)
+            initial = reference.whole["initial"]
+            reversed_ = self._run(alone, initial, backwards=True, jitter=ULP)
+            forward = self._run(alone, initial, jitter=ULP)
+            reference.measure([*reversed_, *forward])
+            self._references[alone] = reference
         return self._references[alone]
+
+    def _refuse_noise(self, alone: Layout) -> None:
+        """Refused if the step of one rank cannot be repeated: any difference would be noise."""
+        noise = self.reference(alone).noise()
+        if not noise:
+            return
+        names = self.reference(alone).whole["initial"].keys()
+        causes = []
+        for option in alone.options:
+            others = {name: value for name, value in alone.options.items() if name != option}
+            # An option that others need cannot be left out: then it is not named.
+            with suppress(Refused):
+                without = self.reference(replace(alone, options=others))
+                # Without experts there is no router either: the model must stay the same.
+                if without.whole["initial"].keys() == names and not without.noise():
+                    causes.append(option)
+        cause = " or ".join(causes) or "the model, or several of its options,"
+        raise Refused(
+            f"{cause} makes the step random or dependent on the order of micro batches: on one "
+            f"rank, in reverse order or with weights that differ in the last bit, {noise} of its "
+            f"size, and above {NOISE_FLOOR / MARGIN:.0e} a fault cannot be told from that"
+        )
 
     def differing(self, layout: Layout) -> list[Finding] | Refused:
         """The findings in this layout; Refused, returned and not raised, if it cannot run."""
         if layout not in self._found:
             try:
+                self._refuse_noise(layout.alone())
                 reference = self.reference(layout.alone())
                 ranks = self._run(layout, reference.whole["initial"])
+                self._unmoved[layout] = set().union(*map(unmoved, [reference.computed, *ranks]))
                 self._found[layout] = findings(reference, layout, ranks)
             except Refused as refused:
                 self._found[layout] = refused
         return self._found[layout]
 
-    def _run(self, layout: Layout, initial: Any, *rounding: Any) -> list[Any]:
+    def _worthless(self, layout: Layout) -> str:
+        """Why agreement in this layout would say nothing; "" if it does say something."""
+        if self._unmoved[layout]:
+            names = sorted(self._unmoved[layout])
+            return f"the step did not change {few(names)}, which has a gradient"
+        reference = self.reference(layout.alone())
+        try:
+            ranks = self._run(layout, reference.whole["initial"], planted=True)
+        except Refused as refused:
+            return f"with a planted fault: {refused}"
+        planted = set().union(*(computed.planted for computed in ranks))
+        expected = set(filter(reference.has_gradient, planted))
+        if not expected:
+            return "no parameter has a gradient"
+        seen = {each.name for each in findings(reference, layout, ranks)}
+        missed = []
+        for name in sorted(expected - seen):
+            # What --allow leaves out is not verified, and the report says so.
+            if not Finding("gradient", name, (), 0).matches(self.allow):
+                missed.append(name)
+        if not missed:
+            return ""
+        return f"1 % of the gradient, added on one rank, is not seen in {few(missed)}"
+
+    def _run(self, layout: Layout, initial: Any, **changes: Any) -> list[Any]:
         self.steps += 1
         return on_ranks(
             layout.world_size,
-            lambda _: take_step(self.task, layout, initial, *rounding),
+            lambda _: take_step(self.task, layout, initial, **changes),
             self.timeout,
         )
 

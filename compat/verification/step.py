@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ Slices: TypeAlias = tuple[tuple[int, int], ...]
 Build: TypeAlias = Callable[..., Any]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
+_FAULT = 1.01  # times a gradient: the fault that is planted in ranks
 
 
 class Piece(NamedTuple):
@@ -54,6 +56,7 @@ class Computed:
     updates: list[Piece] = field(default_factory=list)
     losses: list[MicroBatchLoss] = field(default_factory=list)
     norm: float = 0.0
+    planted: set[str] = field(default_factory=set)  # tensors whose gradient this rank made wrong
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,13 @@ def take_step(
     initial: Mapping[str, torch.Tensor] | None,
     backwards: bool = False,
     jitter: float = 0.0,
+    planted: bool = False,
 ) -> Computed:
     """*Collective.* Build the model, load ``initial`` weights, take one step and tell what it did.
 
     Without ``initial`` the model's own weights, made uneven, are taken. ``backwards`` takes micro
     batches in the reverse order and ``jitter`` changes weights by so much, relative to each: what
-    differs then is what rounding does.
+    differs then is what rounding does. ``planted`` makes each gradient wrong on one rank.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -109,6 +113,9 @@ def take_step(
             for parameter in chunk.parameters() if jitter else ():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.mul_(1 + jitter * noise)
+    computed = Computed()
+    if planted:
+        _plant_faults(chunks, computed, parallel_state)
     ddp = DistributedDataParallelConfig(
         **{"grad_reduce_in_fp32": True, **layout.fields_of(DistributedDataParallelConfig)}
     )
@@ -126,7 +133,7 @@ def take_step(
     if ddp.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in model]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
-    computed = Computed(initial=_pieces(chunks))
+    computed.initial = _pieces(chunks)
     numbers = _own_micro_batches(task, layout, parallel_state, backwards)
     size, length = task.shape
     step = _forward_step(task, computed, parallel_state)
@@ -195,6 +202,33 @@ def _encoder_or_decoder() -> Any:
     from megatron.core.enums import ModelType
 
     return ModelType.encoder_or_decoder
+
+
+def _plant_faults(chunks: Iterable[Any], computed: Computed, state: Any) -> None:
+    """Scale by 1 % what one rank alone adds to each gradient, before anything is reduced."""
+    tensor_rank = state.get_tensor_model_parallel_rank()
+    data_rank = state.get_data_parallel_rank(with_context_parallel=True)
+    expert_tensor_rank = state.get_expert_tensor_parallel_rank()
+    expert_data_rank = state.get_expert_data_parallel_rank()
+    for chunk in chunks:
+        names_in: dict[int, set[str]] = {}
+        for piece in _shards(chunk):
+            names_in.setdefault(_storage(piece.value), set()).add(piece.name)
+        for parameter in chunk.parameters():
+            ranks = (tensor_rank, data_rank)
+            # megatron-core's mark of a parameter that the expert-parallel layout reduces.
+            if not getattr(parameter, "allreduce", True):
+                ranks = (expert_tensor_rank, expert_data_rank)
+            names = names_in.get(_storage(parameter), set())
+            if ranks == (0, 0):
+                parameter.register_hook(partial(_scaled, names, computed.planted))
+
+
+def _scaled(names: set[str], planted: set[str], gradient: torch.Tensor) -> torch.Tensor:
+    # Without a token for it, an expert's gradient is 0, and so is the fault.
+    if gradient.any():
+        planted.update(names)
+    return gradient * _FAULT
 
 
 def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -366,17 +366,31 @@ def verify(
 
     Exit status 0 if nothing differs, 1 if something does, 2 if the layout cannot be verified.
     """
+    # Python would end with status 1, which says that something differs.
+    try:
+        return _verified(from_args, checkout, variables or (), world_size, allow or (), as_json)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # a file that cannot be read: the command's own sentence names it
+        raise JobError(str(error) or type(error).__name__) from error
+
+
+def _verified(
+    from_args: str,
+    checkout: Path,
+    variables: Sequence[str],
+    world_size: int | None,
+    allow: Sequence[str],
+    as_json: bool,
+) -> int:
     from compat.verification.launch import verify_line
 
-    pairs = dict(each.partition("=")[::2] for each in variables or ())
+    pairs = dict(each.partition("=")[::2] for each in variables)
     job, start = started(line_of(from_args), pairs, world_size=world_size)
     order = job.arguments.get("order")
-    try:
-        changed, report = verify_line(
-            *script_of(start.words), job.world_size, checkout, order=order, allow=allow or ()
-        )
-    except ValueError as error:
-        raise JobError(str(error)) from None
+    changed, report = verify_line(
+        *script_of(start.words), job.world_size, checkout, order=order, allow=allow
+    )
     if as_json:
         prints.as_json({"changed": changed, **report.as_dict()})
     else:

@@ -331,6 +331,16 @@ def test_verify_runs_only_a_checkout_that_is_named(hostile_directory):
     assert not (hostile_directory / "was_run").exists()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no ranks"), KeyboardInterrupt(), BrokenPipeError("closed"), MemoryError()],
+)
+def test_verify_ends_with_status_2_whatever_happens(error, tmp_path):
+    with mock.patch("compat.verification.launch.verify_line", side_effect=error):
+        said = run(f"verify --checkout {tmp_path} --from-args '{LINE}'", 2)
+    assert said.strip() == f"hypergrid: {str(error) or type(error).__name__}"
+
+
 @pytest.mark.parametrize("path", [[], [""]], ids=["as installed", "as python -m"])
 def test_the_doctor_imports_from_where_its_own_process_does(hostile_directory, monkeypatch, path):
     elsewhere = [each for each in sys.path if each not in ("", str(hostile_directory))]

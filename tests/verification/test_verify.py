@@ -1,11 +1,14 @@
 """Layouts that compute what one rank computes, and faults: megatron-core's own, and mutants."""
 
 import json
+import os
+import signal
 import sys
+import time
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ import compat
 from compat.verification import Layout
 from compat.verification.gpt import small_gpt, uneven_batch
 from compat.verification.launch import _cut, verify_line
-from compat.verification.ranks import in_child
+from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.step import Task
 from tests.support import ROOT, stock, warm
@@ -90,6 +93,69 @@ def test_the_smallest_layout_and_the_flag_without_which_it_is_right():
     assert "Transformer Engine" in told["not_covered"][0]
 
 
+RANDOM = {"moe_input_jitter_eps": 0.01, "moe_router_force_load_balancing": True}
+
+
+def test_a_step_that_cannot_be_repeated_is_refused_and_its_option_named():
+    layouts = []
+    for name, value in RANDOM.items():
+        layouts.append(Layout(tp=2, options={**SHARDED, **EXPERTS, **TOKENS, name: value}))
+    for name, report in zip(
+        RANDOM, compat.verify(small_gpt, uneven_batch(4), layouts, smallest=False), strict=True
+    ):
+        assert not report.agrees
+        assert report.refused.startswith(f"{name} makes the step random"), str(report)
+
+
+def _without_a_step(layout, **where):
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    FP32Optimizer.step_with_ready_grads = lambda self: True
+    return small_gpt(layout, **where)
+
+
+def _with_gradients_of_the_last_rank(layout, **where):
+    """On two ranks, twice the gradient of the last: right, if both have the same samples."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    def finished(self, *_, **__):
+        for buffer in self.buffers:
+            torch.distributed.broadcast(buffer.grad_data, src=layout.dp - 1)
+            buffer.grad_data.mul_(layout.dp)
+
+    DistributedDataParallel.finish_grad_sync = finished
+    return small_gpt(layout, **where)
+
+
+def _no_loss(output, micro_batch):
+    return output.sum() * 0, micro_batch["loss_mask"].sum()
+
+
+WORTHLESS = {
+    "the step did not change": Task(_without_a_step, uneven_batch(4)),
+    "1 % of the gradient, added on one rank, is not seen in": Task(
+        _with_gradients_of_the_last_rank, uneven_batch(1) * 4
+    ),
+    "no parameter has a gradient": Task(small_gpt, uneven_batch(4), _no_loss),
+}
+
+
+@cache
+def _of_worthless():
+    def judged():
+        layout = Layout(dp=2, options=TOKENS)
+        return {why: _Job(task, (), 60).report(layout, False) for why, task in WORTHLESS.items()}
+
+    return in_child(judged)
+
+
+@pytest.mark.parametrize("why", WORTHLESS)
+def test_agreement_that_says_nothing_is_refused(why):
+    report = _of_worthless()[why]
+    assert not report.agrees
+    assert report.refused.startswith(why), str(report)
+
+
 def test_where_there_is_a_gpu_the_cpu_computes_all_the_same(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as one that was asked before
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -102,6 +168,8 @@ def test_what_is_allowed_is_told_apart():
     (report,) = compat.verify(small_gpt, uneven_batch(4), layout, allow=["gradient *"])
     assert report.agrees and report.allowed
     assert "allowed: gradient of" in str(report)
+    assert "differ from one rank only where it is allowed" in str(report)
+    assert "compute what one rank computes" not in str(report)
 
 
 @pytest.mark.parametrize("release", [pytest.param("0.18.2", marks=pytest.mark.releases), "0.19.2"])
@@ -123,6 +191,8 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
     batch = uneven_batch(4)
     with pytest.raises(ValueError, match="no option 'no_such' in TransformerConfig"):
         compat.verify(small_gpt, batch, Layout(tp=2, options={"no_such": 1}))
+    with pytest.raises(ValueError, match="use_megatron_fsdp is not verified: its code needs CUDA"):
+        compat.verify(small_gpt, batch, Layout(dp=2, options={"use_megatron_fsdp": True}))
     with pytest.raises(ValueError, match="has 32 ranks, and verify runs at most 16"):
         compat.verify(small_gpt, batch, Layout(tp=4, dp=8))
     with pytest.raises(ValueError, match=r"multiple of 8 micro batches \(dp\), got 4"):
@@ -147,6 +217,134 @@ def test_a_launch_lines_dims_are_cut_to_two_and_named():
     changed = []
     assert _cut(given, changed) == Layout(tp=2, pp=2, dp=2, ep=2, etp=1)
     assert changed == ["dims are smaller: tp 8 -> 2, pp 4 -> 2, ep 8 -> 2, dp 8 -> 2"]
+
+
+STUB = """
+import argparse
+import megatron.core
+from megatron.core.activations import squared_relu
+from megatron.core.transformer import TransformerConfig
+
+def parse_args(extra_args_provider):
+    parser = argparse.ArgumentParser()
+    for flag in ("--swiglu", "--qk-l2-norm", "--use-torch-fsdp2", "--save-interval", "--fails"):
+        parser.add_argument(flag, action="store_true")
+    for flag in ("--attention-output-gate", "--squared-relu"):
+        parser.add_argument(flag, action="store_true")
+    for flag in ("--num-layers", "--tensor-model-parallel-size"):
+        parser.add_argument(flag, type=int, default=1)
+    return extra_args_provider(parser).parse_args()
+
+def validate_args(args):
+    assert not args.fails, f"of {megatron.core.__version__}"
+    args.world_size = 2
+    args.num_experts = None
+    args.optimizer = "adam"
+    args.untie_embeddings_and_output_weights = True
+    args.position_embedding_type = "rope"
+    args.rotary_percent = 1.0
+    args.rotary_base = 10000
+
+def core_transformer_config_from_args(args):
+    function = {"activation_func": squared_relu} if args.squared_relu else {}
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=64,
+        num_attention_heads=8,
+        gated_linear_unit=args.swiglu,
+        qk_l2_norm=args.qk_l2_norm,
+        attention_output_gate=args.attention_output_gate,
+        **function,
+    )
+"""
+
+
+@pytest.fixture(params=["0.16.1", "0.19.2"])
+def checkout(request, tmp_path):
+    """A folder that has a release of megatron-core and a parser of a few flags."""
+    if not stock.have_stock(request.param):
+        pytest.skip(f"the source of megatron-core {request.param} is not here")
+    training = tmp_path / "megatron" / "training"
+    training.mkdir(parents=True)
+    (training / "__init__.py").touch()
+    (training / "arguments.py").write_text(STUB)
+    (tmp_path / "megatron" / "core").symlink_to(stock.source_dir(request.param))
+    return tmp_path
+
+
+def test_the_checkout_decides_whichever_megatron_core_is_loaded(checkout, monkeypatch):
+    release = (checkout / "megatron" / "core").resolve().parents[1].name.rpartition("-")[2]
+    loaded = ModuleType("megatron.core")
+    loaded.__version__ = "of the wheel"
+    monkeypatch.setitem(sys.modules, "megatron.core", loaded)
+    with pytest.raises(ValueError, match=f"refuses the arguments: AssertionError: of {release}"):
+        verify_line("", ["--fails"], 2, checkout)
+
+
+@pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
+def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout):
+    line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --qk-l2-norm --save-interval"
+    changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
+    assert report.agrees, str(report)
+    assert changed[-3:] == [
+        "verified: --tensor-model-parallel-size --swiglu",
+        "replaced by a stand-in: --num-layers",
+        "not verified: --qk-l2-norm --save-interval",
+    ]
+    with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
+        verify_line("", ["--use-torch-fsdp2"], 2, checkout)
+
+
+@pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
+def test_flags_whose_code_is_compiled_or_of_the_checkout_are_verified(checkout):
+    line = "--tensor-model-parallel-size 2 --attention-output-gate --squared-relu"
+    changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
+    assert report.agrees, str(report)
+    assert changed[-1] == f"verified: {line.replace(' 2', '')}"
+
+
+def test_an_error_without_a_sentence_has_the_line_that_raised_it():
+    def fails(rank):
+        raise AssertionError
+
+    with pytest.raises(
+        Refused, match=r"AssertionError: raise AssertionError \(test_verify.py, line"
+    ):
+        on_ranks(1, fails, 60)
+
+
+def _endless(directory, rank):
+    Path(directory, f"{rank}.pid").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's end is a signal on Linux only")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_process_that_verifies(number, tmp_path):
+    verifying = os.fork()
+    if verifying == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        on_ranks(2, partial(_endless, tmp_path), 600)
+        os._exit(0)
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not all(file.exists() for file in files):
+        time.sleep(0.1)
+    time.sleep(0.5)
+    ranks = [int(file.read_text()) for file in files]
+    os.kill(verifying, number)
+    os.waitpid(verifying, 0)
+    while time.monotonic() < deadline and any(map(_runs, ranks)):
+        time.sleep(0.1)
+    assert not any(map(_runs, ranks))
+
+
+def _runs(pid):
+    """Whether the process runs: one that ended may wait for its parent to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 CHECKOUT = ROOT / ".cache" / "Megatron-LM-core_v0.16.1"
