@@ -36,6 +36,8 @@ EACH_RELEASE = [
     else pytest.param(release, marks=pytest.mark.releases)
     for release in RELEASES
 ]
+# For tests that take longest: the newest of MAIN, and the other with `scripts/test --releases`.
+NEWEST = [pytest.param(MAIN[0], marks=pytest.mark.releases), MAIN[1]]
 
 Edit = Callable[[str], str]
 

@@ -19,7 +19,7 @@ from compat.swap import answers, shadow
 from tests.parity.repairs import replaced
 from tests.support import ROOT, warm
 from tests.support.forked import open_groups, run_ranks
-from tests.support.stock import MAIN, following, load_stock, source
+from tests.support.stock import MAIN, NEWEST, following, load_stock, source
 
 TODAY = f"{datetime.date.today():%Y%m%d}"
 # What the first initialisation of a job shows; others raise, or show after a destroy.
@@ -48,7 +48,7 @@ def test_beside_stock_it_finds_no_difference(release):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", MAIN)
+@pytest.mark.parametrize("release", NEWEST)
 def test_beside_broken_copies_of_stock_it_finds_each_difference_that_shows(release):
     assert {*shadowing(release, "-n", "60", "--seed", "3", "--mutants")} >= VISIBLE
 
@@ -389,7 +389,7 @@ def in_a_process_of(release, check):
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("release", MAIN)
+@pytest.mark.parametrize("release", NEWEST)
 def test_functions_that_clients_replace_are_no_false_alarm(release):
     in_a_process_of(release, "check_clients")
 
@@ -533,7 +533,7 @@ def check_broken_copies(release):
     print("done")
 
 
-@pytest.mark.parametrize("release", MAIN)
+@pytest.mark.parametrize("release", NEWEST)
 def test_each_difference_of_a_broken_copy_of_stock_is_noticed_on_some_rank(release):
     in_a_process_of(release, "check_broken_copies")
 
