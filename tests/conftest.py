@@ -25,6 +25,8 @@ FAST = (
     *("megatron/test_job.py", "megatron/test_hyper_comm_grid.py"),
     *("transformer_engine/test_transformer_engine.py", "scripts/test_torch_lines.py"),
 )
+# Files of minutes.
+LONGEST = ("swap/test_shadow.py", "verification/test_verify.py", "megatron/test_training.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -32,8 +34,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not any(item.path.is_relative_to(each) for each in fast):
             item.add_marker(pytest.mark.slow)
-    # Short files last, so that no worker is left alone with a long one.
-    items.sort(key=lambda item: not item.get_closest_marker("slow"))
+    # The longest files first and short ones last, so that no worker is left alone with a long one.
+    first = [ROOT / "tests" / each for each in LONGEST]
+    items.sort(key=lambda item: (item.path not in first, not item.get_closest_marker("slow")))
 
 
 @pytest.fixture

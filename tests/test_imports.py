@@ -34,8 +34,6 @@ ORDERS = {
         ("planned", "verification"),
         ("",),  # compat/__init__ itself
         ("state", "hyper_comm_grid"),
-        ("swap.shadow",),
-        ("launch", "swap.startup"),
         (
             "collection",
             "report",
@@ -46,6 +44,9 @@ ORDERS = {
         ),
         ("audit",),
         ("parallel_state",),
+        ("swap.replay",),
+        ("swap.shadow",),
+        ("launch", "swap.startup"),
     ),
 }
 LEVELS = {

@@ -12,7 +12,7 @@ from tests.support import ROOT
     not (ROOT / ".cache" / "resiliency").is_dir(),
     reason="nvidia-resiliency-ext is missing: run scripts/fetch_resiliency",
 )
-@pytest.mark.parametrize("fault", ["kill", "absent"])  # scripts/recover has them all
+@pytest.mark.parametrize("fault", ["kill", pytest.param("absent", marks=pytest.mark.long)])
 def test_after_a_fault_training_equals_a_fresh_start_from_the_same_checkpoint(fault):
     command = [sys.executable, "-W", "ignore", "scripts/recover", "--faults", fault]
     done = subprocess.run(

@@ -29,15 +29,13 @@ from tests.support import ROOT
 
 RELEASES = (*PUBLISHED, "main", "dev")  # and branches of Megatron-LM, where .cache has them
 MAIN = ("0.16.1", PUBLISHED[-1])  # those that train, and that every kind of test runs with
-# For tests that take long: the oldest release and MAIN; `scripts/test --releases` runs the others.
+# For tests that take long: the oldest release and MAIN; `scripts/test --long` runs the others.
 EACH_RELEASE = [
-    release
-    if release in (PUBLISHED[0], *MAIN)
-    else pytest.param(release, marks=pytest.mark.releases)
+    release if release in (PUBLISHED[0], *MAIN) else pytest.param(release, marks=pytest.mark.long)
     for release in RELEASES
 ]
-# For tests that take longest: the newest of MAIN, and the other with `scripts/test --releases`.
-NEWEST = [pytest.param(MAIN[0], marks=pytest.mark.releases), MAIN[1]]
+# For tests that take longest: the newest of MAIN, and the other with `scripts/test --long`.
+NEWEST = [pytest.param(MAIN[0], marks=pytest.mark.long), MAIN[1]]
 
 Edit = Callable[[str], str]
 

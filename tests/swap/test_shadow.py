@@ -47,6 +47,7 @@ def test_beside_stock_it_finds_no_difference(release):
     assert [*filter(None, shadowing(release, "-n", "30", "--seed", TODAY))] == ["done"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("release", NEWEST)
 def test_beside_broken_copies_of_stock_it_finds_each_difference_that_shows(release):
@@ -117,6 +118,7 @@ def test_strict_ends_the_job_on_every_rank(tmp_path):
     assert "made" not in out
 
 
+@pytest.mark.long
 def test_the_start_up_directory_shadows_too(tmp_path):
     startup = warm.run("-m", "compat.launch", "--startup-path", cwd=str(ROOT)).stdout.strip()
     out = run_job(tmp_path, launch=(), PYTHONPATH=startup, HYPERGRID_SHADOW="1")

@@ -247,7 +247,7 @@ SPAWNS = """
     ("flag", "says"),
     [
         ("--order=tp-pp-dp", "compat.parallel_state [0, 1]"),
-        ("--no-swap", "megatron.core.parallel_"),
+        pytest.param("--no-swap", "megatron.core.parallel_", marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_a_script_spawns_run_what_the_launcher_was_told(tmp_path, flag, says):

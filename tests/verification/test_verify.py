@@ -172,7 +172,8 @@ def test_what_is_allowed_is_told_apart():
     assert "compute what one rank computes" not in str(report)
 
 
-@pytest.mark.parametrize("release", [pytest.param("0.18.2", marks=pytest.mark.releases), "0.19.2"])
+@pytest.mark.long
+@pytest.mark.parametrize("release", [pytest.param("0.18.2", marks=pytest.mark.long), "0.19.2"])
 def test_faults_of_other_releases_are_found_and_random_layouts_agree(release):
     if not stock.have_stock(release):
         pytest.skip(f"the source of megatron-core {release} is not here")
