@@ -62,9 +62,10 @@ def _say_at_exit() -> None:
         return
     # The lower ranks come first; one that was killed does not come.
     time.sleep(min(rank, 10) / 10)
-    is_first = True
-    with suppress(RuntimeError):  # the store is lost with the rank that served it
-        is_first = _store is None or _store.add("hypergrid/shadow/end", 1) == 1
+    is_first = _store is None
+    # The store is lost with the rank that served it, which spoke when it ended.
+    with suppress(RuntimeError):
+        is_first = is_first or _store.add("hypergrid/shadow/end", 1) == 1
     if is_first:
         why = _failure or "the script did not call initialize_model_parallel"
         print(f"{_PREFIX}rank {rank}: nothing was compared: {why}.", flush=True)

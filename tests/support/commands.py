@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hypergrid.policy import CHOICES
-from tests.support import ROOT
+from tests.support import ROOT, warm
 
 JUDGES = ("check", "diff", "parity", "doctor")  # whose exit status 1 is an answer
 STAND_IN = "print('the script was reached')\n"
@@ -167,12 +167,6 @@ def _script(name: str, words: list[str], executable: bool = False) -> None:
 
 @functools.lru_cache
 def _help(file: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(file), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = warm.run(str(file), "--help")
     assert done.returncode == 0, done.stderr
     return done.stdout

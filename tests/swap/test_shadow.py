@@ -76,22 +76,48 @@ JOB = """
 """
 
 
-def run_job(tmp_path, *arguments, fails=False, launch=("-m", "compat.launch"), **environment):
+FORKING = """
+    import os, socket, sys, threading
+    from compat import launch
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="4")
+    children = []
+    for rank in range(4):
+        child = os.fork()
+        if not child:
+            os.environ["RANK"] = str(rank)
+            launch.main(sys.argv[1:])
+            # As Python does when it ends.
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
+            sys.exit()
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    print("statuses", statuses)
+    sys.exit(any(statuses))
+"""
+
+FORKED = ("ranks.py",)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+
+
+def run_job(tmp_path, *arguments, fails=False, launch=FORKED, **environment):
     job = tmp_path / "job.py"
     job.write_text(textwrap.dedent(JOB))
-    flags = [each for each in arguments if each.startswith("--")]
-    done = warm.run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *(*launch, *flags, str(job), *(each for each in arguments if each not in flags)),
-        cwd=str(tmp_path),
-        **environment,
-    )
+    (tmp_path / "ranks.py").write_text(textwrap.dedent(FORKING))
+    flags = [argument for argument in arguments if argument.startswith("--")]
+    words = [argument for argument in arguments if argument not in flags]
+    done = warm.run(*launch, *flags, str(job), *words, cwd=str(tmp_path), **environment)
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def test_stock_runs_the_job_and_one_line_says_that_nothing_differs(tmp_path):
-    out = run_job(tmp_path, "--shadow")
+    out = run_job(tmp_path, "--shadow", launch=(*TORCHRUN, "-m", "compat.launch"))
     (said,) = (line for line in out.splitlines() if line.startswith("hypergrid"))
     assert said.startswith(
         "hypergrid (shadow): would have created the same groups on all 4 ranks: 20 groups on this "
@@ -121,7 +147,7 @@ def test_strict_ends_the_job_on_every_rank(tmp_path):
 @pytest.mark.long
 def test_the_start_up_directory_shadows_too(tmp_path):
     startup = warm.run("-m", "compat.launch", "--startup-path", cwd=str(ROOT)).stdout.strip()
-    out = run_job(tmp_path, launch=(), PYTHONPATH=startup, HYPERGRID_SHADOW="1")
+    out = run_job(tmp_path, launch=TORCHRUN, PYTHONPATH=startup, HYPERGRID_SHADOW="1")
     assert "would have created the same groups on all 4 ranks" in out
 
 
@@ -218,30 +244,6 @@ KILLED = """
         parallel_state.initialize_model_parallel(2)
     finally:
         print(f"rank {rank} waited {time.monotonic() - begun:.1f} s", flush=True)
-"""
-
-
-FORKING = """
-    import os, socket, sys, threading
-    from compat import launch
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="4")
-    children = []
-    for rank in range(4):
-        child = os.fork()
-        if not child:
-            os.environ["RANK"] = str(rank)
-            launch.main(sys.argv[1:])
-            # As Python does when it ends.
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
-            sys.exit()
-        children.append(child)
-    print("statuses", [os.waitpid(child, 0)[1] for child in children])
 """
 
 
