@@ -86,7 +86,10 @@ def job(tmp_path):
         agent.wait()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize(
+    "delay",
+    [pytest.param(0.0, marks=pytest.mark.long), 0.3, pytest.param(0.7, marks=pytest.mark.long)],
+)
 def test_ctrl_c_ends_torchrun_and_every_rank(job, delay):
     agent, processes = job
     time.sleep(delay)

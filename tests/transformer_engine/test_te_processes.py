@@ -135,7 +135,15 @@ def test_destroy_imports_nothing_and_survives_a_context_that_cannot_end(fake_wor
     assert group not in open_groups()
 
 
-@pytest.mark.parametrize("kind", ["ImportError", "RuntimeError", "OSError", "AssertionError"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ImportError",
+        "RuntimeError",
+        pytest.param("OSError", marks=pytest.mark.long),
+        pytest.param("AssertionError", marks=pytest.mark.long),
+    ],
+)
 def test_the_probe_survives_a_broken_installation(tmp_path, kind):
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
@@ -182,7 +190,7 @@ def test_the_empty_package_breaks_megatron_and_install_said_so_before():
 
 
 @fetched
-@pytest.mark.parametrize("flags", [[], ["--no-swap"]])
+@pytest.mark.parametrize("flags", [[], pytest.param(["--no-swap"], marks=pytest.mark.long)])
 def test_the_launcher_says_so_once_and_what_it_says_helps(tmp_path, flags):
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.modules['transformer_engine'] = None\n{IMPORT}")
