@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
-from hypergrid.cli.bash import builtins
-from hypergrid.cli.bash.conditions import holds, single_holds
-from hypergrid.cli.bash.state import NAME, POSITIONAL, State, joined
-from hypergrid.cli.bash.syntax import check_length, first_error, parsed
-from hypergrid.cli.bash.tokens import commands_in
-from hypergrid.cli.bash.values import OPEN, Hole, ScriptError, Word, is_unknown, opened, plain
-from hypergrid.cli.bash.words import Expander
+from compat.cli.bash import builtins
+from compat.cli.bash.conditions import holds, single_holds
+from compat.cli.bash.state import NAME, POSITIONAL, State, joined
+from compat.cli.bash.syntax import check_length, first_error, parsed
+from compat.cli.bash.tokens import commands_in
+from compat.cli.bash.values import OPEN, Hole, ScriptError, Word, is_unknown, opened, plain
+from compat.cli.bash.words import Expander
 
 if TYPE_CHECKING:
     from tree_sitter import Node

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from compat.cli.source import PlannedJob, from_line, line_of, of_job, saved
 from compat.megatron import releases
 from compat.planned.job import JobError, from_sizes
-from hypergrid.cli.source import PlannedJob, from_line, line_of, of_job, saved
 from hypergrid.files import FileError
 from hypergrid.layout import LayoutError
 from hypergrid.messages import printable

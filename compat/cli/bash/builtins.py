@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from hypergrid.cli.bash.state import NAME, POSITIONAL
-from hypergrid.cli.bash.values import OPEN, ScriptError, is_unknown, names_in, plain
+from compat.cli.bash.state import NAME, POSITIONAL
+from compat.cli.bash.values import OPEN, ScriptError, is_unknown, names_in, plain
 
 Script: TypeAlias = Any  # of script.py, which imports this file
 Builtin: TypeAlias = Callable[[Script, list[str]], "bool | None"]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from compat.cli.bash import LONGEST, Word
 from compat.planned.flags import Flag
 from compat.planned.job import SIZES, JobError
-from hypergrid.cli.bash import LONGEST, Word
 from hypergrid.messages import shown
 
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}

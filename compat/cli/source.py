@@ -10,14 +10,14 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
+from compat.cli.bash import LONGEST, Command, ScriptError, commands
+from compat.cli.kubernetes import is_manifest, pods_of
+from compat.cli.launch import job_of, rank_of
+from compat.cli.world import head_of
 from compat.megatron import releases
 from compat.megatron.planning import Request
 from compat.planned.job import MOST_RANKS, RANKS_PER_HOST, Job, JobError, check_hosts
 from compat.planned.layouts import SHARDS
-from hypergrid.cli.bash import LONGEST, Command, ScriptError, commands
-from hypergrid.cli.kubernetes import is_manifest, pods_of
-from hypergrid.cli.launch import job_of, rank_of
-from hypergrid.cli.world import head_of
 from hypergrid.files import bytes_of, decoded, text_of
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown

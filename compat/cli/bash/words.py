@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from hypergrid.cli.bash.arithmetic import UnknownSumError, evaluated
-from hypergrid.cli.bash.state import NAME, POSITIONAL, State
-from hypergrid.cli.bash.tokens import Token, tokens
-from hypergrid.cli.bash.values import OPEN, Hole, ScriptError, is_unknown, opened, plain
+from compat.cli.bash.arithmetic import UnknownSumError, evaluated
+from compat.cli.bash.state import NAME, POSITIONAL, State
+from compat.cli.bash.tokens import Token, tokens
+from compat.cli.bash.values import OPEN, Hole, ScriptError, is_unknown, opened, plain
 
 _BRACES = re.compile(r"(#?)(\w+|[@*#])(?:\[(.*?)\])?((:?[-+=?])(.*))?", re.S)
 _NUMBER = re.compile(r"[ \t]*(-?(?:0|[1-9]\d{0,17}))[ \t]*")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from operator import add, eq, ge, gt, le, lt, mul, ne, sub
 
-from hypergrid.cli.bash.values import ScriptError
+from compat.cli.bash.values import ScriptError
 
 # Not: leading zeros, hexadecimal numbers, //, **, ++, --, !, bits, commas and strings.
 _READ_ALIKE = re.compile(r"(?!.*(//|\*\*|\+\+|--|\d_|0[bBoO]))[\w\s+*/%()<>=&|!-]*", re.S)

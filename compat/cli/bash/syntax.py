@@ -6,7 +6,7 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from hypergrid.cli.bash.values import LONGEST, ScriptError
+from compat.cli.bash.values import LONGEST, ScriptError
 from hypergrid.messages import install_command
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hypergrid.cli.bash.values import ScriptError
+from compat.cli.bash.values import ScriptError
 
 _EXPANSIONS = r"""
     (?P<sum>\$\(\() | (?P<substitution>\$\(|`) | (?P<braces>\$\{)

@@ -19,10 +19,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from compat.cli.source import PlannedJob
 from compat.planned.checks import Finding
 from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
-from hypergrid.cli.source import PlannedJob
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, printable
 from hypergrid.show.audit import Audit, Change

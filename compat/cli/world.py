@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compat.cli.bash import Word, commands
+from compat.cli.reader import Option, Reader, options_of
 from compat.planned.flags import flags_of
 from compat.planned.job import JobError
-from hypergrid.cli.bash import Word, commands
-from hypergrid.cli.reader import Option, Reader, options_of
 
 LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed", "accelerate")
 _DEFAULTS = {"torchrun": {"hosts": 1, "per_host": 1}}

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from hypergrid.cli.bash.values import LONGEST, OPEN, Hole, Holes, ScriptError, is_unknown, names_in
+from compat.cli.bash.values import LONGEST, OPEN, Hole, Holes, ScriptError, is_unknown, names_in
 
 POSITIONAL = "@"  # the name under which $1, $2, ... are kept
 NAME = re.compile(r"[A-Za-z_]\w*")

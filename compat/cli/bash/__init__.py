@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from hypergrid.cli.bash.script import Command, Script
-from hypergrid.cli.bash.state import POSITIONAL, State
-from hypergrid.cli.bash.values import LONGEST, MARK, Hole, Holes, ScriptError, Word
+from compat.cli.bash.script import Command, Script
+from compat.cli.bash.state import POSITIONAL, State
+from compat.cli.bash.values import LONGEST, MARK, Hole, Holes, ScriptError, Word
 
 __all__ = ["LONGEST", "Command", "Hole", "ScriptError", "Word", "commands"]
 

@@ -14,16 +14,16 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from compat.cli import prints, processes
+from compat.cli.command import Json, app, command
+from compat.cli.launch import script_of
+from compat.cli.prints import red, span
+from compat.cli.source import PlannedJob, line_of, read, saved, started
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
 from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
-from hypergrid.cli import prints, processes
-from hypergrid.cli.command import Json, app, command
-from hypergrid.cli.launch import script_of
-from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, one_line, printable
@@ -319,7 +319,7 @@ def parity(subject: PlannedJob) -> int:
 
     Exit status 0 if all groups are equal, 1 if not.
     """
-    from hypergrid.cli.machine import compared
+    from compat.cli.machine import compared
 
     if subject.job is None:
         raise JobError("a saved plan has no arguments of Megatron: give sizes instead.")
@@ -404,7 +404,7 @@ def doctor() -> int:
 
     Exit status 1 if something needs a remedy.
     """
-    from hypergrid.cli.machine import examined
+    from compat.cli.machine import examined
 
     out, status = prints.console(), 0
     for name, state, remedy in examined():

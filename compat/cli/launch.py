@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from compat.cli.bash import Word
+from compat.cli.reader import Option, Reader, options_of
+from compat.cli.world import LAUNCHERS, read_programs, set_ranks
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import SIZES, Job, JobError, of_settings, settings_of
-from hypergrid.cli.bash import Word
-from hypergrid.cli.reader import Option, Reader, options_of
-from hypergrid.cli.world import LAUNCHERS, read_programs, set_ranks
 
 _PROGRAMS = flags_of("programs")
 _OF_SCRIPT = {**flags_of("megatron"), **SIZES}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any, TypeAlias
 
-from hypergrid.cli.bash.tokens import commands_in
-from hypergrid.cli.bash.values import OPEN, Hole, is_unknown
+from compat.cli.bash.tokens import commands_in
+from compat.cli.bash.values import OPEN, Hole, is_unknown
 
 Script: TypeAlias = Any  # of script.py, which imports this file
 _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
