@@ -5,78 +5,59 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import eq, ge, gt, le, lt, ne
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from compat.cli.bash.tokens import commands_in
-from compat.cli.bash.values import OPEN, Hole, is_unknown
+from compat.cli.bash.values import is_unknown
 
-Script: TypeAlias = Any  # of script.py, which imports this file
-_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
+Status: TypeAlias = bool | None  # of a command; None: not known
+COMPARED: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge,
 }  # fmt: skip
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,17})")
-_MAY_ASSIGN = re.compile(r"\$\(\(|\$\{\w+:?=|\s-(eq|ne|lt|le|gt|ge)\s")
-_LITERAL = re.compile(r"[\w./:=,@%-]*")
+LITERAL = re.compile(r"[\w./:=,@%-]*")
 
 
-def holds(script: Script, text: str) -> bool | None:
-    """Whether a condition holds; None if the text does not decide it."""
-    if text.startswith("[["):
-        return _double_holds(script, text[2:-2])
-    if text.startswith("(("):
-        is_true: bool | None = script.sum_holds(text[2:-2])
-        return is_true
-    return single_holds(script, commands_in(text).words[0][1:-1])
+def negated(status: Status) -> Status:
+    """The status of ``! command``."""
+    return None if status is None else not status
 
 
-def single_holds(script: Script, written: Sequence[str]) -> bool | None:
-    """``[ WRITTEN ]``, whose words are split as those of every command."""
-    words = script.words(written)
-    if any(OPEN in word for word in words):
-        return None
-    match words:
-        case ["!", *operands] if operands:
-            is_true = _compared(operands)
-            return None if is_true is None else not is_true
-    return _compared(words)
+def holds(words: Sequence[str]) -> Status:
+    """Whether a condition of these words holds; None if the text does not decide it.
 
-
-def _compared(words: Sequence[str]) -> bool | None:
+    >>> holds(["8", "-gt", "4"])
+    True
+    """
     match words:
         case []:
             return False
+        case ["!", *operands] if operands:
+            return negated(holds(operands))
         case [text]:
             return None if is_unknown(text) else text != ""
         case ["-z" | "-n" as operator, text]:
             return None if is_unknown(text) else (text == "") == (operator == "-z")
-        case [left, operator, right]:
-            if is_unknown(left) or is_unknown(right):
-                return None
+        case [left, operator, right] if not is_unknown(left + right):
             if operator in ("=", "==", "!="):
                 return (left == right) == (operator != "!=")
-            if operator in _COMPARED and _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
-                return _COMPARED[operator](int(left), int(right))
+            if operator in COMPARED and _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
+                return COMPARED[operator](int(left), int(right))
     return None
 
 
-def _double_holds(script: Script, text: str) -> bool | None:
-    """``[[ TEXT ]]``: comparisons with && and ||, whose words are not split."""
-    is_simple = not re.search(r"[<>()]|=~", text)
-    is_chain = "&&" in text or "||" in text
-    if _MAY_ASSIGN.search(text) and (is_chain or not is_simple):
-        script.state.forget(f"line {script.line} has a condition that may assign it")
-    if not is_simple:
-        return None
-    written = commands_in(text.replace("\n", " ")).words
-    alternatives: list[bool | None] = []
-    for alternative in _parts(written[0] if written else [], "||"):
-        clauses = [_clause_holds(script, clause) for clause in _parts(alternative, "&&")]
-        alternatives.append(_all(clauses))
-    negated = _all([None if is_true is None else not is_true for is_true in alternatives])
-    return None if negated is None else not negated
+def all_hold(statuses: Sequence[Status]) -> Status:
+    """The status of a && b."""
+    if False in statuses:
+        return False
+    return None if None in statuses else True
 
 
-def _parts(words: Sequence[str], separator: str) -> list[list[str]]:
+def split_at(words: Sequence[str], separator: str) -> list[list[str]]:
+    """The words between the separators.
+
+    >>> split_at(["a", "||", "b", "c"], "||")
+    [['a'], ['b', 'c']]
+    """
     parts: list[list[str]] = [[]]
     for word in words:
         if word == separator:
@@ -84,26 +65,3 @@ def _parts(words: Sequence[str], separator: str) -> list[list[str]]:
         else:
             parts[-1].append(word)
     return parts
-
-
-def _all(statuses: Sequence[bool | None]) -> bool | None:
-    if False in statuses:
-        return False
-    return None if None in statuses else True
-
-
-def _clause_holds(script: Script, written: Sequence[str]) -> bool | None:
-    if written[:1] == ["!"]:
-        is_true = _clause_holds(script, written[1:])
-        return None if is_true is None else not is_true
-    texts = [script.text(word) for word in written]
-    match texts:
-        case [left, operator, right] if operator in _COMPARED:
-            # Both sides are sums.
-            numbers = [script.number(left), script.number(right)]
-            if any(isinstance(number, Hole) for number in numbers):
-                return None
-            return _COMPARED[operator](*numbers)
-        case [_, "=" | "==" | "!=", right] if not _LITERAL.fullmatch(right):
-            return None  # the right side is a pattern
-    return _compared(texts)

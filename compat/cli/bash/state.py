@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from compat.cli.bash.values import LONGEST, OPEN, Hole, Holes, ScriptError, is_unknown, names_in
@@ -27,34 +26,32 @@ Value: TypeAlias = str | list[str] | None
 
 @dataclass
 class State:
-    """Variables, functions and options. A variable that is missing is the environment's."""
+    """Variables and functions. A variable that is missing is the environment's.
+
+    Beside the variables ``values`` has three more kinds of keys, so that all of them are copied,
+    forgotten and compared alike:
+
+    - ``f()``: a function; None where it is not known
+    - ``export X``: whether X is for certain in the environment of programs
+    - ``2 X``: what X becomes again when the function at the second level returns
+    """
 
     holes: Holes
     fixed: Mapping[str, str]  # values that nothing in the script changes
-    variables: dict[str, Value] = field(default_factory=dict)
-    exported: set[str] = field(default_factory=set)
-    constants: set[str] = field(default_factory=set)  # assigning one is an error
-    functions: dict[str, Any] = field(default_factory=dict)  # None: not known
-    # Of each function that is running, the variables that are restored behind it.
-    frames: list[dict[str, Value]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
     why: str = ""  # why a variable that is missing is not simply the environment's
 
     def copy(self) -> State:
         """The same state, which changes for itself."""
-        twin = copy(self)
-        twin.variables = dict(self.variables)
-        twin.exported = set(self.exported)
-        twin.constants = set(self.constants)
-        twin.functions = dict(self.functions)
-        twin.frames = [dict(frame) for frame in self.frames]
-        return twin
+        return replace(self, values=dict(self.values))
 
     def value(self, name: str) -> Value:
         """The value of a variable; a text with a mark where it is not known."""
         if name in self.fixed:
             return self.fixed[name]
-        if name in self.variables and name not in _DYNAMIC:
-            return self.variables[name]
+        if name in self.values and name not in _DYNAMIC:
+            value: Value = self.values[name]
+            return value
         return self.unknown(name, self.why)
 
     def unknown(self, name: str, why: str) -> Value:
@@ -63,7 +60,7 @@ class State:
         mark = self.holes.mark(Hole(f"${name}", name if is_decidable else "", why))
         return [mark + OPEN] if name == POSITIONAL else mark
 
-    def values(self, name: str) -> list[str]:
+    def elements(self, name: str) -> list[str]:
         """The elements of a variable; what is not known may be any number of them."""
         value = self.value(name)
         if isinstance(value, str):
@@ -75,56 +72,53 @@ class State:
         texts = [value] if isinstance(value, str) else value or []
         if sum(map(len, texts)) > LONGEST:
             raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
-        if name in self.constants:
-            raise ScriptError(f"line {line} of the launch line assigns {name}, which is readonly.")
-        if name in _OF_THE_SHELL:
-            self.forget(f"line {line} assigns {name}")
-        self.variables["IFS" if name in _OF_THE_SHELL else name] = value
+        _check_name(name, f"line {line} assigns it")
+        self.values[name] = value
 
     def lose(self, names: Iterable[str], why: str) -> None:
         """The variables may have been assigned anything."""
         for name in names:
-            if name in self.constants or name in _OF_THE_SHELL:
-                self.forget(why)
-            self.variables[name] = self.unknown(name, why)
+            _check_name(name, why)
+            self.values[name] = self.unknown(name, why)
 
     def forget(self, why: str) -> None:
         """Every variable and function may have been assigned anything."""
-        self.variables.clear()
-        self.exported.clear()
+        kept = {}
+        for key in self.values:
+            if not _is_variable(key) and not key.startswith("export "):
+                kept[key] = self._unknown_at(key, why)
+        self.values = kept
         self.why = why
-        self.functions = dict.fromkeys(self.functions)
-        for frame in self.frames:
-            for name in frame:
-                frame[name] = self.unknown(name, why)
 
-    def make_local(self, name: str) -> None:
-        """The variable is restored when the function that is running returns."""
-        self.frames[-1].setdefault(name, self.value(name))
-
-    def leave(self) -> None:
-        """Restore the variables of the function that returns."""
-        restored = self.frames.pop()
-        self.exported -= restored.keys()
-        self.variables.update(restored)
+    def _unknown_at(self, key: str, why: str) -> Any:
+        """What stands at a key that is not known: an unknown text, or no function, no export."""
+        level, _, name = key.rpartition(" ")
+        is_value = _is_variable(name) and level != "export"
+        return self.unknown(name, why) if is_value else None
 
 
-def joined(one: State | None, other: State | None, why: str) -> State | None:
-    """What is known where two ways meet; None is a way that ends before."""
-    if one is None or other is None or one == other:
-        return other if one is None else one
-    both = one.copy()
-    both.why = one.why or other.why
-    both.constants |= other.constants
-    both.exported &= other.exported
-    for name in sorted(one.variables.keys() | other.variables.keys()):
-        if one.value(name) != other.value(name):
-            both.variables[name] = one.unknown(name, why)
-    for name in one.functions.keys() | other.functions.keys():
-        if one.functions.get(name) != other.functions.get(name):
-            both.functions[name] = None
-    for frame, other_frame in zip(both.frames, other.frames, strict=True):
-        for name in frame.keys() | other_frame.keys():
-            if frame.get(name) != other_frame.get(name):
-                frame[name] = one.unknown(name, why)
+def _check_name(name: str, why: str) -> None:
+    if name in _OF_THE_SHELL:
+        raise ScriptError(
+            f"{name} changes how all later words of the launch line are read, and {why}. "
+            f"Leave that out."
+        )
+
+
+def _is_variable(key: str) -> bool:
+    return key == POSITIONAL or key.isidentifier()
+
+
+def joined(first: State, second: State, why: str) -> State:
+    """What is known where two ways meet."""
+    both = first.copy()
+    both.why = first.why or second.why
+    for key in sorted(first.values.keys() | second.values.keys()):
+        if _is_variable(key):
+            is_same = first.value(key) == second.value(key)
+        else:
+            is_same = key in first.values and key in second.values
+            is_same = is_same and first.values[key] == second.values[key]
+        if not is_same:
+            both.values[key] = both._unknown_at(key, why)
     return both
