@@ -43,25 +43,3 @@ def holds(words: Sequence[str]) -> Status:
             if operator in COMPARED and _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
                 return COMPARED[operator](int(left), int(right))
     return None
-
-
-def all_hold(statuses: Sequence[Status]) -> Status:
-    """The status of a && b."""
-    if False in statuses:
-        return False
-    return None if None in statuses else True
-
-
-def split_at(words: Sequence[str], separator: str) -> list[list[str]]:
-    """The words between the separators.
-
-    >>> split_at(["a", "||", "b", "c"], "||")
-    [['a'], ['b', 'c']]
-    """
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word == separator:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts

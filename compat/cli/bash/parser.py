@@ -206,8 +206,6 @@ class _Parser:
     def _pipeline(self) -> Statement:
         if self.next.text == "time":
             self._advance()
-            if self.next.text == "-p":
-                self._advance()
         line = self.next.line
         if self.next.text == "!":
             self._advance()

@@ -10,19 +10,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from compat.cli.bash import builtins
 from compat.cli.bash.builtins import Left
-from compat.cli.bash.conditions import (
-    COMPARED,
-    LITERAL,
-    Status,
-    all_hold,
-    holds,
-    negated,
-    split_at,
-)
-from compat.cli.bash.parser import Redirect, Statement, statements_of, words_of
+from compat.cli.bash.conditions import COMPARED, LITERAL, Status, holds, negated
+from compat.cli.bash.parser import Statement, statements_of, words_of
 from compat.cli.bash.state import NAME, POSITIONAL, State, joined
 from compat.cli.bash.values import OPEN, Hole, ScriptError, Word, is_unknown, opened, plain
 from compat.cli.bash.words import Expander
@@ -116,9 +109,9 @@ class Script(Expander):
         finally:
             self._depth -= 1
 
-    def _refuse(self, statement: Statement) -> None:
+    def _refuse(self, statement: Statement) -> NoReturn:
         raise ScriptError(
-            f"line {self.line} of the launch line, {statement.kind}, cannot be followed."
+            f"line {statement.line} of the launch line, {statement.kind}, cannot be followed."
         )
 
     # Ways through a script.
@@ -133,18 +126,13 @@ class Script(Expander):
                 )
             self.line = statement.line if self._outer_line is None else self._outer_line
             status = _STATEMENTS[statement.kind](self, statement)
-            if any(map(self._may_fail, statement.redirects)):
-                status = None
+            for operator, target in statement.redirects:
+                # It assigns for some commands and not for others.
+                if _SUM.search(target):
+                    self.state.forget(f"line {self.line} redirects to what may assign")
+                if not operator.startswith("<<"):
+                    status = None  # there may be no such file
         return status
-
-    def _may_fail(self, redirect: Redirect) -> bool:
-        """Whether a redirection may fail; what it may assign becomes unknown."""
-        operator, target = redirect
-        # It assigns for some commands and not for others.
-        if _SUM.search(target):
-            self.state.forget(f"line {self.line} redirects to what may assign")
-        is_safe = operator.startswith("<<") or target == "/dev/null"
-        return not (is_safe or (operator.endswith("&") and re.fullmatch("[0-9-]", target)))
 
     def _way(self, step: Callable[[], object]) -> str:
         """Follow a way; how the shell, a function or a loop is left on it, "" if none is."""
@@ -253,25 +241,15 @@ class Script(Expander):
         return None if isinstance(number, Hole) else number != 0
 
     def _test(self, statement: Statement) -> Status:
-        """``[[ ... ]]``: comparisons with && and ||, whose words are not split."""
+        """``[[ ... ]]``: one comparison, whose words are not split."""
         words = statement.words
-        is_chain = "&&" in words or "||" in words
-        is_simple = not {"(", ")", "<", ">", "=~"}.intersection(words)
-        may_assign = COMPARED.keys() & set(words) or _SUM.search(" ".join(words))
-        if may_assign and (is_chain or not is_simple):
-            self.state.forget(f"line {self.line} has a condition that may assign it")
-        if not is_simple:
+        if words[:1] == ["!"]:
+            return negated(self._test(replace(statement, words=words[1:])))
+        if {"(", ")", "<", ">", "=~", "&&", "||"}.intersection(words):
+            if COMPARED.keys() & set(words) or _SUM.search(" ".join(words)):
+                self.state.forget(f"line {self.line} has a condition that may assign it")
             return None
-        fails = []
-        for alternative in split_at(words, "||"):
-            clauses = [self._clause_holds(clause) for clause in split_at(alternative, "&&")]
-            fails.append(negated(all_hold(clauses)))
-        return negated(all_hold(fails))
-
-    def _clause_holds(self, written: Sequence[str]) -> Status:
-        if written[:1] == ["!"]:
-            return negated(self._clause_holds(written[1:]))
-        match [self.text(word) for word in written]:
+        match [self.text(word) for word in words]:
             case [left, operator, right] if operator in COMPARED:
                 # Both sides are sums.
                 numbers = [self.number(left), self.number(right)]
@@ -289,7 +267,7 @@ class Script(Expander):
         name, *written = statement.words
         words = self.words(written)
         if any(OPEN in word for word in words):
-            return self._open_loop(statement.bodies[0], lambda: None, [name])
+            return self._open_loop(statement, lambda: None, [name])
         remaining = iter(words)
 
         def goes_on() -> Status:
@@ -298,45 +276,43 @@ class Script(Expander):
                 self.state.assign(name, word, self.line)
             return word is not None
 
-        return self._loop(statement.bodies[0], goes_on)
+        return self._loop(statement, goes_on)
 
     def _while(self, statement: Statement) -> Status:
-        condition, body = statement.bodies
+        condition = statement.bodies[0]
 
         def goes_on() -> Status:
             status = self._statements(condition)
             return status if statement.kind == "while" else negated(status)
 
-        return self._loop(body, goes_on)
+        return self._loop(statement, goes_on)
 
-    def _loop(self, body: Sequence[Statement], goes_on: Callable[[], Status]) -> Status:
+    def _loop(self, statement: Statement, goes_on: Callable[[], Status]) -> Status:
         """Do a loop as often as its test holds."""
         for _ in range(_MOST_TURNS):
             status = goes_on()
             if status is None:
-                return self._open_loop(body, goes_on, [])
+                return self._open_loop(statement, goes_on, [])
             if not status:
                 return None
-            left = self._turn(body)
+            left = self._turn(statement)
             if left == "break":
                 return None
             if left not in ("", "continue"):
                 raise Left(left)
-        raise ScriptError(
-            f"line {self.line} of the launch line ends a loop of more than {_MOST_TURNS} turns."
-        )
+        self._refuse(statement)  # it may never end
 
-    def _turn(self, body: Sequence[Statement]) -> str:
+    def _turn(self, statement: Statement) -> str:
         self.loops += 1
-        left = self._way(lambda: self._statements(body))
+        left = self._way(lambda: self._statements(statement.bodies[-1]))
         self.loops -= 1
         return left
 
     def _open_loop(
-        self, body: Sequence[Statement], goes_on: Callable[[], Status], names: Sequence[str]
+        self, statement: Statement, goes_on: Callable[[], Status], names: Sequence[str]
     ) -> Status:
         """Do a loop any number of times: repeat it until nothing more becomes unknown."""
-        why = f"the loop in line {body[0].line} may change it"
+        why = f"the loop in line {statement.line} may change it"
         first = len(self.commands)
         last_tested = None
         while True:
@@ -346,9 +322,9 @@ class Script(Expander):
             last_tested = self.state.copy()
             # The programs of an earlier turn start again, with less that is known.
             del self.commands[first:]
-            left = self._turn(body)
+            left = self._turn(statement)
             if left == "return":
-                raise ScriptError(f"{why.replace('change it', 'return')}, and is not followed.")
+                self._refuse(statement)
             # Where the body ends the shell, what goes on had no further turn.
             self.state = joined(last_tested, last_tested if left == "exit" else self.state, why)
             after_turn = self.state.copy()
@@ -368,7 +344,7 @@ class Script(Expander):
         assignments = written[:count]
         if count == len(written):
             statuses = [self.assign(assignment) for assignment in assignments]
-            return all_hold(statuses)
+            return None if None in statuses else True
         for assignment in assignments:
             if _SUM.search(assignment):
                 self.state.forget(f"line {self.line} assigns for one command")
@@ -472,10 +448,16 @@ class Script(Expander):
         for key in list(environment.values):
             if key.isidentifier() and not environment.values.get(f"export {key}"):
                 environment.lose([key], "it is assigned, and perhaps not exported")
-        shell = _place_of_shell(texts)
-        if shell is not None:
-            self._shell(words, shell, environment)
-            return
+        for place in range(len(texts)):
+            if texts[place].rpartition("/")[2] in ("bash", "sh"):
+                options = "".join(texts[place + 1 : place + 2])
+                if re.fullmatch(r"-\w*c", options) and place + 2 < len(words):
+                    self._shell(words, place, "l" in options, environment)
+                    return
+                if not options or options.startswith("-"):
+                    raise ScriptError(
+                        f"line {self.line} of the launch line starts a shell that reads its script."
+                    )
         holes = entry.holes
         variables = {}
         for name, value in environment.values.items():
@@ -484,25 +466,20 @@ class Script(Expander):
         command = [holes.word(word, self.line) for word in (*self._prefix, *words)]
         self.commands.append(Command(command, variables, self.line))
 
-    def _shell(self, words: list[str], shell: int, environment: State) -> None:
+    def _shell(self, words: list[str], place: int, is_login: bool, environment: State) -> None:
         """``bash -c SCRIPT NAME ARGUMENTS``: it gets what is exported, and nothing comes back."""
-        options, *behind = words[shell + 1 :]
-        # Another form reads its script from a file or from standard input.
-        if not re.fullmatch(r"-[aehuxl]*c", options) or not behind:
-            raise ScriptError(
-                f"line {self.line} of the launch line starts a shell that reads its script."
-            )
         outer = self.state, self._prefix, self.level
-        self.state = environment
-        if "l" in options:
-            self.state.forget(f"line {self.line} starts a shell that reads its own files first")
-        for key in list(self.state.values):
+        if is_login:
+            environment.forget(f"line {self.line} starts a shell that reads its own files first")
+        for key in environment.values:
             if key.endswith("()"):
-                self.state.values[key] = None
-        self.state.values[POSITIONAL] = behind[2:]
-        self._prefix = [*self._prefix, *words[:shell]]
+                environment.values[key] = None
+        script = words[place + 2]
+        environment.values[POSITIONAL] = words[place + 4 :]
+        self.state = environment
+        self._prefix = [*self._prefix, *words[:place]]
         self.level = 0
-        self.apart(lambda: self.evaluate(behind[0], self.line))
+        self.apart(lambda: self.evaluate(script, self.line))
         self.state, self._prefix, self.level = outer
 
 
@@ -510,14 +487,6 @@ def _name_of(assignment: str) -> str:
     match = NAME.match(assignment)
     assert match is not None
     return match[0]
-
-
-def _place_of_shell(texts: Sequence[str]) -> int | None:
-    """The place of the shell in ``srun -N 4 bash -c SCRIPT``; None without one."""
-    for place, text in enumerate(texts):
-        if text.rpartition("/")[2] in ("bash", "sh") and (place == 0 or place + 1 < len(texts)):
-            return place
-    return None
 
 
 _STATEMENTS: Mapping[str, Callable[[Script, Statement], Status]] = {

@@ -49,8 +49,8 @@ def token_at(text: str, start: int, in_quotes: bool = False) -> Token:
     kind = match.lastgroup
     content = match[0]
     end = match.end()
-    # A sum as it was once written, a backslash at the text's end, and $'\x41' have other rules.
-    if content in ("$[", "\\", "$'", '$"') and not (in_quotes and content == "\\"):
+    # A quote or backslash without an end, a sum as it was once written, and $'\x41'.
+    if content == "$[" or (not in_quotes and content in ("\\", "'", "$'", '$"')):
         refuse(text, start)
     if kind == "backquotes":
         closing = text.find("`", end)

@@ -16,8 +16,8 @@ _ASSIGNMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", re.S)
 _INCREMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*([+-])\2\s*")
 MAY_ASSIGN = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--")
 # Files that match take the place of such a word.
-_PATTERN = re.compile(r"[*?]|\[.*\]", re.S)
-_BRACE_LIST = re.compile(r"\{.*(,|\.\.).*\}", re.S)
+_PATTERN = re.compile(r"[*?]|\A[^[]*\[.*\]", re.S)
+_BRACE_LIST = re.compile(r"\A[^{]*\{.*\}", re.S)
 _HOME = re.compile(r"(\A|[=:])~")
 
 
@@ -294,15 +294,11 @@ class Expander:
 
     def _lose_assigned(self, text: str) -> None:
         """What a sum may assign becomes unknown; a variable in it may hold another sum."""
-        names = NAME.findall(plain(text))
         why = f"{plain(text).strip()} may assign it"
+        names = NAME.findall(plain(text))
         for name in names:
             value = self.state.values.get(name)
-            if (
-                isinstance(value, str)
-                and not is_unknown(value)
-                and not _NUMBER.fullmatch(value or "0")
-            ):
+            if isinstance(value, str) and not re.fullmatch(rf"{_NUMBER.pattern}|", plain(value)):
                 self.state.forget(why)
         if MAY_ASSIGN.search(text):
             self.state.lose(names, why)
