@@ -35,7 +35,7 @@ DECLARING = {"export", "declare", "typeset", "local"}
 _NOT_READ = names_in("hash enable builtin coproc shopt readonly")
 
 
-class Left(Exception):
+class Leaving(Exception):
     """The shell, a function or a loop is left: exit, return, break or continue."""
 
     def __init__(self, how: str) -> None:
@@ -54,10 +54,16 @@ def _harmless(script: Script, words: list[str]) -> Status:
 
 
 def _test(script: Script, words: list[str]) -> Status:
-    is_bracket = words[0] == "["
-    if any(OPEN in word for word in words) or (is_bracket and words[-1] != "]"):
+    operands = words[1:]
+    if words[0] == "[":
+        # Without its bracket it is an error.
+        if words[-1] != "]":
+            return None
+        operands.pop()
+    # An unquoted $X may be several words.
+    if any(OPEN in word for word in operands):
         return None
-    return holds(words[1:-1] if is_bracket else words[1:])
+    return holds(operands)
 
 
 def _reads(script: Script, words: list[str]) -> Status:
@@ -72,8 +78,10 @@ def _reads(script: Script, words: list[str]) -> Status:
 
 
 def _let(script: Script, words: list[str]) -> Status:
-    statuses = [script.sum_holds(word) for word in words[1:]]
-    return statuses[-1] if statuses else None
+    status: Status = None
+    for word in words[1:]:
+        status = script.sum_holds(word)
+    return status
 
 
 def _source(script: Script, words: list[str]) -> Status:
@@ -97,11 +105,14 @@ def _exec(script: Script, words: list[str]) -> Status:
     if len(words) == 1:  # it only redirects
         return None
     script.program(words[1:])
-    raise Left("exit")
+    raise Leaving("exit")
 
 
 def _command(script: Script, words: list[str]) -> Status:
-    return None if words[1:2] == ["-v"] else refuse(script, words)
+    # `command -v NAME` only looks for it.
+    if words[1:2] == ["-v"]:
+        return None
+    return refuse(script, words)
 
 
 def _leaves(script: Script, words: list[str]) -> Status:
@@ -112,12 +123,12 @@ def _leaves(script: Script, words: list[str]) -> Status:
         return refuse(script, words)
     if how == "return" and script.level == 0:
         return refuse(script, words)
-    raise Left(how)
+    raise Leaving(how)
 
 
 def _shift(script: Script, words: list[str]) -> Status:
     arguments = script.state.elements(POSITIONAL)
-    count = words[1] if len(words) > 1 else "1"
+    count = "".join(words[1:]) or "1"
     if any(OPEN in argument for argument in arguments) or not count.isdigit():
         script.state.lose([POSITIONAL], f"line {script.line} runs shift, which changes it")
     elif int(count) <= len(arguments):
@@ -132,7 +143,10 @@ def _set(script: Script, words: list[str]) -> Status:
     is_option = text.startswith(("-", "+")) and words[1] != "--"
     if len(words) == 1 or is_option or is_unknown(words[1]):
         return refuse(script, words)
-    script.state.values[POSITIONAL] = words[2:] if words[1] == "--" else words[1:]
+    arguments = words[1:]
+    if arguments[0] == "--":
+        del arguments[0]
+    script.state.values[POSITIONAL] = arguments
     return True
 
 

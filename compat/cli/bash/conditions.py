@@ -37,9 +37,9 @@ def holds(words: Sequence[str]) -> Status:
             return None if is_unknown(text) else text != ""
         case ["-z" | "-n" as operator, text]:
             return None if is_unknown(text) else (text == "") == (operator == "-z")
-        case [left, operator, right] if not is_unknown(left + right):
+        case [first, operator, second] if not is_unknown(first + second):
             if operator in ("=", "==", "!="):
-                return (left == right) == (operator != "!=")
-            if operator in COMPARED and _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
-                return COMPARED[operator](int(left), int(right))
+                return (first == second) == (operator != "!=")
+            if operator in COMPARED and _NUMBER.fullmatch(first) and _NUMBER.fullmatch(second):
+                return COMPARED[operator](int(first), int(second))
     return None

@@ -13,7 +13,6 @@ _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _FUNCTION_NAME = re.compile(r"[\w.:-]+")
 # They end a list of statements, so none of them starts a command.
 _CLOSING_WORDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", "in", "]]"}
-_NOT_READ = {"select", "coproc"}
 
 
 class Redirect(NamedTuple):
@@ -114,11 +113,14 @@ class _Parser:
                     refuse(self.text, self.place)
                 if written.isdigit():  # 2>log
                     written = ""
+            end = token.end
+            # A=(8 4) is one word.
             is_array = token.content == "(" and _ARRAY.fullmatch(written)
+            if is_array:
+                end = closing_of(self.text, end, ")") + 1
             is_end = kind in ("blank", "comment", "newline", "redirect", "operator")
             if written and is_end and not is_array:
                 break
-            end = closing_of(self.text, token.end, ")") + 1 if is_array else token.end
             piece = self.text[self.place : end]
             self.place = end
             line = self.line
@@ -129,8 +131,8 @@ class _Parser:
                 written += piece
             elif kind in ("newline", "redirect", "operator"):
                 return _Lexeme(kind, piece, line)
-        line = self.line - written.count("\n")
-        return _Lexeme("word", written, line) if written else _Lexeme("end", "", line)
+        kind = "word" if written else "end"
+        return _Lexeme(kind, written, self.line - written.count("\n"))
 
     def _read_documents(self) -> None:
         for document in self.documents:
@@ -215,12 +217,12 @@ class _Parser:
             self._advance()
             self.skip_newlines()
             parts.append([self._command()])
-        return parts[0][0] if len(parts) == 1 else Statement("pipeline", line, bodies=parts)
+        if len(parts) == 1:
+            return parts[0][0]
+        return Statement("pipeline", line, bodies=parts)
 
     def _command(self) -> Statement:
         text = self.next.text
-        if text in _NOT_READ:
-            raise ScriptError(f"line {self.next.line} of the launch line, {text}, is not read.")
         if text in _CLOSING_WORDS:
             self._refuse()
         if text == "function":
@@ -249,10 +251,12 @@ class _Parser:
             return statement
         self._advance()
         match opening.text:
-            case "(" | "{" as bracket:
-                closing = ")" if bracket == "(" else "}"
-                statement.bodies = [self.statements(closing)]
-                self._expect(closing)
+            case "(":
+                statement.bodies = [self.statements(")")]
+                self._advance()
+            case "{":
+                statement.bodies = [self.statements("}")]
+                self._advance()
             case "if":
                 self._read_if(statement)
             case "while" | "until":
@@ -357,8 +361,9 @@ class _Parser:
         is_quoted = re.search(r"""['"\\]""", self.next.text)
         delimiter = re.sub(r"""['"\\]""", "", self.next.text)
         # What a document with a quoted delimiter holds is not expanded.
-        kept = [] if is_quoted else redirects
-        self.documents.append(_Document(delimiter, operator == "<<-", kept))
+        if is_quoted:
+            redirects = []
+        self.documents.append(_Document(delimiter, operator == "<<-", redirects))
         self._advance()
 
 

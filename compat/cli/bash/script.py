@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from compat.cli.bash import builtins
-from compat.cli.bash.builtins import Left
+from compat.cli.bash.builtins import Leaving
 from compat.cli.bash.conditions import COMPARED, LITERAL, Status, holds, negated
 from compat.cli.bash.parser import Statement, statements_of, words_of
 from compat.cli.bash.state import NAME, POSITIONAL, State, joined
@@ -124,7 +124,7 @@ class Script(Expander):
                 raise ScriptError(
                     f"the launch line takes more than {_SECONDS} seconds to read. Paste less of it."
                 )
-            self.line = statement.line if self._outer_line is None else self._outer_line
+            self.line = self._outer_line or statement.line
             status = _STATEMENTS[statement.kind](self, statement)
             for operator, target in statement.redirects:
                 # It assigns for some commands and not for others.
@@ -138,32 +138,32 @@ class Script(Expander):
         """Follow a way; how the shell, a function or a loop is left on it, "" if none is."""
         try:
             step()
-        except Left as left:
-            return left.how
+        except Leaving as leaving:
+            return leaving.how
         return ""
 
     def _fork(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Follow both of two ways, of which the text does not decide one."""
         line = self.line
         entry = self.state.copy()
-        first_left = self._way(first)
+        first_ending = self._way(first)
         first_state = self.state
         self.state = entry
-        second_left = self._way(second)
-        left = first_left
-        if first_left == "exit":
-            left = second_left
-        elif second_left == "exit":
+        second_ending = self._way(second)
+        ending = first_ending
+        if first_ending == "exit":
+            ending = second_ending
+        elif second_ending == "exit":
             self.state = first_state
-        elif first_left == second_left:
+        elif first_ending == second_ending:
             self.state = joined(first_state, self.state, f"line {line} may assign it")
         else:
             raise ScriptError(
-                f"line {line} of the launch line may {first_left or second_left}, which its text "
-                f"does not decide, and cannot be followed."
+                f"line {line} of the launch line may {first_ending or second_ending}, which its "
+                f"text does not decide."
             )
-        if left:
-            raise Left(left)
+        if ending:
+            raise Leaving(ending)
 
     def _branch(
         self, status: Status, body: Callable[[], Status], other: Callable[[], Status]
@@ -172,7 +172,9 @@ class Script(Expander):
         if status is None:
             self._fork(body, other)
             return None
-        return body() if status else other()
+        if status:
+            return body()
+        return other()
 
     def _if(self, statement: Statement, first: int = 0) -> Status:
         # Conditions and bodies take turns; the condition of `else` is empty, which holds.
@@ -198,15 +200,23 @@ class Script(Expander):
     def _matches(self, value: str, patterns: Sequence[str]) -> Status:
         if "*" in patterns:
             return True
-        texts = [self.text(pattern) for pattern in patterns]
-        is_literal = all(re.fullmatch(r"""[\w./:=,@%"'-]*""", pattern) for pattern in patterns)
-        return value in texts if is_literal and not is_unknown(value) else None
+        if is_unknown(value):
+            return None
+        for pattern in patterns:
+            # A pattern such as [0-9]* is not compared.
+            if not re.fullmatch(r"""[\w./:=,@%"'-]*""", pattern):
+                return None
+            if self.text(pattern) == value:
+                return True
+        return False
 
     def _list(self, statement: Statement) -> Status:
         """``a && b``, ``a || b``."""
         first, second = statement.bodies
         status = self._statements(first)
-        goes_on = status if statement.kind == "&&" else negated(status)
+        goes_on = status
+        if statement.kind == "||":
+            goes_on = negated(status)
         return self._branch(goes_on, lambda: self._statements(second), lambda: status)
 
     def _negated(self, statement: Statement) -> Status:
@@ -238,7 +248,9 @@ class Script(Expander):
     def sum_holds(self, text: str) -> Status:
         """Whether an expression is not zero."""
         number = self.number(self.text(text, in_quotes=True))
-        return None if isinstance(number, Hole) else number != 0
+        if isinstance(number, Hole):
+            return None
+        return number != 0
 
     def _test(self, statement: Statement) -> Status:
         """``[[ ... ]]``: one comparison, whose words are not split."""
@@ -250,13 +262,13 @@ class Script(Expander):
                 self.state.forget(f"line {self.line} has a condition that may assign it")
             return None
         match [self.text(word) for word in words]:
-            case [left, operator, right] if operator in COMPARED:
+            case [first, operator, second] if operator in COMPARED:
                 # Both sides are sums.
-                numbers = [self.number(left), self.number(right)]
+                numbers = [self.number(first), self.number(second)]
                 if any(isinstance(number, Hole) for number in numbers):
                     return None
                 return holds([str(numbers[0]), operator, str(numbers[1])])
-            case [_, _, right] if not LITERAL.fullmatch(right):
+            case [_, _, pattern] if not LITERAL.fullmatch(pattern):
                 return None  # the right side is a pattern
             case texts:
                 return holds(texts)
@@ -283,7 +295,9 @@ class Script(Expander):
 
         def goes_on() -> Status:
             status = self._statements(condition)
-            return status if statement.kind == "while" else negated(status)
+            if statement.kind == "until":
+                return negated(status)
+            return status
 
         return self._loop(statement, goes_on)
 
@@ -295,18 +309,18 @@ class Script(Expander):
                 return self._open_loop(statement, goes_on, [])
             if not status:
                 return None
-            left = self._turn(statement)
-            if left == "break":
+            ending = self._turn(statement)
+            if ending == "break":
                 return None
-            if left not in ("", "continue"):
-                raise Left(left)
+            if ending not in ("", "continue"):
+                raise Leaving(ending)
         self._refuse(statement)  # it may never end
 
     def _turn(self, statement: Statement) -> str:
         self.loops += 1
-        left = self._way(lambda: self._statements(statement.bodies[-1]))
+        ending = self._way(lambda: self._statements(statement.bodies[-1]))
         self.loops -= 1
-        return left
+        return ending
 
     def _open_loop(
         self, statement: Statement, goes_on: Callable[[], Status], names: Sequence[str]
@@ -322,11 +336,13 @@ class Script(Expander):
             last_tested = self.state.copy()
             # The programs of an earlier turn start again, with less that is known.
             del self.commands[first:]
-            left = self._turn(statement)
-            if left == "return":
+            ending = self._turn(statement)
+            if ending == "return":
                 self._refuse(statement)
             # Where the body ends the shell, what goes on had no further turn.
-            self.state = joined(last_tested, last_tested if left == "exit" else self.state, why)
+            if ending == "exit":
+                self.state = last_tested
+            self.state = joined(last_tested, self.state, why)
             after_turn = self.state.copy()
             self._way(goes_on)
             self.state = joined(after_turn, self.state, why)
@@ -343,8 +359,11 @@ class Script(Expander):
             count += 1
         assignments = written[:count]
         if count == len(written):
-            statuses = [self.assign(assignment) for assignment in assignments]
-            return None if None in statuses else True
+            status: Status = True
+            for assignment in assignments:
+                # A=$(false) B=2 has the status of the substitution.
+                status = self.assign(assignment) and status
+            return status
         for assignment in assignments:
             if _SUM.search(assignment):
                 self.state.forget(f"line {self.line} assigns for one command")
@@ -353,9 +372,10 @@ class Script(Expander):
                 builtins.refuse(self, written)
             return builtins.declare(self, written[count], written[count + 1 :])
         words = self.words(written[count:])
-        if not words:  # of an empty variable
-            return self._follow(assignments) if assignments else True
-        return self._start(words, assignments)
+        if words:
+            return self._start(words, assignments)
+        # $CMD was empty.
+        return self._follow(assignments)
 
     def assign(self, written: str) -> Status:
         """One assignment ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME=(A B)``."""
@@ -379,13 +399,17 @@ class Script(Expander):
         if len(text) == 1 and unknown and not unknown[0].name:
             text = state.holes.mark(replace(unknown[0], name=name))  # --set can give it
         if index is not None:
-            self.number(self.text(index))
+            self.number(self.text(index))  # A[I++]=8 assigns I
         if index is not None or isinstance(old_value, list):
             state.lose([name], f"line {self.line} assigns a part of it")
+        elif adds:
+            state.assign(name, (old_value or "") + text, self.line)
         else:
-            state.assign(name, (old_value or "") + text if adds else text, self.line)
+            state.assign(name, text, self.line)
         # Its status is that of a substitution in it.
-        return None if _SUBSTITUTION.search(value) else True
+        if _SUBSTITUTION.search(value):
+            return None
+        return True
 
     def _start(self, words: list[str], assignments: Sequence[str]) -> Status:
         """Start a command by its name: a function, a builtin or a program."""
@@ -420,9 +444,9 @@ class Script(Expander):
             nonlocal status
             status = self._statements(body)
 
-        left = self._way(follow)
-        if left == "exit":
-            raise Left(left)
+        ending = self._way(follow)
+        if ending == "exit":
+            raise Leaving(ending)
         for key in list(self.state.values):
             level, _, local = key.rpartition(" ")
             if level == str(self.level):
@@ -430,7 +454,10 @@ class Script(Expander):
                 self.state.values.pop(f"export {local}", None)
         self.level -= 1
         self.loops, self._outer_line = outer
-        return None if left else status
+        # The status of `return 1` is not followed.
+        if ending:
+            return None
+        return status
 
     def program(self, words: list[str], assignments: Sequence[str] = ()) -> None:
         """A program; of ``bash -c`` the script is followed too."""

@@ -64,13 +64,15 @@ class State:
         """The elements of a variable; what is not known may be any number of them."""
         value = self.value(name)
         if isinstance(value, str):
-            return [value + OPEN] if is_unknown(value) else [value]
+            # An unknown text may be one of a variable that is an array.
+            if is_unknown(value):
+                value += OPEN
+            return [value]
         return value or []
 
     def assign(self, name: str, value: Value, line: int) -> None:
         """Assign a value."""
-        texts = [value] if isinstance(value, str) else value or []
-        if sum(map(len, texts)) > LONGEST:
+        if len("".join(value or "")) > LONGEST:
             raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
         _check_name(name, f"line {line} assigns it")
         self.values[name] = value
@@ -93,8 +95,9 @@ class State:
     def _unknown_at(self, key: str, why: str) -> Any:
         """What stands at a key that is not known: an unknown text, or no function, no export."""
         level, _, name = key.rpartition(" ")
-        is_value = _is_variable(name) and level != "export"
-        return self.unknown(name, why) if is_value else None
+        if _is_variable(name) and level != "export":
+            return self.unknown(name, why)
+        return None
 
 
 def _check_name(name: str, why: str) -> None:
@@ -111,8 +114,8 @@ def _is_variable(key: str) -> bool:
 
 def joined(first: State, second: State, why: str) -> State:
     """What is known where two ways meet."""
-    both = first.copy()
-    both.why = first.why or second.why
+    merged = first.copy()
+    merged.why = first.why or second.why
     for key in sorted(first.values.keys() | second.values.keys()):
         if _is_variable(key):
             is_same = first.value(key) == second.value(key)
@@ -120,5 +123,5 @@ def joined(first: State, second: State, why: str) -> State:
             is_same = key in first.values and key in second.values
             is_same = is_same and first.values[key] == second.values[key]
         if not is_same:
-            both.values[key] = both._unknown_at(key, why)
-    return both
+            merged.values[key] = merged._unknown_at(key, why)
+    return merged

@@ -162,8 +162,9 @@ class Expander:
             return [self._element(state.elements(POSITIONAL), int(name) - 1, name)]
         if index in ("@", "*"):
             values = state.elements(name)
-            is_open = any(OPEN in value for value in values)
-            return values if index == "@" or is_open else [" ".join(values)]
+            if index == "*" and not any(OPEN in value for value in values):
+                values = [" ".join(values)]
+            return values
         value = state.value(name)
         if isinstance(value, str) and index is None:
             return [value]
@@ -173,15 +174,22 @@ class Expander:
         return [self._element(state.elements(name), place, name)]
 
     def _element(self, values: list[str], place: int, name: str) -> str:
-        before = values[: place + 1] if place >= 0 else values
+        # A negative place counts from the end.
+        before = values
+        if place >= 0:
+            before = values[: place + 1]
+        # $A before it may be any number of elements.
         if any(OPEN in value for value in before):
             return "".join(self.state.unknown(name, self.state.why) or "")
-        # A negative place counts from the end.
-        return values[place] if -len(values) <= place < len(values) else ""
+        if -len(values) <= place < len(values):
+            return values[place]
+        return ""
 
     def _length(self, values: list[str], written: str) -> str:
         unknown = [value for value in values if OPEN in value]
-        return self._open_hole(written, unknown) if unknown else str(len(values))
+        if unknown:
+            return self._open_hole(written, unknown)
+        return str(len(values))
 
     def _open_hole(self, written: str, values: list[str]) -> str:
         """The hole of an expansion of values that are not known."""
@@ -194,11 +202,12 @@ class Expander:
         match = _BRACES.fullmatch(content)
         if match is None or (match[1] and match[5]):
             # ${X%.py}, ${X/a/b}, ${!X}, ${X:1}
-            names = NAME.findall(content)
+            match_of_name = NAME.search(content)
             if MAY_ASSIGN.search(content):
                 self.state.forget(f"line {self.line} uses {plain(written)}")
+            name = match_of_name[0] if match_of_name else ""
             is_list = "@" in content or "!" in content
-            return [self._hole(written, names[0] if names else "") + OPEN * is_list]
+            return [self._hole(written, name) + OPEN * is_list]
         has_length, name, index, colon, operator, operand = match.groups()
         if has_length and index in ("@", "*"):
             return [self._length(self.state.elements(name), written)]
@@ -208,7 +217,9 @@ class Expander:
             if is_unknown(text):
                 return [self._open_hole(written, values)]
             # Characters or bytes, by the locale.
-            return [str(len(text)) if text.isascii() else self._hole(written)]
+            if not text.isascii():
+                return [self._hole(written)]
+            return [str(len(text))]
         if operator is None:
             return values
         # Whether $1 or an element is set is not followed, only whether it is empty.
@@ -236,7 +247,9 @@ class Expander:
         elif not text:
             is_absent = ":" in operator or state.value(name) is None
         if operator[-1] == "+":
-            return [] if is_absent else [self.text(operand)]
+            if is_absent:
+                return []
+            return [self.text(operand)]
         if not is_absent:
             return values
         if operator[-1] == "?":
@@ -271,8 +284,9 @@ class Expander:
         increment = _INCREMENT.fullmatch(text)
         if assignment is not None:
             name, operator, operand = assignment.groups()
-            expression = f"{name} {operator} ({operand})" if operator else operand
-            number = evaluated(expression, self._number_of)
+            if operator:  # X *= 2 + 1 is X = X * (2 + 1)
+                operand = f"{name} {operator} ({operand})"
+            number = evaluated(operand, self._number_of)
             self.state.assign(name, str(number), self.line)
             return number
         if increment is not None:
