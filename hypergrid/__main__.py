@@ -1,4 +1,7 @@
-"""The command ``hypergrid``; says what to install where the ``cli`` extra is missing."""
+"""The command ``hypergrid``; says what to install where the ``cli`` extra is missing.
+
+The command line knows Megatron, so it is in ``compat/cli``: this file alone of the core imports it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def main() -> None:
         print(f"hypergrid: the command line needs {error.name}: {how}", file=sys.stderr)
         sys.exit(2)
     try:
-        from hypergrid.cli.app import app
+        from compat.cli.app import app
     except ValueError as error:  # a variable of the environment that is invalid for any command
         print(f"hypergrid: {error}", file=sys.stderr)
         sys.exit(2)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from hypergrid.cli.app import app
+from compat.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {

@@ -105,7 +105,7 @@ def test_what_cannot_be_read_is_named_and_a_directory_without_recordings_is_refu
 
 def test_no_torch_is_needed(left):
     code = (
-        "import sys; sys.modules['torch'] = None; from hypergrid.cli.app import app; "
+        "import sys; sys.modules['torch'] = None; from compat.cli.app import app; "
         f"app(['audit', {str(left)!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

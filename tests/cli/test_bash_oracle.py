@@ -2,9 +2,14 @@
 
 import collections
 import os
+from pathlib import Path
 
+import pytest
+
+from tests.support import bash_scripts
 from tests.support.bash_scripts import CONSTRUCTS, bash, outcome, scripts, started_by_reader
 
+FORMS = Path(bash_scripts.__file__).with_name("bash_forms.txt")  # scripts between lines of ===
 SEED = int(os.environ.get("SEED", 43))
 
 
@@ -25,3 +30,22 @@ def test_500_scripts_start_what_bash_starts_or_are_refused():
     assert all(shown[construct] >= 30 for construct in CONSTRUCTS)
     # 169 of 412 are refused with this seed: two constructs a script, of which a fifth is refused.
     assert outcomes["refused"] <= 0.45 * (outcomes["refused"] + outcomes["right"]), outcomes
+
+
+def test_ways_of_writing_are_read_as_bash_reads_them_or_refused():
+    outcomes = collections.Counter()
+    with bash() as start:
+        for form in FORMS.read_text().split("\n===\n"):
+            expected = sorted(start(f"{form}\n"))
+            words = started_by_reader(f"{form}\n")
+            result = outcome(expected, words and sorted(words), is_decided=True)
+            assert result != "wrong", f"{form}\nreader {words}\nbash {expected}"
+            outcomes[result] += 1
+    assert outcomes["right"] >= 60, outcomes
+
+
+@pytest.mark.parametrize(
+    "opening", ["'", '"', "$(", "${X", "$((", "`", "A=(", "{ ", "( ", "[[ ", "<<E"]
+)
+def test_what_is_opened_and_not_closed_is_refused(opening):
+    assert started_by_reader(f"{opening}x\ntorchrun y\n") is None

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import hypergrid
+from compat.cli import machine
+from compat.cli.app import app
 from compat.megatron import releases
 from hypergrid import GroupPlan, GroupRow, RankLayout
-from hypergrid.cli import machine
-from hypergrid.cli.app import app
 from tests.support import ROOT
 
 HOSTS = "--world-size 64 --gpus-per-node 8"

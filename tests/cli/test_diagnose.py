@@ -94,7 +94,7 @@ def test_files_that_cannot_be_read_are_named_and_no_dumps_is_a_refusal(left):
 
 def test_no_torch_is_needed(left):
     code = (
-        "import sys; sys.modules['torch'] = None; from hypergrid.cli.app import app; "
+        "import sys; sys.modules['torch'] = None; from compat.cli.app import app; "
         f"app(['diagnose', {str(left)!r}, '--html', '/dev/null'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -8,8 +8,8 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from hypergrid.cli import processes
-from hypergrid.cli.app import app
+from compat.cli import processes
+from compat.cli.app import app
 from tests.cli.test_cli import run
 from tests.support import hostile
 

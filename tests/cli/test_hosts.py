@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from hypergrid.cli.machine import _ranks
+from compat.cli.machine import _ranks
 from tests.cli.test_cli import run
 
 DOMAINS = "--world-size 16 --gpus-per-node 4 --tp 8 --nvlink-domain 8"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from compat.cli.bash import commands
+from compat.cli.launch import script_of
+from compat.cli.source import from_line, started
 from compat.planned.job import JobError, from_sizes
-from hypergrid.cli.bash import commands
-from hypergrid.cli.launch import script_of
-from hypergrid.cli.source import from_line, started
 
 SCRIPTS = Path(__file__).parent / "launch"
 SCRIPT = """

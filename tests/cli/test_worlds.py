@@ -6,10 +6,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from compat.cli.app import app
+from compat.cli.source import from_line
 from compat.planned.flags import flags_of
 from compat.planned.job import JobError
-from hypergrid.cli.app import app
-from hypergrid.cli.source import from_line
 
 RUN = "torchrun --nproc-per-node 8 p.py"
 PYTORCH = """apiVersion: kubeflow.org/v1
@@ -156,7 +156,7 @@ def test_what_could_carry_sizes_is_refused(line, said):
 def test_characters_beyond_the_parsers_tables_are_only_text():
     """The grammar's scanner crashes at them behind a brace, with the whole process."""
     line = "X='\U0001f600\u4e2d'\neval echo {\U0001f600..$Y} {\u4e2d} {$X}\n" + RUN + " --name '$X'"
-    code = f"from hypergrid.cli.source import from_line; print(from_line({line!r}).world_size)"
+    code = f"from compat.cli.source import from_line; print(from_line({line!r}).world_size)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
@@ -259,7 +259,7 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
 from typer.testing import CliRunner
-from hypergrid.cli.app import app
+from compat.cli.app import app
 plan, page = sys.argv[1:]
 sizes = "--world-size 16 --tp 2"
 lines = [f"plan {sizes} --json", f"show {sizes}", f"show {sizes} --html {page}", f"check {sizes}"]

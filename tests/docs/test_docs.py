@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hypergrid
-from hypergrid.cli.app import app
+from compat.cli.app import app
 from tests.support import ROOT, commands, pages
 
 FOUND = {page: pages.blocks(page) for page in pages.PAGES}

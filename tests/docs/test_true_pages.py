@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 import hypergrid
-from hypergrid.cli.source import from_line
+from compat.cli.source import from_line
 from hypergrid.policy import CHOICES
 from tests.support import ROOT, pages
 

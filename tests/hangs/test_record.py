@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup, Work
 
 import hypergrid
 from compat import parallel_state as ps
+from compat.cli.processes import AskError, ask
 from hypergrid import AgreementError, HyperCommGrid
-from hypergrid.cli.processes import AskError, ask
 from hypergrid.groups import pool
 from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import diagnose

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
+from compat.cli.machine import examined
 from compat.report import report
 from hypergrid import of_torch
-from hypergrid.cli.machine import examined
 from hypergrid.groups import creation
 from tests.support import ROOT
 from tests.support.forked import on_ranks, sockets

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hypergrid.cli.bash import ScriptError, commands
+from compat.cli.bash import ScriptError, commands
 
 LAUNCHERS = ("torchrun", "srun", "python")
 # In place of a launcher: it appends its name and its arguments to a file.

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "scripts")]
 import train_gpt  # noqa: E402
 
 import hypergrid  # noqa: E402
-from hypergrid.cli.processes import ask  # noqa: E402
+from compat.cli.processes import ask  # noqa: E402
 
 RANKS, RANK, STEP = 8, 5, 3  # who does it (tp=1 dp=0 pp=1), and in which step
 MODEL = "--tp 2 --pp 2 --steps 6 --global-batch-size 8 --layers 2 --hidden-size 32 --seq-length 32"

@@ -24,7 +24,7 @@ from unittest import mock
 
 from typer.testing import CliRunner
 
-from hypergrid.cli.app import app
+from compat.cli.app import app
 
 SECONDS, BYTES = 5, 1 << 30  # of CPU, and of memory more than the interpreter has
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from operator import add, eq, ge, gt, le, lt, mul, ne, sub
 
-from hypergrid.cli.bash.values import ScriptError
+from compat.cli.bash.values import ScriptError
 
 # Not: leading zeros, hexadecimal numbers, //, **, ++, --, !, bits, commas and strings.
 _READ_ALIKE = re.compile(r"(?!.*(//|\*\*|\+\+|--|\d_|0[bBoO]))[\w\s+*/%()<>=&|!-]*", re.S)
@@ -21,8 +21,11 @@ class UnknownSumError(ValueError):
 def _quotient(dividend: int, divisor: int) -> int:
     if divisor == 0:
         raise ScriptError("the launch line divides by zero.")
+    # Bash rounds towards zero, Python down: -7 / 2 is -3.
     quotient = abs(dividend) // abs(divisor)
-    return quotient if (dividend < 0) == (divisor < 0) else -quotient  # towards zero
+    if (dividend < 0) != (divisor < 0):
+        quotient = -quotient
+    return quotient
 
 
 def _remainder(dividend: int, divisor: int) -> int:
@@ -46,11 +49,12 @@ OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 def evaluated(text: str, number_of: Callable[[str], int]) -> int:
     """The value of an expression. UnknownSumError if it is not known."""
-    pythons = text.replace("&&", " and ").replace("||", " or ")
-    if not _READ_ALIKE.fullmatch(text) or re.search(r"[&|!](?!=)", pythons):
+    expression = text.replace("&&", " and ").replace("||", " or ")
+    # A single & or | is an operation on bits.
+    if not _READ_ALIKE.fullmatch(text) or re.search(r"[&|!](?!=)", expression):
         raise UnknownSumError
     try:
-        tree = ast.parse(pythons.strip() or "0", mode="eval")
+        tree = ast.parse(expression.strip() or "0", mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise UnknownSumError from None
     return _number(tree.body, number_of)
@@ -66,12 +70,14 @@ def _number(node: ast.expr, number_of: Callable[[str], int]) -> int:
             value = -_number(operand, number_of)
         case ast.BoolOp(op=operator, values=operands):
             numbers = [_number(operand, number_of) for operand in operands]
-            value = any(numbers) if isinstance(operator, ast.Or) else all(numbers)
+            is_or = isinstance(operator, ast.Or)
+            value = any(numbers) if is_or else all(numbers)
         case (
-            ast.BinOp(left=left, op=operator, right=right)
-            | ast.Compare(left=left, ops=[operator], comparators=[right])
+            ast.BinOp(left=first, op=operator, right=second)
+            | ast.Compare(left=first, ops=[operator], comparators=[second])
         ) if type(operator) in OPERATORS:
-            value = OPERATORS[type(operator)](_number(left, number_of), _number(right, number_of))
+            operation = OPERATORS[type(operator)]
+            value = operation(_number(first, number_of), _number(second, number_of))
         case _:
             raise UnknownSumError
     if abs(value) >= _LARGEST:

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from compat.cli.source import PlannedJob, from_line, line_of, of_job, saved
 from compat.megatron import releases
 from compat.planned.job import JobError, from_sizes
-from hypergrid.cli.source import PlannedJob, from_line, line_of, of_job, saved
 from hypergrid.files import FileError
 from hypergrid.layout import LayoutError
 from hypergrid.messages import printable
@@ -83,52 +83,61 @@ def command(
     """
 
     def add(function: Callable[..., int | None]) -> Callable[..., None]:
-        own = dict(inspect.signature(function, eval_str=True).parameters)
+        parameters = dict(inspect.signature(function, eval_str=True).parameters)
         of_layout: list[inspect.Parameter] = []
-        if own.pop("subject", None):
-            # The flags of a layout stand in the help of one command, and the others name it.
-            is_shown = function.__name__ == _SHOWN_BY
-            of_layout = [_SCRIPT, *(_parameter(*flag, is_shown=is_shown) for flag in _FLAGS)]
+        # The flags of a layout stand in the help of one command, and the others name it.
+        is_shown = function.__name__ == _SHOWN_BY
+        if parameters.pop("subject", None):
+            of_layout = [_SCRIPT]
+            of_layout += [_parameter(*flag, is_shown=is_shown) for flag in _FLAGS]
             if of_model:
                 of_layout += [_parameter(*flag, is_shown=True) for flag in _OF_MODEL]
-        keywords = (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values())
-        parameters = [*of_layout, *keywords]
+        keywords = list(of_layout)
+        for parameter in parameters.values():
+            keywords.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
         @functools.wraps(function)
-        def run(**given: Any) -> None:
+        def run(**arguments: Any) -> None:
             try:
                 if of_layout:
-                    asked = {flag.name: given.pop(flag.name) for flag in of_layout}
-                    given["subject"] = _subject(**asked)
-                status = function(**given) or 0
+                    flags = {flag.name: arguments.pop(flag.name) for flag in of_layout}
+                    arguments["subject"] = _subject(**flags)
+                status = function(**arguments) or 0
             except BrokenPipeError:
                 raise  # the reader has all that it wants: click ends without a message
             except (LayoutError, JobError, FileError, OSError, ImportError) as error:
-                said = str(error)
-                if isinstance(error, OSError) and error.filename is not None:
-                    said = f"{error.filename} cannot be opened: {error.strerror}."
-                sentence = " ".join(printable(f"hypergrid: {said[:_LONGEST]}").split())
-                typer.echo(sentence[:_LONGEST], err=True)
+                typer.echo(_sentence(error), err=True)
                 status = 2
             raise typer.Exit(status)
 
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        # Typer makes the flags of the signature and of the annotations.
+        run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+        # Typer would keep the line breaks of a docstring: a paragraph is one line.
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-        help_ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
-        if of_layout and function.__name__ != _SHOWN_BY:
-            help_ += f"\n\nThe flags of a layout are those of `hypergrid {_SHOWN_BY} --help`."
-        return app.command(help=help_, context_settings=settings)(run)
+        help_text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        if of_layout and not is_shown:
+            help_text += f"\n\nThe flags of a layout are those of `hypergrid {_SHOWN_BY} --help`."
+        return app.command(help=help_text, context_settings=settings)(run)
 
     return add
 
 
+def _sentence(error: Exception) -> str:
+    """An error in one line, of which control characters are written out."""
+    message = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename} cannot be opened: {error.strerror}."
+    sentence = printable(f"hypergrid: {message[:_LONGEST]}")
+    return " ".join(sentence.split())[:_LONGEST]
+
+
 def _parameter(
-    flag: str, kind: Any, metavar: str | None, what: str, is_shown: bool
+    flag: str, kind: Any, metavar: str | None, description: str, is_shown: bool
 ) -> inspect.Parameter:
     option = typer.Option(
         f"--{flag}",
-        help=what,
+        help=description,
         metavar=metavar,
         rich_help_panel="Layout",
         show_default=False,
@@ -149,8 +158,9 @@ def _subject(
     set: list[str] | None,
     megatron: str | None,
     defaults: bool | None,
-    **given: Any,
+    **sizes: Any,
 ) -> PlannedJob:
+    """The layout of a command, from its flags."""
     try:
         releases.follow(megatron)
     except ValueError as error:
@@ -161,14 +171,18 @@ def _subject(
         if script != "-" and not Path(script).is_file():
             raise JobError(f"there is no file {script}. A pasted line goes behind --from-args.")
         from_args = script
-    pairs = dict(pair.partition("=")[::2] for pair in set or ())
-    if not all("=" in pair for pair in set or ()) or (pairs and from_args is None):
-        raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
+    variables = {}
+    for pair in set or ():
+        name, equals, value = pair.partition("=")
+        if not equals or from_args is None:
+            raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
+        variables[name] = value
     if plan is not None:
-        per_host, domain = given.pop("gpus_per_node"), given.pop("nvlink_domain")
-        if from_args is not None or megatron is not None or any(given.values()):
+        ranks_per_host = sizes.pop("gpus_per_node")
+        nvlink_domain = sizes.pop("nvlink_domain")
+        if from_args is not None or megatron is not None or any(sizes.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
-        return saved(Path(plan), per_host, domain)
+        return saved(Path(plan), ranks_per_host, nvlink_domain)
     if from_args is None:
-        return of_job(from_sizes(**given))
-    return of_job(from_line(line_of(from_args), pairs, bool(defaults), **given))
+        return of_job(from_sizes(**sizes))
+    return of_job(from_line(line_of(from_args), variables, bool(defaults), **sizes))

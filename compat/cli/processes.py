@@ -15,7 +15,7 @@ from hypergrid.files import FileError, bytes_of, check_private, decoded, replace
 from hypergrid.messages import one_line
 
 VARIABLE = "HYPERGRID_RECORD"
-_ASKED = "asked"  # recorders look at it every five seconds
+_REQUEST = "asked"  # a file; recorders look at it every five seconds
 
 
 class Ask(NamedTuple):
@@ -48,11 +48,13 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
         check_private(directory)
     except PermissionError as error:
         raise AskError(str(error)) from None
-    asked = time.time_ns()
-    problems, waiting = [], dict[int, int]()
+    request_time = time.time_ns()
+    problems = []
+    waiting: dict[int, int] = {}  # by rank its process
     for rank, pid in _recorders(directory).items():
         if pid not in family:
             continue
+        # A process that does not catch the signal would be ended by it.
         state = _state(pid)
         if state is None:
             problems.append(f"rank {rank} (pid {pid}) has ended")
@@ -70,20 +72,22 @@ def ask(pids: Sequence[int], directory: Path | None = None, timeout: float = 30)
             f"call hypergrid.record there, or start with {VARIABLE}=DIR under compat.launch"
         )
     with suppress(OSError):
-        replace(directory / _ASKED, b"")
+        replace(directory / _REQUEST, b"")
     for pid in waiting.values():
+        # It may have ended meanwhile.
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGUSR1)
     end = time.monotonic() + timeout
     while waiting and time.monotonic() < end:
         time.sleep(0.05)
         for rank, pid in list(waiting.items()):
-            if _written(directory / f"stack_{rank}.json") > asked:
+            if _written_time(directory / f"stack_{rank}.json") > request_time:
                 del waiting[rank]
             elif _state(pid) is None:
                 problems.append(f"rank {rank} (pid {pid}) ended before it wrote")
                 del waiting[rank]
-    problems += [f"rank {r} (pid {p}) did not write in {timeout:g} s" for r, p in waiting.items()]
+    for rank, pid in waiting.items():
+        problems.append(f"rank {rank} (pid {pid}) did not write in {timeout:g} s")
     return Ask(directory, ranks, tuple(problems))
 
 
@@ -99,10 +103,12 @@ def _state(pid: int) -> _State | None:
     except OSError:
         return None
     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    # A zombie or a dead process still has an entry.
     if status["State"][0] in "ZX":
         return None
-    caught = int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1
-    return _State(bool(caught), status["State"][0] in "Tt")
+    # Bit 9 of the mask stands for signal 10, which is SIGUSR1.
+    catches = int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1
+    return _State(bool(catches), status["State"][0] in "Tt")
 
 
 def _family(pids: Sequence[int]) -> list[int]:
@@ -110,12 +116,15 @@ def _family(pids: Sequence[int]) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            # "123 (a name) S 45 ...": the name may have brackets and blanks.
+            fields = path.read_text().rpartition(")")[2].split()
+            parent = int(fields[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     family = list(pids)
     for pid in pids:
         if not Path(f"/proc/{pid}").exists():
             raise AskError(f"there is no process {pid} on this host")
+    # The list grows while it is walked: children of children come too.
     for pid in family:
         family += [child for child in children.get(pid, ()) if child not in family]
     return family
@@ -124,10 +133,12 @@ def _family(pids: Sequence[int]) -> list[int]:
 def _directory(family: Sequence[int]) -> Path:
     for pid in family:
         with suppress(OSError):
-            pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            found = dict(pair.split("=", 1) for pair in pairs if "=" in pair).get(VARIABLE)
-            if found:
-                return Path(os.readlink(f"/proc/{pid}/cwd"), found)
+            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            for pair in environment.split("\0"):
+                name, _, directory = pair.partition("=")
+                if name == VARIABLE and directory:
+                    # It may be relative to where the process runs.
+                    return Path(os.readlink(f"/proc/{pid}/cwd"), directory)
     raise AskError(
         f"none of these processes was started with {VARIABLE}, as far as this user may read: name "
         f"the directory that the job records to"
@@ -150,18 +161,20 @@ class _Stack(TypedDict):
 
 def _recorders(directory: Path) -> dict[int, int]:
     """Ranks of this host that record to the directory, and their processes."""
-    found = {}
+    pid_of = {}
     for path in directory.glob("groups_*.json"):
         with suppress(OSError, FileError):
-            said = decoded(bytes_of(path), _Recorder, path.name)
-            if said["host"] == socket.gethostname():
-                found[said["rank"]] = said["pid"]
-    if not found:
+            recorder = decoded(bytes_of(path), _Recorder, path.name)
+            # A pid of another host is another process here.
+            if recorder["host"] == socket.gethostname():
+                pid_of[recorder["rank"]] = recorder["pid"]
+    if not pid_of:
         raise AskError(f"no rank of this host has recorded to {directory}")
-    return dict(sorted(found.items()))
+    return dict(sorted(pid_of.items()))
 
 
-def _written(path: Path) -> int:
+def _written_time(path: Path) -> int:
+    """When a rank wrote its stack, in nanoseconds; 0 if it did not."""
     with suppress(OSError, FileError):
         return decoded(bytes_of(path), _Stack, path.name)["written_ns"]
     return 0

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compat.cli.bash import Word, commands
+from compat.cli.reader import Option, Reader, options_of
 from compat.planned.flags import flags_of
 from compat.planned.job import JobError
-from hypergrid.cli.bash import Word, commands
-from hypergrid.cli.reader import Option, Reader, options_of
 
 LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed", "accelerate")
 _DEFAULTS = {"torchrun": {"hosts": 1, "per_host": 1}}
@@ -25,6 +25,7 @@ def read_programs(
         if program not in LAUNCHERS:
             for option in options:
                 reader.read(option, reader.settings)
+        # With --world-size nothing depends on what launchers are told.
         elif "world" not in reader.overrides:
             launchers.append((program, _counts(reader, program, options, variables)))
     return launchers
@@ -37,39 +38,49 @@ def set_ranks(settings: dict[str, Any], launchers: Sequence[tuple[str, dict[str,
         counts["per_host"] = settings["per_host"]
     hosts, tasks, per_host = _completed(counts)
     if tasks is None or per_host is None:
-        why = "is not told the number of ranks and of hosts"
-    elif hosts is not None and tasks > hosts * per_host:
-        why = f"has {tasks} ranks, which do not fit on {hosts} hosts of {per_host}"
-    elif any(_completed(outer)[1:] != (hosts, 1) for _, outer in outer_launchers):
-        why = f"expects {hosts} hosts, and {outer_launchers[-1][0]} does not start it once on each"
-    else:
-        settings["world"] = tasks
-        settings["per_host"] = per_host
-        return
-    raise JobError(f"{program} {why}. Give --world-size and --gpus-per-node.")
+        raise _not_decided(program, "is not told the number of ranks and of hosts")
+    if hosts is not None and tasks > hosts * per_host:
+        fit = f"has {tasks} ranks, which do not fit on {hosts} hosts of {per_host}"
+        raise _not_decided(program, fit)
+    for _, outer_counts in outer_launchers:
+        # srun starts torchrun, which then starts the ranks of its host: once on each of them.
+        _, outer_tasks, outer_per_host = _completed(outer_counts)
+        if outer_tasks != hosts or outer_per_host != 1:
+            outer = f"{outer_launchers[-1][0]} does not start it once on each"
+            raise _not_decided(program, f"expects {hosts} hosts, and {outer}")
+    settings["world"] = tasks
+    settings["per_host"] = per_host
+
+
+def _not_decided(program: str, why: str) -> JobError:
+    return JobError(f"{program} {why}. Give --world-size and --gpus-per-node.")
 
 
 def _counts(
     reader: Reader, program: str, options: Sequence[Option], variables: Mapping[str, Word]
 ) -> dict[str, int]:
     """The hosts, tasks, and tasks on each host that a launcher is told, as far as it is."""
+    of_job = []  # options that variables of the environment stand for
+    for name, row in flags_of(program).items():
+        if row.kind == "variable" and name in variables:
+            of_job.append(Option(name, row, [variables[name]], 0))
     meanings = {option.row.meaning for option in options}
-    of_job = [
-        Option(name, row, [variables[name]], 0)
-        for name, row in flags_of(program).items()
-        if row.kind == "variable" and name in variables
-    ]
     if program == "srun" and "tasks" in meanings:
         meanings.add("per_host")  # of the job, it is no longer the number on each host
     elif program == "srun" and meanings & {"hosts", "per_host"}:
-        # SLURM obeys both in part: which of them depends on its version.
-        meanings_of_job = {option.row.meaning for option in of_job}
-        if meanings_of_job & {"tasks", "per_host"}:
-            raise JobError("srun has flags beside tasks of the script's head. Give it --ntasks.")
+        for option in of_job:
+            # SLURM obeys both in part: which of them depends on its version.
+            if option.row.meaning in ("tasks", "per_host"):
+                raise JobError(
+                    "srun has flags beside tasks of the script's head. Give it --ntasks."
+                )
     counts = dict(_DEFAULTS.get(program, {}))
-    for option in (*of_job, *options):
-        if option.row.meaning not in meanings or option.line:
+    for option in of_job:
+        # A flag wins over the variable.
+        if option.row.meaning not in meanings:
             reader.read(option, counts)
+    for option in options:
+        reader.read(option, counts)
     if program == "srun" and "tasks" not in counts:
         counts.setdefault("per_host", 1)
     return counts
@@ -89,20 +100,27 @@ def _completed(counts: Mapping[str, int]) -> tuple[int | None, int | None, int |
 
 def head_of(script: str) -> dict[str, str]:
     """The variables that SLURM sets for the ``#SBATCH`` lines of a script."""
+    # Behind the first command SLURM reads no further.
     comments = re.match(r"(?:[^\S\n]*(?:#.*)?\n)*", f"{script}\n")
-    lines = re.findall(r"(?m)^#SBATCH(\s.*)", comments[0] if comments else "")
-    table = flags_of("srun")
+    assert comments is not None  # of an empty text at the least
+    lines = re.findall(r"(?m)^#SBATCH(\s.*)", comments[0])
+    rows = flags_of("srun")
     variables = {}
     for command in commands("\n".join(f"sbatch {line}" for line in lines))[0]:
-        options, _ = options_of(command.words[1:], table)
-        for flag, row, values, _ in options:
-            if not flag and values[0].text in ("hetjob", "packjob"):
+        for flag, row, values, _ in options_of(command.words[1:], rows)[0]:
+            if not values:
+                continue
+            text = values[0].text
+            if not flag and text in ("hetjob", "packjob"):
                 raise JobError(
                     "the job has several parts (#SBATCH hetjob), whose hosts differ. Give "
                     "--world-size and the sizes instead of the script."
                 )
-            number = _NUMBER.fullmatch(values[0].text) if values else None
-            for name, variable in table.items():
-                if number and variable.meaning == row.meaning and name.startswith("SLURM_"):
+            number = _NUMBER.fullmatch(text)
+            if number is None:
+                continue
+            # --nodes=4 sets SLURM_NNODES and SLURM_JOB_NUM_NODES, which mean the same.
+            for name, variable in rows.items():
+                if name.startswith("SLURM_") and variable.meaning == row.meaning:
                     variables[name] = number[1]
     return variables

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from compat.cli.bash import LONGEST, Word
 from compat.planned.flags import Flag
 from compat.planned.job import SIZES, JobError
-from hypergrid.cli.bash import LONGEST, Word
 from hypergrid.messages import shown
 
-_MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}
+_MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
 # Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
 _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)+\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
@@ -55,26 +55,34 @@ def options_of(
         place += 1
         if program and word.text == "--":
             continue
-        text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word.text)  # -N16
+        text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word.text)  # -N16 is -N=16
         flag, equals, value = text.partition("=")
         row = table.get(flag.lstrip("-").replace("_", "-"), _UNLISTED)
+        # How many words such a flag takes is open, and so where the script begins.
         if row is _UNLISTED and program:
             raise JobError(
                 f"{flag} of {program} (line {word.line}) is not known. Leave it out, or give "
                 f"--world-size and the sizes instead of the line."
             )
-        if equals:
-            options.append(Option(flag, row, [replace(word, text=value)], word.line))
-            continue
-        most_values = int(_MOST_VALUES.get(row.values, row.values))
-        end = place
-        while end < min(place + most_values, len(words)) and not _is_flag(words[end]):
-            end += 1
-        if end == place and row.values not in ("0", "?", "*"):
+        values = [replace(word, text=value)]
+        if not equals:
+            most_values = int(_MOST_VALUES.get(row.values, row.values))
+            values = _values_at(words, place, most_values)
+            place += len(values)
+        if not values and row.values not in ("0", "?", "*"):
             raise JobError(f"{flag} has no value in the launch line. Write it behind the flag.")
-        options.append(Option(flag, row, list(words[place:end]), word.line))
-        place = end
+        options.append(Option(flag, row, values, word.line))
     return options, list(words[place:])
+
+
+def _values_at(words: Sequence[Word], place: int, most_values: int) -> list[Word]:
+    """The values of a flag: the words from a place on, up to the next flag."""
+    values: list[Word] = []
+    for word in words[place : place + most_values]:
+        if _is_flag(word):
+            break
+        values.append(word)
+    return values
 
 
 def _is_flag(word: Word) -> bool:
@@ -97,8 +105,10 @@ class Reader:
         for hole in word.holes:
             sentence = f"{user} {hole.text} (line {word.line}), which "
             if hole.name:
-                why = f": {hole.why}" if hole.why else ""
-                sentence += f"the text does not decide{why}. Add --set {hole.name}=VALUE."
+                sentence += "the text does not decide"
+                if hole.why:
+                    sentence += f": {hole.why}"
+                sentence += f". Add --set {hole.name}=VALUE."
             else:
                 sentence += "only the job can tell. Write its value in its place."
             self.missing.append(sentence)
@@ -110,54 +120,67 @@ class Reader:
 
     def numbers(self, flag: str, words: Sequence[Word]) -> list[int]:
         """The values of a flag that takes whole numbers; none if one is not known."""
+        numbers = []
         for word in words:
             self.lacks(word, flag)
+            if re.fullmatch(r"-?\d{1,18}", word.text):
+                numbers.append(int(word.text))
+            elif not word.holes:
+                raise JobError(f"{flag} must be a whole number, got {shown(word.text)}.")
         if any(word.holes for word in words):
             return []
-        for word in words:
-            if not re.fullmatch(r"-?\d{1,18}", word.text):
-                raise JobError(f"{flag} must be a whole number, got {shown(word.text)}.")
-        return [int(word.text) for word in words]
+        return numbers
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
         flag, row, values, _ = option
-        text = " ".join(word.text for word in values)
-        is_open = any(word.is_open for word in values)
-        is_unknown = any(word.holes for word in values)
         if row is _UNLISTED:
             self._read_unlisted(option)
-        elif row.kind == "starts" or (settings is self.settings and row.meaning in self.overrides):
-            pass
-        elif row.meaning == "refused" or (
-            row.meaning == "unless" and (is_unknown or re.search(row.kind, text))
-        ):
+            return
+        if row.kind == "starts" or (settings is self.settings and row.meaning in self.overrides):
+            return
+        text = " ".join(word.text for word in values)
+        is_unknown = any(word.holes for word in values)
+        is_open = any(word.is_open for word in values)
+        has_sizes = row.meaning == "refused"
+        if row.meaning == "unless":
+            has_sizes = is_unknown or re.search(row.kind, text) is not None
+        if has_sizes:
             raise _may_hold_sizes(option)
-        elif row.meaning in ("", "unless") or (row.kind == "model" and is_unknown and not is_open):
+        is_of_model = row.kind == "model"
+        if row.meaning in ("", "unless") or (is_of_model and is_unknown and not is_open):
             self.flags["without effect"].append(flag)
+            # Several words in its place could be other flags.
             for word in values:
                 if word.is_open:
                     self.lacks(word, flag)
+            return
+        if is_of_model:
+            self.flags["without effect"].append(flag)
         else:
-            where = "without effect" if row.kind == "model" else "used"
-            self.flags[where].append(flag if row.kind == "model" else f"{flag} {text}".strip())
-            if row.values == "0":
-                settings[row.meaning] = True
-            elif row.kind == "text":
-                self.lacks(values[0], flag)
-                settings[row.meaning] = text
-            elif numbers := self.numbers(flag, values):
-                settings[row.meaning] = numbers if row.values == "+" else numbers[0]
+            self.flags["used"].append(f"{flag} {text}".strip())
+        if row.values == "0":
+            settings[row.meaning] = True
+        elif row.kind == "text":
+            self.lacks(values[0], flag)
+            settings[row.meaning] = text
+        else:
+            numbers = self.numbers(flag, values)
+            if numbers:
+                is_list = row.values == "+"
+                settings[row.meaning] = numbers if is_list else numbers[0]
 
     def _read_unlisted(self, option: Option) -> None:
+        """A word or a flag of a script that its table does not have."""
         flag, _, values, line = option
         override = None if flag else _OVERRIDE.fullmatch(values[0].text)
         if override is not None:
-            flag = override[1]
+            # model.tensor_model_parallel_size=4
+            flag, text = override.groups()
             name = flag.rpartition(".")[2].replace("_", "-")
             if name in SIZES:
                 self.assumed = (_OF_OVERRIDES,)
-                value = replace(values[0], text=override[2])
+                value = replace(values[0], text=text)
                 self.read(Option(flag, SIZES[name], [value], line), self.settings)
                 return
         has_file = any(_FILE_OF_SIZES.fullmatch(word.text) for word in values)

@@ -14,16 +14,16 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from compat.cli import prints, processes
+from compat.cli.command import Json, app, command
+from compat.cli.launch import script_of
+from compat.cli.prints import red, span
+from compat.cli.source import PlannedJob, line_of, read, saved, started
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
 from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
-from hypergrid.cli import prints, processes
-from hypergrid.cli.command import Json, app, command
-from hypergrid.cli.launch import script_of
-from hypergrid.cli.prints import red, span
-from hypergrid.cli.source import PlannedJob, line_of, read, saved, started
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, one_line, printable
@@ -54,30 +54,32 @@ def plan(
         window = subject.plan.window
         raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
     if as_json:
-        prints.as_json(prints.as_data(subject) if rank is None else prints.of_rank(subject, rank))
+        if rank is None:
+            prints.as_json(prints.as_data(subject))
+        else:
+            prints.as_json(prints.of_rank(subject, rank))
         return
     out = prints.head(subject)
     if rank is not None:
         prints.rank_and_groups(out, subject, rank)
         return
     rows = []
-    for line in summaries(subject.plan, subject.hosts):
-        label = Text(line.label)
-        if line.same_as:
-            label.append(f"\n  = {line.same_as}", style="dim")
-        dims, hosts = (
-            dims_in_words(line.dims, line.pick, line.size[1]),
-            red(span(line.hosts), line.crossing > 0),
-        )
-        rows.append((dims, span(line.size), line.groups, hosts, label))
+    for summary in summaries(subject.plan, subject.hosts):
+        label = Text(summary.label)
+        if summary.same_as:
+            label.append(f"\n  = {summary.same_as}", style="dim")
+        dims = dims_in_words(summary.dims, summary.pick, summary.size[1])
+        # A row of which a group touches several hosts is red.
+        hosts = red(span(summary.hosts), summary.crossing > 0)
+        rows.append((dims, span(summary.size), summary.groups, hosts, label))
     prints.table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
-    made = communicators(subject.plan)
-    shares = ", ".join(f"{span(n)} with share={share}" for share, n in made.items())
+    counts = communicators(subject.plan)
+    shares = ", ".join(f"{span(count)} with share={share}" for share, count in counts.items())
     out.print(
         "\nhosts: how many one group touches. = NAME: same ranks and traffic, could share "
         "communicators."
     )
-    out.print(f"Each rank is in {span(made['none'])} groups; communicators: {shares}.")
+    out.print(f"Each rank is in {span(counts['none'])} groups; communicators: {shares}.")
 
 
 @command()
@@ -96,42 +98,61 @@ def show(
     name = "decoder" if view is None else view
     if name not in subject.layouts:
         raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
-    within = subject.within
-    per_host = subject.ranks_per_host
     for path in (png, svg):
         if path is not None:
-            from hypergrid.show.picture import picture
-
-            drawn = replace(subject.plan, layouts=subject.layouts)
-            both = view is None and by is None and has_experts(subject.layouts)
-            names = ("decoder", "expert") if both else name
-            picture(drawn, per_host, path, layout=names, by=by, within=within)
+            _write_picture(subject, path, view, by)
     if html is not None:
-        from hypergrid.show.page import page
-
-        offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        if view is not None:  # the first one is shown at first
-            offered = [view, *(other for other in offered or subject.layouts if other != view)]
-        if by is not None:
-            subject.layouts[name].dim_size(by)  # refuses a dim that is not there
-        text = page(subject.plan, per_host, offered=offered, within=within, by=by)
-        html.write_text(text, "utf-8")
+        _write_page(subject, html, view, by)
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(printable(f"wrote {', '.join(written)}"))
         return
     from hypergrid.show.terminal import table
 
-    only, width = _numbers(hosts), prints.console().width
     layout = subject.layouts[name]
-    long = layout.trimmed.dims or layout.dims[:1]
-    chosen = by or ("tp" if "tp" in long else long[0])
+    # Without dims of one rank; a job of one rank has no others.
+    long_dims = layout.trimmed.dims or layout.dims[:1]
+    if by is None:
+        by = "tp" if "tp" in long_dims else long_dims[0]
     # All lines first, so that an error comes before any output.
-    lines = list(table(layout, per_host, chosen, only=only, width=width, within=within))
+    lines = list(
+        table(
+            layout,
+            subject.ranks_per_host,
+            by,
+            only=_numbers(hosts),
+            width=prints.console().width,
+            within=subject.within,
+        )
+    )
     out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
-    out.print(f"Ranks of one colour are one group over {chosen}; the last line numbers the groups.")
+    out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
+
+
+def _write_picture(subject: PlannedJob, path: Path, view: str | None, by: str | None) -> None:
+    from hypergrid.show.picture import picture
+
+    names: str | tuple[str, ...] = "decoder" if view is None else view
+    if view is None and by is None and has_experts(subject.layouts):
+        names = ("decoder", "expert")
+    plan = replace(subject.plan, layouts=subject.layouts)
+    picture(plan, subject.ranks_per_host, path, layout=names, by=by, within=subject.within)
+
+
+def _write_page(subject: PlannedJob, path: Path, view: str | None, by: str | None) -> None:
+    from hypergrid.show.page import page
+
+    offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
+    if view is not None:
+        # The page opens on the first one.
+        names = offered or subject.layouts
+        offered = [view, *(name for name in names if name != view)]
+    if by is not None:
+        subject.layouts[view or "decoder"].dim_size(by)  # refuses a dim that is not there
+    text = page(subject.plan, subject.ranks_per_host, offered=offered, within=subject.within, by=by)
+    path.write_text(text, "utf-8")
 
 
 @command(of_model=True)
@@ -156,28 +177,28 @@ def check(
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
     ranking = ranked_orders(subject.order, subject.layouts_in, places)
-    asked = next(ranked for ranked in ranking if ranked.order == subject.order)
+    requested = next(ranked for ranked in ranking if ranked.order == subject.order)
     better = (
         (ranked.order, subject.layouts_in(ranked.order) or {})
         for ranked in ranking
-        if ranked.numbers <= asked.numbers and ranked is not asked
+        if ranked.numbers <= requested.numbers and ranked is not requested
     )
-    found = findings(_faults_of(subject), subject.layouts, better)
+    results = findings(_faults_of(subject), subject.layouts, better)
     if subject.job is not None:
-        found = by_severity([*refusals(subject.job), *found])
-    status = int(any(finding.severity != "note" for finding in found))
+        results = by_severity([*refusals(subject.job), *results])
+    status = int(any(finding.severity != "note" for finding in results))
     if as_json:
-        data: dict[str, Any] = {"findings": [asdict(finding) for finding in found]}
+        data: dict[str, Any] = {"findings": [asdict(finding) for finding in results]}
         if suggest:
             data["orders"] = [asdict(ranked) for ranked in ranking]
         prints.as_json(data)
         return status
     out = prints.head(subject)
-    prints.findings(out, found)
+    prints.findings(out, results)
     if suggest:
         out.print()
         kind = "NVLink domains" if subject.domains else "hosts"
-        prints.orders(out, asked, ranking[:top], len(ranking), kind)
+        prints.orders(out, requested, ranking[:top], len(ranking), kind)
     return status
 
 
@@ -202,24 +223,28 @@ def diff(
 
     Exit status 0 if nothing differs, 1 if something does.
     """
-    one = read(before)
+    planned = read(before)
     dumps = [dump for dump in map(_dump, after) if dump is not None]
     if len(dumps) == len(after):
-        said = [line for dump in dumps for line in against_dump(one.plan, dump)]
+        differences: list[str] = []
+        for dump in dumps:
+            differences.extend(against_dump(planned.plan, dump))
         if as_json:
-            prints.as_json({"differences": said})
+            prints.as_json({"differences": differences})
+        elif differences:
+            typer.echo(printable("\n".join(differences)))
         else:
-            typer.echo(printable("\n".join(said) or f"{len(dumps)} dumps are as planned."))
-        return 1 if said else 0
+            typer.echo(f"{len(dumps)} dumps are as planned.")
+        return int(bool(differences))
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
-    other = read(after[0])
-    found = difference(one.plan, other.plan, shards_of(one.plan, other.plan))
+    changed = read(after[0])
+    compared = difference(planned.plan, changed.plan, shards_of(planned.plan, changed.plan))
     if as_json:
-        prints.as_json(asdict(found))
+        prints.as_json(asdict(compared))
     else:
-        prints.difference(prints.console(), found)
-    return 0 if found.is_empty else 1
+        prints.difference(prints.console(), compared)
+    return 0 if compared.is_empty else 1
 
 
 @command()
@@ -257,29 +282,31 @@ def diagnose(
     if not directory.is_dir():
         raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
     with prints.progress("Reading") as progress:
-        left = reading.read(directory, os.cpu_count() or 1, progress)
-    left.problems += problems
-    if not left.ranks:
-        raise JobError(" ".join((_without_dumps(directory), *left.problems[:3])))
+        recordings = reading.read(directory, os.cpu_count() or 1, progress)
+    recordings.problems += problems
+    if not recordings.ranks:
+        raise JobError(" ".join((_without_dumps(directory), *recordings.problems[:3])))
     layout = saved(plan).plan if plan else None
-    wrong = unfit(layout, left) if layout else ""
-    if wrong:
-        left.problems.append(one_line(f"{plan} is not the plan of this job: {wrong}."))
+    mismatch = unfit(layout, recordings) if layout else ""
+    if mismatch:
+        # A plan of another job would name wrong ranks and groups.
+        recordings.problems.append(one_line(f"{plan} is not the plan of this job: {mismatch}."))
         layout = None
-    found = verdict.diagnose(left, layout)
+    result = verdict.diagnose(recordings, layout)
     if as_json:
-        prints.as_json(found.to_json())
+        prints.as_json(result.to_json())
     else:
-        prints.diagnosis(found)
+        prints.diagnosis(result)
     if html is not None:
         from hypergrid.show.job import hosts_of, page_data, plan_of
         from hypergrid.show.page import page
 
-        drawn = layout or plan_of(left)
-        title = f"{directory.name}: {found.kind}"
-        text = page(drawn, hosts_of(left, drawn), title, job=page_data(left, found))
+        drawn = layout or plan_of(recordings)
+        title = f"{directory.name}: {result.kind}"
+        data = page_data(recordings, result)
+        text = page(drawn, hosts_of(recordings, drawn), title, job=data)
         html.write_text(text, "utf-8")
-    return 0 if found.ok else 1
+    return 0 if result.ok else 1
 
 
 @command()
@@ -301,16 +328,19 @@ def audit(
     """
     from hypergrid.show import audit as reads
 
-    found = reads.read(directory)
-    changes = None if against is None else reads.against(found, reads.baseline(against))
-    new = [each for each in changes or () if each.after > each.before]
+    recordings = reads.read(directory)
+    changes = None if against is None else reads.against(recordings, reads.baseline(against))
+    has_new_sites = any(change.after > change.before for change in changes or ())
     if as_json:
-        more = {"changes": [asdict(each) for each in changes]} if changes is not None else {}
-        prints.as_json({**found.to_json(), **more})
+        data = dict(recordings.to_json())
+        if changes is not None:
+            data["changes"] = [asdict(change) for change in changes]
+        prints.as_json(data)
     else:
-        prints.audit(found, changes)
-    partial = against is not None and bool(found.unread)  # a site may be in the rest
-    return int(bool(found.problems or new) or partial)
+        prints.audit(recordings, changes)
+    # A new site may be in the part that cannot be read.
+    may_have_new_sites = against is not None and bool(recordings.unread)
+    return int(bool(recordings.problems) or has_new_sites or may_have_new_sites)
 
 
 @command()
@@ -319,22 +349,24 @@ def parity(subject: PlannedJob) -> int:
 
     Exit status 0 if all groups are equal, 1 if not.
     """
-    from hypergrid.cli.machine import compared
+    from compat.cli.machine import compared
 
     if subject.job is None:
         raise JobError("a saved plan has no arguments of Megatron: give sizes instead.")
     release, rows = compared(subject.job)
     out = prints.head(subject)
-    cells = ((*row, "yes" if equal else red("NO", True)) for *row, equal in rows)
+    cells = []
+    differ = 0
+    for grid, dims, count, are_equal in rows:
+        cells.append((grid, dims, count, "yes" if are_equal else red("NO", True)))
+        differ += not are_equal
     prints.table(out, ("grid", "groups over", ">groups", "equal"), cells)
-    differ = sum(not equal for *_, equal in rows)
+    result = f"{differ} of {len(rows)} kinds of groups differ." if differ else "all groups equal."
     out.print(
-        f"\nmegatron-core {release}'s RankGenerator: "
-        + (f"{differ} of {len(rows)} kinds of groups differ." if differ else "all groups equal.")
-        + " The ranks of each group and their order were compared; names, backends and options "
-        "are those of the release, and were not."
+        f"\nmegatron-core {release}'s RankGenerator: {result} The ranks of each group and their "
+        f"order were compared; names, backends and options are those of the release, and were not."
     )
-    return 1 if differ else 0
+    return int(differ > 0)
 
 
 @command()
@@ -385,12 +417,11 @@ def _verified(
 ) -> int:
     from compat.verification.launch import verify_line
 
-    pairs = dict(each.partition("=")[::2] for each in variables)
+    pairs = dict(variable.partition("=")[::2] for variable in variables)
     job, start = started(line_of(from_args), pairs, world_size=world_size)
     order = job.arguments.get("order")
-    changed, report = verify_line(
-        *script_of(start.words), job.world_size, checkout, order=order, allow=allow
-    )
+    script, words = script_of(start.words)
+    changed, report = verify_line(script, words, job.world_size, checkout, order=order, allow=allow)
     if as_json:
         prints.as_json({"changed": changed, **report.as_dict()})
     else:
@@ -404,9 +435,10 @@ def doctor() -> int:
 
     Exit status 1 if something needs a remedy.
     """
-    from hypergrid.cli.machine import examined
+    from compat.cli.machine import examined
 
-    out, status = prints.console(), 0
+    out = prints.console()
+    status = 0
     for name, state, remedy in examined():
         text = Text(f"{name:<20} ", style="bold")
         out.print(text.append(state, style="not bold"), soft_wrap=True)
@@ -417,27 +449,36 @@ def doctor() -> int:
 
 
 def _without_dumps(directory: Path) -> str:
-    said = f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json."
-    below = set[str]()
-    with suppress(OSError):  # a directory that has gone meanwhile
+    sentence = (
+        f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json."
+    )
+    subdirectories = set[str]()
+    with suppress(OSError):  # a directory that was removed meanwhile
         for path in directory.glob("*/*_[0-9]*"):
-            below.add(path.parent.name)
-    return f"{said} Some seem to be in {few(sorted(below))}." if below else said
+            subdirectories.add(path.parent.name)
+    if subdirectories:
+        sentence += f" Some seem to be in {few(sorted(subdirectories))}."
+    return sentence
 
 
 def _dump(text: str) -> Dump | None:
     """The data that ``hypergrid.dump`` wrote to this file; None if the file has other data."""
     if "--" in text or not Path(text).is_file():
         return None
-    raw = bytes_of(text)
-    is_dump = {"pid", "groups"} <= decoded(raw, dict[str, Any], text).keys()
-    return decoded(raw, Dump, text) if is_dump else None
+    content = bytes_of(text)
+    fields = decoded(content, dict[str, Any], text)
+    # A saved plan has groups too, and no process.
+    if "pid" not in fields or "groups" not in fields:
+        return None
+    return decoded(content, Dump, text)
 
 
 def _numbers(text: str | None) -> list[int] | None:
+    """The hosts of ``--hosts``: 4-6 are [4, 5, 6]."""
     if text is None:
         return None
-    first, _, last = text.partition("-")
-    if not all(re.fullmatch(r"\d{1,6}", number) for number in (first, last or first)):
+    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6})?)?", text)
+    if match is None:
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
+    first, last = match.groups()
     return list(range(int(first), int(last or first) + 1))

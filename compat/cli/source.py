@@ -10,14 +10,14 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
+from compat.cli.bash import LONGEST, Command, ScriptError, commands
+from compat.cli.kubernetes import is_manifest, pods_of
+from compat.cli.launch import job_of, rank_of
+from compat.cli.world import head_of
 from compat.megatron import releases
 from compat.megatron.planning import Request
 from compat.planned.job import MOST_RANKS, RANKS_PER_HOST, Job, JobError, check_hosts
 from compat.planned.layouts import SHARDS
-from hypergrid.cli.bash import LONGEST, Command, ScriptError, commands
-from hypergrid.cli.kubernetes import is_manifest, pods_of
-from hypergrid.cli.launch import job_of, rank_of
-from hypergrid.cli.world import head_of
 from hypergrid.files import bytes_of, decoded, text_of
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
@@ -58,12 +58,19 @@ class PlannedJob:
         layouts = {name: layout for name, layout in self.layouts.items() if name in SHARDS}
         if order == self.order:
             return layouts
-        try:
-            turned = {name: _turned(layout, order) for name, layout in layouts.items()}
-        except LayoutError:
-            return None
+        turned = {}
+        for name, layout in layouts.items():
+            sizes = dict(zip(layout.dims, layout.sizes, strict=True))
+            dims = [dim for dim in order.split("-") if dim in sizes]
+            try:
+                turned[name] = RankLayout.from_order("-".join(dims), sizes, layout.offset)
+            except LayoutError:
+                return None
+        # A pipeline's stages are the same ranks in all layouts.
         strides = {layout.stride("pp") for layout in turned.values() if "pp" in layout.dims}
-        return turned if len(strides) < 2 else None
+        if len(strides) > 1:
+            return None
+        return turned
 
     @property
     def hosts(self) -> Topology:
@@ -82,19 +89,15 @@ class PlannedJob:
         """By host its NVLink domain, in words; empty where domains are not known."""
         if self.nvlink_domain is None:
             return {}
-        hosts = self.nvlink_domain // self.ranks_per_host
-        names = enumerate(self.hosts.names)
-        return {name: f"NVLink domain {number // hosts}" for number, name in names}
+        hosts_of_domain = self.nvlink_domain // self.ranks_per_host
+        domain_of = {}
+        for number, host in enumerate(self.hosts.names):
+            domain_of[host] = f"NVLink domain {number // hosts_of_domain}"
+        return domain_of
 
 
 def _topology(ranks: int, ranks_per_place: int) -> Topology:
     return Topology(RankLayout(("rank",), (ranks,)), ranks_per_place)
-
-
-def _turned(layout: RankLayout, order: str) -> RankLayout:
-    sizes = dict(zip(layout.dims, layout.sizes, strict=True))
-    tokens = [token for token in order.split("-") if token in sizes]
-    return RankLayout.from_order("-".join(tokens), sizes, layout.offset)
 
 
 @dataclass
@@ -131,8 +134,10 @@ def saved(
             )
     _check_ranks(path, plan)
     assumed: tuple[str, ...] = ()
-    ranks_per_host = beside.ranks_per_host if ranks_per_host is None else ranks_per_host
-    nvlink_domain = beside.nvlink_domain if nvlink_domain is None else nvlink_domain
+    if ranks_per_host is None:
+        ranks_per_host = beside.ranks_per_host
+    if nvlink_domain is None:
+        nvlink_domain = beside.nvlink_domain
     if ranks_per_host is None:
         ranks_per_host = min(RANKS_PER_HOST, len(plan.window))
         assumed = (f"{ranks_per_host} ranks on each host; --gpus-per-node says otherwise",)
@@ -144,18 +149,19 @@ def _check_ranks(path: Path, plan: GroupPlan) -> None:
     """Refuse a plan with ranks outside its window, or one that would take minutes to print."""
     count = plan.window.stop
     listed = [(row.label, group) for row in plan.rows for group in row.explicit or ()]
-    for what, number, most in (
+    for unit, number, most in (
         ("ranks", count, MOST_RANKS),
         ("rows", len(plan.rows), 1 << 11),
         ("groups that are listed", len(listed), 1 << 17),
         ("rows times ranks", len(plan.rows) * count, 40 * MOST_RANKS),
     ):
         if number > most:
-            raise JobError(f"{number:,} {what} are too many: at most {most:,} can be planned.")
+            raise JobError(f"{number:,} {unit} are too many: at most {most:,} can be planned.")
     ranks_of: list[tuple[str, Sequence[int]]] = []
     for name, layout in plan.layouts.items():
         ranks_of.append((f"the layout {shown(name)}", [layout.stop - 1]))
-    ranks_of += [(f"a group of {shown(label)}", group) for label, group in listed]
+    for label, group in listed:
+        ranks_of.append((f"a group of {shown(label)}", group))
     for owner, ranks in ranks_of:
         for rank in ranks:
             if not 0 <= rank < count:
@@ -199,25 +205,13 @@ def started(
     if pods is not None and flags.get("gpus_per_node") is None:
         flags["gpus_per_node"] = pods.slots
     try:
-        environment = pods.variables if pods is not None else head_of(text)
-        line = pods.line if pods is not None else text
-        started_commands, defaults_taken = commands(line, variables, environment, defaults)
+        if pods is None:
+            programs, assumed = commands(text, variables, head_of(text), defaults)
+        else:
+            programs, assumed = commands(pods.line, variables, pods.variables, defaults)
     except ScriptError as error:
         raise JobError(str(error)) from None
-    launches: dict[int, list[Command]] = {0: [], 1: [], 2: []}
-    for command in started_commands:
-        if command.words[0].text.startswith("-") and command is not started_commands[0]:
-            raise JobError(
-                f"line {command.line} of the launch line begins with a flag. Join it with the line "
-                f"before by a backslash."
-            )
-        launches[rank_of(command.words)].append(command)
-    candidates = launches[2] or launches[1]
-    if not candidates:
-        raise JobError(
-            "the launch line starts no Python program: paste the line with torchrun or srun, or "
-            "the script that has it."
-        )
+    candidates = _launches(programs)
     first = candidates[0]
     job = job_of(first.words, first.variables, **flags)
     for other in candidates[1:]:
@@ -232,11 +226,33 @@ def started(
             f"the manifest has {pods.pods} pods, and its command starts {job.world_size} ranks on "
             f"{hosts} hosts. Change one of them, or give --world-size."
         )
-    assumed = list(job.assumed)
-    for default in dict.fromkeys(defaults_taken):
+    sentences = list(job.assumed)
+    for default in dict.fromkeys(assumed):
         name = default.partition("=")[0]
-        assumed.append(f"{default}, its default; --set {name}=VALUE changes it")
-    return replace(job, assumed=tuple(assumed)), first
+        sentences.append(f"{default}, its default; --set {name}=VALUE changes it")
+    return replace(job, assumed=tuple(sentences)), first
+
+
+def _launches(programs: Sequence[Command]) -> list[Command]:
+    """The programs of a script that start its job: those with a launcher, or the Python programs.
+
+    A script may run other Python programs before: ``python prepare.py`` and then ``torchrun ...``.
+    """
+    by_rank: dict[int, list[Command]] = {0: [], 1: [], 2: []}
+    for command in programs:
+        # The rest of a launch that has lost the backslash before it.
+        if command.words[0].text.startswith("-") and command is not programs[0]:
+            raise JobError(
+                f"line {command.line} of the launch line begins with a flag. Join it with the line "
+                f"before by a backslash."
+            )
+        by_rank[rank_of(command.words)].append(command)
+    if not by_rank[1] and not by_rank[2]:
+        raise JobError(
+            "the launch line starts no Python program: paste the line with torchrun or srun, or "
+            "the script that has it."
+        )
+    return by_rank[2] or by_rank[1]
 
 
 def read(text: str) -> PlannedJob:

@@ -55,19 +55,24 @@ def _line(template: Any) -> str:
         raise ValueError("the command has variables of Kubernetes, $(NAME), which are not read")
     exports = ""
     for variable in container.get("env") or ():
+        # A variable without a value is the cluster's: a secret, a field of the pod.
         if "value" in variable:
-            exports += f"export {variable['name']}={shlex.quote(str(variable['value']))}; "
+            value = shlex.quote(str(variable["value"]))
+            exports += f"export {variable['name']}={value}; "
     return exports + line
 
 
 def _pytorch(spec: Any) -> Pods:
     if "elasticPolicy" in spec:
         raise ValueError("the number of pods of an elastic job is open")
-    replicas = spec["pytorchReplicaSpecs"].values()
-    lines = {_line(replica["template"]) for replica in replicas}
+    lines = set()
+    count = 0
+    for replica in spec["pytorchReplicaSpecs"].values():
+        lines.add(_line(replica["template"]))
+        count += int(replica.get("replicas", 1))
     if len(lines) != 1:
         raise ValueError("its pods start different commands")
-    count = sum(int(replica.get("replicas", 1)) for replica in replicas)
+    # The operator sets them, and torchrun reads them.
     variables = {"PET_NNODES": str(count)}
     if "nprocPerNode" in spec:
         variables["PET_NPROC_PER_NODE"] = str(spec["nprocPerNode"])
@@ -77,12 +82,14 @@ def _pytorch(spec: Any) -> Pods:
 def _mpi(spec: Any) -> Pods:
     replicas = spec["mpiReplicaSpecs"]
     line = _line(replicas["Launcher"]["template"])
-    return Pods(line, int(replicas["Worker"]["replicas"]), {}, int(spec["slotsPerWorker"]))
+    workers = int(replicas["Worker"]["replicas"])
+    return Pods(line, workers, {}, int(spec["slotsPerWorker"]))
 
 
 def _jobset(spec: Any) -> Pods:
     (replicated,) = spec["replicatedJobs"]
     job = replicated["template"]["spec"]
+    # Each of its jobs has as many pods as run at once.
     count = int(replicated.get("replicas", 1)) * int(job.get("parallelism", 1))
     return Pods(_line(job["template"]), count, {})
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from compat.cli.bash import Word
+from compat.cli.reader import Option, Reader, options_of
+from compat.cli.world import LAUNCHERS, read_programs, set_ranks
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import SIZES, Job, JobError, of_settings, settings_of
-from hypergrid.cli.bash import Word
-from hypergrid.cli.reader import Option, Reader, options_of
-from hypergrid.cli.world import LAUNCHERS, read_programs, set_ranks
 
 _PROGRAMS = flags_of("programs")
 _OF_SCRIPT = {**flags_of("megatron"), **SIZES}
@@ -51,6 +51,7 @@ def taken_apart(words: Sequence[Word]) -> Launch:
         else:
             rest = _behind(launch, program, rest[1:])
     for word in words:
+        # Pasted from a web page a dash may be an en dash; " : " separates programs of mpirun.
         if launch.programs and re.match("[\u2010-\u2015\u2212]|:$", word.text) and not word.holes:
             raise JobError(
                 f"{word.text} (line {word.line}) begins with a dash of another kind than -, or "
@@ -72,10 +73,11 @@ def _behind(launch: Launch, program: Flag, words: Sequence[Word]) -> list[Word]:
     more_options, rest = options_of(rest[int(program.values) :], table, name)
     launch.programs.append((name, options + more_options))
     meanings = {option.row.meaning for option in options}
-    is_module = "module" in meanings
-    is_script = is_module or (program.kind == "script" and "program" not in meanings)
+    # python -c CODE starts no script.
     if "code" in meanings or program.kind == "nothing":
         return []
+    is_script = program.kind == "script" and "program" not in meanings
+    is_script = is_script or "module" in meanings
     if is_script and rest and rest[0].text not in _PROGRAMS:
         launch.script = rest[0]
         launch.words = rest[1:]
@@ -97,6 +99,7 @@ def job_of(words: Sequence[Word], variables: Mapping[str, Word] | None = None, *
             f"{word.text} (line {word.line}) is not known, nor how often it starts the rest of its "
             f"line. Paste what it starts."
         )
+    # What the text leaves open is collected, and refused all at once.
     for word in launch.unknown:
         reader.lacks(word)
     if launch.script is not None:
@@ -117,15 +120,15 @@ def job_of(words: Sequence[Word], variables: Mapping[str, Word] | None = None, *
 def rank_of(words: Sequence[Word]) -> int:
     """How much of a job a command is: 2 is one with a launcher, 1 one without, 0 none."""
     launch = taken_apart(words)
-    names = [name for name, _ in launch.programs]
-    if launch.unknown:
-        # A program that is not known may start the launchers behind it any number of times.
-        programs = [_program(word) for word in launch.unknown]
-        names = [program.meaning for program in programs if program is not None]
-    has_launcher = any(name in LAUNCHERS for name in names)
-    if launch.unknown:
-        return 2 * (has_launcher or bool(launch.unknown[0].holes))
-    return 0 if launch.script is None else 1 + has_launcher
+    if not launch.unknown:
+        has_launcher = any(name in LAUNCHERS for name, _ in launch.programs)
+        return 0 if launch.script is None else 1 + has_launcher
+    # A program that is not known may start the launchers behind it any number of times.
+    for word in launch.unknown:
+        program = _program(word)
+        if program is not None and program.meaning in LAUNCHERS:
+            return 2
+    return 2 if launch.unknown[0].holes else 0
 
 
 def script_of(words: Sequence[Word]) -> tuple[str, list[str]]:
@@ -134,9 +137,12 @@ def script_of(words: Sequence[Word]) -> tuple[str, list[str]]:
     JobError if the text leaves one of these words open.
     """
     launch = taken_apart(words)
-    script = [launch.script] if launch.script else []
     reader = Reader({})
-    for word in (*script, *launch.words):
+    script = ""
+    if launch.script is not None:
+        reader.lacks(launch.script)
+        script = launch.script.text
+    for word in launch.words:
         reader.lacks(word)
     reader.finish()
-    return "".join(word.text for word in script), [word.text for word in launch.words]
+    return script, [word.text for word in launch.words]

@@ -1,8 +1,8 @@
 """Reads bash scripts without running them: which programs they start, as far as the text decides.
 
-``commands`` is the entry. ``script`` follows the statements of a syntax tree over a ``state``.
-``tokens`` takes the text of a simple command apart, ``words`` makes its words, ``builtins`` says
-what each builtin changes, ``values`` carries what is not known.
+``commands`` is the entry. ``parser`` reads the statements of a text, ``script`` follows them over a
+``state``. ``words`` makes the words of a command, ``builtins`` says what each builtin changes,
+``values`` carries what is not known.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from hypergrid.cli.bash.script import Command, Script
-from hypergrid.cli.bash.state import POSITIONAL, State
-from hypergrid.cli.bash.values import LONGEST, MARK, Hole, Holes, ScriptError, Word
+from compat.cli.bash.script import Command, Script
+from compat.cli.bash.state import POSITIONAL, State
+from compat.cli.bash.values import LONGEST, MARK, Hole, Holes, ScriptError, Word
 
 __all__ = ["LONGEST", "Command", "Hole", "ScriptError", "Word", "commands"]
 
@@ -31,13 +31,15 @@ def commands(
     """
     if MARK.search(text):
         raise ScriptError("the launch line has characters of Unicode's private use area.")
-    state = State(Holes(), fixed or {}, dict(environment or {}), set(environment or ()))
-    if POSITIONAL in state.fixed:
-        state.variables[POSITIONAL] = state.fixed[POSITIONAL].split()
-        state.fixed = {name: value for name, value in state.fixed.items() if name != POSITIONAL}
+    fixed = dict(fixed or {})
+    state = State(Holes(), fixed)
+    for name, value in (environment or {}).items():
+        state.values |= {name: value, f"export {name}": True}
+    if POSITIONAL in fixed:
+        state.values[POSITIONAL] = fixed.pop(POSITIONAL).split()
     script = Script(state, takes_defaults)
     try:
-        script.run(re.sub(r"\\\n*\Z", "", text.replace("\r\n", "\n")))
+        script.apart(lambda: script.run(re.sub(r"\\\n*\Z", "", text.replace("\r\n", "\n"))))
     except RecursionError:
         raise ScriptError("the launch line is nested too deeply.") from None
     return script.commands, script.assumed

@@ -19,6 +19,7 @@ from hypergrid.messages import install_command
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
 _REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
+_STOCK_DIMS = ("tp", "ep", "dp", "pp", "cp")  # of megatron-core's RankGenerator
 _EMPTY_TE = "Found empty `transformer-engine` meta package"
 
 # Imports megatron as the swap does, in a process of its own: it may raise, or print, or hang.
@@ -56,25 +57,29 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
     rows = []
     for grid in ("decoder", "expert"):
         layout = request.layouts[grid]
-        known = ("tp", "ep", "dp", "pp", "cp")
-        sizes = {dim: layout.dim_size(dim) for dim in known}
-        if layout.dim_size(known) != layout.size:
+        sizes = {dim: layout.dim_size(dim) for dim in _STOCK_DIMS}
+        # A dim that upstream's generator does not have would make its groups smaller.
+        if layout.dim_size(_STOCK_DIMS) != layout.size:
             raise JobError("remat axes are laid out by newer releases only; leave them out here.")
-        stock = RankGenerator(**sizes, order=request.order)
-        used = [row.dims for row in request.plan.rows if row.layout == grid]
-        for dims in dict.fromkeys(tuple(d for d in dims if d in known) for dims in used):
-            if dims:
-                ours = layout.groups(dims).tolist()
-                theirs = [list(ranks) for ranks in stock.get_ranks("-".join(dims))]
-                rows.append((grid, "-".join(dims), len(ours), ours == theirs))
+        generator = RankGenerator(**sizes, order=request.order)
+        combinations: dict[tuple[str, ...], None] = {}
+        for row in request.plan.rows:
+            if row.layout == grid:
+                combinations[tuple(dim for dim in row.dims if dim in _STOCK_DIMS)] = None
+        for dims in combinations:
+            if not dims:
+                continue
+            groups = layout.groups(dims).tolist()
+            stock_groups = [list(ranks) for ranks in generator.get_ranks("-".join(dims))]
+            rows.append((grid, "-".join(dims), len(groups), groups == stock_groups))
     return str(release), rows
 
 
 def examined() -> Iterator[tuple[str, str, str]]:
     """The state of this machine: (name, state, remedy); no remedy if all is well."""
     yield "python", f"{platform.python_version()} ({sys.executable})", ""
-    own = _installed("hypergrid-comm") or "not installed as a package"
-    yield "hypergrid", own + _checkout(Path(__file__).parents[2]), ""
+    version = _installed("hypergrid-comm") or "not installed as a package"
+    yield "hypergrid", version + _checkout(Path(__file__).parents[2]), ""
     yield from _torch()
     yield _distribution("numpy")
     yield from _megatron()
@@ -99,10 +104,13 @@ def _torch() -> Iterator[tuple[str, str, str]]:
         return
     device = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
     yield name, f"{torch.__version__}, {device}", remedy
-    there = [b for b in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(b)]
-    yield "backends", ", ".join(there) or "none", "" if there else "Install a torch with gloo."
+    backends = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]
+    if backends:
+        yield "backends", ", ".join(backends), ""
+    else:
+        yield "backends", "none", "Install a torch with gloo."
     yield "creation", _creation(), ""
-    if "nccl" in there:
+    if "nccl" in backends:
         yield from _nccl()
     yield _private_parts()
 
@@ -110,21 +118,25 @@ def _torch() -> Iterator[tuple[str, str, str]]:
 def _private_parts() -> tuple[str, str, str]:
     from hypergrid import of_torch
 
-    lines = f"{of_torch.OLDEST} to {of_torch.NEWEST}"
-    known = f"tested with torch {lines}"
-    if lacking := of_torch.lacking():
-        return "torch's private parts", "; ".join(lacking), f"Use a torch that is {known}."
-    return "torch's private parts", f"all that are used are there; {known}", ""
+    name = "torch's private parts"
+    tested = f"tested with torch {of_torch.OLDEST} to {of_torch.NEWEST}"
+    lacking = of_torch.lacking()
+    if lacking:
+        return name, "; ".join(lacking), f"Use a torch that is {tested}."
+    return name, f"all that are used are there; {tested}", ""
 
 
 def _nccl() -> Iterator[tuple[str, str, str]]:
     """How NCCL is set; the watchdog matters where processes are restarted."""
     from hypergrid.groups.closing import SETTINGS, WATCHDOG, unset
 
-    wrong, restarts = unset(), _installed("nvidia-resiliency-ext") is not None
-    for name, (wanted, *_) in SETTINGS.items():
-        ends = name == WATCHDOG and name in wrong and restarts
-        yield name, wrong.get(name, wanted), f"Set it to {wanted} before the job." if ends else ""
+    wrong_values = unset()
+    restarts = _installed("nvidia-resiliency-ext") is not None
+    for name, (needed, *_) in SETTINGS.items():
+        # The watchdog ends a process that a restart would keep.
+        needs_remedy = restarts and name == WATCHDOG and name in wrong_values
+        remedy = f"Set it to {needed} before the job." if needs_remedy else ""
+        yield name, wrong_values.get(name, needed), remedy
 
 
 def _creation() -> str:
@@ -135,18 +147,18 @@ def _creation() -> str:
     from hypergrid.of_torch import fake_store
 
     if dist.is_initialized():
-        can = abilities()
+        proposal = abilities()
     else:
         dist.init_process_group("fake", store=fake_store(), rank=0, world_size=1)
         try:
-            can = abilities()
+            proposal = abilities()
         finally:
             dist.destroy_process_group()
-    if can.obstacle:
-        return f"everyone: {can.obstacle}"
-    lazily = "" if can.can_connect_lazily else "; this torch's gloo cannot connect lazily"
+    if proposal.obstacle:
+        return f"everyone: {proposal.obstacle}"
+    gloo = "" if proposal.can_connect_lazily else "; this torch's gloo cannot connect lazily"
     return (
-        f"members: each group by its members alone{lazily}. A default group that is bound to a "
+        f"members: each group by its members alone{gloo}. A default group that is bound to a "
         f"device (init_process_group(device_id=...)) is split instead."
     )
 
@@ -163,9 +175,10 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
     if source is not None and not _is_of_package(source.path):
         state = f"a checkout, {source.path.parents[2]}, which says {source.version or 'no version'}"
     yield "megatron-core", f"{state}; compat speaks as {releases.in_words()}", ""
-    other = hiding()
-    if other is not None:
-        yield "package compat", f"{other} has the same name", "Start with hypergrid-launch."
+    hiding_package = hiding()
+    if hiding_package is not None:
+        state = f"{hiding_package} has the same name"
+        yield "package compat", state, "Start with hypergrid-launch."
     yield ("swap", *_trial())
 
 
@@ -183,9 +196,9 @@ def _trial() -> tuple[str, str]:
     code = _TRIAL
     # `python -c` imports from the current directory, which may be anybody's.
     if not {"", os.getcwd()}.intersection(sys.path):
-        code = f"import sys; sys.path = [entry for entry in sys.path if entry]\n{_TRIAL}"
+        code = f"import sys; sys.path = [path for path in sys.path if path]\n{_TRIAL}"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code],
             capture_output=True,
             text=True,
@@ -194,25 +207,33 @@ def _trial() -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired:
         return f"importing megatron took more than {_SLOWEST} seconds", "Look at the file system."
-    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    last = said[-1] if said else ""
-    if done.returncode == 0 and not last:
+    output = process.stdout if process.returncode == 0 else process.stderr
+    # The last line of a traceback is the error.
+    last_line = output.strip().rpartition("\n")[2]
+    if process.returncode == 0 and not last_line:
         return "works: megatron.core.parallel_state is ours after compat.install()", ""
-    if _EMPTY_TE in done.stderr:
-        return f"importing megatron fails: {last}", te_process.remedy()
-    return f"fails: {last}", "Fix that import first; `python -c 'import megatron.core'` shows it."
+    if _EMPTY_TE in process.stderr:
+        return f"importing megatron fails: {last_line}", te_process.remedy()
+    return (
+        f"fails: {last_line}",
+        "Fix that import first; `python -c 'import megatron.core'` shows it.",
+    )
 
 
 def _transformer_engine() -> Iterator[tuple[str, str, str]]:
-    state = _installed("transformer-engine")
+    name = "transformer-engine"
+    state = _installed(name)
     if state is None:
-        yield "transformer-engine", "not installed; Megatron runs without it", ""
-    elif te_process.empty_meta_package():
-        yield "transformer-engine", f"{state}, without its libraries", te_process.remedy()
+        yield name, "not installed; Megatron runs without it", ""
+        return
+    if te_process.empty_meta_package():
+        yield name, f"{state}, without its libraries", te_process.remedy()
+        return
+    probe = te_process.probe()
+    if probe.importable:
+        yield name, f"{state}, can be imported", ""
     else:
-        found = te_process.probe()
-        said = "can be imported" if found.importable else f"cannot be imported: {found.why}"
-        yield "transformer-engine", f"{state}, {said}", "" if found.importable else _REBUILD_TE
+        yield name, f"{state}, cannot be imported: {probe.why}", _REBUILD_TE
 
 
 def _resiliency() -> tuple[str, str, str]:
@@ -223,10 +244,10 @@ def _resiliency() -> tuple[str, str, str]:
     if state is None:
         return name, "not installed; only restarts inside the process need it", ""
     try:
-        asked = hasattr(importlib.import_module("nvidia_resiliency_ext"), "__version__")
+        package = importlib.import_module("nvidia_resiliency_ext")
     except Exception as error:
         return name, f"{state}, and importing it fails: {error}", "Install what it asks for."
-    if asked or RELEASE < (0, 17):
+    if hasattr(package, "__version__") or RELEASE < (0, 17):
         return name, state, ""
     return (
         name,
@@ -246,17 +267,24 @@ _LAUNCHERS = {
 
 def _ranks() -> Iterator[tuple[str, str, str]]:
     """Whether a launcher puts neighbouring ranks on different hosts; nothing outside of one."""
-    asked = os.environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
-    several = os.environ.get("SLURM_NNODES", "1") != "1"
-    why = f"SLURM_DISTRIBUTION={asked}" if several and asked.startswith(("cyclic", "plane")) else ""
-    found = bool(asked and several)
+    distribution = os.environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
+    has_hosts = os.environ.get("SLURM_NNODES", "1") != "1"
+    is_placed = bool(distribution) and has_hosts  # whether anything says where ranks are
+    why = ""  # they are interleaved
+    if has_hosts and distribution.startswith(("cyclic", "plane")):
+        why = f"SLURM_DISTRIBUTION={distribution}"
     for launcher, names in _LAUNCHERS.items():
         values = [os.environ.get(name, "") for name in names]
-        if all(value.isdecimal() and len(value) < 10 for value in values):
-            rank, local, many = map(int, values)
-            found = found or many > 1
-            if not why and many > 1 and rank % many != local:
-                why = f"{launcher}'s rank {rank} is number {local} of the {many} on its host"
+        # SLURM_NTASKS_PER_NODE may be missing, or a list such as 8(x2).
+        if not all(value.isdecimal() and len(value) < 10 for value in values):
+            continue
+        rank, local_rank, local_size = map(int, values)
+        if local_size < 2:
+            continue
+        is_placed = True
+        # Block by block rank 9 of hosts of 8 is number 1 on its host.
+        if not why and rank % local_size != local_rank:
+            why = f"{launcher}'s rank {rank} is number {local_rank} of the {local_size} on its host"
     if why:
         yield (
             "ranks",
@@ -264,7 +292,7 @@ def _ranks() -> Iterator[tuple[str, str, str]]:
             f"communicate over the network and not inside a host",
             "srun --distribution=block, or a host file that lists each host once.",
         )
-    elif found:
+    elif is_placed:
         yield "ranks", "consecutive on each host", ""
 
 

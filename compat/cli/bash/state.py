@@ -1,0 +1,127 @@
+"""The state of a shell at one place of a script: what is known, whichever way led there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from compat.cli.bash.values import LONGEST, OPEN, Hole, Holes, ScriptError, is_unknown, names_in
+
+POSITIONAL = "@"  # the name under which $1, $2, ... are kept
+NAME = re.compile(r"[A-Za-z_]\w*")
+# Bash changes these by itself, so what a script assigns to them says nothing.
+_DYNAMIC = names_in(
+    "RANDOM SRANDOM SECONDS LINENO UID EUID PPID BASHPID BASH_REMATCH BASH_COMMAND "
+    "BASH_SUBSHELL BASH_ARGV0 BASH_SOURCE BASH_LINENO FUNCNAME GROUPS DIRSTACK EPOCHSECONDS "
+    "EPOCHREALTIME PIPESTATUS HISTCMD COMP_WORDBREAKS OPTIND OPTARG REPLY MAPFILE PWD OLDPWD _"
+)
+# Assigning these changes how all later words are read.
+_OF_THE_SHELL = names_in("IFS GLOBIGNORE POSIXLY_CORRECT SHELLOPTS BASHOPTS BASH_COMPAT")
+
+# A text, the words of an array, or None for a variable that is not set.
+Value: TypeAlias = str | list[str] | None
+
+
+@dataclass
+class State:
+    """Variables and functions. A variable that is missing is the environment's.
+
+    Beside the variables ``values`` has three more kinds of keys, so that all of them are copied,
+    forgotten and compared alike:
+
+    - ``f()``: a function; None where it is not known
+    - ``export X``: whether X is for certain in the environment of programs
+    - ``2 X``: what X becomes again when the function at the second level returns
+    """
+
+    holes: Holes
+    fixed: Mapping[str, str]  # values that nothing in the script changes
+    values: dict[str, Any] = field(default_factory=dict)
+    why: str = ""  # why a variable that is missing is not simply the environment's
+
+    def copy(self) -> State:
+        """The same state, which changes for itself."""
+        return replace(self, values=dict(self.values))
+
+    def value(self, name: str) -> Value:
+        """The value of a variable; a text with a mark where it is not known."""
+        if name in self.fixed:
+            return self.fixed[name]
+        if name in self.values and name not in _DYNAMIC:
+            value: Value = self.values[name]
+            return value
+        return self.unknown(name, self.why)
+
+    def unknown(self, name: str, why: str) -> Value:
+        """The value of a variable that is not known."""
+        is_decidable = name == POSITIONAL or name.isidentifier() or name.isdigit()
+        mark = self.holes.mark(Hole(f"${name}", name if is_decidable else "", why))
+        return [mark + OPEN] if name == POSITIONAL else mark
+
+    def elements(self, name: str) -> list[str]:
+        """The elements of a variable; what is not known may be any number of them."""
+        value = self.value(name)
+        if isinstance(value, str):
+            # An unknown text may be one of a variable that is an array.
+            if is_unknown(value):
+                value += OPEN
+            return [value]
+        return value or []
+
+    def assign(self, name: str, value: Value, line: int) -> None:
+        """Assign a value."""
+        if len("".join(value or "")) > LONGEST:
+            raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
+        _check_name(name, f"line {line} assigns it")
+        self.values[name] = value
+
+    def lose(self, names: Iterable[str], why: str) -> None:
+        """The variables may have been assigned anything."""
+        for name in names:
+            _check_name(name, why)
+            self.values[name] = self.unknown(name, why)
+
+    def forget(self, why: str) -> None:
+        """Every variable and function may have been assigned anything."""
+        kept = {}
+        for key in self.values:
+            if not _is_variable(key) and not key.startswith("export "):
+                kept[key] = self._unknown_at(key, why)
+        self.values = kept
+        self.why = why
+
+    def _unknown_at(self, key: str, why: str) -> Any:
+        """What stands at a key that is not known: an unknown text, or no function, no export."""
+        level, _, name = key.rpartition(" ")
+        if _is_variable(name) and level != "export":
+            return self.unknown(name, why)
+        return None
+
+
+def _check_name(name: str, why: str) -> None:
+    if name in _OF_THE_SHELL:
+        raise ScriptError(
+            f"{name} changes how all later words of the launch line are read, and {why}. "
+            f"Leave that out."
+        )
+
+
+def _is_variable(key: str) -> bool:
+    return key == POSITIONAL or key.isidentifier()
+
+
+def joined(first: State, second: State, why: str) -> State:
+    """What is known where two ways meet."""
+    merged = first.copy()
+    merged.why = first.why or second.why
+    for key in sorted(first.values.keys() | second.values.keys()):
+        if _is_variable(key):
+            is_same = first.value(key) == second.value(key)
+        else:
+            is_same = key in first.values and key in second.values
+            is_same = is_same and first.values[key] == second.values[key]
+        if not is_same:
+            merged.values[key] = merged._unknown_at(key, why)
+    return merged
