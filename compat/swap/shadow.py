@@ -32,7 +32,9 @@ class _Finder(MetaPathFinder):
             return None
         # The other finders in their order, as the import system asks them.
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 spec.loader = _Watching(spec.loader)
                 return spec
