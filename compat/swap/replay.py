@@ -109,7 +109,7 @@ class Record:
 
             replace(dist, "new_group", self._stand_in("new_group", dist.new_group, is_plan))
             for name in self._signatures:
-                if name in replaced.CREATORS and name not in stand_ins:
+                if name in replaced.CREATORS:
                     replace(module, name, self._stand_in(name, getattr(module, name), is_plan))
             if any(name in self.helpers for name in replaced.GENERATORS):
                 create = self.stock.RankGenerator
