@@ -168,8 +168,6 @@ class HyperCommGrid:
         else:
             group, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
             self._pgs[key] = group
-        if dist.is_initialized() and dist.get_rank() == 0:
-            logging.info("created the groups over %s: %s", key, ranks)
         return self._pgs[key]
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:

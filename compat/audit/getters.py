@@ -14,7 +14,8 @@ _BUFFERS = ("_set_global_memory_buffer", "_set_global_symmetric_memory_buffer")
 _PUBLIC = [name for name in FUNCTIONS if not name.startswith("_") and name != "missing"]
 AUDITED = (*_PUBLIC, *_BUFFERS)
 _SLOT_OF_RANKS = {row.ranks: row.slot for row in ROWS if row.ranks}
-_FIELDS = {slot: field for field, slot in SLOTS.items() if slot}
+# By private global: the field of ProcessGroupCollection that has its group.
+FIELDS = {slot: field for field, slot in SLOTS.items() if slot}
 # Getters that ask whether there are groups at all are right in any state.
 _STATELESS = ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
 
@@ -39,15 +40,10 @@ def slots_behind(name: str) -> tuple[str, ...]:
     return tuple(slots)
 
 
-def field_of(slot: str) -> str:
-    """The field of ``ProcessGroupCollection`` that has the group of a private global, or ""."""
-    return _FIELDS.get(slot, "")
-
-
 def instead_of(name: str, slot: str | None = None) -> str:
     """Advice in words: the value to pass instead of reading ``name``."""
     slots = [slot] if slot else slots_behind(name)
-    fields = [_FIELDS[holder] for holder in slots if holder in _FIELDS]
+    fields = [FIELDS[holder] for holder in slots if holder in FIELDS]
     if not fields:
         return "let the caller pass the value, no field of ProcessGroupCollection has it"
     method = ""

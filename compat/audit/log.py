@@ -100,8 +100,7 @@ class Log:
 
 def function_of(code: CodeType) -> str:
     """The function's name, with its class where Python (from 3.11 on) tells it."""
-    name: str = getattr(code, "co_qualname", code.co_name)
-    return name
+    return getattr(code, "co_qualname", code.co_name)
 
 
 def file_of(code: CodeType, module: str) -> str:

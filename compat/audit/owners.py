@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compat.audit.getters import field_of
+from compat.audit.getters import FIELDS
 from compat.state import GROUP_SLOTS, ParallelState, all_states, current
 
 _COLLECTIONS = "process_groups_config"  # where every release's classes of collections are
@@ -37,7 +36,7 @@ class Owner:
 
     def group(self, slot: str) -> Any:
         """The group that the owner has for a private global; ``UNKNOWN`` if that is not said."""
-        field = field_of(slot)
+        field = FIELDS.get(slot, "")
         for collection in self.collections:
             # A release's collection lacks newer fields, and a program fills those that it needs.
             group = getattr(collection, field, None)
@@ -49,8 +48,6 @@ class Owner:
 
 
 _owner_of_module: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by identity: it may not hash yet
-# By id(group), which another group may get once this one is gone: its state and private global.
-_places: dict[int, tuple[ref[ParallelState], str]] = {}
 _build = torch.nn.Module.__init__  # as it is without the audit
 
 
@@ -70,7 +67,6 @@ def watch() -> None:
 def unwatch() -> None:
     """Undo ``watch``."""
     torch.nn.Module.__init__ = _build  # type: ignore[method-assign]
-    _places.clear()
 
 
 def _note(module: torch.nn.Module, frame: FrameType | None) -> None:
@@ -117,25 +113,21 @@ def _owner_of(holders: list[Any]) -> Owner | None:
             groups += _holders_in(vars(holder).values())
         else:
             groups.append(holder)
-    states = {state_of(group) for group in groups} - {None}
+    states = states_of(groups)
     if len(states) > 1 or not groups:
         return None
-    return Owner(next(iter(states), None), tuple(collections), was_given=True)
+    state = states.pop() if states else None
+    return Owner(state, tuple(collections), was_given=True)
 
 
-def state_of(group: Any) -> ParallelState | None:
-    """The state that has a group."""
-    if id(group) in _places:
-        reference, slot = _places[id(group)]
-        state = reference()
-        if state is not None and getattr(state, slot) is group:
-            return state
+def states_of(groups: list[Any]) -> set[ParallelState]:
+    """The states that have some of these groups."""
+    ids = {id(group) for group in groups}
+    states = set()
     for state in all_states():
-        for slot in GROUP_SLOTS:
-            if getattr(state, slot) is group:
-                _places[id(group)] = (ref(state), slot)
-                return state
-    return None
+        if any(id(getattr(state, slot)) in ids for slot in GROUP_SLOTS):
+            states.add(state)
+    return states
 
 
 def _holders_in(values: Iterable[Any]) -> list[Any]:

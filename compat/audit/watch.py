@@ -123,8 +123,7 @@ def _detour(getter: FunctionType) -> CodeType:
     source = f"def {name}({', '.join(parameters)}): return {call}"
     defined: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), defined)
-    code_of_detour: CodeType = defined[name].__code__
-    return code_of_detour
+    return defined[name].__code__
 
 
 class _Watched(ModuleType):
@@ -305,7 +304,8 @@ def _judge(read: _Read, place: Place, phase: str) -> None:
 def _report_other_state(read: _Read, place: Place, expected: ProcessGroup | None) -> None:
     owner = place.owner
     assert owner is not None
-    source = current() if read.group is None else owners.state_of(read.group)
+    sources = [current()] if read.group is None else owners.states_of([read.group])
+    source = next(iter(sources), None)
     built = "given groups of" if owner.was_given else "built under"
     text = (
         f"{type(place.reader).__name__} {built} {owner.name} {read.verb} of {_state_name(source)} "

@@ -80,8 +80,7 @@ def refusals(job: Job) -> Iterator[Finding]:
     """Findings: what Megatron's own checks of its arguments refuse, with their conditions."""
 
     def size(name: str) -> int:
-        value: int = job.arguments.get(f"{name}_parallel_size", 1)
-        return value
+        return job.arguments.get(f"{name}_parallel_size", 1)
 
     model = job.model
     flags = {flag for names in job.flags.values() for flag in names}
