@@ -235,7 +235,25 @@ class ProcessGroupMesh:
                 part += str(indices).replace(" ", "")
             parts.append(part)
         label = "-".join(parts) or "alone"
-        return label if backend is None else f"{label}/{backend}"
+        return f"{label}/{backend}" if backend else label
+
+    def _ranks(
+        self, dims: tuple[str, ...], indices_of_axis: dict[int, list[int]]
+    ) -> tuple[Ranks, list[Ranks]]:
+        """The members of this rank's group, and those of every group.
+
+        This rank is no member of its own group if it is at none of the indices.
+        """
+        layout = self.grid.layout
+        # Every group over whole axes has a rank in each cell of these axes. The indices pick the
+        # same cells of all: of axes of the sizes 2 and 4, [1] and [0, 3] pick the cells 4 and 7.
+        axis_sizes = [self._shape[axis] for axis in indices_of_axis]
+        cells = np.arange(layout.dim_size(dims)).reshape(axis_sizes)
+        picked_cells = cells[np.ix_(*indices_of_axis.values())].ravel()
+        own_whole_group = np.array(layout.group(self._rank, dims))
+        own_ranks = tuple(own_whole_group[picked_cells].tolist())
+        all_ranks = layout.groups(dims)[:, picked_cells]
+        return own_ranks, [tuple(ranks) for ranks in all_ranks.tolist()]
 
     def _group(
         self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
@@ -246,15 +264,7 @@ class ProcessGroupMesh:
         backend = plain_backend(backend)
         label = self._label(indices_of_axis, backend)
         dims = tuple(f"axis{axis}" for axis in indices_of_axis)
-        # Every group over whole axes has a rank in each cell of these axes. The indices pick the
-        # same cells of all: of axes of the sizes 2 and 4, [1] and [0, 3] pick the cells 4 and 7.
-        axis_sizes = [self._shape[axis] for axis in indices_of_axis]
-        cells = np.arange(layout.dim_size(dims)).reshape(axis_sizes)
-        picked_cells = cells[np.ix_(*indices_of_axis.values())].ravel()
-        own_whole_group = np.array(layout.group(self._rank, dims))
-        # Without this rank, if it is in none of the picked cells.
-        ranks = tuple(own_whole_group[picked_cells].tolist())
-        all_ranks = map(tuple, layout.groups(dims)[:, picked_cells].tolist())
+        ranks, all_ranks = self._ranks(dims, indices_of_axis)
         # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
         missing = [members for members in all_ranks if (backend, members) not in self._groups]
         if missing or collective:
@@ -298,7 +308,9 @@ def _listed(axis: Axes, indices_at_axis: Indices | None) -> tuple[list[int], lis
             f"{len(numbers)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give "
             f"one list for each axis."
         )
-    whole_indices = [[_whole(index, "index") for index in indices] for indices in indices_of_axes]
+    whole_indices: list[Any] = []
+    for indices in indices_of_axes:
+        whole_indices.append([_whole(index, "index") for index in indices])
     return numbers, whole_indices
 
 

@@ -82,7 +82,7 @@ def create(grid: HyperCommGrid, ranks_of: Ranks, dims_of: DimsOf) -> dict[str, P
     groups: dict[str, ProcessGroup] = {}
     with grid.agreed(proposal, OWNER) as pool:
         for name, all_ranks in ranks_of.items():
-            own_ranks = next(ranks for ranks in all_ranks if own_rank in ranks)
+            (own_ranks,) = (ranks for ranks in all_ranks if own_rank in ranks)
             members = {name: tuple(sorted(own_ranks))}
             dims = dims_of.get(name, ())
             (groups[name],) = pool.make(name, members, all_ranks.copy, dims=dims)

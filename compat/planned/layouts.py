@@ -33,13 +33,15 @@ KNOWN_DIMS = {dim for _, dims in _KINDS.values() for dim in dims}
 
 def unknown_dims(layouts: Layouts) -> list[str]:
     """The dims of the two layouts that users know, in words, that are none of Megatron's."""
-    return [
-        f"the layout {name} has the dim {one_line(dim)} of size {layouts[name].dim_size(dim)}"
-        for name in SHARDS
-        if name in layouts
-        for dim in layouts[name].trimmed.dims
-        if dim not in KNOWN_DIMS
-    ]
+    sentences = []
+    for name in SHARDS:
+        if name not in layouts:
+            continue
+        layout = layouts[name].trimmed
+        for dim, size in zip(layout.dims, layout.sizes, strict=True):
+            if dim not in KNOWN_DIMS:
+                sentences.append(f"the layout {name} has the dim {one_line(dim)} of size {size}")
+    return sentences
 
 
 def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:

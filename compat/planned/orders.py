@@ -57,9 +57,11 @@ def _orders(requested: str, layouts: Layouts | None) -> Iterator[str]:
     Orders that begin with tp come first, so that of equally good ones tp has the nearest ranks.
     """
     yield requested
+    used: set[str] = set()
     if layouts is None:
-        used = set(requested.lower().split("-"))
+        used.update(requested.lower().split("-"))
     else:
-        used = {dim for layout in layouts.values() for dim in layout.trimmed.dims}
+        for layout in layouts.values():
+            used.update(layout.trimmed.dims)
     for dims in permutations([dim for dim in DIMS if dim in used]):
         yield "-".join(dims)

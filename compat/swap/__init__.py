@@ -156,11 +156,11 @@ def warn_of_a_second_state() -> None:
 
 
 def _stock_modules() -> list[str]:
-    return [
-        name
-        for name, module in REPLACEMENTS.items()
-        if name in sys.modules and sys.modules[name] is not sys.modules.get(module)
-    ]
+    names = []
+    for name, replacement in REPLACEMENTS.items():
+        if name in sys.modules and sys.modules[name] is not sys.modules.get(replacement):
+            names.append(name)
+    return names
 
 
 def _importers() -> list[str]:
