@@ -60,13 +60,15 @@ class HyperCommGrid:
     ) -> None:
         _check_lengths(shape, dim_names)
         layout = RankLayout(tuple(dim_names), tuple(shape), rank_offset)
-        world = os.environ.get("WORLD_SIZE")
-        if world is None and not dist.is_initialized():
+        if "WORLD_SIZE" in os.environ:
+            world_size = int(os.environ["WORLD_SIZE"])
+        elif dist.is_initialized():
+            world_size = dist.get_world_size()
+        else:
             raise RuntimeError(
                 "Cannot determine world size for the grid: set WORLD_SIZE, or initialise "
                 "torch.distributed first."
             )
-        world_size = dist.get_world_size() if world is None else int(world)
         if layout.stop > world_size:
             raise RuntimeError(
                 f"Grid shape {shape} is over sized: it needs {layout.size} ranks from rank "
@@ -74,7 +76,9 @@ class HyperCommGrid:
                 f"offset, or start more ranks."
             )
         self._hold(Core.over(layout, backend=backend, world_size=world_size))
-        self.shape, self.dim_names = shape[:], dim_names[:]
+        # As the caller gave them: lists stay lists.
+        self.shape = shape[:]
+        self.dim_names = dim_names[:]
 
     @classmethod
     def from_core(cls, core: Core) -> HyperCommGrid:
@@ -90,13 +94,15 @@ class HyperCommGrid:
     def _hold(self, core: Core) -> None:
         self.core = core
         self.rank_offset = core.rank_offset
-        self.size, self.shape, self.dim_names = core.size, core.shape, core.dim_names
+        self.size = core.size
+        self.shape = core.shape
+        self.dim_names = core.dim_names
         self.backend = core.backend
-        shared = core._views.shared
-        self._views = {
-            name: _RankViewSpec(name, list(each.sizes), list(each.dims), list(shared[name]))
-            for name, each in core.views.items()
-        }
+        self._views: dict[str, _RankViewSpec] = {}
+        for name, layout in core.views.items():
+            shared_dims = core._views.shared[name]
+            self._add_view(name, layout.sizes, layout.dims, shared_dims)
+        # Groups of others stay open when this grid is destroyed.
         self._borrowed = self._foreign()
 
     @property
@@ -126,8 +132,14 @@ class HyperCommGrid:
         if not all(isinstance(size, Integral) and int(size) > 0 for size in shape):
             raise ValueError(f"View {name!r}: shape must be positive ints, and it is {shape}.")
         self.core.register_view(name, shape, dim_names, shared_dims)
-        shared = list(shared_dims or ())
-        self._views[name] = _RankViewSpec(name, list(shape), list(dim_names), shared)
+        self._add_view(name, shape, dim_names, shared_dims or ())
+
+    def _add_view(
+        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str]
+    ) -> None:
+        # Copies, since the caller may change its lists.
+        view = _RankViewSpec(name, list(shape), list(dim_names), list(shared_dims))
+        self._views[name] = view
 
     def create_pg(
         self, dims: Dims, *, view: str | None = None, **kwargs: Any
@@ -141,38 +153,37 @@ class HyperCommGrid:
         """
         if "backend" in kwargs:
             raise TypeError("create_pg() takes no backend: it is that of its grid, set there.")
-        key, spec, ordered = self._find(dims, view)
+        key, spec, ordered_dims = self._find(dims, view)
         if key in self._pgs:
             raise KeyError(
                 f"Process group {dims}{_in_view(key)} has already been created, perhaps with other "
                 f"options. Call get_pg() to get it."
             )
-        ranks = self._enumerate(spec, ordered)
-        where = None if isinstance(key, str) else key[0]
-        if self._core_creates(key, ordered, where, ranks):
+        ranks = self._enumerate(spec, ordered_dims)
+        # Shared dims of a view are those of the grid itself.
+        view_of_key = None if isinstance(key, str) else key[0]
+        if self._core_creates(key, ordered_dims, view_of_key, ranks):
             self.core.backend = self.backend
-            self.core.create_pg(ordered, view=where, **kwargs)
+            self.core.create_pg(ordered_dims, view=view_of_key, **kwargs)
         else:
-            made = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
-            self._pgs[key] = made[0]
-        if dist.is_initialized() and dist.get_rank() == 0:
-            logging.info("created the groups over %s: %s", key, ranks)
+            group, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
+            self._pgs[key] = group
         return self._pgs[key]
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*."""
-        key, _, ordered = self._find(dims, view)
+        key, _, ordered_dims = self._find(dims, view)
         if key not in self._pgs:
             raise KeyError(
-                f"Process group for {'-'.join(ordered)}{_in_view(key)} hasn't been created: call "
-                f"create_pg() on every rank of the grid first. Existing: {list(self._pgs)}."
+                f"Process group for {'-'.join(ordered_dims)}{_in_view(key)} hasn't been created: "
+                f"call create_pg() on every rank of the grid first. Existing: {list(self._pgs)}."
             )
         return self._pgs[key]
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
-        _, spec, ordered = self._find(dims, view)
-        return self._enumerate(spec, ordered)
+        _, spec, ordered_dims = self._find(dims, view)
+        return self._enumerate(spec, ordered_dims)
 
     def is_current_rank_in_grid(self) -> bool:
         """Whether this rank is one of the grid's."""
@@ -192,36 +203,40 @@ class HyperCommGrid:
 
     def _foreign(self) -> list[Any]:
         """The groups that the core grid did not create."""
-        created = [pooled.group for pooled in self.core.pool.groups] if self.core.pool else []
-        members = filter(_is_process_group_member, self._pgs.values())
-        return [group for group in members if group not in created]
+        created = set()
+        if self.core.pool is not None:
+            created = {pooled.group for pooled in self.core.pool.groups}
+        groups = filter(_is_process_group_member, self._pgs.values())
+        return [group for group in groups if group not in created]
 
     def _core_creates(
         self, key: Key, dims: list[str], view: str | None, ranks: list[list[int]]
     ) -> bool:
         """Whether the core grid has the same groups, in a world that has their ranks."""
-        function = dist.new_subgroups_by_enumeration
-        world = dist.get_world_size() if dist.is_initialized() else 0
-        if creation.is_replaced(function) or self.core.layout.stop > world:
+        if creation.is_replaced(dist.new_subgroups_by_enumeration) or not dist.is_initialized():
+            return False
+        # WORLD_SIZE may promise more ranks than there are: torch's function refuses them.
+        if self.core.layout.stop > dist.get_world_size():
             return False
         try:
-            known, _, _ = self.core._views.find(dims, view)
-            return known == key and self.core.get_rank_enum(dims, view=view) == ranks
-        except (KeyError, ValueError):
+            core_key, _, _ = self.core._views.find(dims, view)
+            return core_key == key and self.core.get_rank_enum(dims, view=view) == ranks
+        except (KeyError, ValueError):  # outside code has written other dims
             return False
 
     def _find(self, dims: Dims, view: str | None) -> tuple[Key, _RankViewSpec, list[str]]:
+        # Through the methods that the release has, since outside code may replace one.
         if view is None and not RELEASE_HAS["grid_views"]:
-            ordered, key = self._order_dims(dims)
-            return key, self._views[BASE], ordered
+            ordered_dims, key = self._order_dims(dims)
+            return key, self._views[BASE], ordered_dims
         spec = self._resolve_view(view)
-        ordered, _ = self._order_dims_for_view(spec, dims)
-        return self._canonical_pg_key_and_enum_view(spec, ordered)
+        ordered_dims, _ = self._order_dims_for_view(spec, dims)
+        return self._canonical_pg_key_and_enum_view(spec, ordered_dims)
 
-    def _enumerate(self, spec: _RankViewSpec, ordered: list[str]) -> list[list[int]]:
+    def _enumerate(self, spec: _RankViewSpec, ordered_dims: list[str]) -> list[list[int]]:
         if spec.name == BASE and not RELEASE_HAS["grid_views"]:
-            return self._gen_rank_enum(ordered)
-        return self._gen_rank_enum_for(spec.shape, spec.dim_names, ordered)
+            return self._gen_rank_enum(ordered_dims)
+        return self._gen_rank_enum_for(spec.shape, spec.dim_names, ordered_dims)
 
     def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
         return self._gen_rank_enum_for(self.shape, self.dim_names, dims)
@@ -238,9 +253,10 @@ class HyperCommGrid:
 
     def _order_dims_for(self, dim_names: Sequence[str], dims: Dims) -> tuple[list[str], str]:
         names = _listed(dims, dim_names)
+        # A single name is not looked up: an unknown one is refused later, as by stock.
         if not isinstance(dims, str) or len(names) > 1:
             slowest_first = list(dim_names)[::-1]
-            names = sorted(names, key=slowest_first.index)
+            names.sort(key=slowest_first.index)
         return names, "-".join(names)
 
     def _resolve_view(self, view: str | None) -> _RankViewSpec:
@@ -268,8 +284,8 @@ class HyperCommGrid:
             return "-".join(ordered_dims), view, ordered_dims
         if set(ordered_dims) <= set(view.shared_dims):
             base = self._views[BASE]
-            ordered, key = self._order_dims_for_view(base, ordered_dims)
-            return key, base, ordered
+            base_dims, key = self._order_dims_for_view(base, ordered_dims)
+            return key, base, base_dims
         return (view.name, tuple(ordered_dims)), view, ordered_dims
 
     def _is_base_pg_key(self, key: Key) -> bool:
@@ -292,10 +308,13 @@ def _check_lengths(shape: Sequence[int], dim_names: Sequence[str]) -> None:
         )
 
 
-def _listed(dims: Dims, known: Sequence[str]) -> list[str]:
-    if isinstance(dims, str):
-        return [dims] if dims in known else dims.split("-")
-    return list(dims)
+def _listed(dims: Dims, dim_names: Sequence[str]) -> list[str]:
+    if not isinstance(dims, str):
+        return list(dims)
+    # A dim's own name may have a dash: "expt-tp".
+    if dims in dim_names:
+        return [dims]
+    return dims.split("-")
 
 
 def _in_view(key: Key) -> str:

@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", choices=choices, help=f"as HYPERGRID_{name.upper()}")
-    for name, what in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
+    for name, effect in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=effect)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
@@ -98,26 +98,38 @@ def _installer(options: argparse.Namespace) -> Callable[[], None] | None:
         raise ValueError(
             f"there is no script {options.script!r}; put it after the launcher's flags"
         )
-    off = "--no-swap" if options.no_swap else ""
-    if not off and os.environ.get("HYPERGRID_SWAP", "1") == "0":
-        off = "HYPERGRID_SWAP=0 in the environment"
-    if options.shadow or options.shadow_strict:
-        os.environ[shadow.VARIABLE] = "strict" if options.shadow_strict else "1"
-    shadowing = shadow.is_wanted()
-    if shadowing and off:
-        raise ValueError(f"--shadow runs stock beside a plan, which {off} switches off: remove one")
-    off = "--shadow" if shadowing else off
+    switched_off_by = ""
+    if options.no_swap:
+        switched_off_by = "--no-swap"
+    elif os.environ.get("HYPERGRID_SWAP", "1") == "0":
+        switched_off_by = "HYPERGRID_SWAP=0 in the environment"
+    if options.shadow:
+        os.environ[shadow.VARIABLE] = "1"
+    if options.shadow_strict:
+        os.environ[shadow.VARIABLE] = "strict"
+    is_shadow = shadow.is_wanted()
+    if is_shadow and switched_off_by:
+        raise ValueError(
+            f"--shadow runs stock beside a plan, which {switched_off_by} switches off: remove one"
+        )
+    if is_shadow:
+        switched_off_by = "--shadow"
     for name in ("order", "audit", *CHOICES, "report", "plan"):
         value = getattr(options, name)
         if value in (None, False):
             continue
-        if off:
-            raise ValueError(f"--{name} needs the swap, which {off} switches off: remove one")
+        if switched_off_by:
+            raise ValueError(
+                f"--{name} needs the swap, which {switched_off_by} switches off: remove one"
+            )
         if name != "plan":
             take_flag(name, "1" if value is True else value)
-    if not off:
-        order.check_choices()
-    return shadow.install if shadowing else None if off else swap.install
+    if is_shadow:
+        return shadow.install
+    if switched_off_by:
+        return None
+    order.check_choices()
+    return swap.install
 
 
 def _open_directories() -> None:
@@ -137,12 +149,14 @@ def _plan_alone() -> None:
     from compat.megatron.releases import RELEASE
     from compat.state import ParallelState
 
-    def initialize(self: ParallelState, request: Any, *more: Any, **others: Any) -> NoReturn:
+    def initialize(self: ParallelState, request: Any, *_: Any, **options: Any) -> NoReturn:
         if dist.get_rank() == request.rank_offset:
-            beside: dict[str, Any] = {"megatron": ".".join(map(str, RELEASE))}
-            if os.environ.get("LOCAL_WORLD_SIZE", "").isdecimal():
-                beside["ranks_per_host"] = int(os.environ["LOCAL_WORLD_SIZE"])
-            print(json.dumps({**json.loads(request.plan.to_json()), **beside}), flush=True)
+            plan = json.loads(request.plan.to_json())
+            plan["megatron"] = ".".join(map(str, RELEASE))
+            ranks_per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+            if ranks_per_host.isdecimal():
+                plan["ranks_per_host"] = int(ranks_per_host)
+            print(json.dumps(plan), flush=True)
         raise SystemExit
 
     ParallelState.initialize = initialize  # type: ignore[method-assign, assignment]
@@ -150,16 +164,18 @@ def _plan_alone() -> None:
 
 def _run(script: str, args: list[str], module: bool, install: Callable[[], None] | None) -> None:
     home = Path(__file__).parents[1].resolve()
-    first = str(Path.cwd() if module else Path(script).resolve().parent)
+    directory = Path.cwd() if module else Path(script).resolve().parent
     # As `python SCRIPT` does, unless hypergrid itself is imported from sys.path[0].
     if sys.path and Path(sys.path[0] or ".").resolve() != home:
-        sys.path[0] = first
+        sys.path[0] = str(directory)
     else:
-        sys.path.insert(0, first)
+        sys.path.insert(0, str(directory))
     if install is not swap.install:
+        # For the processes that the script starts with the start-up directory on their path.
         os.environ["HYPERGRID_SWAP"] = "0" if install is None else "1"
         warn_of_an_empty_package()
-        swap.uninstall()  # what the start-up directory installed
+        # The start-up directory may have installed the swap in this process.
+        swap.uninstall()
     if install is not None:
         install()
         _swap_in_children()
@@ -172,9 +188,9 @@ def _run(script: str, args: list[str], module: bool, install: Callable[[], None]
 
 def _swap_in_children() -> None:
     """For ranks that the script starts in new interpreters, as torch.multiprocessing.spawn does."""
-    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if STARTUP not in path:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *path]))
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if STARTUP not in folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *folders]))
 
 
 if __name__ == "__main__":

@@ -25,36 +25,66 @@ from hypergrid.topology import Topology
 
 def report(state: ParallelState) -> str:
     """How groups were made, and one line for each of this rank's: name, dims, ranks, sharing."""
-    request, pool = state.request, state.pool
+    request = state.request
+    pool = state.pool
     if request is None or pool is None:
         return "hypergrid: no groups on this rank"
-    made, live = pool.agreement, [pooled for pooled in pool.groups if pooled.shares is None]
-    chosen = {"order": request.order, **asdict(request.policy)}
     lines = [
-        f"rank {dist.get_rank()} of {request.decoder.trimmed}; "
-        f"expert grid {request.expert.trimmed}"
-        + (f"; encoder {request.encoder.trimmed}" if request.encoder else ""),
-        f"{len(pool.groups)} groups on {len(live)} communicators, created by {made.way}"
-        + (f" ({made.why})" if made.why else "")
-        + _connected(pool),
-        ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in chosen.items()),
+        _layouts(request),
+        _creation(pool),
+        _choices(request),
     ]
     if request.helpers:
         lines.append(f"outside code has replaced {in_words(request.helpers)}")
     lines = [f"hypergrid: {line}" for line in (*lines, *of_torch.lacking(), *_on_hosts(request))]
-    rows = {p.group.label: p for p in request.planned}
+    return "\n".join([*lines, *_groups(request, pool)])
+
+
+def _layouts(request: Request) -> str:
+    line = f"rank {dist.get_rank()} of {request.decoder.trimmed}"
+    line += f"; expert grid {request.expert.trimmed}"
+    if request.encoder:
+        line += f"; encoder {request.encoder.trimmed}"
+    return line
+
+
+def _creation(pool: GroupPool) -> str:
+    communicators = sum(pooled.shares is None for pooled in pool.groups)
+    agreement = pool.agreement
+    line = f"{len(pool.groups)} groups on {communicators} communicators, created by {agreement.way}"
+    if agreement.why:
+        line += f" ({agreement.why})"
+    if pool.policy.connect == "eager":
+        line += ", each connected at creation"
+    elif pool.policy.connect == "lazy" and agreement.lazy:
+        line += ", connected on first use"
+    elif pool.policy.connect == "lazy":
+        line += ", connected at once: not every rank's torch can connect on first use"
+    return line
+
+
+def _choices(request: Request) -> str:
+    choices = {"order": request.order, **asdict(request.policy)}
+    return ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in choices.items())
+
+
+def _groups(request: Request, pool: GroupPool) -> Iterator[str]:
+    planned_groups = {planned.group.label: planned for planned in request.planned}
     for pooled in pool.groups:
-        planned = rows.get(pooled.label)
-        dims, backend = "", "default"
+        dims = ""
+        backend = "default"
+        planned = planned_groups.get(pooled.label)
+        # create_group() and its like create groups that are not planned.
         if planned is not None:
+            backend = planned.group.backend or "default"
             dims = dims_in_words(long_dims(request.plan, planned.group), planned.row.pick)
-            dims = dims if planned.chosen is None else "chosen"
-            backend = planned.group.backend or backend
-        lines.append(
-            f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
-            f"{few(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
-        )
-    return "\n".join(lines)
+            if planned.chosen is not None:
+                dims = "chosen"
+        line = f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
+        line += few(pooled.ranks)
+        if pooled.shares:
+            line += f"  = {pooled.shares}"
+        yield line
 
 
 def tell_host() -> None:
@@ -76,32 +106,24 @@ def _on_hosts(request: Request) -> Iterator[str]:
     if store is None or not store.check(keys):
         return
     hosts = [one_line(value.decode()) for value in get_all(store, keys)]
+    # The hosts a, b, a, b have two runs each, and a, a, b, b one.
     runs_of_host = Counter(host for host, _ in groupby(hosts))
-    host = next((host for host, runs in runs_of_host.items() if runs > 1), None)
-    if host is None:
+    interleaved = [host for host, runs in runs_of_host.items() if runs > 1]
+    if not interleaved:
         return
+    host = interleaved[0]
     ranks_of_host = [rank for rank in ranks if hosts[rank] == host]
     sentence = f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}"
     world = RankLayout(("rank",), (len(hosts),))
-    consecutive = most_hosts(request.layouts, Topology(world, dict(Counter(hosts))))
-    for kind, number in most_hosts(request.layouts, Topology(world, hosts)).items():
-        if number > consecutive[kind]:
+    touched = most_hosts(request.layouts, Topology(world, hosts))
+    in_blocks = most_hosts(request.layouts, Topology(world, dict(Counter(hosts))))
+    for kind, number in touched.items():
+        if number > in_blocks[kind]:
             sentence += (
-                f"; {kind} groups touch up to {number} hosts, and {consecutive[kind]} with "
+                f"; {kind} groups touch up to {number} hosts, and {in_blocks[kind]} with "
                 f"consecutive ranks"
             )
     yield (
         f"{sentence}. Start with srun --distribution=block, or a host file that lists each host "
         f"once"
     )
-
-
-def _connected(pool: GroupPool) -> str:
-    connect = pool.policy.connect
-    if connect == "torch":
-        return ""
-    if connect == "eager":
-        return ", each connected at creation"
-    if pool.agreement.lazy:
-        return ", connected on first use"
-    return ", connected at once: not every rank's torch can connect on first use"

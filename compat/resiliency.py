@@ -61,9 +61,10 @@ class Abort(_Abort):
     """
 
     def __init__(self) -> None:
-        why = closing.unset().get(closing.WATCHDOG)
-        if why is not None and torch.cuda.is_available():
-            text = f"{closing.WATCHDOG} is {why}. Set it before the job starts."
+        reason = closing.unset().get(closing.WATCHDOG)
+        # Without a GPU there is no NCCL, and so no watchdog.
+        if reason is not None and torch.cuda.is_available():
+            text = f"{closing.WATCHDOG} is {reason}. Set it before the job starts."
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
@@ -107,6 +108,7 @@ class Initialize(_Initialize):
         self.options = options
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
+        # The iteration before may have ended without an abort.
         if dist.is_initialized():
             hypergrid.abort(default=True)
         if self.store is None:

@@ -31,12 +31,14 @@ class Log:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()  # scripts change the current one
-        self.process, self._written = os.getpid(), time.monotonic()
+        self.process = os.getpid()
+        self._written = time.monotonic()
         self._rank = int(os.environ.get("RANK", "0"))
         # Processes of two hosts may have one number, and each may record several times.
         self._name = f"reads.{self._rank}.{self.process}.{secrets.token_hex(4)}"
         self.directory.mkdir(parents=True, exist_ok=True)
         check_private(self.directory)
+        # A directory that cannot be written is refused now, not when the job ends.
         tempfile.TemporaryFile(dir=self.directory).close()
         self._lock = threading.RLock()  # a signal's handler may read
         # By the code's id, since code compares by its bytes; the value keeps the code alive.
@@ -49,17 +51,20 @@ class Log:
         key = (id(code), *use.values())
         with self._lock:
             if key not in self._sites:
-                where = {"file": file_of(code, use["module"]), "function": function_of(code)}
-                self._sites[key] = (code, {**use, **where, "count": 0})
-            self._sites[key][1]["count"] += 1
+                file = file_of(code, use["module"])
+                site = {**use, "file": file, "function": function_of(code), "count": 0}
+                self._sites[key] = (code, site)
+            _, site = self._sites[key]
+            site["count"] += 1
             if time.monotonic() - self._written > _EVERY:
                 self.write()
 
     def problem(self, kind: str, text: str, example: str) -> None:
         """Count one read of a wrong state; ``example`` is what this rank got."""
-        problem = {"kind": kind, "text": text, "count": 0, "example": example}
+        new_problem = {"kind": kind, "text": text, "count": 0, "example": example}
         with self._lock:
-            self._problems.setdefault((kind, text), problem)["count"] += 1
+            problem = self._problems.setdefault((kind, text), new_problem)
+            problem["count"] += 1
 
     def close(self) -> None:
         """Write for the last time."""
@@ -73,7 +78,8 @@ class Log:
         """
         if os.getpid() != self.process:
             return
-        if dist.is_initialized():  # it may be gone when the process ends
+        # The default group may be gone when the process ends: then the last rank is right.
+        if dist.is_initialized():
             self._rank = dist.get_rank()
         with self._lock:
             self._written = time.monotonic()
@@ -94,12 +100,16 @@ class Log:
 
 def function_of(code: CodeType) -> str:
     """The function's name, with its class where Python (from 3.11 on) tells it."""
-    name: str = getattr(code, "co_qualname", code.co_name)
-    return name
+    return getattr(code, "co_qualname", code.co_name)
 
 
 def file_of(code: CodeType, module: str) -> str:
     """The file from its top package on; of a script its name."""
     path = Path(code.co_filename)
-    depth = module.count(".") + 1 + (path.name == "__init__.py")
-    return "/".join(path.parts[-depth:]) if module != "__main__" else path.name
+    if module == "__main__":
+        return path.name
+    # megatron.core.utils is the last three parts of /site-packages/megatron/core/utils.py.
+    depth = len(module.split("."))
+    if path.name == "__init__.py":
+        depth += 1
+    return "/".join(path.parts[-depth:])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compat.audit.getters import field_of
+from compat.audit.getters import FIELDS
 from compat.state import GROUP_SLOTS, ParallelState, all_states, current
 
 _COLLECTIONS = "process_groups_config"  # where every release's classes of collections are
@@ -37,25 +36,26 @@ class Owner:
 
     def group(self, slot: str) -> Any:
         """The group that the owner has for a private global; ``UNKNOWN`` if that is not said."""
-        name = field_of(slot)
-        for each in self.collections:
-            given = getattr(each, name, None) if name else None
-            if given is not None:
-                return given
+        field = FIELDS.get(slot, "")
+        for collection in self.collections:
+            # A release's collection lacks newer fields, and a program fills those that it needs.
+            group = getattr(collection, field, None)
+            if group is not None:
+                return group
         if self.state is not None and self.state.request is not None:
             return getattr(self.state, slot)
         return UNKNOWN
 
 
-_built: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> Owner; modules may not hash yet
-_found: dict[int, tuple[ref[ParallelState], str]] = {}  # by id(group): it may be gone
+_owner_of_module: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by identity: it may not hash yet
 _build = torch.nn.Module.__init__  # as it is without the audit
 
 
 def watch() -> None:
     """Note from now on with which groups modules are built."""
     global _build
-    _build = build = torch.nn.Module.__init__
+    build = torch.nn.Module.__init__
+    _build = build
 
     def noting(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
@@ -67,62 +67,75 @@ def watch() -> None:
 def unwatch() -> None:
     """Undo ``watch``."""
     torch.nn.Module.__init__ = _build  # type: ignore[method-assign]
-    _found.clear()
 
 
-def _note(self: torch.nn.Module, frame: FrameType | None) -> None:
-    found: list[Any] = []
-    while frame is not None and _first(frame) is self:
-        found += _groups_in(frame.f_locals.values())
+def _note(module: torch.nn.Module, frame: FrameType | None) -> None:
+    """Note the owner of a module, which is built in ``frame`` and perhaps in its callers.
+
+    The groups are those in the arguments and variables of its constructors. Without any the owner
+    is that of the module that is being built around it, and else the current state.
+    """
+    holders: list[Any] = []
+    while frame is not None and _object_of(frame) is module:
+        holders += _holders_in(frame.f_locals.values())
         frame = frame.f_back
-    owner = _owner_of(found)
-    if owner is None:  # nothing was given: as the module that is being built around it
-        around = (_built.get(each) for each, _ in _walk(frame) if isinstance(each, torch.nn.Module))
-        owner = next((each for each in around if each is not None), None)
-    _built[self] = owner or Owner(current())
+    owner = _owner_of(holders)
+    if owner is None:
+        for caller, _ in _callers(frame):
+            if isinstance(caller, torch.nn.Module) and caller in _owner_of_module:
+                owner = _owner_of_module[caller]
+                break
+    _owner_of_module[module] = owner or Owner(current())
 
 
-def owner_of(candidate: Any) -> Owner | None:
+def owner_of(reader: Any) -> Owner | None:
     """The owner of an object that reads a global; None if the object holds no groups."""
-    if isinstance(candidate, torch.nn.Module) and candidate in _built:
-        return _built[candidate]
-    if type(candidate).__module__.partition(".")[0] in ("torch", "builtins", "_pytest"):
+    if isinstance(reader, torch.nn.Module) and reader in _owner_of_module:
+        return _owner_of_module[reader]
+    # Torch's objects hold groups for others.
+    if type(reader).__module__.partition(".")[0] in ("torch", "builtins", "_pytest"):
         return None
-    if _is_collection(candidate):
-        return _owner_of([candidate])
-    held = getattr(candidate, "__dict__", None)
-    return _owner_of(_groups_in(held.values())) if isinstance(held, dict) else None
+    if _is_collection(reader):
+        return _owner_of([reader])
+    attributes = getattr(reader, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return None
+    return _owner_of(_holders_in(attributes.values()))
 
 
-def _owner_of(found: list[Any]) -> Owner | None:
-    """The one owner of these groups; None if there are none, or of several states."""
-    if not found:
-        return None
-    collections = tuple(each for each in found if _is_collection(each))
-    loose = [each for each in found if not _is_collection(each)]
-    groups = [*loose, *(g for each in collections for g in _groups_in(vars(each).values()))]
-    states = {id(state): state for state in map(state_of, groups) if state is not None}
+def _owner_of(holders: list[Any]) -> Owner | None:
+    """The one owner of groups and collections; None if there are none, or of several states."""
+    collections = []
+    groups = []
+    for holder in holders:
+        if _is_collection(holder):
+            collections.append(holder)
+            groups += _holders_in(vars(holder).values())
+        else:
+            groups.append(holder)
+    states = states_of(groups)
     if len(states) > 1 or not groups:
         return None
-    return Owner(next(iter(states.values()), None), collections, was_given=True)
+    state = states.pop() if states else None
+    return Owner(state, tuple(collections), was_given=True)
 
 
-def state_of(group: Any) -> ParallelState | None:
-    """The state that has a group."""
-    reference, slot = _found.get(id(group), (lambda: None, ""))
-    known = reference()
-    if known is not None and getattr(known, slot) is group:
-        return known
+def states_of(groups: list[Any]) -> set[ParallelState]:
+    """The states that have some of these groups."""
+    ids = {id(group) for group in groups}
+    states = set()
     for state in all_states():
-        for slot in GROUP_SLOTS:
-            if getattr(state, slot) is group:
-                _found[id(group)] = ref(state), slot
-                return state
-    return None
+        if any(id(getattr(state, slot)) in ids for slot in GROUP_SLOTS):
+            states.add(state)
+    return states
 
 
-def _groups_in(values: Any) -> list[Any]:
-    return [each for each in [*values] if isinstance(each, ProcessGroup) or _is_collection(each)]
+def _holders_in(values: Iterable[Any]) -> list[Any]:
+    """The groups and the collections of groups among ``values``."""
+    # Of a copy: another thread may set an attribute meanwhile.
+    return [
+        value for value in [*values] if isinstance(value, ProcessGroup) or _is_collection(value)
+    ]
 
 
 def _is_collection(value: Any) -> bool:
@@ -130,7 +143,7 @@ def _is_collection(value: Any) -> bool:
     return kind.__module__.endswith(_COLLECTIONS) and hasattr(value, "__dict__")
 
 
-def _first(frame: FrameType) -> Any:
+def _object_of(frame: FrameType) -> Any:
     """The object whose method a frame runs."""
     code = frame.f_code
     if code.co_argcount and code.co_varnames[0] == "self":
@@ -151,26 +164,27 @@ class Place:
 def look_around(frame: FrameType) -> Place:
     """The place of a read: the callers are searched, from the innermost."""
     place = Place("", "", None, None)
-    last = None
-    for candidate, name in _walk(frame):
-        if isinstance(candidate, torch.nn.Module):
-            place.outermost = type(candidate).__name__
+    previous = None
+    for caller, method in _callers(frame):
+        if isinstance(caller, torch.nn.Module):
+            place.outermost = type(caller).__name__
             if not place.phase:
-                if name == "__init__":
-                    place.phase = "construction"
-                elif name in ("_call_impl", "forward"):
-                    place.phase = "forward"
-        if place.owner is None and candidate is not last:
-            place.owner = owner_of(candidate)
-            if place.owner is not None:
-                place.reader = candidate
-        last = candidate
+                place.phase = _PHASES.get(method, "")
+        # Several methods of one object may call each other: it is asked once.
+        if place.owner is None and caller is not previous:
+            place.owner = owner_of(caller)
+            place.reader = caller
+        previous = caller
     return place
 
 
-def _walk(frame: FrameType | None) -> Iterator[tuple[Any, str]]:
+_PHASES = {"__init__": "construction", "_call_impl": "forward", "forward": "forward"}
+
+
+def _callers(frame: FrameType | None) -> Iterator[tuple[Any, str]]:
+    """The objects whose methods are running, the innermost first, and the methods' names."""
     while frame is not None:
-        candidate = _first(frame)
-        if candidate is not None:
-            yield candidate, frame.f_code.co_name
+        caller = _object_of(frame)
+        if caller is not None:
+            yield caller, frame.f_code.co_name
         frame = frame.f_back

@@ -7,18 +7,17 @@ Reads of private globals pass through the class of the module, which is exchange
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import os
 import sys
 import threading
-import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,6 @@ _READ_FOR_CALLERS = frozenset(
         "megatron.core.utils:get_tensor_model_parallel_group_if_none",
     }
 )
-_OTHER, _NONE_OPEN, _ENDED = "another state", "no activate() is open", "activate() has ended"
 
 
 class WrongStateError(RuntimeError):
@@ -56,8 +54,8 @@ class ForbiddenReadError(RuntimeError):
 _read_by_thread = threading.local()  # its ``group``: the one behind the read in progress
 _logs: list[Log] = []
 _rules: list[_Rule] = []
-_functions: dict[str, FunctionType] = {}  # the getters
-_inner: dict[str, FunctionType] = {}  # as they are without the audit
+_getters: dict[str, FunctionType] = {}  # those whose code is exchanged
+_originals: dict[str, FunctionType] = {}  # functions with the code that they had
 _lock = threading.RLock()
 _warned: set[str] = set()
 
@@ -65,25 +63,28 @@ _warned: set[str] = set()
 def _switch() -> None:
     """Put the audit in if something needs it, take it out if nothing does."""
     with _lock:
-        wanted = bool(_logs or _rules)
-        if wanted and not _inner:
+        is_needed = bool(_logs or _rules)
+        if is_needed and not _getters:
             _put_in()
-        elif not wanted and _inner:
+        elif _getters and not is_needed:
             _take_out()
 
 
 def _put_in() -> None:
-    module = importlib.import_module(_MODULE)  # above this package in the order of imports
+    # By name, since parallel_state is above this package in the order of imports.
+    module = importlib.import_module(_MODULE)
     names = namespace()
     names[_HOOK] = _read
     for name in AUDITED:
-        function = names.get(name)
-        if not isinstance(function, FunctionType) or function.__globals__ is not names:
-            continue  # outside code has replaced it: what that calls is seen
-        own = FunctionType(function.__code__, names, name, function.__defaults__)
-        own.__kwdefaults__ = function.__kwdefaults__
-        _functions[name], _inner[name] = function, own
-        function.__code__ = _detour(function)
+        getter = names.get(name)
+        # Outside code may have replaced the getter. Then reads by the replacement are seen.
+        if not isinstance(getter, FunctionType) or getter.__globals__ is not names:
+            continue
+        original = FunctionType(getter.__code__, names, name, getter.__defaults__)
+        original.__kwdefaults__ = getter.__kwdefaults__
+        _originals[name] = original
+        _getters[name] = getter
+        getter.__code__ = _detour(getter)
     module.__class__ = _Watched
     owners.watch()
 
@@ -91,31 +92,38 @@ def _put_in() -> None:
 def renew() -> None:
     """After a reload of the module, which has other functions: put the audit into these."""
     with _lock:
-        if _inner:
+        if _getters:
             _take_out()
             _put_in()
 
 
 def _take_out() -> None:
-    names = namespace()
-    for name, function in _functions.items():
-        function.__code__ = _inner[name].__code__
-    _functions.clear()
-    _inner.clear()
-    names.pop(_HOOK, None)
+    for name, getter in _getters.items():
+        getter.__code__ = _originals[name].__code__
+    _getters.clear()
+    _originals.clear()
+    namespace().pop(_HOOK, None)
     sys.modules[_MODULE].__class__ = ModuleType
     owners.unwatch()
 
 
-def _detour(function: FunctionType) -> types.CodeType:
-    """Code of the same signature that calls the hook with what it was given."""
-    name, code = function.__name__, function.__code__
-    placed = code.co_varnames[: code.co_argcount]
-    named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    taken = ", ".join([*placed, *(["*", *named] if named else [])])
-    given = ", ".join([*placed, *(f"{each}={each}" for each in named)])
-    source = f"def {name}({taken}): return {_HOOK}({name!r}, {given})"
-    return next(c for c in compile(source, __file__, "exec").co_consts if hasattr(c, "co_code"))
+def _detour(getter: FunctionType) -> CodeType:
+    """Code of the same signature that passes its arguments to the hook.
+
+    For ``get_rank(group, *, timeout)`` it is that of
+    ``def get_rank(group, *, timeout): return _hypergrid_audit("get_rank", group=group, ...)``.
+    """
+    name = getter.__name__
+    code = getter.__code__
+    parameters = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    arguments = [f"{parameter}={parameter}" for parameter in parameters]
+    if code.co_kwonlyargcount:
+        parameters.insert(code.co_argcount, "*")
+    call = f"{_HOOK}({', '.join([repr(name), *arguments])})"
+    source = f"def {name}({', '.join(parameters)}): return {call}"
+    defined: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), defined)
+    return defined[name].__code__
 
 
 class _Watched(ModuleType):
@@ -124,63 +132,82 @@ class _Watched(ModuleType):
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name in SLOTS and not torch.compiler.is_dynamo_compiling():
-            frame = _caller(sys._getframe().f_back)
+            frame = _reader(sys._getframe().f_back)
             if frame is not None and not _is_guard(frame):
                 _refuse(name, frame)
-                group = value if isinstance(value, ProcessGroup) else None
-                _record(name, False, frame, group)
+                _record(name, False, frame, _group_or_none(value))
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        frame = _caller(sys._getframe().f_back) if name in SLOTS else None
-        if frame is not None:
-            _refuse(name, frame)
+        frame = _reader(sys._getframe().f_back) if name in SLOTS else None
+        if frame is None:
+            super().__setattr__(name, value)
+            return
+        _refuse(name, frame)
         super().__setattr__(name, value)
-        if frame is not None:
-            _record(name, True, frame, value if isinstance(value, ProcessGroup) else None)
+        _record(name, True, frame, _group_or_none(value))
 
 
-def _read(name: str, /, *args: Any, **kwargs: Any) -> Any:
+def _read(name: str, /, **arguments: Any) -> Any:
     """The code of every audited getter while something is on."""
-    if torch.compiler.is_dynamo_compiling():  # it cannot trace what follows
-        return _inner[name](*args, **kwargs)
-    frame = _caller(sys._getframe(1).f_back)  # None also where no Python code calls
-    if frame is None:  # one function of ours calls another
-        result = _inner[name](*args, **kwargs)
+    getter = _originals[name]
+    # The compiler cannot trace what follows.
+    if torch.compiler.is_dynamo_compiling():
+        return getter(**arguments)
+    frame = _reader(sys._getframe(1).f_back)
+    if frame is None:
+        # One function of ours calls another, or no Python code calls. The outer read, if there is
+        # one, is answered from this group: get_tensor_model_parallel_rank() asks for its group.
+        result = getter(**arguments)
         if isinstance(result, ProcessGroup):
             _read_by_thread.group = result
         return result
     _refuse(name, frame)
     _read_by_thread.group = None
-    result = None
+    group = None
     try:
-        result = _inner[name](*args, **kwargs)
+        result = getter(**arguments)
+        group = _group_or_none(result)
         return result
-    finally:
-        group = result if isinstance(result, ProcessGroup) else _read_by_thread.group
-        _record(name, name.startswith(SETTERS), frame, group)
+    finally:  # a read that fails counts too
+        changes = name.startswith(SETTERS)
+        _record(name, changes, frame, group or _read_by_thread.group)
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
+def _group_or_none(value: Any) -> ProcessGroup | None:
+    return value if isinstance(value, ProcessGroup) else None
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
     """The frame that reads; None if it is ours."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        reader = {module, f"{module}:{frame.f_code.co_name}"}
-        if not reader & _READ_FOR_CALLERS:
-            return None if module.partition(".")[0] in _OUR_PACKAGES else frame
+        function = f"{module}:{frame.f_code.co_name}"
+        if module not in _READ_FOR_CALLERS and function not in _READ_FOR_CALLERS:
+            is_ours = _package(module) in _OUR_PACKAGES
+            return None if is_ours else frame
         frame = frame.f_back
     return None
 
 
 def _is_guard(frame: FrameType) -> bool:
     """Whether torch looks, before it runs compiled code, if a global is as it was."""
-    return str(frame.f_globals.get("__name__", "torch")).partition(".")[0] == "torch"
+    return _package(str(frame.f_globals.get("__name__", "torch"))) == "torch"
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _open_logs() -> Iterable[Log]:
     """This process's innermost log of each directory, as the files are added up."""
-    process = os.getpid()  # not of the process that it was forked from, whose thread had the lock
-    return {log.directory: log for log in _logs if log.process == process}.values()
+    process = os.getpid()
+    log_of_directory = {}
+    for log in _logs:
+        # A forked process has its parent's logs, and perhaps their lock held by a lost thread.
+        if log.process == process:
+            log_of_directory[log.directory] = log
+    return log_of_directory.values()
 
 
 def _is_strict() -> bool:
@@ -192,13 +219,13 @@ def _refuse(name: str, frame: FrameType) -> None:
         rule.check(name, frame)
 
 
-def _record(name: str, changes: bool, frame: FrameType, group: Any) -> None:
+def _record(name: str, changes: bool, frame: FrameType, group: ProcessGroup | None) -> None:
     slot = _slot(name, group)
     if slot is not None and group is None:
-        group = namespace().get(slot)
-        group = group if isinstance(group, ProcessGroup) else None
+        group = _group_or_none(namespace().get(slot))
     place = owners.look_around(frame)
-    phase, state = _phase(place), current()
+    phase = _phase(place)
+    state = current()
     if _logs:
         use = {
             "module": frame.f_globals.get("__name__", "?"),
@@ -212,20 +239,27 @@ def _record(name: str, changes: bool, frame: FrameType, group: Any) -> None:
         }
         for log in _open_logs():
             log.site(frame.f_code, use)
-    if not changes and (_logs or _is_strict()):
-        _judge(name, slot, group, frame, place, phase)
+    # A private global that is no group, and a write, are of no wrong state.
+    if changes or slot is None:
+        return
+    if _logs or _is_strict():
+        _judge(_Read(name, slot, group, frame), place, phase)
 
 
-def _slot(name: str, group: Any) -> str | None:
+def _slot(name: str, group: ProcessGroup | None) -> str | None:
     """The private global that was answered from; None if it is not one of a group, or not known."""
     slots = slots_behind(name)
     if group is not None:
         names = namespace()
-        found = [slot for slot in slots if names.get(slot) is group]
+        slots = tuple(slot for slot in slots if names.get(slot) is group)
         # Several globals may hold one group: the one that it was created for.
-        own = (slot for slot in found if slot.lstrip("_") == group.group_desc)
-        return next(own, found[0] if found else None)
-    return slots[0] if len(slots) == 1 else None
+        for slot in slots:
+            if slot.lstrip("_") == group.group_desc:
+                return slot
+    # A getter that answers from one of several globals, and not with a group, does not say which.
+    elif len(slots) > 1:
+        return None
+    return slots[0] if slots else None
 
 
 def _phase(place: Place) -> str:
@@ -236,48 +270,81 @@ def _phase(place: Place) -> str:
     return place.phase or "elsewhere"
 
 
-def _judge(
-    name: str, slot: str | None, group: Any, frame: FrameType, place: Place, phase: str
-) -> None:
-    if slot is None:
-        return
+class _Read(NamedTuple):
+    """A read of a private global that holds a group."""
+
+    name: str  # of the getter, or the global itself
+    slot: str
+    group: ProcessGroup | None  # that the reader gets
+    frame: FrameType
+
+    @property
+    def verb(self) -> str:
+        """``_DATA_PARALLEL_GROUP`` is "read data parallel group"."""
+        return f"read {self.slot.strip('_').lower().replace('_', ' ')}"
+
+    @property
+    def remedy(self) -> str:
+        """The end of an advice."""
+        return f"or {instead_of(self.name, self.slot)}."
+
+
+def _judge(read: _Read, place: Place, phase: str) -> None:
+    """Report a read of another state than the reader's, or of whatever state is current."""
+    expected = UNKNOWN
+    if place.owner is not None:
+        expected = place.owner.group(read.slot)
+    if expected is UNKNOWN:
+        _judge_activation(read, phase)
+    # Some globals hold lists of groups, which are not compared.
+    elif expected is not read.group and isinstance(expected, (ProcessGroup, NoneType)):
+        _report_other_state(read, place, expected)
+
+
+def _report_other_state(read: _Read, place: Place, expected: ProcessGroup | None) -> None:
     owner = place.owner
-    given = owner.group(slot) if owner is not None else UNKNOWN
-    read = f"read {slot.strip('_').lower().replace('_', ' ')}"
-    remedy = f"{instead_of(name, slot)}."
-    if owner is not None and given is not UNKNOWN:
-        if given is group or not isinstance(given, (ProcessGroup, type(None))):
-            return
-        source = owners.state_of(group) if group is not None else current()
-        built = "given groups of" if owner.was_given else "built under"
-        text = (
-            f"{type(place.reader).__name__} {built} {owner.name} {read} of {_state_name(source)} "
-            f"at {_location(frame)}, by {name}(). Read inside `with state.activate():` of its own "
-            f"state, or {remedy}"
-        )
-        got, wanted = _ranks(group), _ranks(given)
-        same = f"got another group of the same ranks {got}"
-        _report(_OTHER, text, same if got == wanted else f"got the ranks {got} instead of {wanted}")
-        return
+    assert owner is not None
+    sources = [current()] if read.group is None else owners.states_of([read.group])
+    source = next(iter(sources), None)
+    built = "given groups of" if owner.was_given else "built under"
+    text = (
+        f"{type(place.reader).__name__} {built} {owner.name} {read.verb} of {_state_name(source)} "
+        f"at {_location(read.frame)}, by {read.name}(). Read inside `with state.activate():` of "
+        f"its own state, {read.remedy}"
+    )
+    ranks = _ranks(read.group)
+    expected_ranks = _ranks(expected)
+    example = f"got the ranks {ranks} instead of {expected_ranks}"
+    if ranks == expected_ranks:
+        example = f"got another group of the same ranks {ranks}"
+    _report("another state", text, example)
+
+
+def _judge_activation(read: _Read, phase: str) -> None:
+    """Report a read by code that holds no groups, if several states might be meant."""
     is_open, ended = activations()
     states = all_states()
     if is_open or len(states) < 2:
         return
-    kind, when = _NONE_OPEN, "while no activate() is open"
+    kind = "no activate() is open"
+    when = "while no activate() is open"
     advice = "Read inside `with state.activate():`"
     if phase == "backward" and ended:
-        kind, when = _ENDED, f"in backward, after activate() of {ended!r} has ended"
+        kind = "activate() has ended"
+        when = f"in backward, after activate() of {ended!r} has ended"
         advice = "Run forward and backward inside one activate()"
     names = ", ".join(sorted(map(_state_name, states)))
     text = (
-        f"{_location(frame)} {read} by {name}() {when}: got that of {_state_name(current())}, of "
-        f"the states {names}. {advice}, or {remedy}"
+        f"{_location(read.frame)} {read.verb} by {read.name}() {when}: got that of "
+        f"{_state_name(current())}, of the states {names}. {advice}, {read.remedy}"
     )
-    _report(kind, text, f"got the ranks {_ranks(group)}")
+    _report(kind, text, f"got the ranks {_ranks(read.group)}")
 
 
 def _state_name(state: Any) -> str:
-    return repr(state.name) if state is not None and state.name else "no state"
+    if state is None or not state.name:
+        return "no state"
+    return repr(state.name)
 
 
 def _location(frame: FrameType) -> str:
@@ -285,22 +352,27 @@ def _location(frame: FrameType) -> str:
     return f"{file_of(frame.f_code, module)}:{frame.f_lineno}"
 
 
-def _ranks(group: Any) -> str:
-    return str(dist.get_process_group_ranks(group)) if group is not None else "none"
+def _ranks(group: ProcessGroup | None) -> str:
+    if group is None:
+        return "none"
+    return str(dist.get_process_group_ranks(group))
 
 
-def _report(kind: str, text: str, ranks: str) -> None:
+def _report(kind: str, text: str, example: str) -> None:
     for log in _open_logs():
-        log.problem(kind, text, ranks)
+        log.problem(kind, text, example)
+    message = f"rank {_rank()} {example}: {text}"
     if _is_strict():
-        raise WrongStateError(f"rank {_rank()} {ranks}: {text}")
+        raise WrongStateError(message)
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(f"rank {_rank()} {ranks}: {text}", RuntimeWarning, stacklevel=2)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def begin(directory: str | os.PathLike[str]) -> None:
@@ -332,16 +404,18 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
         log.close()
 
 
-class _Rule(AbstractContextManager[Any]):
+class _Rule:
     """Raises at reads from the call on, for the process; as a context manager until its end."""
 
     def __init__(
         self, patterns: Sequence[str] = (), allow: Sequence[str] = (), is_strict: bool = False
     ) -> None:
-        self.patterns, self.allow, self.is_strict = patterns, allow, is_strict
+        self.patterns = patterns
+        self.allow = allow
+        self.is_strict = is_strict
         self.__enter__()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> _Rule:
         if self not in _rules:
             _rules.append(self)
             _switch()
@@ -359,19 +433,21 @@ class _Rule(AbstractContextManager[Any]):
     def check(self, name: str, frame: FrameType) -> None:
         """Refuse a read of ``name`` by ``frame``, if a pattern matches its module."""
         module = frame.f_globals.get("__name__", "")
-        rule = next((p for p in self.patterns if fnmatch.fnmatchcase(module, p)), None)
-        if rule is None or any(
-            fnmatch.fnmatchcase(each, allowed)
-            for allowed in self.allow
-            for each in (module, name, f"{module}:{name}")
-        ):
+        matching = (pattern for pattern in self.patterns if fnmatchcase(module, pattern))
+        rule = next(matching, None)
+        if rule is None:
             return
-        called = name if name.startswith("_") else f"{name}()"
+        read = f"{module}:{name}"
+        for pattern in self.allow:
+            if any(fnmatchcase(text, pattern) for text in (module, name, read)):
+                return
+        called = name
+        if not name.startswith("_"):
+            called += "()"
         raise ForbiddenReadError(
             f"rank {_rank()}: {module} used {called} of parallel_state at {_location(frame)}, in "
             f"{function_of(frame.f_code)}, which forbid({rule!r}) does not allow. What to do: "
-            f"{instead_of(name)}. To allow it for now: forbid({rule!r}, "
-            f"allow=[{f'{module}:{name}'!r}])."
+            f"{instead_of(name)}. To allow it for now: forbid({rule!r}, allow=[{read!r}])."
         )
 
 
@@ -404,17 +480,22 @@ def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> 
     ValueError
         There is no pattern, or one that is no module's name.
     """
-    lists: dict[str, list[Any]] = {}
-    for name, value in (("modules", modules), ("allow", allow)):
-        several = isinstance(value, Iterable) and not isinstance(value, str)
-        lists[name] = [*value] if several else [value]
-        for each in lists[name]:
-            invalid = f"invalid value in {name}: {each!r}"
-            allowed = "allowed: patterns of modules' names such as 'megatron.core.transformer.*'."
-            if not isinstance(each, str):
-                raise TypeError(f"{invalid} is no string; {allowed}")
-            if not each or set(each) & set("/\\ " if name == "allow" else "/\\ :"):
-                raise ValueError(f"{invalid} matches no module; {allowed}")
-    if not lists["modules"]:
+    patterns = _checked_patterns("modules", modules, "/\\ :")
+    exceptions = _checked_patterns("allow", allow, "/\\ ")
+    if not patterns:
         raise ValueError("forbid() needs at least one pattern of modules' names.")
-    return _Rule(lists["modules"], lists["allow"])
+    return _Rule(patterns, exceptions)
+
+
+def _checked_patterns(argument: str, value: Any, never: str) -> list[str]:
+    """The patterns in ``value``, one or several, which have none of the characters ``never``."""
+    is_single = isinstance(value, str) or not isinstance(value, Iterable)
+    patterns = [value] if is_single else [*value]
+    for pattern in patterns:
+        invalid = f"invalid value in {argument}: {pattern!r}"
+        allowed = "allowed: patterns of modules' names such as 'megatron.core.transformer.*'."
+        if not isinstance(pattern, str):
+            raise TypeError(f"{invalid} is no string; {allowed}")
+        if not pattern or set(pattern) & set(never):
+            raise ValueError(f"{invalid} matches no module; {allowed}")
+    return patterns

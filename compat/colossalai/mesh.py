@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -53,18 +54,20 @@ class ProcessGroupMesh:
             )
         if not size:
             raise TypeError("ProcessGroupMesh() needs the size of at least one axis.")
-        ranks, world = prod(size), dist.get_world_size()
-        if ranks != world:
+        ranks = prod(size)
+        world_size = dist.get_world_size()
+        if ranks != world_size:
             raise AssertionError(
                 f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {ranks} ranks and "
-                f"the world has {world}: the product of the sizes must be the world's size."
+                f"the world has {world_size}: the product of the sizes must be the world's size."
             )
         self.grid = HyperCommGrid.over(_layout(size))
         self._shape: Coordinate = self.grid.layout.sizes[::-1]
         self._rank = dist.get_rank()
         self._coord = self.unravel(self._rank, self._shape)
-        # Groups of other ranks too: every rank knows all groups of the mesh.
-        self._known: dict[tuple[str | None, Ranks], ProcessGroup] = {}
+        # By backend and members. Of groups without this rank too, as the non-member marker: so
+        # every rank knows which groups of the mesh exist.
+        self._groups: dict[tuple[str | None, Ranks], ProcessGroup] = {}
 
     def __repr__(self) -> str:
         return f"ProcessGroupMesh{self._shape} (rank {self._rank} at {self._coord})"
@@ -81,16 +84,22 @@ class ProcessGroupMesh:
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         """The size of one axis, or of each."""
-        return self._shape if dim is None else self._shape[self._axis(dim)]
+        if dim is None:
+            return self._shape
+        return self._shape[self._axis(dim)]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
         """The coordinate of this rank on one axis, or on each."""
-        return self._coord if dim is None else self._coord[self._axis(dim)]
+        if dim is None:
+            return self._coord
+        return self._coord[self._axis(dim)]
 
     @staticmethod
     def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
         """The coordinate of ``rank``. ValueError if it is outside ``shape``."""
-        return tuple(_layout(shape).coordinate(_whole(rank, "rank")).values())[::-1]
+        coordinate_of_dim = _layout(shape).coordinate(_whole(rank, "rank"))
+        # The layout's first dim is the fastest, and it is the mesh's last axis.
+        return tuple(coordinate_of_dim.values())[::-1]
 
     @staticmethod
     def ravel(coord: Sequence[int], shape: Sequence[int], mode: Mode = "raise") -> int:
@@ -105,27 +114,29 @@ class ProcessGroupMesh:
                 f"{shown(shape)}; allowed: {', '.join(get_args(Mode))}."
             )
         layout = _layout(shape)
-        at = [_whole(each, "coordinate") for each in coord]
-        if len(at) != len(layout.sizes):
+        indices = [_whole(index, "coordinate") for index in coord]
+        if len(indices) != len(layout.sizes):
             raise LayoutError(
-                f"coordinate {shown(coord)} has {len(at)} numbers and the shape {shown(shape)} "
-                f"has {len(layout.sizes)}: give one for each axis."
+                f"coordinate {shown(coord)} has {len(indices)} numbers and the shape "
+                f"{shown(shape)} has {len(layout.sizes)}: give one for each axis."
             )
         if mode == "raise":
-            return layout.rank(**dict(zip(layout.dims, at[::-1], strict=True)))
-        return int(np.ravel_multi_index(at, shape, mode))
+            index_of_dim = dict(zip(layout.dims, indices[::-1], strict=True))
+            return layout.rank(**index_of_dim)
+        return int(np.ravel_multi_index(indices, shape, mode))
 
     @staticmethod
     def get_coords_along_axis(
         base_coord: Sequence[int], axis: Axes, indices_at_axis: Indices
     ) -> list[Coordinate]:
         """``base_coord`` with each of the indices at the axis, or at each of several axes."""
-        axes, indices = _listed(axis, indices_at_axis)
+        axes, indices_of_axes = _listed(axis, indices_at_axis)
         coords = []
-        for chosen in itertools.product(*indices):
+        # (7, 8, 9) at the axes 0 and 2, with the indices [1] and [2, 3]: (1, 8, 2), (1, 8, 3).
+        for indices in itertools.product(*indices_of_axes):
             coord = list(base_coord)
-            for at, index in zip(axes, chosen, strict=True):
-                coord[at] = index
+            for axis_number, index in zip(axes, indices, strict=True):
+                coord[axis_number] = index
             coords.append(tuple(coord))
         return coords
 
@@ -171,9 +182,10 @@ class ProcessGroupMesh:
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
-        for (_, ranks), known in self._known.items():
-            if known is group and group is not NOT_A_MEMBER:
-                return list(ranks)
+        if group is not NOT_A_MEMBER:
+            for (_, ranks), mesh_group in self._groups.items():
+                if mesh_group is group:
+                    return list(ranks)
         raise KeyError(
             f"{shown(group)} is not a group of this rank in {self!r}. For groups created elsewhere "
             f"call torch.distributed.get_process_group_ranks()."
@@ -182,92 +194,129 @@ class ProcessGroupMesh:
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group of this mesh. *Local*; they can be created again."""
         self.grid.destroy()
-        self._known.clear()
+        self._groups.clear()
 
     def _axis(self, axis: Any) -> int:
+        """The number of an axis, which may count from the end."""
         count = len(self._shape)
-        at = _whole(axis, "axis")
-        if not -count <= at < count:
-            raise IndexError(f"axis {at} does not exist in {self!r}: it has axes 0 to {count - 1}.")
-        return at % count
+        number = _whole(axis, "axis")
+        if not -count <= number < count:
+            raise IndexError(
+                f"axis {number} does not exist in {self!r}: it has axes 0 to {count - 1}."
+            )
+        return number % count
 
-    def _chosen(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
-        """The axes and the positions chosen at each, ascending."""
-        chosen: dict[int, list[int]] = {}
-        axes, indices = _listed(axis, indices_at_axis)
-        for at, some in zip(map(self._axis, axes), indices, strict=True):
-            size = self._shape[at]
-            given = list(range(size)) if some is None else some
-            if at in chosen:
+    def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
+        """The indices at each axis, both ascending."""
+        indices_of_axis: dict[int, list[int]] = {}
+        axes, indices_of_axes = _listed(axis, indices_at_axis)
+        for number, indices in zip(map(self._axis, axes), indices_of_axes, strict=True):
+            if number in indices_of_axis:
                 raise ValueError(f"axes must not repeat, rank {self._rank} got {shown(axis)}.")
-            if not given or len(set(given)) < len(given) or not {*given} <= {*range(size)}:
-                raise (ValueError if given else IndexError)(
-                    f"indices {shown(given)} at axis {at} make no group in {self!r}: give at "
-                    f"least one of 0 to {size - 1}, each once."
+            size = self._shape[number]
+            if indices is None:
+                indices = range(size)
+            is_repeating = len(set(indices)) < len(indices)
+            if not indices or is_repeating or not set(indices) <= set(range(size)):
+                error = ValueError if indices else IndexError
+                raise error(
+                    f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "
+                    f"at least one of 0 to {size - 1}, each once."
                 )
-            chosen[at] = sorted(given)
-        return dict(sorted(chosen.items()))
+            indices_of_axis[number] = sorted(indices)
+        return dict(sorted(indices_of_axis.items()))
+
+    def _label(self, indices_of_axis: dict[int, list[int]], backend: str | None) -> str:
+        """In words which groups these are: ``axis0-axis2[0,1]/gloo``."""
+        parts = []
+        for axis, indices in indices_of_axis.items():
+            part = f"axis{axis}"
+            if len(indices) < self._shape[axis]:
+                part += str(indices).replace(" ", "")
+            parts.append(part)
+        label = "-".join(parts) or "alone"
+        return f"{label}/{backend}" if backend else label
+
+    def _ranks(
+        self, dims: tuple[str, ...], indices_of_axis: dict[int, list[int]]
+    ) -> tuple[Ranks, list[Ranks]]:
+        """The members of this rank's group, and those of every group.
+
+        This rank is no member of its own group if it is at none of the indices.
+        """
+        layout = self.grid.layout
+        # Every group over whole axes has a rank in each cell of these axes. The indices pick the
+        # same cells of all: of axes of the sizes 2 and 4, [1] and [0, 3] pick the cells 4 and 7.
+        axis_sizes = [self._shape[axis] for axis in indices_of_axis]
+        cells = np.arange(layout.dim_size(dims)).reshape(axis_sizes)
+        picked_cells = cells[np.ix_(*indices_of_axis.values())].ravel()
+        own_whole_group = np.array(layout.group(self._rank, dims))
+        own_ranks = tuple(own_whole_group[picked_cells].tolist())
+        all_ranks = layout.groups(dims)[:, picked_cells]
+        return own_ranks, [tuple(ranks) for ranks in all_ranks.tolist()]
 
     def _group(
         self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
     ) -> ProcessGroup:
-        with refusing_together(self.grid.layout.ranks, Policy.resolve()):
-            chosen = self._chosen(axis, indices_at_axis)
+        layout = self.grid.layout
+        with refusing_together(layout.ranks, Policy.resolve()):
+            indices_of_axis = self._indices(axis, indices_at_axis)
         backend = plain_backend(backend)
-        axes = [
-            f"axis{at}" + ("" if len(given) == self._shape[at] else f"{given}".replace(" ", ""))
-            for at, given in chosen.items()
-        ]
-        label = "-".join(axes or ["alone"]) + (f"/{backend}" if backend else "")
-        layout, dims = self.grid.layout, tuple(f"axis{axis}" for axis in chosen)
-        # The indices pick the same members of every whole line.
-        whole = np.arange(layout.dim_size(dims)).reshape([self._shape[axis] for axis in chosen])
-        places = whole[np.ix_(*chosen.values())].ravel()
-        line = tuple(np.array(layout.group(self._rank, dims))[places].tolist())
-        lines = [tuple(each) for each in layout.groups(dims)[:, places].tolist()]
-        # Groups of other ranks too: a rank that lacks one would wait for the ranks that have it.
-        missing = [each for each in lines if (backend, each) not in self._known]
+        label = self._label(indices_of_axis, backend)
+        dims = tuple(f"axis{axis}" for axis in indices_of_axis)
+        ranks, all_ranks = self._ranks(dims, indices_of_axis)
+        # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
+        missing = [members for members in all_ranks if (backend, members) not in self._groups]
         if missing or collective:
             proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
-            mine = {label: line} if self._rank in line and line in missing else {}
-            made = []
+            own_groups = {}
+            if self._rank in ranks and ranks in missing:
+                own_groups[label] = ranks
+            created = []
             with self.grid.agreed(proposal, repr(self)) as pool:
                 if missing:
-                    made = pool.make(label, mine, missing.copy, dims=dims, backend=backend)
-            self._known |= {(backend, each): NOT_A_MEMBER for each in missing}
-            if made:
-                self._known[backend, line] = made[0]
-        group = self._known[backend, line]
-        if dims and backend is None and len(places) == whole.size:
+                    created = pool.make(label, own_groups, missing.copy, dims=dims, backend=backend)
+            for members in missing:
+                self._groups[backend, members] = NOT_A_MEMBER
+            if created:
+                self._groups[backend, ranks] = created[0]
+        group = self._groups[backend, ranks]
+        # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
+        if dims and backend is None and len(ranks) == layout.dim_size(dims):
             self.grid.hold(dims, group)
         return group
 
 
 def _layout(shape: Sequence[int]) -> RankLayout:
     """The layout whose dims are the axes, the last and fastest one first."""
-    names = [f"axis{axis}" for axis in range(len(shape))]
-    return RankLayout(tuple(names[::-1]), tuple(shape)[::-1])
+    dims = [f"axis{axis}" for axis in range(len(shape))]
+    return RankLayout(tuple(dims[::-1]), tuple(shape)[::-1])
 
 
 def _listed(axis: Axes, indices_at_axis: Indices | None) -> tuple[list[int], list[Any]]:
-    """The axes and the indices at each, None for all; one axis or several may be given."""
-    several = isinstance(axis, Iterable)
-    axes = [_whole(each, "axis") for each in (axis if several else [axis])]  # type: ignore[union-attr]
+    """The axes and the indices at each, None for all; a caller may pass one axis or several."""
+    axes: Any = axis
+    indices_of_axes: Any = indices_at_axis
+    if not isinstance(axis, Iterable):
+        axes = [axis]
+        indices_of_axes = [indices_at_axis]
+    numbers = [_whole(number, "axis") for number in axes]
     if indices_at_axis is None:
-        return axes, [None] * len(axes)
-    given: Any = indices_at_axis if several else [indices_at_axis]
-    if len(axes) != len(given):
+        return numbers, [None] * len(numbers)
+    if len(numbers) != len(indices_of_axes):
         raise ValueError(
-            f"{len(axes)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give one "
-            f"list for each axis."
+            f"{len(numbers)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give "
+            f"one list for each axis."
         )
-    return axes, [[_whole(each, "index") for each in some] for some in given]
+    whole_indices: list[Any] = []
+    for indices in indices_of_axes:
+        whole_indices.append([_whole(index, "index") for index in indices])
+    return numbers, whole_indices
 
 
-def _whole(value: Any, what: str) -> int:
-    try:
-        if not isinstance(value, bool):
+def _whole(value: Any, role: str) -> int:
+    # True and False are whole numbers to Python.
+    if not isinstance(value, bool):
+        with suppress(TypeError):
             return operator.index(value)
-    except TypeError:
-        pass
-    raise AssertionError(f"{what} must be a whole number, got {shown(value)}.")
+    raise AssertionError(f"{role} must be a whole number, got {shown(value)}.")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch.distributed as dist
@@ -34,60 +34,75 @@ def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
     Members run through the dims from the first of ``dims`` on, and around the layout's end.
     """
     first = layout.dims.index(dims[0]) if dims else 0
-    around = layout.dims[first:] + layout.dims[:first]
-    inside_first = sorted(around, key=lambda dim: dim not in dims)
-    return layout.groups(inside_first, as_given=True).reshape(-1, layout.dim_size(dims)).tolist()
+    # Over b and c of (a, b, c): b, c, a. Over c and a, the orthogonal of b: c, a, b.
+    from_first = layout.dims[first:] + layout.dims[:first]
+    inside_first = sorted(from_first, key=lambda dim: dim not in dims)
+    in_order = layout.groups(inside_first, as_given=True)
+    return in_order.reshape(-1, layout.dim_size(dims)).tolist()
 
 
 def orthogonal_names(node: GroupNode) -> list[str]:
     """The names of its orthogonal groups, that of the world first; upstream's if it has none."""
-    named = node.orthogonals
-    if None in named.values():
-        return sorted(named, key=lambda name: named[name] is not None)
-    return [f"__orthogonal_to_{node.name}", *named]
+    scope_of = node.orthogonals
+    if None in scope_of.values():
+        return sorted(scope_of, key=lambda name: scope_of[name] is not None)
+    return [f"__orthogonal_to_{node.name}", *scope_of]
 
 
 def of_tree(placement: Placement, nodes: Iterable[GroupNode]) -> tuple[DimsOf, Ranks]:
     """For each group of ``nodes`` and each orthogonal to one, by name: its dims, and all ranks."""
-    dims, ranks = DimsOf(), Ranks()
+    dims_of = DimsOf()
+    ranks_of = Ranks()
     for node in nodes:
-        dims.setdefault(node.name, placement.dims(node.name))
-        own = groups_over(placement.layout, placement.dims(node.name))
-        ranks.setdefault(node.name, own)
+        node_dims = placement.dims(node.name)
+        node_ranks = groups_over(placement.layout, node_dims)
+        # An orthogonal group may have the name of a node: both are over the same dims.
+        dims_of.setdefault(node.name, node_dims)
+        ranks_of.setdefault(node.name, node_ranks)
         for name in orthogonal_names(node):
             scope = node.orthogonals.get(name)
-            over = placement.orthogonal(node.name, scope)
-            dims.setdefault(name, over)
-            across = groups_over(placement.layout, over) if scope else np.transpose(own).tolist()
-            ranks.setdefault(name, across)
-    return dims, ranks
+            orthogonal_dims = placement.orthogonal(node.name, scope)
+            # In the world upstream groups the first members of all groups, the second ones ...
+            orthogonal_ranks = np.transpose(node_ranks).tolist()
+            if scope is not None:
+                orthogonal_ranks = groups_over(placement.layout, orthogonal_dims)
+            dims_of.setdefault(name, orthogonal_dims)
+            ranks_of.setdefault(name, orthogonal_ranks)
+    return dims_of, ranks_of
 
 
-def create(grid: HyperCommGrid, groups: Ranks, dims: DimsOf) -> dict[str, ProcessGroup]:
-    """Create all ``groups``, by their names, or none; ``grid`` owns them. *Collective*."""
-    firsts = {f"group {name}": list(map(span_of, ranks[:8])) for name, ranks in groups.items()}
-    digest = hashlib.sha256(repr(groups).encode()).hexdigest()
-    proposal = {"layout": repr(grid.layout), **firsts, "plan": digest}
-    rank, made = dist.get_rank(), dict[str, ProcessGroup]()
+def create(grid: HyperCommGrid, ranks_of: Ranks, dims_of: DimsOf) -> dict[str, ProcessGroup]:
+    """Create groups of all names, or none; ``grid`` owns them. *Collective*."""
+    proposal: dict[str, Any] = {"layout": repr(grid.layout)}
+    for name, all_ranks in ranks_of.items():
+        # A few for the message where ranks differ; the digest is of all.
+        proposal[f"group {name}"] = [span_of(ranks) for ranks in all_ranks[:8]]
+    proposal["plan"] = hashlib.sha256(repr(ranks_of).encode()).hexdigest()
+    own_rank = dist.get_rank()
+    groups: dict[str, ProcessGroup] = {}
     with grid.agreed(proposal, OWNER) as pool:
-        for name, ranks in groups.items():
-            mine = next(tuple(sorted(each)) for each in ranks if rank in each)
-            (made[name],) = pool.make(name, {name: mine}, ranks.copy, dims=dims.get(name, ()))
-    return made
+        for name, all_ranks in ranks_of.items():
+            (own_ranks,) = (ranks for ranks in all_ranks if own_rank in ranks)
+            members = {name: tuple(sorted(own_ranks))}
+            dims = dims_of.get(name, ())
+            (groups[name],) = pool.make(name, members, all_ranks.copy, dims=dims)
+    return groups
 
 
 def mesh_layout(shape: Sequence[int], names: Sequence[str], world_size: int) -> RankLayout:
     """A mesh's layout, its last dim fastest, with -1 replaced. RuntimeError if it is invalid."""
-    asked = f"a mesh of {tuple(shape)} named {tuple(names)} is invalid"
-    known = prod(size for size in shape if size != -1)
-    sizes = [world_size // max(known, 1) if size == -1 else size for size in shape]
+    invalid = f"a mesh of {tuple(shape)} named {tuple(names)} is invalid"
+    # (2, -1, 2) in a world of 8: 8 / (2 * 2) = 2 in place of the -1.
+    known_product = prod(size for size in shape if size != -1)
+    remaining = world_size // max(known_product, 1)
+    sizes = [remaining if size == -1 else size for size in shape]
     try:
         layout = RankLayout(tuple(names)[::-1], tuple(sizes)[::-1])
     except LayoutError as error:
-        raise RuntimeError(f"{asked}: {error}") from None
+        raise RuntimeError(f"{invalid}: {error}") from None
     if layout.size != world_size or not sizes or list(shape).count(-1) > 1:
         raise RuntimeError(
-            f"{asked}: there must be at least one size, at most one of them -1, and they must "
+            f"{invalid}: there must be at least one size, at most one of them -1, and they must "
             f"multiply to the world's {world_size} ranks."
         )
     return layout
@@ -97,7 +112,8 @@ def create_mesh(layout: RankLayout, device_type: str) -> tuple[HyperCommGrid, De
     """A mesh over the groups of a new grid, which owns them. *Collective* over the job."""
     grid = HyperCommGrid.over(layout)
     try:
-        if len(layout.dims) == 1:  # the default group, as in torch's own mesh
+        # A mesh of one dim has the default group, as torch's own.
+        if len(layout.dims) == 1:
             grid.hold(layout.dims, dist.group.WORLD)
         else:
             for dim in layout.dims:

@@ -9,12 +9,26 @@ OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
 )
-# The variables of each method, for these arguments of DistributedManager.setup() in this order.
-_ARGUMENTS = ("rank", "world_size", "local_rank", "addr", "port")
+# By method: the argument of DistributedManager.setup() that each of its variables gives.
 _VARIABLES = {
-    "ENV": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    "SLURM": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_LAUNCH_NODE_IPADDR"),
-    "OPENMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "ENV": {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "addr": "MASTER_ADDR",
+        "port": "MASTER_PORT",
+    },
+    "SLURM": {
+        "rank": "SLURM_PROCID",
+        "world_size": "SLURM_NPROCS",
+        "local_rank": "SLURM_LOCALID",
+        "addr": "SLURM_LAUNCH_NODE_IPADDR",
+    },
+    "OPENMPI": {
+        "rank": "OMPI_COMM_WORLD_RANK",
+        "world_size": "OMPI_COMM_WORLD_SIZE",
+        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    },
 }
 _PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
@@ -26,16 +40,18 @@ def method() -> str | None:
     Raises RuntimeError on an unknown method.
     """
     for override in OVERRIDES:
-        asked = os.environ.get(override)
-        if asked in _VARIABLES:
-            return asked
-        if asked:
+        name = os.environ.get(override)
+        if name in _VARIABLES:
+            return name
+        if name:
             raise RuntimeError(
-                f"invalid {override}={asked!r}; allowed: {', '.join(_VARIABLES)}. Unset it to "
+                f"invalid {override}={name!r}; allowed: {', '.join(_VARIABLES)}. Unset it to "
                 f"take the first method whose variables are set."
             )
-    for name, variables in _VARIABLES.items():
-        if not _missing(name) or (name != "ENV" and variables[0] in os.environ):
+    if not _missing("ENV"):
+        return "ENV"
+    for name in ("SLURM", "OPENMPI"):
+        if _VARIABLES[name]["rank"] in os.environ:
             return name
     return None
 
@@ -56,22 +72,30 @@ def arguments(name: str) -> dict[str, Any]:
             f"{variable} is not set, and initialisation by {name} needs it: start the script with "
             f"the launcher that sets it, or choose another method with {OVERRIDES[0]}."
         )
-    found: dict[str, Any] = {"method": name.lower()}
-    for argument, variable in zip(_ARGUMENTS, _VARIABLES[name], strict=False):
+    values: dict[str, Any] = {"method": name.lower()}
+    for argument, variable in _VARIABLES[name].items():
         text = os.environ.get(variable)
-        try:
-            if text is not None:
-                found[argument] = text if argument in ("addr", "port") else int(text)
-        except ValueError:
-            raise ValueError(f"{variable}={text!r} is not a whole number.") from None
-    return found
+        if text is None:
+            continue
+        values[argument] = text
+        if argument not in ("addr", "port"):
+            try:
+                values[argument] = int(text)
+            except ValueError:
+                raise ValueError(f"{variable}={text!r} is not a whole number.") from None
+    return values
 
 
 def _missing(name: str) -> list[str]:
-    return [each for each in _VARIABLES[name] if each != "LOCAL_RANK" and each not in os.environ]
+    # Without LOCAL_RANK the devices of a host are taken in turn.
+    present = {"LOCAL_RANK", *os.environ}
+    return [variable for variable in _VARIABLES[name].values() if variable not in present]
 
 
 def ranks_per_host() -> int | None:
     """The number of ranks on each host, if the launcher says it."""
-    told = (os.environ.get(variable, "") for variable in _PER_HOST)
-    return next((int(text) for text in told if text.isdecimal()), None)
+    for variable in _PER_HOST:
+        text = os.environ.get(variable, "")
+        if text.isdecimal():
+            return int(text)
+    return None

@@ -42,17 +42,8 @@ class PhysicsNeMoUninitializedDistributedManagerWarning(Warning):
         )
 
 
-def _read(attribute: str) -> Any:
-    return property(attrgetter(attribute))  # a property, so that it cannot be set
-
-
-def _kept(attribute: str, warning: str = "") -> Any:
-    def keep(manager: DistributedManager, value: bool) -> None:
-        if value and warning:
-            warnings.warn(warning, stacklevel=2)
-        setattr(manager, attribute, value)
-
-    return property(attrgetter(attribute), keep)
+def _read_only(attribute: str) -> Any:
+    return property(attrgetter(attribute))
 
 
 class DistributedManager:
@@ -88,14 +79,16 @@ class DistributedManager:
     _owners: list[HyperCommGrid | GroupPool]
 
     def __init__(self) -> None:
-        known = self.__dict__ = DistributedManager._shared_state  # also after cleanup()
+        # The attributes of this object stay those that they are also after cleanup().
+        attributes = DistributedManager._shared_state
+        self.__dict__ = attributes
         if not self.is_initialized():
             raise PhysicsNeMoUninitializedDistributedManagerWarning()
-        known.setdefault("_cuda", torch.cuda.is_available())
-        known.setdefault("_device", torch.device("cuda:0" if self._cuda else "cpu"))
-        known.setdefault("_owners", [])
-        for name in ("groups", "group_names", "group_ranks", "mesh_dims", "mesh_groups"):
-            known.setdefault(f"_{name}", {})
+        attributes.setdefault("_cuda", torch.cuda.is_available())
+        attributes.setdefault("_device", torch.device("cuda:0" if self._cuda else "cpu"))
+        attributes.setdefault("_owners", [])
+        for name in ("_groups", "_group_names", "_group_ranks", "_mesh_dims", "_mesh_groups"):
+            attributes.setdefault(name, {})
 
     def __reduce__(self) -> tuple[type[DistributedManager], tuple[()]]:
         return type(self), ()  # a model that holds the manager can be copied
@@ -104,27 +97,42 @@ class DistributedManager:
         method = self._initialization_method
         return f"rank {self.rank} of {self.world_size} on {self.device}, initialised by {method!r}"
 
-    rank: int = _read("_rank")
+    rank: int = _read_only("_rank")
     """The rank of this process."""
-    local_rank: int = _read("_local_rank")
+    local_rank: int = _read_only("_local_rank")
     """The rank of this process on its host."""
-    world_size: int = _read("_world_size")
+    world_size: int = _read_only("_world_size")
     """Number of processes in the job."""
-    device: torch.device = _read("_device")
+    device: torch.device = _read_only("_device")
     """``cuda:LOCAL_RANK``, or the CPU."""
-    distributed: bool = _read("_distributed")
+    distributed: bool = _read_only("_distributed")
     """Whether there is a process group."""
-    cuda: bool = _read("_cuda")
+    cuda: bool = _read_only("_cuda")
     """Whether there is a GPU."""
 
-    broadcast_buffers: bool = _kept("_broadcast_buffers")
-    """For ``DistributedDataParallel``; only kept here."""
-    find_unused_parameters: bool = _kept(
-        "_find_unused_parameters",
-        "find_unused_parameters makes DDP search the graph in every step: set it only where "
-        "parameters stay without gradients.",
-    )
-    """For ``DistributedDataParallel``; only kept here."""
+    @property
+    def broadcast_buffers(self) -> bool:
+        """For ``DistributedDataParallel``; only kept here."""
+        return self._broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self._broadcast_buffers = value
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """For ``DistributedDataParallel``; only kept here."""
+        return self._find_unused_parameters
+
+    @find_unused_parameters.setter
+    def find_unused_parameters(self, value: bool) -> None:
+        if value:
+            warnings.warn(
+                "find_unused_parameters makes DDP search the graph in every step: set it only "
+                "where parameters stay without gradients.",
+                stacklevel=2,
+            )
+        self._find_unused_parameters = value
 
     # Groups by name.
 
@@ -138,23 +146,31 @@ class DistributedManager:
 
         Raises PhysicsNeMoUndefinedGroupError if there is none.
         """
-        if name is not None and name not in self._groups:
+        if name is None:
+            return None
+        if name not in self._groups:
             raise PhysicsNeMoUndefinedGroupError(name)
-        return None if name is None else self._groups[name]
+        return self._groups[name]
 
     def group_size(self, name: str | None = None) -> int:
         """Number of ranks in the group of that name, or of the job."""
-        return self.world_size if name is None else dist.get_world_size(self.group(name))
+        if name is None:
+            return self.world_size
+        return dist.get_world_size(self.group(name))
 
     def group_rank(self, name: str | None = None) -> int:
         """The rank of this process in the group of that name, or in the job."""
-        return self.rank if name is None else dist.get_rank(self.group(name))
+        if name is None:
+            return self.rank
+        return dist.get_rank(self.group(name))
 
     def group_name(self, group: ProcessGroup | None = None) -> str | None:
         """The name of ``group``; None for None. Raises KeyError if it was not created here."""
-        if group is not None and group not in self._group_names:
+        if group is None:
+            return None
+        if group not in self._group_names:
             raise KeyError(f"{group} was not created here. These were: {list(self.group_names)}.")
-        return None if group is None else self._group_names[group]
+        return self._group_names[group]
 
     # Start and end.
 
@@ -166,7 +182,8 @@ class DistributedManager:
     @staticmethod
     def get_available_backend() -> str:
         """``"nccl"`` where there are GPUs and NCCL, else ``"gloo"``."""
-        return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        return "nccl" if has_nccl else "gloo"
 
     @staticmethod
     def initialize() -> None:
@@ -226,28 +243,39 @@ class DistributedManager:
         """
         if local_rank is None:
             local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
-        known: dict[str, Any] = {"_rank": rank, "_world_size": world_size, "_is_initialized": True}
-        known |= {"_local_rank": local_rank, "_distributed": True, "_initialization_method": method}
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        device = torch.device("cpu")
+        bound_device = None  # torch accepts no CPU here
+        if torch.cuda.is_available():
+            device = torch.device("cuda", local_rank)
+            bound_device = device
+        creates_default_group = not dist.is_initialized()
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
-        if dist.is_initialized():
-            existing = (dist.get_rank(), dist.get_world_size())
-            if existing != (rank, world_size):
-                raise RuntimeError(
-                    f"torch.distributed is already initialised, as rank {existing[0]} of "
-                    f"{existing[1]}, and this process was launched as rank {rank} of {world_size}. "
-                    f"Leave its initialisation to DistributedManager, or give it the same numbers."
-                )
-        else:
-            # Bound to its device, as upstream has it. Torch accepts no CPU here.
-            bound = device if cuda else None
-            dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=bound)
-            known["_owns_default_group"] = True
-        if cuda:
+        if creates_default_group:
+            dist.init_process_group(
+                backend, rank=rank, world_size=world_size, device_id=bound_device
+            )
+        elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise RuntimeError(
+                f"torch.distributed is already initialised, as rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, and this process was launched as rank {rank} of "
+                f"{world_size}. Leave its initialisation to DistributedManager, or give it the "
+                f"same numbers."
+            )
+        if bound_device is not None:
             torch.cuda.set_device(device)
             torch.cuda.empty_cache()
-        DistributedManager._shared_state.update(known, _device=device)
+        attributes = DistributedManager._shared_state
+        attributes.update(
+            _rank=rank,
+            _world_size=world_size,
+            _local_rank=local_rank,
+            _device=device,
+            _distributed=True,
+            _initialization_method=method,
+            _is_initialized=True,
+        )
+        if creates_default_group:
+            attributes["_owns_default_group"] = True
         atexit.unregister(DistributedManager.cleanup)
         atexit.register(DistributedManager.cleanup)
 
@@ -259,9 +287,11 @@ class DistributedManager:
         """
         if DistributedManager.is_initialized():
             manager = DistributedManager()
+            # A program may have destroyed the default group, and with it all others.
             if manager.distributed and dist.is_initialized():
                 if barrier:
-                    dist.barrier(device_ids=[manager.local_rank] if manager.cuda else None)
+                    device_ids = [manager.local_rank] if manager.cuda else None
+                    dist.barrier(device_ids=device_ids)
                 for owner in reversed(manager._owners):
                     owner.destroy()
                 if manager._owns_default_group:
@@ -282,15 +312,16 @@ class DistributedManager:
         """
         with _checking() as manager:
             manager._check_new(name, AssertionError)
-            parent = [list(range(manager.world_size))]
+            parents = [list(range(manager.world_size))]
             if group_name:
-                parent = manager._ranks_of(group_name, KeyError, f"the parent of {name!r}")
-            if size < 1 or len(parent[0]) % size:
+                parents = manager._ranks_of(group_name, KeyError, f"the parent of {name!r}")
+            parent_size = len(parents[0])
+            if size < 1 or parent_size % size:
                 raise AssertionError(
-                    f"groups of {len(parent[0])} ranks cannot be cut into groups of {size}: "
-                    f"{len(parent[0])} / {size} leaves a remainder. Choose a size that divides it."
+                    f"groups of {parent_size} ranks cannot be cut into groups of {size}: "
+                    f"{parent_size} / {size} leaves a remainder. Choose a size that divides it."
                 )
-            ranks: list[list[int]] = np.reshape(parent, (-1, size)).tolist()
+            ranks: list[list[int]] = np.reshape(parents, (-1, size)).tolist()
         manager._create({name: ranks}, verbose)
 
     @staticmethod
@@ -349,17 +380,19 @@ class DistributedManager:
             where a node is to stay inside a host.
         """
         with _checking() as manager:
-            nodes = [config.get_node(name) for name in config.breadth_first()]
+            node_names = config.breadth_first()
+            nodes = [config.get_node(name) for name in node_names]
             if hosts is None and any(node.within for node in nodes):
                 hosts = launch.ranks_per_host()
             placement = config.place(manager.world_size, hosts=hosts)
-            dims, ranks = groups.of_tree(placement, nodes)
-            for name in ranks:
+            dims_of, ranks_of = groups.of_tree(placement, nodes)
+            for name in ranks_of:
                 manager._check_new(name, AssertionError)
             grid = HyperCommGrid.over(placement.layout)
-        manager._create(ranks, verbose, grid, dims)
-        for name in [*config.breadth_first(), *ranks]:  # get_pg() prefers the groups of nodes
-            grid.hold(dims[name], manager.group(name))
+        manager._create(ranks_of, verbose, grid, dims_of)
+        # Nodes first: of several groups over the same dims get_pg() returns the one held first.
+        for name in [*node_names, *ranks_of]:
+            grid.hold(dims_of[name], manager.group(name))
         for name in config.leaf_groups():
             if config.get_node(name).size == OPEN:
                 config.set_leaf_group_sizes({name: placement.size(name)})
@@ -374,7 +407,7 @@ class DistributedManager:
 
     # The mesh.
 
-    mesh_dims: dict[str, int] = _read("_mesh_dims")
+    mesh_dims: dict[str, int] = _read_only("_mesh_dims")
     """The mesh's names and sizes."""
 
     def mesh_names(self) -> KeysView[str]:
@@ -388,14 +421,18 @@ class DistributedManager:
     @property
     def global_mesh(self) -> DeviceMesh:
         """The mesh of the job; the first time, without ``initialize_mesh``, the flat world."""
-        return self._global_mesh or self.initialize_mesh((-1,), ("world",))
+        if self._global_mesh is None:
+            return self.initialize_mesh((-1,), ("world",))
+        return self._global_mesh
 
     def mesh(self, name: str | None = None) -> DeviceMesh:
         """The mesh, or one dim of it. Raises PhysicsNeMoUndefinedGroupError if there is none."""
         mesh = self._global_mesh
-        if mesh is None or name not in (None, *self.mesh_names()):
+        if mesh is None or name not in (None, *self._mesh_dims):
             raise PhysicsNeMoUndefinedGroupError("the mesh" if name is None else name)
-        return mesh if name is None else mesh[name]
+        if name is None:
+            return mesh
+        return mesh[name]
 
     def initialize_mesh(
         self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]
@@ -439,25 +476,27 @@ class DistributedManager:
 
     def _create(
         self,
-        ranks: groups.Ranks,
+        ranks_of: groups.Ranks,
         verbose: bool,
         grid: HyperCommGrid | None = None,
-        dims: groups.DimsOf | None = None,
+        dims_of: groups.DimsOf | None = None,
     ) -> None:
-        grid = grid or HyperCommGrid.over(RankLayout(("world",), (self.world_size,)))
-        made = groups.create(grid, ranks, dims or {})
+        if grid is None:
+            grid = HyperCommGrid.over(RankLayout(("world",), (self.world_size,)))
+        new_groups = groups.create(grid, ranks_of, dims_of or {})
         self._owners.append(grid)
-        self._groups.update(made)
-        self._group_ranks.update(ranks)
-        self._group_names.update((group, name) for name, group in made.items())
+        self._groups.update(new_groups)
+        self._group_ranks.update(ranks_of)
+        for name, group in new_groups.items():
+            self._group_names[group] = name
         if verbose and self.rank == 0:
-            for name, each in ranks.items():
-                print(f"{name}:", *each, sep="\n    ")
+            for name, all_ranks in ranks_of.items():
+                print(f"{name}:", *all_ranks, sep="\n    ")
 
 
-def _join(method: str, **given: Any) -> None:
-    backend = DistributedManager.get_available_backend()
-    DistributedManager.setup(**{**given, **launch.arguments(method)}, backend=backend)
+def _join(method: str, **defaults: Any) -> None:
+    arguments = {**defaults, **launch.arguments(method)}
+    DistributedManager.setup(**arguments, backend=DistributedManager.get_available_backend())
 
 
 @contextmanager

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from compat.planned.job import Job
 from compat.planned.layouts import Layouts, groups_by_kind
 from hypergrid.summary import hosts_touched
@@ -67,9 +65,9 @@ def findings(
     return by_severity(by_rule.values())
 
 
-def by_severity(found: Iterable[Finding]) -> list[Finding]:
+def by_severity(unsorted: Iterable[Finding]) -> list[Finding]:
     """The findings, the most severe first."""
-    return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
+    return sorted(unsorted, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
 # Flags with which Megatron splits the layers, or the batch, in another way.
@@ -80,42 +78,60 @@ _OTHER_BATCHES = {"--rampup-batch-size", "--step-batch-size-schedule"}
 
 def refusals(job: Job) -> Iterator[Finding]:
     """Findings: what Megatron's own checks of its arguments refuse, with their conditions."""
-    model = job.model
-    flags = {flag for names in job.flags.values() for flag in names}
 
     def size(name: str) -> int:
-        value: int = job.arguments.get(f"{name}_parallel_size", 1)
-        return value
+        return job.arguments.get(f"{name}_parallel_size", 1)
 
+    model = job.model
+    flags = {flag for names in job.flags.values() for flag in names}
+    yield from _indivisible(
+        "num-experts",
+        model.get("num-experts"),
+        "the expert-parallel size",
+        size("expert_model"),
+        "num_experts % expert_model_parallel_size == 0",
+    )
+    yield from _indivisible(
+        "num-attention-heads",
+        model.get("num-attention-heads"),
+        "the tensor-parallel size",
+        size("tensor_model"),
+        "num_attention_heads % tensor_model_parallel_size == 0",
+    )
     stages = size("pipeline_model")
-    virtual = size("virtual_pipeline_model")
-    ranks = size("tensor_model") * stages * size("context")
     layers = model.get("num-layers", 0)
     layers += model.get("with_embedding", 0) + model.get("with_loss", 0)
-    splits = [
-        ("num-experts", model.get("num-experts"), size("expert_model"),
-         "num_experts % expert_model_parallel_size == 0", "the expert-parallel size"),
-        ("num-attention-heads", model.get("num-attention-heads"), size("tensor_model"),
-         "num_attention_heads % tensor_model_parallel_size == 0", "the tensor-parallel size"),
-    ]  # fmt: skip
     if layers and not flags & _UNEVEN:
-        condition = "num_layers % (pipeline stages * virtual stages) == 0"
-        splits.append(("num-layers", layers, stages * virtual, condition, "the pipeline's stages"))
-    batch = model.get("global-batch-size")
-    if batch is not None and not flags & _OTHER_BATCHES:
-        each = model.get("micro-batch-size", 1) * (job.world_size // ranks)
-        condition = "global_batch_size % (micro_batch_size * data_parallel_size) == 0"
-        splits.append(("global-batch-size", batch, each, condition,
-                       "micro-batch size x data-parallel size"))  # fmt: skip
-    for rule, number, parts, condition, what in splits:
-        if number is not None and (number < 1 or number % parts):
-            yield Finding(
-                rule,
-                "error",
-                f"--{rule} is {number}, which {what}, {parts}, does not divide.",
-                f"Megatron refuses its arguments: {condition}.",
-                f"Change --{rule}, or {what}.",
-            )
+        yield from _indivisible(
+            "num-layers",
+            layers,
+            "the pipeline's stages",
+            stages * size("virtual_pipeline_model"),
+            "num_layers % (pipeline stages * virtual stages) == 0",
+        )
+    if not flags & _OTHER_BATCHES:
+        replicas = job.world_size // (size("tensor_model") * stages * size("context"))
+        yield from _indivisible(
+            "global-batch-size",
+            model.get("global-batch-size"),
+            "micro-batch size x data-parallel size",
+            model.get("micro-batch-size", 1) * replicas,
+            "global_batch_size % (micro_batch_size * data_parallel_size) == 0",
+        )
+
+
+def _indivisible(
+    flag: str, number: int | None, divisor_name: str, divisor: int, condition: str
+) -> Iterator[Finding]:
+    # A flag that was not given is not known here: Megatron has a default, or reads a checkpoint.
+    if number is not None and (number < 1 or number % divisor):
+        yield Finding(
+            flag,
+            "error",
+            f"--{flag} is {number}, which {divisor_name}, {divisor}, does not divide.",
+            f"Megatron refuses its arguments: {condition}.",
+            f"Change --{flag}, or {divisor_name}.",
+        )
 
 
 def faults(
@@ -133,10 +149,11 @@ def faults(
         yield from _across(layouts, "host", hosts)
     else:  # the GPUs of its hosts are as near as those of one host
         yield from _across(layouts, "NVLink domain", domains)
-    dense = layouts["decoder"]
-    dims = dense.trimmed.dims
-    apart = dense.stride("tp") if "tp" in dims else 1
-    if {"cp", "tp"} <= {*dims} and dense.stride("cp") < apart:
+    dense = layouts["decoder"].trimmed
+    if "tp" not in dense.dims:
+        return
+    apart = dense.stride("tp")
+    if "cp" in dense.dims and dense.stride("cp") < apart:
         yield Finding(
             "cp-before-tp",
             "warning",
@@ -145,40 +162,20 @@ def faults(
             "sends several times as much, farther ones.",
             "Put tp before cp in the order.",
         )
-    if len(dims) > 1 and dims[0] == "pp":
-        yield Finding(
-            "pp-innermost",
-            "warning",
-            "pp is innermost: the stages of a pipeline are neighbouring ranks.",
-            "Pipeline stages send the least, one tensor a micro-batch, and hold the nearest ranks, "
-            "which have the fastest links.",
-            "Put pp last in the order.",
-        )
-    if dense.size > 1 and "dp" not in dims:
-        yield Finding(
-            "dp-1",
-            "note",
-            "dp is 1: there are no replicas of the model.",
-            "A distributed optimizer has nothing to shard over dp.",
-            "Add ranks, or make the model-parallel sizes smaller, if memory allows.",
-        )
-    counts = np.unique(hosts.numbers[list(dense.ranks)], return_counts=True)[1]
-    if counts.min() < counts.max():
-        yield Finding(
-            "uneven-hosts",
-            "warning",
-            f"hosts hold {counts.min()} to {counts.max()} ranks of the job.",
-            "Groups that would fit into a host are cut by a border, differently on each host.",
-            "Use whole hosts.",
-        )
     if apart > 1:
-        yield Finding(
-            "user-buffers",
-            "error" if user_buffers else "note",
-            f"tp is not innermost: neighbours on tp are {apart} ranks apart.",
+        severity: Severity = "note"
+        cost = (
             "Transformer Engine's user buffers (--tp-comm-overlap) take consecutive ranks for the "
             "tensor-parallel groups, whatever the groups are"
-            + (", and would exchange with the wrong ones." if user_buffers else "."),
+        )
+        if user_buffers:
+            severity = "error"
+            cost += ", and would exchange with the wrong ones"
+        yield Finding(
+            "user-buffers",
+            severity,
+            f"tp is not innermost: neighbours on tp are {apart} ranks apart.",
+            f"{cost}.",
             "Put tp first in the order, or leave out --tp-comm-overlap.",
         )
 
@@ -190,19 +187,22 @@ def _across(layouts: Layouts, place: str, places: Topology) -> Iterator[Finding]
         if kind not in groups:
             continue
         touched = hosts_touched(groups[kind], places)
-        many, crossing = len(touched), int((touched > 1).sum())
+        count = len(touched)
+        crossing = int((touched > 1).sum())
         if not crossing:
             continue
+        # The finding about tp covers the tensor-parallel groups of experts.
         if kind == "tp":
-            groups.pop("expert tp", None)  # the finding about tp covers it
-        which = "each of the" if crossing == many else f"{crossing} of the"
-        verb = "has" if crossing in (1, many) else "have"
+            groups.pop("expert tp", None)
+        which = "each of the" if crossing == count else f"{crossing} of the"
+        verb = "has" if crossing in (1, count) else "have"
+        article = "an" if place == "NVLink domain" else "a"
         yield Finding(
             f"{kind}-across-{place}s".replace(" ", "-").lower(),
             severity,
-            f"{kind} leaves the {place}: {which} {many} groups of {groups[kind].shape[1]} ranks "
+            f"{kind} leaves the {place}: {which} {count} groups of {groups[kind].shape[1]} ranks "
             f"{verb} ranks on up to {touched.max()} {place}s.",
             cost,
             f"No order avoids it without a more expensive fault. A smaller {kind} would fit into "
-            f"{'an' if place.startswith('N') else 'a'} {place}.",
+            f"{article} {place}.",
         )

@@ -33,13 +33,15 @@ KNOWN_DIMS = {dim for _, dims in _KINDS.values() for dim in dims}
 
 def unknown_dims(layouts: Layouts) -> list[str]:
     """The dims of the two layouts that users know, in words, that are none of Megatron's."""
-    return [
-        f"the layout {name} has the dim {one_line(dim)} of size {layouts[name].dim_size(dim)}"
-        for name in SHARDS
-        if name in layouts
-        for dim in layouts[name].trimmed.dims
-        if dim not in KNOWN_DIMS
-    ]
+    sentences = []
+    for name in SHARDS:
+        if name not in layouts:
+            continue
+        layout = layouts[name].trimmed
+        for dim, size in zip(layout.dims, layout.sizes, strict=True):
+            if dim not in KNOWN_DIMS:
+                sentences.append(f"the layout {name} has the dim {one_line(dim)} of size {size}")
+    return sentences
 
 
 def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
@@ -61,17 +63,18 @@ def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
 
 def most_hosts(layouts: Layouts, hosts: Topology) -> dict[str, int]:
     """By kind how many hosts the group touches that touches the most; 1 if all stay inside."""
-    return {
-        kind: int(hosts_touched(groups, hosts).max())
-        for kind, groups in groups_by_kind(layouts).items()
-    }
+    most = {}
+    for kind, groups in groups_by_kind(layouts).items():
+        most[kind] = int(hosts_touched(groups, hosts).max())
+    return most
 
 
 def has_experts(layouts: Layouts) -> bool:
     """Whether expert layers are laid out differently from dense ones."""
     if "expert" not in layouts:
         return False
-    dense, expert = layouts["decoder"], layouts["expert"]
+    dense = layouts["decoder"]
+    expert = layouts["expert"]
     return expert.dim_size("ep") > 1 or expert.dim_size("tp") != dense.dim_size("tp")
 
 
@@ -80,9 +83,12 @@ def shards_of(*plans: GroupPlan) -> dict[str, tuple[str, ...]] | None:
 
     The layout of experts is compared only where it differs from the dense one.
     """
-    shared = {n: dims for n, dims in SHARDS.items() if all(n in plan.layouts for plan in plans)}
-    if "decoder" not in shared:
+    if any("decoder" not in plan.layouts for plan in plans):
         return None
-    if all(p.layouts["decoder"].trimmed == p.layouts[n].trimmed for p in plans for n in shared):
-        return {"decoder": shared["decoder"]}
-    return shared
+    decoder_alone = {"decoder": SHARDS["decoder"]}
+    if any("expert" not in plan.layouts for plan in plans):
+        return decoder_alone
+    for plan in plans:
+        if plan.layouts["decoder"].trimmed != plan.layouts["expert"].trimmed:
+            return SHARDS
+    return decoder_alone

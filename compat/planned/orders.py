@@ -25,9 +25,9 @@ class RankedOrder:
 
 
 def ranked_orders(
-    asked: str, layouts_of: Callable[[str], Layouts | None], hosts: Topology
+    requested: str, layouts_of: Callable[[str], Layouts | None], hosts: Topology
 ) -> list[RankedOrder]:
-    """All orders that differ, the best first; of equally good ones ``asked`` comes first.
+    """All orders that differ, the best first; of equally good ones ``requested`` comes first.
 
     In the better of two orders, groups touch fewer hosts in the first kind in which they differ. tp
     is the first kind, since it sends the most. ``layouts_of`` gives the layouts under an order, or
@@ -37,29 +37,31 @@ def ranked_orders(
     dp-tp a tp group 2 and a dp group 1. tp-dp is better.
     """
     ranking = []
-    seen = set()
-    for order in _orders(asked, layouts_of(asked)):
+    known_layouts = set()
+    for order in _orders(requested, layouts_of(requested)):
         layouts = layouts_of(order)
         if layouts is None:
             continue
         # Dims of size 1 may stand anywhere: such orders lay the ranks out in the same way.
-        shape = tuple(layout.trimmed for _, layout in sorted(layouts.items()))
-        if shape in seen:
+        trimmed = tuple(layout.trimmed for _, layout in sorted(layouts.items()))
+        if trimmed in known_layouts:
             continue
-        seen.add(shape)
+        known_layouts.add(trimmed)
         ranking.append(RankedOrder(order, most_hosts(layouts, hosts)))
-    return sorted(ranking, key=lambda ranked: (ranked.numbers, ranked.order != asked))
+    return sorted(ranking, key=lambda ranked: (ranked.numbers, ranked.order != requested))
 
 
-def _orders(asked: str, layouts: Layouts | None) -> Iterator[str]:
-    """``asked``, then every order of the dims that are larger than 1 in its ``layouts``.
+def _orders(requested: str, layouts: Layouts | None) -> Iterator[str]:
+    """``requested``, then every order of the dims that are larger than 1 in its ``layouts``.
 
     Orders that begin with tp come first, so that of equally good ones tp has the nearest ranks.
     """
-    yield asked
+    yield requested
+    used: set[str] = set()
     if layouts is None:
-        used = set(asked.lower().split("-"))
+        used.update(requested.lower().split("-"))
     else:
-        used = {dim for layout in layouts.values() for dim in layout.trimmed.dims}
+        for layout in layouts.values():
+            used.update(layout.trimmed.dims)
     for dims in permutations([dim for dim in DIMS if dim in used]):
         yield "-".join(dims)

@@ -28,6 +28,8 @@ class _Finder(MetaPathFinder, Loader):
     the parent package, and nothing is loaded before it is imported.
     """
 
+    has_loaded_state = False  # whether our parallel_state was imported under megatron's name
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -40,9 +42,10 @@ class _Finder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(REPLACEMENTS[spec.name])
         if spec.name.endswith("parallel_state"):
-            if _given:  # and gone from sys.modules: upstream's would be a fresh one
+            # Outside code has deleted it from sys.modules: upstream's would be a fresh one.
+            if self.has_loaded_state:
                 module = reload(module)
-            _given.add(spec.name)
+            self.has_loaded_state = True
         import_module("compat.swap.drift").refuse_drift(spec.name)
         spec.loader_state = module.__spec__
         return module
@@ -55,7 +58,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 _finder = _Finder()
-_given: set[str] = set()  # the names under which our parallel_state was imported
 
 
 def install() -> None:
@@ -67,10 +69,10 @@ def install() -> None:
     imported: other modules may hold its functions. So does the import of megatron itself, if its
     ``parallel_state`` has functions, arguments or private globals that ours lacks.
     """
-    stock = _stock_modules()
-    if stock:
+    stock_modules = _stock_modules()
+    if stock_modules:
         raise RuntimeError(
-            f"compat.install() comes too late: {', '.join(stock)} is already imported, and "
+            f"compat.install() comes too late: {', '.join(stock_modules)} is already imported, and "
             f"{len(_importers())} modules of megatron may hold its functions. Call "
             f"compat.install() before the first `import megatron`, or start the script with "
             f"`python -m compat.launch SCRIPT`."
@@ -95,11 +97,8 @@ def uninstall(*, forget_megatron: bool = False) -> None:
     it is imported again; objects of the old modules still exist beside the new ones. Without it
     raises RuntimeError if megatron was imported with our modules.
     """
-    if (
-        any(name in sys.modules for name in REPLACEMENTS)
-        and not _stock_modules()
-        and not forget_megatron
-    ):
+    has_our_modules = any(name in sys.modules for name in REPLACEMENTS) and not _stock_modules()
+    if has_our_modules and not forget_megatron:
         raise RuntimeError(
             f"megatron is already imported with hypergrid's parallel_state, in "
             f"{len(_importers())} modules. Start a new process for stock, or pass "
@@ -107,7 +106,7 @@ def uninstall(*, forget_megatron: bool = False) -> None:
         )
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    _given.clear()
+    _finder.has_loaded_state = False
     if forget_megatron:
         for name in [*_importers(), *REPLACEMENTS]:
             sys.modules.pop(name, None)
@@ -120,25 +119,28 @@ def is_installed() -> bool:
 
 def stray_bindings() -> list[str]:
     """Names in loaded megatron modules that still mean megatron's own parallel_state."""
-    ours = {name: sys.modules.get(module) for name, module in REPLACEMENTS.items()}
     strays = []
-    for name in _importers():
-        for key, value in list(vars(sys.modules[name]).items()):
-            where = "__name__" if isinstance(value, ModuleType) else "__module__"
-            home = getattr(value, where, None)
-            if home in ours and value is not ours[home] and name not in REPLACEMENTS:
-                strays.append(f"{name}.{key}")
+    for importer in _importers():
+        if importer in REPLACEMENTS:
+            continue
+        for name, value in list(vars(sys.modules[importer]).items()):
+            # Megatron's own module has its name, and so have the functions and classes in it.
+            attribute = "__name__" if isinstance(value, ModuleType) else "__module__"
+            if getattr(value, attribute, None) in REPLACEMENTS:
+                strays.append(f"{importer}.{name}")
     return strays
 
 
 def hiding() -> Path | None:
     """Another package `compat` on ``sys.path``: it hides ours, or ours hides it."""
-    ours = Path(__file__).parents[1].resolve()
-    for entry in sys.path:
-        spec = PathFinder.find_spec("compat", [entry or "."])
-        found = Path(spec.origin).resolve() if spec and spec.origin else None
-        if found and found.parent != ours:
-            return found
+    our_package = Path(__file__).parents[1].resolve()
+    for folder in sys.path:
+        spec = PathFinder.find_spec("compat", [folder or "."])
+        # A namespace package, a folder without __init__.py, has no origin and hides nothing.
+        if spec is not None and spec.origin is not None:
+            file = Path(spec.origin).resolve()
+            if file.parent != our_package:
+                return file
     return None
 
 
@@ -154,11 +156,11 @@ def warn_of_a_second_state() -> None:
 
 
 def _stock_modules() -> list[str]:
-    return [
-        name
-        for name, module in REPLACEMENTS.items()
-        if name in sys.modules and sys.modules[name] is not sys.modules.get(module)
-    ]
+    names = []
+    for name, replacement in REPLACEMENTS.items():
+        if name in sys.modules and sys.modules[name] is not sys.modules.get(replacement):
+            names.append(name)
+    return names
 
 
 def _importers() -> list[str]:

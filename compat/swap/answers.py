@@ -57,8 +57,11 @@ def report_at_exit() -> None:
 def _say_at_exit() -> None:
     """One line of the lowest rank that is left, if none of its initialisations was compared."""
     rank = int(os.environ.get("RANK", "0"))
-    is_helper = multiprocessing.parent_process() is not None and _store is None
-    if _compared or is_helper or (_store is None and rank):
+    if _compared:
+        return
+    # Without a store, rank 0 alone speaks, and not the processes that it starts for its data.
+    is_helper = multiprocessing.parent_process() is not None
+    if _store is None and (is_helper or rank):
         return
     # The lower ranks come first; one that was killed does not come.
     time.sleep(min(rank, 10) / 10)
@@ -67,8 +70,8 @@ def _say_at_exit() -> None:
     with suppress(RuntimeError):
         is_first = is_first or _store.add("hypergrid/shadow/end", 1) == 1
     if is_first:
-        why = _failure or "the script did not call initialize_model_parallel"
-        print(f"{_PREFIX}rank {rank}: nothing was compared: {why}.", flush=True)
+        reason = _failure or "the script did not call initialize_model_parallel"
+        print(f"{_PREFIX}rank {rank}: nothing was compared: {reason}.", flush=True)
 
 
 def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]) -> None:
@@ -101,28 +104,37 @@ def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]
 def _conclude(key: str, ranks: Sequence[int], lines: list[str], summary: str) -> None:
     """Print what all ranks found, and tell them whether anything differs."""
     keys = {rank: f"{key}/{rank}" for rank in ranks}
-    found = {ranks[0]: lines}
+    lines_of_rank = {ranks[0]: lines}
     _has([*keys.values()], _WAIT)
-    for rank, place in keys.items():
-        if _has([place]):
-            found[rank] = _store.get(place).decode().splitlines()
-    missing = [rank for rank in ranks if rank not in found]
-    different = [rank for rank, its_lines in found.items() if its_lines]
+    for rank, key_of_rank in keys.items():
+        if _has([key_of_rank]):
+            lines_of_rank[rank] = _store.get(key_of_rank).decode().splitlines()
+    missing = [rank for rank in ranks if rank not in lines_of_rank]
+    answered = len(lines_of_rank)
+    different = 0
+    printed = []
+    for rank_lines in lines_of_rank.values():
+        if rank_lines:
+            different += 1
+            printed += rank_lines
+    if len(printed) > _LINES_IN_ALL:
+        printed[_LINES_IN_ALL:] = ["..."]
+    note = _COMPARED
     if different:
-        verdict = f"would differ from stock on {len(different)} of {len(found)} ranks"
+        verdict = f"would differ from stock on {different} of {answered} ranks"
+        note = "Stock's groups are used."
     elif missing:
-        verdict = f"undecided: the same groups on {len(found)} of {len(ranks)} ranks"
+        verdict = f"undecided: the same groups on {answered} of {len(ranks)} ranks"
     else:
         verdict = f"would have created the same groups on all {len(ranks)} ranks: {summary}"
     if missing:
         verdict += f"; not answered: {few(missing)}"
-    printed = [line for rank in different for line in found[rank]]
-    if len(printed) > _LINES_IN_ALL:
-        printed[_LINES_IN_ALL:] = ["..."]
-    end = "Stock's groups are used." if different else _COMPARED
-    print("\n".join([f"{_PREFIX}{verdict}. {end}", *printed]), flush=True)
+    print("\n".join([f"{_PREFIX}{verdict}. {note}", *printed]), flush=True)
     if _store is not None:
-        refusal = ". ".join([verdict, *printed[:1]]) if different or missing else ""
+        # What ends a strict run on the other ranks, and nothing if all is well.
+        refusal = ""
+        if different or missing:
+            refusal = ". ".join([verdict, *printed[:1]])
         _store.set(f"{key}/verdict", refusal)
 
 
@@ -130,7 +142,8 @@ def _has(keys: list[str], seconds: float = 0.0) -> bool:
     """Whether the store has all keys before so much time is over."""
     deadline = time.monotonic() + seconds
     while _store is not None:
-        # By looking: a wait in the store would keep other threads from it. A lost store has none.
+        # By asking again and again: a wait in the store would keep other threads from it. A store
+        # that is lost with its rank raises RuntimeError, and has no keys.
         with suppress(RuntimeError):
             if _store.check(keys):
                 return True

@@ -28,14 +28,14 @@ def refuse_drift(module: str) -> None:
     source = releases.SOURCE or imported_source()
     if source is None:
         return
-    short = module.rpartition(".")[2]
-    ours = vars(import_module(REPLACEMENTS[module]))
-    found = differences(source.definitions[short], ours)
-    if not found:
+    name = module.rpartition(".")[2]
+    replacement = vars(import_module(REPLACEMENTS[module]))
+    lacking = differences(source.definitions[name], replacement)
+    if not lacking:
         return
     text = (
-        f"megatron's own {short} differs from hypergrid's, which follows megatron-core "
-        f"{releases.in_words()}: {'; '.join(found)}; read in {source.path.with_name(short)}.py."
+        f"megatron's own {name} differs from hypergrid's, which follows megatron-core "
+        f"{releases.in_words()}: {'; '.join(lacking)}; read in {source.path.with_name(name)}.py."
     )
     if os.environ.get(releases.ASKED):
         warnings.warn(f"{text} {releases.ASKED} asks for this.", stacklevel=2)
@@ -47,41 +47,45 @@ def refuse_drift(module: str) -> None:
     )
 
 
-def differences(definitions: Sequence[Definition], ours: Mapping[str, Any]) -> list[str]:
-    """What a module defines for other code, and the module with the names ``ours`` does not.
+def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any]) -> list[str]:
+    """What a module defines for other code, and the module with the names ``replacement`` does not.
 
     Functions, classes, methods and constants that are public, and private globals; of functions
     and methods each argument, its kind, position and default.
     """
-    found: dict[str, None] = {}  # each once, in order
+    sentences: dict[str, None] = {}  # in order, and a repeated one once
     for row in definitions:
         owner, _, name = row.name.rpartition(".")
         is_private = re.search(r"\b_(?!_)", row.name) is not None
         if is_private and (owner or row.kind != "value"):
             continue
         if not owner:
-            value = ours.get(name, _MISSING)
-        elif owner in ours:
-            value = inspect.getattr_static(ours[owner], name, _MISSING)
+            value = replacement.get(name, _MISSING)
+        elif owner in replacement:
+            value = inspect.getattr_static(replacement[owner], name, _MISSING)
         else:
             continue  # the class is named already
         if value is _MISSING:
-            found[f"{row.text} is unknown"] = None
+            sentences[f"{row.text} is unknown"] = None
+            continue
+        # A private global has another value as soon as it is used.
+        if is_private:
             continue
         texts = [row.text]
         if row.kind == "value":
-            # Under an `if` there may be several. One that cannot be read is not compared.
-            texts = [other.text for other in definitions if other.name == row.name]
-        # A private global has another value as soon as it is used.
-        is_open = is_private or row.name in texts
+            # There may be several under an `if`. A value that cannot be read is the name alone.
+            texts = [definition.text for definition in definitions if definition.name == row.name]
+            if row.name in texts:
+                continue
         text = _text(row, value)
-        if not is_open and text not in texts:
-            found[f"{row.text} is {text} in hypergrid's"] = None
-    return list(found)
+        if text not in texts:
+            sentences[f"{row.text} is {text} in hypergrid's"] = None
+    return list(sentences)
 
 
 def _text(row: Definition, value: Any) -> str:
     """What hypergrid has under the name of ``row``, as ``Definition.text`` describes it."""
+    # The function in a static or class method, or in a property.
     function = getattr(value, "__func__", getattr(value, "fget", value))
     if row.kind == "class" and inspect.isclass(value):
         return f"class {row.name}"
@@ -89,11 +93,14 @@ def _text(row: Definition, value: Any) -> str:
         return f"{row.name} = {value!r}"
     signature = inspect.signature(function)
     parameters: list[inspect.Parameter] = []
+    has_later = False  # whether an argument that is kept may be passed by position
     for argument in reversed([*signature.parameters.values()]):
         # An optional argument of hypergrid alone harms no call, unless others come after it.
-        is_more = argument.name not in row.defaults and argument.default is not argument.empty
-        if not is_more or any(after.kind == after.POSITIONAL_OR_KEYWORD for after in parameters):
-            parameters.insert(0, argument.replace(annotation=argument.empty))
+        is_optional = argument.default is not argument.empty
+        if argument.name not in row.defaults and is_optional and not has_later:
+            continue
+        parameters.insert(0, argument.replace(annotation=argument.empty))
+        has_later = has_later or argument.kind == argument.POSITIONAL_OR_KEYWORD
     signature = signature.replace(parameters=parameters, return_annotation=signature.empty)
-    wrapper = "" if value is function else f"@{type(value).__name__} "
-    return f"{wrapper}{row.name}{signature}"
+    text = f"{row.name}{signature}"
+    return text if value is function else f"@{type(value).__name__} {text}"

@@ -25,11 +25,11 @@ def warn_of_own_order(module: str) -> None:
     """Warn, before ``module`` is imported, if it cannot follow the order from outside."""
     order, source = resolve_order()
     dims = (order or "").lower().split("-")
-    for pair in MODULES[module]:
-        wanted = [dim for dim in dims if dim in pair]
-        if len(wanted) == 2 and wanted != list(pair):
+    for faster, slower in MODULES[module]:
+        # An order may leave out a dim of size 1.
+        if faster in dims and slower in dims and dims.index(slower) < dims.index(faster):
             warnings.warn(
-                f"{module} computes ranks by itself, as if {pair[0]} came before {pair[1]}. The "
+                f"{module} computes ranks by itself, as if {faster} came before {slower}. The "
                 f"order {order!r}, from {source}, does not reach it: if this job uses it, it will "
                 f"communicate with other ranks than the groups have.",
                 stacklevel=3,

@@ -47,29 +47,35 @@ class Record:
     """
 
     def __init__(self, stock: ModuleType, originals: Mapping[str, Any]) -> None:
-        now = vars(stock)
-        names = [n for n in replaced.HELPERS if n in originals and now[n] is not originals[n]]
         self.stock = stock
-        self.helpers = {**replaced.replaced_functions(), **{name: now[name] for name in names}}
+        self.helpers = replaced.replaced_functions()
+        self._signatures = {"new_group": of_torch.new_group_signature()}
+        for name in replaced.HELPERS:
+            if name in originals and getattr(stock, name) is not originals[name]:
+                self.helpers[name] = getattr(stock, name)
+                self._signatures[name] = inspect.signature(originals[name])
         self._is_replaced = replaced.creates(self.helpers)
-        self._signatures = {name: inspect.signature(originals[name]) for name in names}
-        self._signatures["new_group"] = of_torch.new_group_signature()
         self._generators: dict[str, Any] = {}
         self._depth = 0  # of calls inside each other
         self._calls: list[Call] = []  # of stock
-        self._positions: list[int] = []  # of those that hypergrid makes too, in its order
+        # In hypergrid's order, the positions in ``_calls`` of those that it makes too.
+        self._positions: list[int] = []
         self.new_groups = 0  # calls of torch.distributed.new_group by stock
         self.differences: list[str] = []
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Inside, stock runs."""
-        before = of_torch.known()
+        earlier_groups = of_torch.known()
         with self._patched(self.stock, is_plan=False):
             yield
-        results = [id(call.result) for call in self._calls]
+        # A replaced function may create groups by other means.
+        if self._is_replaced:
+            return
+        results = [call.result for call in self._calls]
         for group in of_torch.known():
-            if group not in before and id(group) not in results and not self._is_replaced:
+            is_seen = any(result is group for result in results)
+            if group not in earlier_groups and not is_seen:
                 self.differences.append(
                     f"{_plain(group)}: stock creates it without torch.distributed.new_group"
                 )
@@ -93,20 +99,21 @@ class Record:
         self, module: ModuleType, is_plan: bool
     ) -> Iterator[dict[str, Callable[..., Any]]]:
         """Inside, the functions that create groups or decide ranks are replaced."""
-        holders = {name: module for name in self._signatures if name in replaced.CREATORS}
-        holders["new_group"] = dist
-        stand_ins = {
-            name: self._stand_in(name, getattr(holder, name), is_plan)
-            for name, holder in holders.items()
-        }
-        if any(name in self.helpers for name in replaced.GENERATORS):
-            holders["RankGenerator"] = module
-            make = self.stock.RankGenerator
-            stand_ins["RankGenerator"] = functools.partial(self._generator, make)
+        stand_ins: dict[str, Callable[..., Any]] = {}
         with ExitStack() as stack:
-            for name, holder in holders.items():
-                stack.callback(setattr, holder, name, getattr(holder, name))
-                setattr(holder, name, stand_ins[name])
+
+            def replace(home: ModuleType, name: str, stand_in: Callable[..., Any]) -> None:
+                stack.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, stand_in)
+                stand_ins[name] = stand_in
+
+            replace(dist, "new_group", self._stand_in("new_group", dist.new_group, is_plan))
+            for name in self._signatures:
+                if name in replaced.CREATORS:
+                    replace(module, name, self._stand_in(name, getattr(module, name), is_plan))
+            if any(name in self.helpers for name in replaced.GENERATORS):
+                create = self.stock.RankGenerator
+                replace(module, "RankGenerator", functools.partial(self._generator, create))
             yield stand_ins
 
     def _stand_in(
@@ -119,13 +126,17 @@ class Record:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             call = self._call(name, args, kwargs)
             if is_plan:
-                return None if call is None else self._answer(call)
+                if call is None:
+                    return None
+                return self._answer(call)
             self._depth += 1
             try:
                 result = function(*args, **kwargs)
             finally:
                 self._depth -= 1
-            self.new_groups += name == "new_group"
+            if name == "new_group":
+                self.new_groups += 1
+            # Of calls inside each other the outermost counts.
             if call is not None and self._depth == 0:
                 self._calls.append(call._replace(result=result))
             return result
@@ -139,12 +150,13 @@ class Record:
         except TypeError:  # stock's function refuses them by itself
             return None
         ranks = arguments.get("ranks")
-        ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
+        if ranks is None:
+            ranks = range(dist.get_world_size())
         if dist.get_rank() not in ranks:
             return None
         options = _options(arguments.get("pg_options"))
         label = arguments.get("group_desc") or name
-        compared = {**arguments, "ranks": ranks, "pg_options": options}
+        compared = {**arguments, "ranks": list(ranks), "pg_options": options}
         return Call(f"{label} of ranks [{few(ranks)}]", compared)
 
     def _answer(self, planned: Call) -> Any:
@@ -160,25 +172,31 @@ class Record:
             self.note(f"{call.group}: {name}", value, planned.arguments[name])
         return call.result
 
-    def note(self, what: str, theirs: Any, ours: Any) -> None:
+    def note(self, name: str, stock_value: Any, planned_value: Any) -> None:
         """Note a difference between a value of stock and one of hypergrid, if there is one."""
-        plain = _plain(theirs)
-        other = _plain(ours)
-        if plain != other:
-            text, other_text = shown_apart(plain, other)
-            self.differences.append(f"{what} is {text} with stock, and would be {other_text}")
+        of_stock = _plain(stock_value)
+        planned = _plain(planned_value)
+        if of_stock != planned:
+            stock_text, planned_text = shown_apart(of_stock, planned)
+            self.differences.append(
+                f"{name} is {stock_text} with stock, and would be {planned_text}"
+            )
 
     def summary(self) -> str:
         """In words, what hypergrid would have created."""
-        count = len(self._positions)
-        calls = self.new_groups if self._is_replaced else count
-        return f"{count} groups on this one, {self.new_groups} -> {calls} calls of new_group"
+        groups = len(self._positions)
+        # A replaced function is called for every group of the world, as by stock.
+        calls = self.new_groups if self._is_replaced else groups
+        return f"{groups} groups on this one, {self.new_groups} -> {calls} calls of new_group"
 
-    def _generator(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A rank generator, once for the same arguments; it answers the same question once."""
+    def _generator(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A rank generator, once for the same arguments; it answers the same question once.
+
+        A replacement may communicate in ``get_ranks``, for which the ranks are together only once.
+        """
         key = repr((args, sorted(kwargs.items())))
         if key not in self._generators:
-            generator = make(*args, **kwargs)
+            generator = create(*args, **kwargs)
             for method in ("get_ranks", "get_gtp_ranks"):
                 with suppress(AttributeError):  # not all releases have both
                     setattr(generator, method, functools.cache(getattr(generator, method)))
@@ -208,16 +226,15 @@ def compare(
     try:
         for module in REPLACEMENTS:
             refuse_drift(module)
-        arguments = _bound(
-            inspect.signature(parallel_state.initialize_model_parallel), args, kwargs
-        )
+        signature = inspect.signature(parallel_state.initialize_model_parallel)
+        arguments = _bound(signature, args, kwargs)
         with record.replayed() as helpers:
             request = Request(**arguments, helpers=helpers)
             request.check()
             ranks = request.participants
             built = build.place(request)
-        for what, theirs, planned in _values(record.stock, built, request):
-            record.note(what, theirs, planned)
+        for name, stock_value, planned_value in _values(record.stock, built, request):
+            record.note(name, stock_value, planned_value)
     except Exception as error:
         return ranks, "", [f"the swap would refuse, {type(error).__name__}: {error}"]
     return ranks, record.summary(), record.differences
@@ -228,32 +245,40 @@ def _values(stock: ModuleType, built: Any, request: Any) -> Iterator[tuple[str, 
     for name in (*GROUP_SLOTS, *RANK_SLOTS):
         planned = built.slots.get(name)
         yield name, getattr(stock, name, planned), planned
-    others = {name: getattr(stock, name, None) for name in OTHER_SLOTS}
-    names = {"__name__": __name__, **dict.fromkeys(SLOTS), **others, **built.slots}
-    ours = bind_getters_to({**names, **cached_sizes(built.numbers, request)})
-    for name, function in ours.items():
-        getter = getattr(stock, name, None)
-        if getter is None or not name.startswith(_GETTERS):
+    planned_globals: dict[str, Any] = {"__name__": __name__, **dict.fromkeys(SLOTS)}
+    # Those that are no groups and no ranks, such as buffers: as stock has them.
+    for name in OTHER_SLOTS:
+        planned_globals[name] = getattr(stock, name, None)
+    planned_globals.update(built.slots, **cached_sizes(built.numbers, request))
+    for name, getter in bind_getters_to(planned_globals).items():
+        stock_getter = getattr(stock, name, None)
+        if stock_getter is None or not name.startswith(_GETTERS):
             continue
-        for arguments in _arguments(getter, request):
+        for arguments in _arguments(stock_getter, request):
             text = ", ".join(f"{flag}={value}" for flag, value in arguments.items())
-            yield f"{name}({text})", _result(getter, arguments), _result(function, arguments)
+            yield f"{name}({text})", _result(stock_getter, arguments), _result(getter, arguments)
 
 
 def _arguments(getter: Callable[..., Any], request: Any) -> Iterator[dict[str, Any]]:
-    """Every combination of flags, virtual stages and sizes of groups."""
+    """Every combination of flags, virtual stages and sizes of groups.
+
+    Of ``f(group_size, with_cp=False)``: ``{}``, ``{"with_cp": True}``, ``{"group_size": 2}`` ...
+    """
     parameters = inspect.signature(getter).parameters
     values: dict[str, Sequence[Any]] = {
         "vp_stage": range(request.virtual_pipeline_model_parallel_size or 0),
         "group_size": [p.key for p in request.planned if p.row.holds == "sizes"],
     }
-    choices = []
-    for name, argument in parameters.items():
-        flags = [not argument.default] if isinstance(argument.default, bool) else []
-        others = values.get(name, flags)
-        choices.append([{}, *({name: value} for value in others)])
-    for chosen in itertools.product(*choices):
-        yield {name: value for choice in chosen for name, value in choice.items()}
+    choices: list[list[dict[str, Any]]] = []
+    for name, parameter in parameters.items():
+        if isinstance(parameter.default, bool):
+            values[name] = [not parameter.default]
+        choices.append([{}, *({name: value} for value in values.get(name, ()))])
+    for combination in itertools.product(*choices):
+        arguments: dict[str, Any] = {}
+        for choice in combination:
+            arguments.update(choice)
+        yield arguments
 
 
 def _result(getter: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -268,7 +293,7 @@ def _result(getter: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _options(value: Any) -> Any:
     """Options of a backend as values: of NCCL's the fields."""
     if isinstance(value, list):
-        return [_options(item) for item in value]
+        return [_options(options) for options in value]
     config = getattr(value, "config", None)
     fields = {name: getattr(config, name, None) for name in _NCCL_FIELDS}
     return [type(value).__name__, getattr(value, "is_high_priority_stream", None), fields]
@@ -291,9 +316,9 @@ _NOT_CREATED = _Shown(None, "a group that stock has not created")
 def _plain(value: Any) -> Any:
     """A value whose parts can be compared, groups by identity."""
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(part) for part in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, timedelta):
         return _Shown(value, str(value))
     if isinstance(value, ProcessGroup):

@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,8 @@ _calls = itertools.count(1)
 
 
 class _Finder(MetaPathFinder):
+    """Finds megatron's parallel_state as the other finders do, and watches it once it is loaded."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -32,29 +34,24 @@ class _Finder(MetaPathFinder):
             return None
         # The other finders in their order, as the import system asks them.
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                spec.loader = _Watching(spec.loader)
+                _watch_when_loaded(spec.loader)
                 return spec
         return None
 
 
-class _Watching(Loader):
-    """Loads a module as another loader does, and watches it."""
+def _watch_when_loaded(loader: Any) -> None:
+    execute = loader.exec_module
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
         answers.report_at_exit()
         watch(module)
+
+    loader.exec_module = exec_module
 
 
 _finder = _Finder()

@@ -33,9 +33,11 @@ def tp_args(source: GroupSource, *, expert: bool = False) -> dict[str, Any]:
 
     With ``expert`` those of an expert layer: of a grid, from its view "expert".
     """
-    forget_sizes()  # those cached before torch.distributed was initialised are wrong
+    # Sizes that were cached before torch.distributed was initialised are wrong.
+    forget_sizes()
     if isinstance(source, AnyGrid):
-        group = _group_of_grid(source, "tp", "expert" if expert else None)
+        view = "expert" if expert else None
+        group = _group_of_grid(source, "tp", view)
     elif expert:
         group = _state(source).get_expert_tensor_parallel_group()
     else:
@@ -61,29 +63,32 @@ def cp_args(source: GroupSource, comm_type: str = "p2p") -> dict[str, Any]:
             f"invalid value for comm_type: {shown(comm_type)}; allowed: {', '.join(COMM_TYPES)}."
         )
     forget_sizes()
-    hierarchical = comm_type == "a2a+p2p"
+    is_hierarchical = comm_type == "a2a+p2p"
     if isinstance(source, AnyGrid):
         dims = _present_dims(source, "cp-a2a-p2p")
         # With p2p in front of a2a, Transformer Engine would send to other ranks than p2p has.
-        if not dims or (hierarchical and dims != ["a2a", "p2p"]):
+        if not dims or (is_hierarchical and dims != ["a2a", "p2p"]):
             raise ValueError(
                 f"comm_type {comm_type!r} needs a grid with a dim cp, or with a2a and p2p in this "
                 f"order in its place ('a2a+p2p' needs both), and this is {source}."
             )
-        parts = dims if hierarchical else ["-".join(dims)]
-        groups = [_group_of_grid(source, part) for part in parts]
+        if is_hierarchical:
+            group: Any = [_group_of_grid(source, dim) for dim in dims]
+        else:
+            group = _group_of_grid(source, "-".join(dims))
         ranks = core_of(source).layout.group(dist.get_rank(), dims)
     else:
-        groups = [_state(source).get_context_parallel_group()]
-        if hierarchical:
-            groups = source.get_hierarchical_context_parallel_groups()
-        ranks = list(source.get_context_parallel_global_ranks())
-    if hierarchical and len(groups) != 2:
-        raise ValueError(
-            f"Transformer Engine takes two levels of context parallelism, a2a and p2p, and this "
-            f"state has {len(groups)}: initialise it with two hierarchical_context_parallel_sizes."
-        )
-    group = groups if hierarchical else groups[0]
+        state = _state(source)
+        group = state.get_context_parallel_group()
+        if is_hierarchical:
+            group = state.get_hierarchical_context_parallel_groups()
+            if len(group) != 2:
+                raise ValueError(
+                    f"Transformer Engine takes two levels of context parallelism, a2a and p2p, "
+                    f"and this state has {len(group)}: initialise it with two "
+                    f"hierarchical_context_parallel_sizes."
+                )
+        ranks = list(state.get_context_parallel_global_ranks())
     return {"cp_group": group, "cp_global_ranks": ranks, "cp_comm_type": comm_type}
 
 
@@ -95,7 +100,10 @@ def amax_group(source: GroupSource, tp_only: bool = False) -> ProcessGroup:
     """
     if not isinstance(source, AnyGrid):
         return _state(source).get_amax_reduction_group(True, tp_only_amax_red=tp_only)
-    dims = _present_dims(source, "tp-cp-a2a-p2p" if tp_only else "tp-cp-a2a-p2p-dp")
+    names = "tp-cp-a2a-p2p"
+    if not tp_only:
+        names += "-dp"
+    dims = _present_dims(source, names)
     if not dims:
         raise ValueError(
             f"{source} has no dim for this group, and None means the world to Transformer Engine: "

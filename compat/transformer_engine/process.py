@@ -32,12 +32,13 @@ def probe() -> Installation:
     ``AssertionError``. What a failed import leaves in ``sys.modules`` is removed.
     """
     version = _version("transformer-engine")
-    before = set(sys.modules)
+    loaded_before = set(sys.modules)
     try:
-        import_module("torch")  # first: it loads the NCCL that Transformer Engine links to
+        # Torch loads the NCCL that Transformer Engine links to.
+        import_module("torch")
         import_module("transformer_engine.pytorch")
     except Exception as error:
-        for name in set(sys.modules) - before:
+        for name in set(sys.modules) - loaded_before:
             if name.partition(".")[0].startswith("transformer_engine"):
                 del sys.modules[name]
         return Installation(version, False, in_words(error))
@@ -52,13 +53,15 @@ def empty_meta_package() -> bool:
     """
     if not PathFinder.find_spec("transformer_engine") or not _version("transformer-engine"):
         return False
+    # With these variables Transformer Engine itself does not check.
     if "NVTE_PROJECT_BUILDING" in os.environ and os.environ.get("NVTE_RELEASE_BUILD", "0") == "0":
-        return False  # then Transformer Engine itself does not check
+        return False
     from importlib import metadata
 
     wheel = metadata.distribution("transformer-engine").read_text("WHEEL") or ""
-    pure = "root-is-purelib: true" in wheel.lower()  # a build from source has its libraries
-    return pure and not any(map(_version, _CORES))
+    # A build from source has its libraries, and its wheel is not pure.
+    is_pure = "root-is-purelib: true" in wheel.lower()
+    return is_pure and not any(map(_version, _CORES))
 
 
 def warn_of_an_empty_package() -> None:
@@ -89,18 +92,19 @@ def release(groups: Sequence[Any], abort: bool = False) -> None:
     ``groups``: by ``ep_finalize()``, which may wait for other ranks, or with ``abort`` by
     forgetting it. Does nothing, and imports nothing, if Transformer Engine is not loaded.
     """
-    expert = sys.modules.get("transformer_engine.pytorch.ep")
-    used: Any = getattr(expert, "_EP_GROUP", None)
-    closing = used in groups
-    if closing and abort:
-        vars(expert).update(_EP_GROUP=None, _BOOTSTRAPPED=False)
-    elif closing:
+    ep: Any = sys.modules.get("transformer_engine.pytorch.ep")
+    group: Any = getattr(ep, "_EP_GROUP", None)
+    if group in groups:
         try:
-            expert.ep_finalize()  # type: ignore[union-attr]
+            if abort:
+                ep._EP_GROUP = None
+                ep._BOOTSTRAPPED = False
+            else:
+                ep.ep_finalize()
         except Exception as error:  # the groups are destroyed all the same
             warnings.warn(
                 f"Transformer Engine could not end its expert parallelism over "
-                f"{used.group_name}, which is destroyed now: {in_words(error)}",
+                f"{group.group_name}, which is destroyed now: {in_words(error)}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -170,10 +170,10 @@ def rules(per_host=8, domain=None, user_buffers=False, **sizes):
         ),
         (
             dict(world_size=16, tp=2, pp=4, order="pp-tp-cp-ep-dp"),
-            {"pp-innermost": "warning", "user-buffers": "note"},
+            {"user-buffers": "note"},
         ),
-        (dict(world_size=8, tp=2, pp=4), {"dp-1": "note"}),
-        (dict(world_size=20, tp=2), {"uneven-hosts": "warning"}),
+        (dict(world_size=8, tp=2, pp=4), {}),
+        (dict(world_size=20, tp=2), {}),
         (dict(world_size=1), {}),
     ],
 )

@@ -28,6 +28,8 @@ class Flag(NamedTuple):
 @cache
 def flags_of(program: str) -> Mapping[str, Flag]:
     """The flags of a program, by their names without the dashes before them."""
-    lines = Path(__file__).with_name(f"{program}.txt").read_text().splitlines()
-    rows = [line.split() for line in lines]
-    return {name: Flag(*rest) for name, *rest in rows}
+    flags = {}
+    for line in Path(__file__).with_name(f"{program}.txt").read_text().splitlines():
+        name, *fields = line.split()
+        flags[name] = Flag(*fields)
+    return flags

@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
-_here = os.path.dirname(os.path.abspath(__file__))
+_directory = os.path.dirname(os.path.abspath(__file__))
 
 
 def _end(sentence: str) -> None:
@@ -20,7 +20,7 @@ def _end(sentence: str) -> None:
 def _swap() -> None:
     try:
         # From beside this file: sys.path may have other packages of these names, or none.
-        home = os.path.abspath(os.path.join(_here, "..", "..", ".."))
+        home = os.path.abspath(os.path.join(_directory, "..", "..", ".."))
         for name in ("hypergrid", "compat"):
             spec = PathFinder.find_spec(name, [home])
             if spec is None or spec.loader is None:
@@ -30,24 +30,28 @@ def _swap() -> None:
         from compat import swap
         from compat.swap import order, shadow
 
-        (shadow if shadow.is_wanted() else swap).install()
+        if shadow.is_wanted():
+            shadow.install()
+        else:
+            swap.install()
     except Exception as error:
         _end(
-            f"the start-up directory {_here} cannot replace megatron's parallel_state: "
+            f"the start-up directory {_directory} cannot replace megatron's parallel_state: "
             f"{type(error).__name__}: {error}. Repair the installation; to run stock, remove "
             f"it from PYTHONPATH or set HYPERGRID_SWAP=0."
         )
     try:
         order.check_choices()
     except ValueError as error:
-        _end(str(error) if order.first_of_host() else "")
+        sentence = str(error) if order.first_of_host() else ""
+        _end(sentence)
 
 
 if os.environ.get("HYPERGRID_SWAP", "1") != "0":
     _swap()
 
 # Python runs only the first sitecustomize on the path: run the next one too.
-_others = [entry for entry in sys.path if os.path.abspath(entry) != _here]
-_next = PathFinder.find_spec("sitecustomize", _others)
+_other_folders = [folder for folder in sys.path if os.path.abspath(folder) != _directory]
+_next = PathFinder.find_spec("sitecustomize", _other_folders)
 if _next is not None and _next.loader is not None:
     _next.loader.exec_module(module_from_spec(_next))
