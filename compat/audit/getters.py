@@ -34,7 +34,7 @@ def slots_behind(name: str) -> tuple[str, ...]:
         return ()
     # The getter's own globals come before those of the getters that it calls.
     used_names = sorted(FUNCTIONS[name].__code__.co_names, key=FUNCTIONS.__contains__)
-    slots: dict[str, None] = {}
+    slots = {}
     for used_name in used_names:
         slots.update(dict.fromkeys(slots_behind(used_name)))
     return tuple(slots)

@@ -75,7 +75,7 @@ def _note(module: torch.nn.Module, frame: FrameType | None) -> None:
     The groups are those in the arguments and variables of its constructors. Without any the owner
     is that of the module that is being built around it, and else the current state.
     """
-    holders: list[Any] = []
+    holders = []
     while frame is not None and _object_of(frame) is module:
         holders += _holders_in(frame.f_locals.values())
         frame = frame.f_back

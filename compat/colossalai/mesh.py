@@ -208,7 +208,7 @@ class ProcessGroupMesh:
 
     def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
         """The indices at each axis, both ascending."""
-        indices_of_axis: dict[int, list[int]] = {}
+        indices_of_axis = {}
         axes, indices_of_axes = _listed(axis, indices_at_axis)
         for number, indices in zip(map(self._axis, axes), indices_of_axes, strict=True):
             if number in indices_of_axis:
@@ -308,7 +308,7 @@ def _listed(axis: Axes, indices_at_axis: Indices | None) -> tuple[list[int], lis
             f"{len(numbers)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give "
             f"one list for each axis."
         )
-    whole_indices: list[Any] = []
+    whole_indices = []
     for indices in indices_of_axes:
         whole_indices.append([_whole(index, "index") for index in indices])
     return numbers, whole_indices

@@ -34,7 +34,7 @@ def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
     Members run through the dims from the first of ``dims`` on, and around the layout's end.
     """
     first = layout.dims.index(dims[0]) if dims else 0
-    # Over b and c of (a, b, c): b, c, a. Over c and a, the orthogonal of b: c, a, b.
+    # Over b of (a, b, c) members follow each other along b, and groups along c, then along a.
     from_first = layout.dims[first:] + layout.dims[:first]
     inside_first = sorted(from_first, key=lambda dim: dim not in dims)
     in_order = layout.groups(inside_first, as_given=True)
@@ -79,7 +79,7 @@ def create(grid: HyperCommGrid, ranks_of: Ranks, dims_of: DimsOf) -> dict[str, P
         proposal[f"group {name}"] = [span_of(ranks) for ranks in all_ranks[:8]]
     proposal["plan"] = hashlib.sha256(repr(ranks_of).encode()).hexdigest()
     own_rank = dist.get_rank()
-    groups: dict[str, ProcessGroup] = {}
+    groups = {}
     with grid.agreed(proposal, OWNER) as pool:
         for name, all_ranks in ranks_of.items():
             (own_ranks,) = (ranks for ranks in all_ranks if own_rank in ranks)

@@ -321,7 +321,7 @@ class DistributedManager:
                     f"groups of {parent_size} ranks cannot be cut into groups of {size}: "
                     f"{parent_size} / {size} leaves a remainder. Choose a size that divides it."
                 )
-            ranks: list[list[int]] = np.reshape(parents, (-1, size)).tolist()
+            ranks = np.reshape(parents, (-1, size)).tolist()
         manager._create({name: ranks}, verbose)
 
     @staticmethod

@@ -79,8 +79,13 @@ def settings_of(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_settings(settings: Mapping[str, Any]) -> Job:
     """The job of all settings. JobError if they do not decide it."""
-    arguments = {name: value for name, value in settings.items() if name in _ARGUMENTS}
-    model = {name: value for name, value in settings.items() if name in _OF_MODEL}
+    arguments = {}
+    model = {}
+    for name, value in settings.items():
+        if name in _ARGUMENTS:
+            arguments[name] = value
+        elif name in _OF_MODEL:
+            model[name] = value
     assumed = []
     if settings.get("no_gloo"):
         arguments["create_gloo_process_groups"] = False

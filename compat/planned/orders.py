@@ -57,7 +57,7 @@ def _orders(requested: str, layouts: Layouts | None) -> Iterator[str]:
     Orders that begin with tp come first, so that of equally good ones tp has the nearest ranks.
     """
     yield requested
-    used: set[str] = set()
+    used = set()
     if layouts is None:
         used.update(requested.lower().split("-"))
     else:

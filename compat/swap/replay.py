@@ -99,7 +99,7 @@ class Record:
         self, module: ModuleType, is_plan: bool
     ) -> Iterator[dict[str, Callable[..., Any]]]:
         """Inside, the functions that create groups or decide ranks are replaced."""
-        stand_ins: dict[str, Callable[..., Any]] = {}
+        stand_ins = {}
         with ExitStack() as stack:
 
             def replace(home: ModuleType, name: str, stand_in: Callable[..., Any]) -> None:
@@ -192,7 +192,7 @@ class Record:
     def _generator(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A rank generator, once for the same arguments; it answers the same question once.
 
-        A replacement may communicate in ``get_ranks``, for which the ranks are together only once.
+        The ``get_ranks`` of a replacement may communicate: all ranks are in the first call only.
         """
         key = repr((args, sorted(kwargs.items())))
         if key not in self._generators:
@@ -269,13 +269,13 @@ def _arguments(getter: Callable[..., Any], request: Any) -> Iterator[dict[str, A
         "vp_stage": range(request.virtual_pipeline_model_parallel_size or 0),
         "group_size": [p.key for p in request.planned if p.row.holds == "sizes"],
     }
-    choices: list[list[dict[str, Any]]] = []
+    choices = []
     for name, parameter in parameters.items():
         if isinstance(parameter.default, bool):
             values[name] = [not parameter.default]
         choices.append([{}, *({name: value} for value in values.get(name, ()))])
     for combination in itertools.product(*choices):
-        arguments: dict[str, Any] = {}
+        arguments = {}
         for choice in combination:
             arguments.update(choice)
         yield arguments
