@@ -87,14 +87,16 @@ class Script(Expander):
 
         def follow() -> None:
             match statements:
-                case [Statement(kind="simple", words=["echo", *written], redirects=[])]:
+                case [Statement(kind="simple", words=["echo", *written], redirects=[])] if (
+                    "echo()" not in self.state.values
+                ):
                     printed.append(" ".join(self.words(written)))
                 case _:
                     self.evaluate(script, self.line)
 
         self.apart(follow)
         text = "".join(printed)
-        # Of `echo -n` and of backslashes it prints other characters.
+        # With an option or a backslash it prints other characters.
         if not printed or is_unknown(text) or re.match(r"-|.*\\", text, re.S):
             return self._hole(f"$({script})")
         return text.rstrip("\n")
