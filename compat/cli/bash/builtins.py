@@ -124,7 +124,8 @@ def _leaves(script: Script, words: list[str]) -> Status:
     """``exit``, ``return``, ``break``, ``continue``."""
     how = words[0]
     # Outside of loops they are errors, and `break 2` leaves two loops.
-    if how in ("break", "continue") and (script.loops == 0 or len(words) > 1):
+    is_followed = script.loops > 0 and len(words) == 1
+    if how in ("break", "continue") and not is_followed:
         return refuse(script, words)
     # Outside of functions it is an error, behind which bash goes on.
     if how == "return" and script.level == 0:
@@ -136,7 +137,8 @@ def _shift(script: Script, words: list[str]) -> Status:
     state = script.state
     arguments = state.elements(POSITIONAL)
     count = "".join(words[1:]) or "1"
-    if any(OPEN in argument for argument in arguments) or not count.isdigit():
+    is_open = any(OPEN in argument for argument in arguments)
+    if is_open or not count.isdigit():
         state.lose([POSITIONAL], f"line {script.line} runs shift, which changes it")
     # With fewer arguments nothing is shifted.
     elif int(count) <= len(arguments):
@@ -194,7 +196,10 @@ def declare(script: Script, command: str, written: Sequence[str]) -> Status:
     state = script.state
     flags = {word for word in written if word.startswith(("-", "+"))}
     # References, integers and the like change what every later assignment means.
-    if flags - {"-a", "-x"} or (command == "local" and script.level == 0):
+    if flags - {"-a", "-x"}:
+        return refuse(script, [command, *written])
+    # Outside of functions it is an error.
+    if command == "local" and script.level == 0:
         return refuse(script, [command, *written])
     names: set[str] = set()
     for word in written:

@@ -398,8 +398,10 @@ class Script(Expander):
             return True
         text = self.text(value)
         unknown = state.holes.in_text(text)
+        # In N=$(nproc) only the job knows the right side, and --set can give N.
         if len(text) == 1 and unknown and not unknown[0].name:
-            text = state.holes.mark(replace(unknown[0], name=name))  # --set can give it
+            hole = replace(unknown[0], name=name)
+            text = state.holes.mark(hole)
         if index is not None:
             self.number(self.text(index))  # A[I++]=8 assigns I
         if index is not None or isinstance(old_value, list):
@@ -438,7 +440,8 @@ class Script(Expander):
         outer = self.loops, self._outer_line
         self.loops = 0
         self.level += 1
-        self.state.values[f"{self.level} {POSITIONAL}"] = self.state.value(POSITIONAL)
+        outer_arguments = self.state.value(POSITIONAL)
+        self.state.values[f"{self.level} {POSITIONAL}"] = outer_arguments
         self.state.values[POSITIONAL] = arguments
         status: Status = None
 
@@ -471,11 +474,14 @@ class Script(Expander):
         environment = self.state
         self.state = entry
         texts = [plain(word) for word in words]
-        if is_unknown(words[0]) or (entry.why and texts[0] not in builtins.PROGRAMS):
-            # It may be a function, or a builtin.
-            entry.forget(f"line {self.line} runs {texts[0] or 'a command'}, which is not known")
+        # It may be a function, or a builtin. After `source` every name may be a function.
+        is_program = not entry.why or texts[0] in builtins.PROGRAMS
+        if is_unknown(words[0]) or not is_program:
+            name = texts[0] or "a command"
+            entry.forget(f"line {self.line} runs {name}, which is not known")
         for key in list(environment.values):
-            if key.isidentifier() and not environment.values.get(f"export {key}"):
+            is_exported = environment.values.get(f"export {key}")
+            if key.isidentifier() and not is_exported:
                 environment.lose([key], "it is assigned, and perhaps not exported")
         for place in range(len(texts)):
             if texts[place].rpartition("/")[2] in ("bash", "sh"):

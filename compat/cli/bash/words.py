@@ -240,7 +240,8 @@ class Expander:
             return values
         # Whether $1 or an element is set is not followed, only whether it is empty.
         if not colon and (index is not None or not name.isidentifier()):
-            return [self._hole(written, name) + OPEN * (index == "@" or name == "@")]
+            is_list = "@" in (index, name)
+            return [self._hole(written, name) + OPEN * is_list]
         return self._chosen(written, name, colon + operator, operand, values)
 
     def _chosen(
@@ -318,8 +319,9 @@ class Expander:
         if increment is not None:
             name, sign = increment.groups()
             number = self._number_of(name)
-            self.state.assign(name, str(number + int(f"{sign}1")), self.line)
-            return number
+            step = int(f"{sign}1")
+            self.state.assign(name, str(number + step), self.line)
+            return number  # I++ is the number before
         return evaluated(text, self._number_of)
 
     def _number_of(self, name: str) -> int:
