@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 from compat.cli.bash import builtins
@@ -230,7 +231,7 @@ class Script(Expander):
     def _apart(self, statement: Statement) -> Status:
         """Subshells, and the commands of a pipeline."""
         for body in statement.bodies:
-            self.apart(lambda body=body: self._statements(body))  # type: ignore[misc]
+            self.apart(partial(self._statements, body))
         return None
 
     def _background(self, statement: Statement) -> Status:
@@ -450,8 +451,6 @@ class Script(Expander):
             status = self._statements(body)
 
         ending = self._way(follow)
-        if ending == "exit":
-            raise Leaving(ending)
         for key in list(self.state.values):
             level, _, local = key.rpartition(" ")
             if level == str(self.level):
@@ -459,6 +458,8 @@ class Script(Expander):
                 self.state.values.pop(f"export {local}", None)
         self.level -= 1
         self.loops, self._outer_line = outer
+        if ending == "exit":
+            raise Leaving(ending)
         # The status of `return 1` is not followed.
         if ending:
             return None
@@ -487,7 +488,7 @@ class Script(Expander):
             if texts[place].rpartition("/")[2] in ("bash", "sh"):
                 options = "".join(texts[place + 1 : place + 2])
                 if re.fullmatch(r"-\w*c", options) and place + 2 < len(words):
-                    self._shell(words, place, "l" in options, environment)
+                    self._shell(words, place, bool({"l", "i"} & set(options)), environment)
                     return
                 if not options or options.startswith("-"):
                     raise ScriptError(
@@ -501,14 +502,16 @@ class Script(Expander):
         command = [holes.word(word, self.line) for word in (*self._prefix, *words)]
         self.commands.append(Command(command, variables, self.line))
 
-    def _shell(self, words: list[str], place: int, is_login: bool, environment: State) -> None:
+    def _shell(self, words: list[str], place: int, reads_files: bool, environment: State) -> None:
         """``bash -c SCRIPT NAME ARGUMENTS``: it gets what is exported, and nothing comes back."""
         outer = self.state, self._prefix, self.level
-        if is_login:
+        if reads_files:
             environment.forget(f"line {self.line} starts a shell that reads its own files first")
-        for key in environment.values:
+        for key in list(environment.values):
             if key.endswith("()"):
-                environment.values[key] = None
+                environment.values[key] = None  # it may be exported
+            elif key[0].isdigit():
+                del environment.values[key]  # of a function that is running here
         script = words[place + 2]
         environment.values[POSITIONAL] = words[place + 4 :]
         self.state = environment
