@@ -128,7 +128,7 @@ class Script(Expander):
                     f"the launch line takes more than {_SECONDS} seconds to read. Paste less of it."
                 )
             self.line = self._outer_line or statement.line
-            status = _STATEMENTS[statement.kind](self, statement)
+            status = self._statement(statement)
             for operator, target in statement.redirects:
                 # It assigns for some commands and not for others.
                 if _SUM.search(target):
@@ -136,6 +136,42 @@ class Script(Expander):
                 if not operator.startswith("<<"):
                     status = None  # there may be no such file
         return status
+
+    def _statement(self, statement: Statement) -> Status:
+        """Follow one statement by its kind."""
+        words = statement.words
+        bodies = statement.bodies
+        match statement.kind:
+            case "simple":
+                return self._simple(words)
+            case "sum":
+                return self.sum_holds(words[0])
+            case "test":
+                return self._test(words)
+            case "if":
+                return self._if(bodies)
+            case "case":
+                return self._case(statement)
+            case "for":
+                return self._for(statement)
+            case "while" | "until":
+                return self._while(statement)
+            case "group":
+                return self._statements(bodies[0])
+            case "not":
+                return negated(self._statements(bodies[0]))
+            case "&&" | "||":
+                return self._list(statement)
+            case "function":
+                # Its words are followed before they are looked up.
+                if words[0] in builtins.DECLARING:
+                    self._refuse(statement)
+                self.state.values[f"{words[0]}()"] = bodies[0]
+                return True
+        # Subshells, the commands of a pipeline, and those in the background.
+        for body in bodies:
+            self.apart(partial(self._statements, body))
+        return True if statement.kind == "background" else None
 
     def _way(self, step: Callable[[], object]) -> str:
         """Follow a way; how the shell, a function or a loop is left on it, "" if none is."""
@@ -179,15 +215,15 @@ class Script(Expander):
             return body()
         return other()
 
-    def _if(self, statement: Statement, first: int = 0) -> Status:
-        # Conditions and bodies take turns; the condition of `else` is empty, which holds.
-        if first == len(statement.bodies):
+    def _if(self, bodies: Sequence[list[Statement]]) -> Status:
+        if not bodies:
             return True
-        condition, body = statement.bodies[first : first + 2]
+        # Conditions and bodies take turns; the condition of `else` is empty, which holds.
+        condition, body, *remaining = bodies
         return self._branch(
             self._statements(condition),
             lambda: self._statements(body),
-            lambda: self._if(statement, first + 2),
+            lambda: self._if(remaining),
         )
 
     def _case(self, statement: Statement, first: int = 0) -> Status:
@@ -222,32 +258,6 @@ class Script(Expander):
             goes_on = negated(status)
         return self._branch(goes_on, lambda: self._statements(second), lambda: status)
 
-    def _negated(self, statement: Statement) -> Status:
-        return negated(self._statements(statement.bodies[0]))
-
-    def _group(self, statement: Statement) -> Status:
-        return self._statements(statement.bodies[0])
-
-    def _apart(self, statement: Statement) -> Status:
-        """Subshells, and the commands of a pipeline."""
-        for body in statement.bodies:
-            self.apart(partial(self._statements, body))
-        return None
-
-    def _background(self, statement: Statement) -> Status:
-        self._apart(statement)
-        return True
-
-    def _function(self, statement: Statement) -> Status:
-        name = statement.words[0]
-        if name in builtins.DECLARING:
-            self._refuse(statement)
-        self.state.values[f"{name}()"] = statement.bodies[0]
-        return True
-
-    def _sum(self, statement: Statement) -> Status:
-        return self.sum_holds(statement.words[0])
-
     def sum_holds(self, text: str) -> Status:
         """Whether an expression is not zero."""
         number = self.number(self.text(text, in_quotes=True))
@@ -255,11 +265,10 @@ class Script(Expander):
             return None
         return number != 0
 
-    def _test(self, statement: Statement) -> Status:
+    def _test(self, words: Sequence[str]) -> Status:
         """``[[ ... ]]``: one comparison, whose words are not split."""
-        words = statement.words
         if words[:1] == ["!"]:
-            return negated(self._test(replace(statement, words=words[1:])))
+            return negated(self._test(words[1:]))
         if {"(", ")", "<", ">", "=~", "&&", "||"}.intersection(words):
             if COMPARED.keys() & set(words) or _SUM.search(" ".join(words)):
                 self.state.forget(f"line {self.line} has a condition that may assign it")
@@ -352,10 +361,7 @@ class Script(Expander):
 
     # Commands.
 
-    def _simple(self, statement: Statement) -> Status:
-        return self._follow(statement.words)
-
-    def _follow(self, written: Sequence[str]) -> Status:
+    def _simple(self, written: Sequence[str]) -> Status:
         """A simple command: assignments, a function, a builtin or a program."""
         count = 0
         while count < len(written) and _ASSIGNED.fullmatch(written[count]):
@@ -378,7 +384,7 @@ class Script(Expander):
         if words:
             return self._start(words, assignments)
         # $CMD was empty.
-        return self._follow(assignments)
+        return self._simple(assignments)
 
     def assign(self, written: str) -> Status:
         """One assignment ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME=(A B)``."""
@@ -525,23 +531,3 @@ def _name_of(assignment: str) -> str:
     match = NAME.match(assignment)
     assert match is not None
     return match[0]
-
-
-_STATEMENTS: Mapping[str, Callable[[Script, Statement], Status]] = {
-    "simple": Script._simple,
-    "sum": Script._sum,
-    "test": Script._test,
-    "if": Script._if,
-    "while": Script._while,
-    "until": Script._while,
-    "for": Script._for,
-    "case": Script._case,
-    "group": Script._group,
-    "subshell": Script._apart,
-    "pipeline": Script._apart,
-    "not": Script._negated,
-    "&&": Script._list,
-    "||": Script._list,
-    "background": Script._background,
-    "function": Script._function,
-}
