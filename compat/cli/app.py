@@ -51,8 +51,9 @@ def plan(
 ) -> None:
     """Print the groups that will be created: how many, how large, across how many hosts."""
     if rank is not None and rank not in subject.plan.window:
-        window = subject.plan.window
-        raise LayoutError(f"there is no rank {rank}: they go from {window[0]} to {window[-1]}.")
+        first = subject.plan.window[0]
+        last = subject.plan.window[-1]
+        raise LayoutError(f"there is no rank {rank}: they go from {first} to {last}.")
     if as_json:
         if rank is None:
             prints.as_json(prints.as_data(subject))
@@ -74,12 +75,15 @@ def plan(
         rows.append((dims, span(summary.size), summary.groups, hosts, label))
     prints.table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
     counts = communicators(subject.plan)
-    shares = ", ".join(f"{span(count)} with share={share}" for share, count in counts.items())
+    shares = []
+    for share, count in counts.items():
+        shares.append(f"{span(count)} with share={share}")
     out.print(
         "\nhosts: how many one group touches. = NAME: same ranks and traffic, could share "
         "communicators."
     )
-    out.print(f"Each rank is in {span(counts['none'])} groups; communicators: {shares}.")
+    groups = span(counts["none"])
+    out.print(f"Each rank is in {groups} groups; communicators: {', '.join(shares)}.")
 
 
 @command()
@@ -188,7 +192,8 @@ def check(
         results = by_severity([*refusals(subject.job), *results])
     status = int(any(finding.severity != "note" for finding in results))
     if as_json:
-        data: dict[str, Any] = {"findings": [asdict(finding) for finding in results]}
+        data: dict[str, Any] = {}
+        data["findings"] = [asdict(finding) for finding in results]
         if suggest:
             data["orders"] = [asdict(ranked) for ranked in ranking]
         prints.as_json(data)
@@ -285,13 +290,17 @@ def diagnose(
         recordings = reading.read(directory, os.cpu_count() or 1, progress)
     recordings.problems += problems
     if not recordings.ranks:
-        raise JobError(" ".join((_without_dumps(directory), *recordings.problems[:3])))
-    layout = saved(plan).plan if plan else None
-    mismatch = unfit(layout, recordings) if layout else ""
-    if mismatch:
+        sentences = [_without_dumps(directory), *recordings.problems[:3]]
+        raise JobError(" ".join(sentences))
+    layout = None
+    if plan is not None:
+        layout = saved(plan).plan
+        mismatch = unfit(layout, recordings)
         # A plan of another job would name wrong ranks and groups.
-        recordings.problems.append(one_line(f"{plan} is not the plan of this job: {mismatch}."))
-        layout = None
+        if mismatch:
+            problem = f"{plan} is not the plan of this job: {mismatch}."
+            recordings.problems.append(one_line(problem))
+            layout = None
     result = verdict.diagnose(recordings, layout)
     if as_json:
         prints.as_json(result.to_json())
@@ -329,7 +338,9 @@ def audit(
     from hypergrid.show import audit as reads
 
     recordings = reads.read(directory)
-    changes = None if against is None else reads.against(recordings, reads.baseline(against))
+    changes = None
+    if against is not None:
+        changes = reads.against(recordings, reads.baseline(against))
     has_new_sites = any(change.after > change.before for change in changes or ())
     if as_json:
         data = dict(recordings.to_json())
@@ -358,12 +369,15 @@ def parity(subject: PlannedJob) -> int:
     cells = []
     differ = 0
     for grid, dims, count, are_equal in rows:
-        cells.append((grid, dims, count, "yes" if are_equal else red("NO", True)))
+        result = "yes" if are_equal else red("NO", True)
+        cells.append((grid, dims, count, result))
         differ += not are_equal
     prints.table(out, ("grid", "groups over", ">groups", "equal"), cells)
-    result = f"{differ} of {len(rows)} kinds of groups differ." if differ else "all groups equal."
+    sentence = "all groups equal."
+    if differ:
+        sentence = f"{differ} of {len(rows)} kinds of groups differ."
     out.print(
-        f"\nmegatron-core {release}'s RankGenerator: {result} The ranks of each group and their "
+        f"\nmegatron-core {release}'s RankGenerator: {sentence} The ranks of each group and their "
         f"order were compared; names, backends and options are those of the release, and were not."
     )
     return int(differ > 0)
@@ -444,7 +458,8 @@ def doctor() -> int:
         out.print(text.append(state, style="not bold"), soft_wrap=True)
         if remedy:
             status = 1
-            out.print(Text(f"{'':<20} -> {remedy}", style="yellow"), soft_wrap=True)
+            indent = " " * 20
+            out.print(Text(f"{indent} -> {remedy}", style="yellow"), soft_wrap=True)
     return status
 
 
@@ -480,5 +495,6 @@ def _numbers(text: str | None) -> list[int] | None:
     match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6})?)?", text)
     if match is None:
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
-    first, last = match.groups()
-    return list(range(int(first), int(last or first) + 1))
+    first = int(match[1])
+    last = int(match[2] or first)
+    return list(range(first, last + 1))

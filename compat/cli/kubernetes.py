@@ -33,7 +33,11 @@ def pods_of(text: str) -> Pods:
         raise ImportError(f"reading YAML needs PyYAML: {install_command('cli')}.") from None
     try:
         check_yaml(text)
-        jobs = [job for job in yaml.safe_load_all(text) if job and job.get("kind") in _OF_KIND]
+        jobs = []
+        for manifest in yaml.safe_load_all(text):
+            # Beside the job a file may have a volume, a service, or an empty part.
+            if manifest and manifest.get("kind") in _OF_KIND:
+                jobs.append(manifest)
         if len(jobs) != 1:
             raise ValueError(f"it has {len(jobs)} jobs of {', '.join(_OF_KIND)}")
         return _OF_KIND[jobs[0]["kind"]](jobs[0]["spec"])
@@ -49,7 +53,9 @@ def _line(template: Any) -> str:
     if len(containers) != 1:
         raise ValueError(f"a pod has {len(containers)} containers, and one is read")
     container = containers[0]
-    words = [*(container.get("command") or ()), *(container.get("args") or ())]
+    command = container.get("command") or ()
+    arguments = container.get("args") or ()
+    words = [*command, *arguments]
     line = shlex.join(str(word) for word in words)
     if "$(" in line and "-c" not in words:
         raise ValueError("the command has variables of Kubernetes, $(NAME), which are not read")
@@ -90,8 +96,9 @@ def _jobset(spec: Any) -> Pods:
     (replicated,) = spec["replicatedJobs"]
     job = replicated["template"]["spec"]
     # Each of its jobs has as many pods as run at once.
-    count = int(replicated.get("replicas", 1)) * int(job.get("parallelism", 1))
-    return Pods(_line(job["template"]), count, {})
+    jobs = int(replicated.get("replicas", 1))
+    pods_of_job = int(job.get("parallelism", 1))
+    return Pods(_line(job["template"]), jobs * pods_of_job, {})
 
 
 _OF_KIND = {"PyTorchJob": _pytorch, "MPIJob": _mpi, "JobSet": _jobset}

@@ -106,7 +106,8 @@ def job_of(words: Sequence[Word], variables: Mapping[str, Word] | None = None, *
         reader.lacks(launch.script)
     if "HYPERGRID_ORDER" in variables:
         order = variables["HYPERGRID_ORDER"]
-        reader.read(Option("HYPERGRID_ORDER", SIZES["order"], [order], order.line), reader.settings)
+        option = Option("HYPERGRID_ORDER", SIZES["order"], [order], order.line)
+        reader.read(option, reader.settings)
     launchers = read_programs(reader, launch.programs, variables)
     for option in options_of(launch.words, _OF_SCRIPT)[0]:
         reader.read(option, reader.settings)

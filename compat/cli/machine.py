@@ -65,13 +65,15 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
         combinations: dict[tuple[str, ...], None] = {}
         for row in request.plan.rows:
             if row.layout == grid:
-                combinations[tuple(dim for dim in row.dims if dim in _STOCK_DIMS)] = None
+                dims = tuple(dim for dim in row.dims if dim in _STOCK_DIMS)
+                combinations[dims] = None
         for dims in combinations:
             if not dims:
                 continue
             groups = layout.groups(dims).tolist()
             stock_groups = [list(ranks) for ranks in generator.get_ranks("-".join(dims))]
-            rows.append((grid, "-".join(dims), len(groups), groups == stock_groups))
+            are_equal = groups == stock_groups
+            rows.append((grid, "-".join(dims), len(groups), are_equal))
     return str(release), rows
 
 
@@ -79,7 +81,8 @@ def examined() -> Iterator[tuple[str, str, str]]:
     """The state of this machine: (name, state, remedy); no remedy if all is well."""
     yield "python", f"{platform.python_version()} ({sys.executable})", ""
     version = _installed("hypergrid-comm") or "not installed as a package"
-    yield "hypergrid", version + _checkout(Path(__file__).parents[2]), ""
+    checkout = _checkout(Path(__file__).parents[2])
+    yield "hypergrid", f"{version}{checkout}", ""
     yield from _torch()
     yield _distribution("numpy")
     yield from _megatron()

@@ -86,20 +86,28 @@ def head(subject: PlannedJob) -> Console:
     layouts = subject.layouts
     ranks = layouts["decoder"].size
     hosts = len(subject.hosts.names)
-    out.print(
-        f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} of "
-        f"{subject.ranks_per_host}: {sizes_in_words(layouts['decoder'])}"
-    )
+    sizes = sizes_in_words(layouts["decoder"])
+    rank_count = _counted(ranks, "rank")
+    host_count = _counted(hosts, "host")
+    out.print(f"{rank_count} on {host_count} of {subject.ranks_per_host}: {sizes}")
     if subject.nvlink_domain is not None:
         # The last domain may have fewer hosts than the others.
         hosts_of_domain = Counter(subject.within.values())
-        domains = len(hosts_of_domain)
-        host_counts = span((min(hosts_of_domain.values()), max(hosts_of_domain.values())))
-        out.print(f"{domains} NVLink domain{'s' * (domains > 1)} of {host_counts} hosts")
+        smallest = min(hosts_of_domain.values())
+        largest = max(hosts_of_domain.values())
+        domains = _counted(len(hosts_of_domain), "NVLink domain")
+        out.print(f"{domains} of {span((smallest, largest))} hosts")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
     _rests_on(out, subject)
     return out
+
+
+def _counted(count: int, noun: str) -> str:
+    """``1 host``, ``2 hosts``."""
+    if count > 1:
+        noun += "s"
+    return f"{count} {noun}"
 
 
 def _rests_on(out: Console, subject: PlannedJob) -> None:
@@ -118,21 +126,25 @@ def _rests_on(out: Console, subject: PlannedJob) -> None:
 def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
     """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
+    host = data["host"]
     for name in SHARDS:
         if name in data["coordinates"]:
             coordinate = subject.plan.layouts[name].trimmed.coordinate(rank)
-            place = ", ".join(f"{dim}={number}" for dim, number in coordinate.items())
-            out.print(f"rank {rank} on {data['host']}, {name}: {place or 'alone'}")
+            numbers = [f"{dim}={number}" for dim, number in coordinate.items()]
+            place = ", ".join(numbers) or "alone"
+            out.print(f"rank {rank} on {host}, {name}: {place}")
     if not data["groups"]:
-        out.print(f"rank {rank} on {data['host']} is in no group.")
+        out.print(f"rank {rank} on {host} is in no group.")
         return
     rows = []
     for group in data["groups"]:
         ranks = group["ranks"]
         hosts = len(group["hosts"])
         dims = dims_in_words(group["dims"], size=len(ranks))
-        label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
-        rows.append((dims, len(ranks), red(hosts, hosts > 1), label))
+        label = Text(group["label"])
+        label.append(f"\n  {few(ranks)}", style="dim")
+        crossing = hosts > 1
+        rows.append((dims, len(ranks), red(hosts, crossing), label))
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
 
@@ -172,7 +184,9 @@ def orders(
         cells = (", ".join(marks), ranked.order, *map(str, ranked.numbers))
         rows.append([Text(cell, style=style) for cell in cells])
     out.print(f"How many {places} a group touches at most, by kind of groups:")
-    table(out, ("", "order", *(f">{kind}" for kind in requested.hosts)), rows)
+    columns = ["", "order"]
+    columns += [f">{kind}" for kind in requested.hosts]
+    table(out, columns, rows)
     out.print()
     out.print(
         "Of two orders the better one has the smaller number in the first column in which they "
@@ -200,13 +214,15 @@ def difference(out: Console, compared: Difference) -> None:
     if compared.moved:
         moves = []
         for move in compared.moved:
-            moves.append((move.layout, move.dim, span(move.sizes, " -> "), move.ranks))
+            sizes = span(move.sizes, " -> ")
+            moves.append((move.layout, move.dim, sizes, move.ranks))
         table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), moves)
         out.print()
     if compared.regrouped:
         changes = []
         for change in compared.regrouped:
-            changes.append((span(change.groups, " -> "), change.ranks, change.label))
+            groups = span(change.groups, " -> ")
+            changes.append((groups, change.ranks, change.label))
         table(out, (">groups", ">ranks with other members", "name"), changes)
         out.print()
     for shard in compared.resharded:
@@ -236,7 +252,9 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         task = bar.add_task(title)
 
         def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, refresh=done % 100 == 0)
+            # A line for each of 100,000 files would take longer than reading them.
+            refresh = done % 100 == 0
+            bar.update(task, completed=done, total=total, refresh=refresh)
 
         yield update
 
@@ -258,7 +276,8 @@ def audit(recordings: Audit, changes: Sequence[Change] | None) -> None:
     """Wrong states first, then the table by package and file, then what a baseline says."""
     out = console()
     for problem in recordings.problems:
-        out.print(Text(f"{problem.kind}: ", "bold red").append(problem.text, "not bold default"))
+        line = Text(f"{problem.kind}: ", "bold red")
+        out.print(line.append(problem.text, "not bold default"))
         reads = f"{problem.reads:,} reads on {len(problem.ranks)} ranks"
         out.print(f"  {reads}; {problem.example}\n", style="dim")
     rows = []
@@ -266,23 +285,26 @@ def audit(recordings: Audit, changes: Sequence[Change] | None) -> None:
         files = list(package_files)
         reads = f"{sum(file.reads for file in files):,}"
         sites = f"{sum(file.sites for file in files):,}"
-        rows.append([Text(cell, "bold") for cell in (package, reads, sites, "")])
+        heads = (package, reads, sites, "")
+        rows.append([Text(cell, "bold") for cell in heads])
         for file in files:
-            names = [f"{name} {count:,}" for name, count in file.names.most_common(_MOST_NAMES)]
+            most_read = file.names.most_common(_MOST_NAMES)
+            names = [f"{name} {count:,}" for name, count in most_read]
             if len(file.names) > _MOST_NAMES:
                 names.append(f"{len(file.names) - _MOST_NAMES} more")
             base = file.file.rpartition("/")[2]
-            cells = (f"  {base}", f"{file.reads:,}", f"{file.sites:,}", ", ".join(names))
+            reads = f"{file.reads:,}"
+            sites = f"{file.sites:,}"
+            cells = (f"  {base}", reads, sites, ", ".join(names))
             rows.append([Text(cell) for cell in cells])
     table(out, ("package and file", ">reads", ">sites", "of"), rows)
     ranks = f"{len(recordings.ranks)} ranks"
     # A rank that was restarted has recorded in several processes.
     if recordings.processes != len(recordings.ranks):
         ranks += f" in {recordings.processes} processes"
-    out.print(
-        f"\n{recordings.reads:,} reads by {len(recordings.sites)} sites, on {ranks}, megatron-core "
-        f"{' and '.join(recordings.releases)}."
-    )
+    reads = f"{recordings.reads:,} reads by {len(recordings.sites)} sites"
+    releases = " and ".join(recordings.releases)
+    out.print(f"\n{reads}, on {ranks}, megatron-core {releases}.")
     for sentence in recordings.unread:
         out.print(f"Not read: {sentence}", style="yellow", soft_wrap=True)
     if changes is not None:
@@ -298,8 +320,10 @@ def _beside_baseline(out: Console, changes: Sequence[Change]) -> None:
             continue
         lines = ", ".join(map(str, change.lines))
         counts = f"line {lines}: {change.before} before, {change.after} now"
-        site = f"{change.name} in {change.module}, {change.function}, {counts}"
-        out.print(Text("new: ", "bold red").append(site, "not bold default"), soft_wrap=True)
+        function = f"{change.module}, {change.function}"
+        line = Text("new: ", "bold red")
+        line.append(f"{change.name} in {function}, {counts}", "not bold default")
+        out.print(line, soft_wrap=True)
     if fewer:
         out.print(f"{fewer} functions read less than in the baseline: write it again with --json.")
     if not changes:

@@ -18,6 +18,7 @@ from hypergrid.messages import shown
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
 # Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
 _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)+\w+)=(.*)", re.S)
+_MOST_SENTENCES = 12  # of what is missing
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
 _MAY_HOLD_SIZES = re.compile(r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args")
 _FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml)")
@@ -116,7 +117,8 @@ class Reader:
     def finish(self) -> None:
         """Refuse the launch if anything is missing, all at once."""
         if self.missing:
-            raise JobError(" ".join(list(dict.fromkeys(self.missing))[:12]))
+            sentences = list(dict.fromkeys(self.missing))
+            raise JobError(" ".join(sentences[:_MOST_SENTENCES]))
 
     def numbers(self, flag: str, words: Sequence[Word]) -> list[int]:
         """The values of a flag that takes whole numbers; none if one is not known."""
@@ -137,7 +139,11 @@ class Reader:
         if row is _UNLISTED:
             self._read_unlisted(option)
             return
-        if row.kind == "starts" or (settings is self.settings and row.meaning in self.overrides):
+        # It says what a program starts, which is no setting.
+        if row.kind == "starts":
+            return
+        # The flags of the command win over those of the line.
+        if settings is self.settings and row.meaning in self.overrides:
             return
         text = " ".join(word.text for word in values)
         is_unknown = any(word.holes for word in values)
@@ -148,7 +154,11 @@ class Reader:
         if has_sizes:
             raise _may_hold_sizes(option)
         is_of_model = row.kind == "model"
-        if row.meaning in ("", "unless") or (is_of_model and is_unknown and not is_open):
+        is_without_effect = row.meaning in ("", "unless")
+        # The planned groups are the same, whatever the model is.
+        if is_of_model and is_unknown and not is_open:
+            is_without_effect = True
+        if is_without_effect:
             self.flags["without effect"].append(flag)
             # Several words in its place could be other flags.
             for word in values:

@@ -148,7 +148,9 @@ def saved(
 def _check_ranks(path: Path, plan: GroupPlan) -> None:
     """Refuse a plan with ranks outside its window, or one that would take minutes to print."""
     count = plan.window.stop
-    listed = [(row.label, group) for row in plan.rows for group in row.explicit or ()]
+    listed = []
+    for row in plan.rows:
+        listed += [(row.label, group) for group in row.explicit or ()]
     for unit, number, most in (
         ("ranks", count, MOST_RANKS),
         ("rows", len(plan.rows), 1 << 11),
@@ -159,7 +161,8 @@ def _check_ranks(path: Path, plan: GroupPlan) -> None:
             raise JobError(f"{number:,} {unit} are too many: at most {most:,} can be planned.")
     ranks_of: list[tuple[str, Sequence[int]]] = []
     for name, layout in plan.layouts.items():
-        ranks_of.append((f"the layout {shown(name)}", [layout.stop - 1]))
+        last_rank = layout.stop - 1
+        ranks_of.append((f"the layout {shown(name)}", [last_rank]))
     for label, group in listed:
         ranks_of.append((f"a group of {shown(label)}", group))
     for owner, ranks in ranks_of:
@@ -221,7 +224,9 @@ def started(
                 f"Paste one of them, or decide by --set NAME=VALUE which is started."
             )
     hosts = -(-job.world_size // job.ranks_per_host)
-    if pods is not None and pods.pods != hosts and flags.get("world_size") is None:
+    # The line of a pod and the number of pods are written in two places.
+    is_decided = flags.get("world_size") is not None
+    if pods is not None and pods.pods != hosts and not is_decided:
         raise JobError(
             f"the manifest has {pods.pods} pods, and its command starts {job.world_size} ranks on "
             f"{hosts} hosts. Change one of them, or give --world-size."
@@ -241,7 +246,8 @@ def _launches(programs: Sequence[Command]) -> list[Command]:
     by_rank: dict[int, list[Command]] = {0: [], 1: [], 2: []}
     for command in programs:
         # The rest of a launch that has lost the backslash before it.
-        if command.words[0].text.startswith("-") and command is not programs[0]:
+        is_flag = command.words[0].text.startswith("-")
+        if is_flag and command is not programs[0]:
             raise JobError(
                 f"line {command.line} of the launch line begins with a flag. Join it with the line "
                 f"before by a backslash."

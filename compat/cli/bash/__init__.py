@@ -39,7 +39,10 @@ def commands(
         state.values[POSITIONAL] = fixed.pop(POSITIONAL).split()
     script = Script(state, takes_defaults)
     try:
-        script.apart(lambda: script.run(re.sub(r"\\\n*\Z", "", text.replace("\r\n", "\n"))))
+        lines = text.replace("\r\n", "\n")
+        # A pasted line may end in the backslash before the next one.
+        pasted = re.sub(r"\\\n*\Z", "", lines)
+        script.apart(lambda: script.run(pasted))
     except RecursionError:
         raise ScriptError("the launch line is nested too deeply.") from None
     return script.commands, script.assumed

@@ -68,12 +68,15 @@ def _test(script: Script, words: list[str]) -> Status:
 
 def _reads(script: Script, words: list[str]) -> Status:
     """Builtins that assign names that they are given."""
-    if words[0] in ("printf", "wait") and not re.match(r"-|[^ -~]", " ".join(words[1:])):
+    # printf and wait assign by options alone, -v NAME and -p NAME.
+    is_by_option = words[0] in ("printf", "wait")
+    if is_by_option and not re.match(r"-|[^ -~]", " ".join(words[1:])):
         return None
     why = f"line {script.line} runs {words[0]}, which may assign it"
     if any(map(is_unknown, words)):
         script.state.forget(why)
-    script.state.lose([name for word in words[1:] for name in NAME.findall(word)], why)
+    for word in words[1:]:
+        script.state.lose(NAME.findall(word), why)
     return None
 
 
@@ -86,11 +89,13 @@ def _let(script: Script, words: list[str]) -> Status:
 
 def _source(script: Script, words: list[str]) -> Status:
     """It may assign anything; a function of the environment, such as ``module``, too."""
-    values = script.state.values
-    of_job = {key: value for key, value in values.items() if "SLURM_" in key}
-    script.state.forget(f"line {script.line} runs {plain(' '.join(words))}, which may assign it")
-    if words[0] in _OF_SOFTWARE:  # they set variables of software, and none of the job
-        script.state.values.update(of_job)
+    state = script.state
+    of_job = {key: value for key, value in state.values.items() if "SLURM_" in key}
+    written = plain(" ".join(words))
+    state.forget(f"line {script.line} runs {written}, which may assign it")
+    # These set variables of software, and none of the job.
+    if words[0] in _OF_SOFTWARE:
+        state.values.update(of_job)
     return None
 
 
@@ -118,21 +123,26 @@ def _command(script: Script, words: list[str]) -> Status:
 def _leaves(script: Script, words: list[str]) -> Status:
     """``exit``, ``return``, ``break``, ``continue``."""
     how = words[0]
-    is_of_loop = how in ("break", "continue")
-    if is_of_loop and (script.loops == 0 or len(words) > 1):
+    # Outside of loops they are errors, and `break 2` leaves two loops.
+    is_followed = script.loops > 0 and len(words) == 1
+    if how in ("break", "continue") and not is_followed:
         return refuse(script, words)
+    # Outside of functions it is an error, behind which bash goes on.
     if how == "return" and script.level == 0:
         return refuse(script, words)
     raise Leaving(how)
 
 
 def _shift(script: Script, words: list[str]) -> Status:
-    arguments = script.state.elements(POSITIONAL)
+    state = script.state
+    arguments = state.elements(POSITIONAL)
     count = "".join(words[1:]) or "1"
-    if any(OPEN in argument for argument in arguments) or not count.isdigit():
-        script.state.lose([POSITIONAL], f"line {script.line} runs shift, which changes it")
+    is_open = any(OPEN in argument for argument in arguments)
+    if is_open or not count.isdigit():
+        state.lose([POSITIONAL], f"line {script.line} runs shift, which changes it")
+    # With fewer arguments nothing is shifted.
     elif int(count) <= len(arguments):
-        script.state.values[POSITIONAL] = arguments[int(count) :]
+        state.values[POSITIONAL] = arguments[int(count) :]
     return None
 
 
@@ -140,10 +150,12 @@ def _set(script: Script, words: list[str]) -> Status:
     text = " ".join(words[1:])
     if _OPTIONS.fullmatch(text):
         return True
-    is_option = text.startswith(("-", "+")) and words[1] != "--"
-    if len(words) == 1 or is_option or is_unknown(words[1]):
-        return refuse(script, words)
     arguments = words[1:]
+    # Alone it prints all variables; an unknown word may be an option.
+    if not arguments or is_unknown(arguments[0]):
+        return refuse(script, words)
+    if text.startswith(("-", "+")) and arguments[0] != "--":
+        return refuse(script, words)
     if arguments[0] == "--":
         del arguments[0]
     script.state.values[POSITIONAL] = arguments
@@ -184,7 +196,10 @@ def declare(script: Script, command: str, written: Sequence[str]) -> Status:
     state = script.state
     flags = {word for word in written if word.startswith(("-", "+"))}
     # References, integers and the like change what every later assignment means.
-    if flags - {"-a", "-x"} or (command == "local" and script.level == 0):
+    if flags - {"-a", "-x"}:
+        return refuse(script, [command, *written])
+    # Outside of functions it is an error.
+    if command == "local" and script.level == 0:
         return refuse(script, [command, *written])
     names: set[str] = set()
     for word in written:

@@ -19,7 +19,9 @@ LITERAL = re.compile(r"[\w./:=,@%-]*")
 
 def negated(status: Status) -> Status:
     """The status of ``! command``."""
-    return None if status is None else not status
+    if status is None:
+        return None
+    return not status
 
 
 def holds(words: Sequence[str]) -> Status:
@@ -28,18 +30,26 @@ def holds(words: Sequence[str]) -> Status:
     >>> holds(["8", "-gt", "4"])
     True
     """
+    if words[:1] == ["!"] and len(words) > 1:
+        return negated(holds(words[1:]))
+    # A part that is not known may make it hold or not.
+    if is_unknown("".join(words)):
+        return None
     match words:
         case []:
             return False
-        case ["!", *operands] if operands:
-            return negated(holds(operands))
         case [text]:
-            return None if is_unknown(text) else text != ""
-        case ["-z" | "-n" as operator, text]:
-            return None if is_unknown(text) else (text == "") == (operator == "-z")
-        case [first, operator, second] if not is_unknown(first + second):
-            if operator in ("=", "==", "!="):
-                return (first == second) == (operator != "!=")
-            if operator in COMPARED and _NUMBER.fullmatch(first) and _NUMBER.fullmatch(second):
+            return text != ""
+        case ["-z", text]:
+            return text == ""
+        case ["-n", text]:
+            return text != ""
+        case [first, "=" | "==", second]:
+            return first == second
+        case [first, "!=", second]:
+            return first != second
+        case [first, operator, second] if operator in COMPARED:
+            # Of other texts [ says that they are no numbers.
+            if _NUMBER.fullmatch(first) and _NUMBER.fullmatch(second):
                 return COMPARED[operator](int(first), int(second))
     return None

@@ -141,7 +141,8 @@ class _Parser:
             end = end_line.search(self.text, self.place)
             if end is None:
                 refuse(self.text, self.place)
-            document.redirects.append(Redirect("<<", self.text[self.place : end.start()]))
+            content = self.text[self.place : end.start()]
+            document.redirects.append(Redirect("<<", content))
             self.line += self.text.count("\n", self.place, end.end())
             self.place = end.end()
         self.documents = []
@@ -192,6 +193,7 @@ class _Parser:
                 statement = Statement("background", statement.line, bodies=[[statement]])
             if self.next.text in (";", "&"):
                 self._advance()
+            # `fi` needs a `;` or a newline before it, and `)` does not.
             elif self.next.kind not in ("newline", "end") and self.next.text not in ends:
                 self._refuse()
             statements.append(statement)
@@ -238,10 +240,11 @@ class _Parser:
     def _compound(self) -> Statement:
         opening = self.next
         statement = Statement(_COMPOUND[opening.text], opening.line)
-        if opening.text == "(" and self.text[self.place : self.place + 1] == "(":
+        # `((` begins a sum, and `( (` two subshells.
+        if opening.text == "(" and self.text.startswith("(", self.place):
             start = self.place + 1
             end = closing_of(self.text, start, ")")
-            if self.text[end + 1 : end + 2] != ")":
+            if not self.text.startswith(")", end + 1):
                 self._refuse()
             statement.kind = "sum"
             statement.words = [self.text[start:end]]

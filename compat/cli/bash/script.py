@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 from compat.cli.bash import builtins
@@ -87,14 +88,16 @@ class Script(Expander):
 
         def follow() -> None:
             match statements:
-                case [Statement(kind="simple", words=["echo", *written], redirects=[])]:
+                case [Statement(kind="simple", words=["echo", *written], redirects=[])] if (
+                    "echo()" not in self.state.values
+                ):
                     printed.append(" ".join(self.words(written)))
                 case _:
                     self.evaluate(script, self.line)
 
         self.apart(follow)
         text = "".join(printed)
-        # Of `echo -n` and of backslashes it prints other characters.
+        # With an option or a backslash it prints other characters.
         if not printed or is_unknown(text) or re.match(r"-|.*\\", text, re.S):
             return self._hole(f"$({script})")
         return text.rstrip("\n")
@@ -125,7 +128,7 @@ class Script(Expander):
                     f"the launch line takes more than {_SECONDS} seconds to read. Paste less of it."
                 )
             self.line = self._outer_line or statement.line
-            status = _STATEMENTS[statement.kind](self, statement)
+            status = self._statement(statement)
             for operator, target in statement.redirects:
                 # It assigns for some commands and not for others.
                 if _SUM.search(target):
@@ -133,6 +136,42 @@ class Script(Expander):
                 if not operator.startswith("<<"):
                     status = None  # there may be no such file
         return status
+
+    def _statement(self, statement: Statement) -> Status:
+        """Follow one statement by its kind."""
+        words = statement.words
+        bodies = statement.bodies
+        match statement.kind:
+            case "simple":
+                return self._simple(words)
+            case "sum":
+                return self.sum_holds(words[0])
+            case "test":
+                return self._test(words)
+            case "if":
+                return self._if(bodies)
+            case "case":
+                return self._case(statement)
+            case "for":
+                return self._for(statement)
+            case "while" | "until":
+                return self._while(statement)
+            case "group":
+                return self._statements(bodies[0])
+            case "not":
+                return negated(self._statements(bodies[0]))
+            case "&&" | "||":
+                return self._list(statement)
+            case "function":
+                # Its words are followed before they are looked up.
+                if words[0] in builtins.DECLARING:
+                    self._refuse(statement)
+                self.state.values[f"{words[0]}()"] = bodies[0]
+                return True
+        # Subshells, the commands of a pipeline, and those in the background.
+        for body in bodies:
+            self.apart(partial(self._statements, body))
+        return True if statement.kind == "background" else None
 
     def _way(self, step: Callable[[], object]) -> str:
         """Follow a way; how the shell, a function or a loop is left on it, "" if none is."""
@@ -176,15 +215,15 @@ class Script(Expander):
             return body()
         return other()
 
-    def _if(self, statement: Statement, first: int = 0) -> Status:
-        # Conditions and bodies take turns; the condition of `else` is empty, which holds.
-        if first == len(statement.bodies):
+    def _if(self, bodies: Sequence[list[Statement]]) -> Status:
+        if not bodies:
             return True
-        condition, body = statement.bodies[first : first + 2]
+        # Conditions and bodies take turns; the condition of `else` is empty, which holds.
+        condition, body, *remaining = bodies
         return self._branch(
             self._statements(condition),
             lambda: self._statements(body),
-            lambda: self._if(statement, first + 2),
+            lambda: self._if(remaining),
         )
 
     def _case(self, statement: Statement, first: int = 0) -> Status:
@@ -219,32 +258,6 @@ class Script(Expander):
             goes_on = negated(status)
         return self._branch(goes_on, lambda: self._statements(second), lambda: status)
 
-    def _negated(self, statement: Statement) -> Status:
-        return negated(self._statements(statement.bodies[0]))
-
-    def _group(self, statement: Statement) -> Status:
-        return self._statements(statement.bodies[0])
-
-    def _apart(self, statement: Statement) -> Status:
-        """Subshells, and the commands of a pipeline."""
-        for body in statement.bodies:
-            self.apart(lambda body=body: self._statements(body))  # type: ignore[misc]
-        return None
-
-    def _background(self, statement: Statement) -> Status:
-        self._apart(statement)
-        return True
-
-    def _function(self, statement: Statement) -> Status:
-        name = statement.words[0]
-        if name in builtins.DECLARING:
-            self._refuse(statement)
-        self.state.values[f"{name}()"] = statement.bodies[0]
-        return True
-
-    def _sum(self, statement: Statement) -> Status:
-        return self.sum_holds(statement.words[0])
-
     def sum_holds(self, text: str) -> Status:
         """Whether an expression is not zero."""
         number = self.number(self.text(text, in_quotes=True))
@@ -252,11 +265,10 @@ class Script(Expander):
             return None
         return number != 0
 
-    def _test(self, statement: Statement) -> Status:
+    def _test(self, words: Sequence[str]) -> Status:
         """``[[ ... ]]``: one comparison, whose words are not split."""
-        words = statement.words
         if words[:1] == ["!"]:
-            return negated(self._test(replace(statement, words=words[1:])))
+            return negated(self._test(words[1:]))
         if {"(", ")", "<", ">", "=~", "&&", "||"}.intersection(words):
             if COMPARED.keys() & set(words) or _SUM.search(" ".join(words)):
                 self.state.forget(f"line {self.line} has a condition that may assign it")
@@ -349,10 +361,7 @@ class Script(Expander):
 
     # Commands.
 
-    def _simple(self, statement: Statement) -> Status:
-        return self._follow(statement.words)
-
-    def _follow(self, written: Sequence[str]) -> Status:
+    def _simple(self, written: Sequence[str]) -> Status:
         """A simple command: assignments, a function, a builtin or a program."""
         count = 0
         while count < len(written) and _ASSIGNED.fullmatch(written[count]):
@@ -375,7 +384,7 @@ class Script(Expander):
         if words:
             return self._start(words, assignments)
         # $CMD was empty.
-        return self._follow(assignments)
+        return self._simple(assignments)
 
     def assign(self, written: str) -> Status:
         """One assignment ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME=(A B)``."""
@@ -396,8 +405,10 @@ class Script(Expander):
             return True
         text = self.text(value)
         unknown = state.holes.in_text(text)
+        # In N=$(nproc) only the job knows the right side, and --set can give N.
         if len(text) == 1 and unknown and not unknown[0].name:
-            text = state.holes.mark(replace(unknown[0], name=name))  # --set can give it
+            hole = replace(unknown[0], name=name)
+            text = state.holes.mark(hole)
         if index is not None:
             self.number(self.text(index))  # A[I++]=8 assigns I
         if index is not None or isinstance(old_value, list):
@@ -436,7 +447,8 @@ class Script(Expander):
         outer = self.loops, self._outer_line
         self.loops = 0
         self.level += 1
-        self.state.values[f"{self.level} {POSITIONAL}"] = self.state.value(POSITIONAL)
+        outer_arguments = self.state.value(POSITIONAL)
+        self.state.values[f"{self.level} {POSITIONAL}"] = outer_arguments
         self.state.values[POSITIONAL] = arguments
         status: Status = None
 
@@ -445,8 +457,6 @@ class Script(Expander):
             status = self._statements(body)
 
         ending = self._way(follow)
-        if ending == "exit":
-            raise Leaving(ending)
         for key in list(self.state.values):
             level, _, local = key.rpartition(" ")
             if level == str(self.level):
@@ -454,6 +464,8 @@ class Script(Expander):
                 self.state.values.pop(f"export {local}", None)
         self.level -= 1
         self.loops, self._outer_line = outer
+        if ending == "exit":
+            raise Leaving(ending)
         # The status of `return 1` is not followed.
         if ending:
             return None
@@ -469,17 +481,20 @@ class Script(Expander):
         environment = self.state
         self.state = entry
         texts = [plain(word) for word in words]
-        if is_unknown(words[0]) or (entry.why and texts[0] not in builtins.PROGRAMS):
-            # It may be a function, or a builtin.
-            entry.forget(f"line {self.line} runs {texts[0] or 'a command'}, which is not known")
+        # It may be a function, or a builtin. After `source` every name may be a function.
+        is_program = not entry.why or texts[0] in builtins.PROGRAMS
+        if is_unknown(words[0]) or not is_program:
+            name = texts[0] or "a command"
+            entry.forget(f"line {self.line} runs {name}, which is not known")
         for key in list(environment.values):
-            if key.isidentifier() and not environment.values.get(f"export {key}"):
+            is_exported = environment.values.get(f"export {key}")
+            if key.isidentifier() and not is_exported:
                 environment.lose([key], "it is assigned, and perhaps not exported")
         for place in range(len(texts)):
             if texts[place].rpartition("/")[2] in ("bash", "sh"):
                 options = "".join(texts[place + 1 : place + 2])
                 if re.fullmatch(r"-\w*c", options) and place + 2 < len(words):
-                    self._shell(words, place, "l" in options, environment)
+                    self._shell(words, place, bool({"l", "i"} & set(options)), environment)
                     return
                 if not options or options.startswith("-"):
                     raise ScriptError(
@@ -493,14 +508,16 @@ class Script(Expander):
         command = [holes.word(word, self.line) for word in (*self._prefix, *words)]
         self.commands.append(Command(command, variables, self.line))
 
-    def _shell(self, words: list[str], place: int, is_login: bool, environment: State) -> None:
+    def _shell(self, words: list[str], place: int, reads_files: bool, environment: State) -> None:
         """``bash -c SCRIPT NAME ARGUMENTS``: it gets what is exported, and nothing comes back."""
         outer = self.state, self._prefix, self.level
-        if is_login:
+        if reads_files:
             environment.forget(f"line {self.line} starts a shell that reads its own files first")
-        for key in environment.values:
+        for key in list(environment.values):
             if key.endswith("()"):
-                environment.values[key] = None
+                environment.values[key] = None  # it may be exported
+            elif key[0].isdigit():
+                del environment.values[key]  # of a function that is running here
         script = words[place + 2]
         environment.values[POSITIONAL] = words[place + 4 :]
         self.state = environment
@@ -514,23 +531,3 @@ def _name_of(assignment: str) -> str:
     match = NAME.match(assignment)
     assert match is not None
     return match[0]
-
-
-_STATEMENTS: Mapping[str, Callable[[Script, Statement], Status]] = {
-    "simple": Script._simple,
-    "sum": Script._sum,
-    "test": Script._test,
-    "if": Script._if,
-    "while": Script._while,
-    "until": Script._while,
-    "for": Script._for,
-    "case": Script._case,
-    "group": Script._group,
-    "subshell": Script._apart,
-    "pipeline": Script._apart,
-    "not": Script._negated,
-    "&&": Script._list,
-    "||": Script._list,
-    "background": Script._background,
-    "function": Script._function,
-}

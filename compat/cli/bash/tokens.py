@@ -50,7 +50,9 @@ def token_at(text: str, start: int, in_quotes: bool = False) -> Token:
     content = match[0]
     end = match.end()
     # A quote or backslash without an end, a sum as it was once written, and $'\x41'.
-    if content == "$[" or (not in_quotes and content in ("\\", "'", "$'", '$"')):
+    if content == "$[":
+        refuse(text, start)
+    if not in_quotes and content in ("\\", "'", "$'", '$"'):
         refuse(text, start)
     if kind == "backquotes":
         closing = text.find("`", end)

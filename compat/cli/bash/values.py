@@ -56,7 +56,11 @@ class Holes:
     def in_text(self, text: str) -> list[Hole]:
         """The holes of a text."""
         holes = list(self._index)
-        return [holes[ord(mark) - _FIRST] for mark in MARK.findall(text) if mark != OPEN]
+        in_text = []
+        for mark in MARK.findall(text):
+            if mark != OPEN:
+                in_text.append(holes[ord(mark) - _FIRST])
+        return in_text
 
     def word(self, text: str, line: int) -> Word:
         """The word of a command."""
@@ -72,7 +76,8 @@ def is_unknown(text: str) -> bool:
 
 def opened(text: str) -> str:
     """The text, of which each part that is not known may be several words."""
-    return MARK.sub(lambda match: match[0] + OPEN, text.replace(OPEN, ""))
+    closed = text.replace(OPEN, "")
+    return MARK.sub(lambda match: match[0] + OPEN, closed)
 
 
 def plain(text: str) -> str:

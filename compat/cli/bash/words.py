@@ -63,6 +63,7 @@ class Expander:
         """The words that written words become."""
         words: list[str] = []
         for text in written:
+            # One written word may become none, as $EMPTY, or several, as $ARGS.
             words.extend(self._expanded(text, splits=True))
         return words
 
@@ -80,10 +81,14 @@ class Expander:
                 bare += token.content
         if _HOME.search(bare):
             fields.add(self._hole(written, "HOME"))
-        # No file is called --flag=*.
-        is_pattern = _PATTERN.search(bare) and not written.startswith("-")
-        if splits and (is_pattern or _BRACE_LIST.search(bare)):
-            fields.add(self._hole(written, why="files or lists take its place") + OPEN)
+        if splits:
+            is_pattern = _PATTERN.search(bare) is not None
+            # No file is called --flag=*.
+            if written.startswith("-"):
+                is_pattern = False
+            if is_pattern or _BRACE_LIST.search(bare):
+                hole = self._hole(written, why="files or lists take its place")
+                fields.add(hole + OPEN)
         fields.end()
         return fields.words
 
@@ -120,21 +125,27 @@ class Expander:
         self, fields: _Fields, content: str, values: list[str], in_quotes: bool
     ) -> None:
         """Add the values of an expansion."""
-        is_list = re.match(r"@|\w+\[@\]", content) is not None
-        if re.search(r"['\"\\]", content) and " ".join(values).split() != values:
-            # Quotes in ${X:-"a b"} keep words together.
-            values = [self._hole(content) + OPEN]
-        if not fields.splits or (in_quotes and not is_list):
-            fields.add(" ".join(values))
-        elif in_quotes:
-            fields.add_list(values, keeps_empty=True)
-        else:
-            for number, value in enumerate(values):
-                if number:
-                    fields.end()
-                # "" before a leading and behind a trailing blank, where a word ends.
-                pieces = re.split(r"[ \t\n]+", opened(value))
-                fields.add_list(map(self._matched, pieces), keeps_empty=False)
+        text = " ".join(values)
+        # Quotes in ${X:-"a b"} keep words together.
+        if re.search(r"['\"\\]", content) and text.split() != values:
+            text = self._hole(content) + OPEN
+            values = [text]
+        if not fields.splits:
+            fields.add(text)
+            return
+        if in_quotes:
+            # "$@" and "${A[@]}" become a word for each element, and "$*" becomes one.
+            if re.match(r"@|\w+\[@\]", content):
+                fields.add_list(values, keeps_empty=True)
+            else:
+                fields.add(text)
+            return
+        for number, value in enumerate(values):
+            if number:
+                fields.end()
+            # "" before a leading and behind a trailing blank, where a word ends.
+            pieces = re.split(r"[ \t\n]+", opened(value))
+            fields.add_list(map(self._matched, pieces), keeps_empty=False)
 
     def _matched(self, piece: str) -> str:
         """An unquoted piece: files that match take its place."""
@@ -155,11 +166,15 @@ class Expander:
         """The values of ``name[index]``: one, or those of a list."""
         state = self.state
         if name in ("@", "*"):
-            name, index = POSITIONAL, name
+            index = name
+            name = POSITIONAL
         if name == "#":
-            return [self._length(state.elements(POSITIONAL), "$#")]
+            arguments = state.elements(POSITIONAL)
+            return [self._length(arguments, "$#")]
+        # $1 may be given by --set; $0 is the script's name.
         if name.isdigit() and name != "0" and name not in state.fixed:
-            return [self._element(state.elements(POSITIONAL), int(name) - 1, name)]
+            arguments = state.elements(POSITIONAL)
+            return [self._element(arguments, int(name) - 1, name)]
         if index in ("@", "*"):
             values = state.elements(name)
             if index == "*" and not any(OPEN in value for value in values):
@@ -168,6 +183,7 @@ class Expander:
         value = state.value(name)
         if isinstance(value, str) and index is None:
             return [value]
+        # $A of an array is ${A[0]}.
         place = self.number(self.text(index or "0"))
         if isinstance(place, Hole):
             return [self._hole(f"${name}[{index}]", place.name, place.why)]
@@ -224,7 +240,8 @@ class Expander:
             return values
         # Whether $1 or an element is set is not followed, only whether it is empty.
         if not colon and (index is not None or not name.isidentifier()):
-            return [self._hole(written, name) + OPEN * (index == "@" or name == "@")]
+            is_list = "@" in (index, name)
+            return [self._hole(written, name) + OPEN * is_list]
         return self._chosen(written, name, colon + operator, operand, values)
 
     def _chosen(
@@ -232,32 +249,42 @@ class Expander:
     ) -> list[str]:
         """``${NAME:-default}`` and its kind."""
         state = self.state
+        sign = operator[-1]
         text = " ".join(values)
-        is_of_environment = name not in state.values and name not in state.fixed
         is_absent = False  # whether the operand takes the value's place
-        if self.takes_defaults and is_of_environment and not state.why and operator[-1] in "-=":
+        if self._takes_default(name) and sign in "-=":
             self.assumed.append(f"{name}={plain(self.text(operand))}")
             is_absent = True
         elif is_unknown(text) and not plain(text):
-            if operator[-1] in "=?":
-                state.lose([name], f"line {self.line} uses {plain(written)}")
+            # It may be empty, and then the operand counts.
+            why = f"line {self.line} uses {plain(written)}"
+            if sign in "=?":
+                state.lose([name], why)
             if MAY_ASSIGN.search(operand):
-                state.forget(f"line {self.line} uses {plain(written)}")
-            return [self._open_hole(written, values) + OPEN * (OPEN in text)]
+                state.forget(why)
+            hole = self._open_hole(written, values)
+            return [hole + OPEN * (OPEN in text)]
         elif not text:
+            # ${X-8} asks whether X is set, ${X:-8} whether it is empty.
             is_absent = ":" in operator or state.value(name) is None
-        if operator[-1] == "+":
+        if sign == "+":
             if is_absent:
                 return []
             return [self.text(operand)]
         if not is_absent:
             return values
-        if operator[-1] == "?":
+        if sign == "?":
             raise ScriptError(f"line {self.line} of the launch line ends at {plain(written)}.")
         default = self.text(operand)
-        if operator[-1] == "=":
+        if sign == "=":
             state.assign(name, default, self.line)
         return [default]
+
+    def _takes_default(self, name: str) -> bool:
+        """Whether ``--defaults`` is given, and nothing in the script may have set the variable."""
+        state = self.state
+        is_set = name in state.values or name in state.fixed
+        return self.takes_defaults and not is_set and not state.why
 
     # Sums.
 
@@ -292,8 +319,9 @@ class Expander:
         if increment is not None:
             name, sign = increment.groups()
             number = self._number_of(name)
-            self.state.assign(name, str(number + int(f"{sign}1")), self.line)
-            return number
+            step = int(f"{sign}1")
+            self.state.assign(name, str(number + step), self.line)
+            return number  # I++ is the number before
         return evaluated(text, self._number_of)
 
     def _number_of(self, name: str) -> int:
@@ -312,6 +340,7 @@ class Expander:
         names = NAME.findall(plain(text))
         for name in names:
             value = self.state.values.get(name)
+            # X=TP=8; $((X)) assigns TP.
             if isinstance(value, str) and not re.fullmatch(rf"{_NUMBER.pattern}|", plain(value)):
                 self.state.forget(why)
         if MAY_ASSIGN.search(text):
