@@ -16,7 +16,14 @@ from rich.text import Text
 
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
-from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
+from compat.planned.layouts import (
+    KNOWN_DIMS,
+    LEVELS,
+    SHARDS,
+    has_experts,
+    shards_of,
+    unknown_dims,
+)
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.cli import prints, processes
@@ -93,7 +100,14 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
     """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
-    name = "decoder" if view is None else view
+    offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
+    name = "decoder"
+    if view is not None:
+        name = view
+    elif by is not None:
+        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
+        larger = (other for other in offered if subject.layouts[other].size_of(by) > 1)
+        name = next(larger, name)
     if name not in subject.layouts:
         raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
     within = subject.within
@@ -102,16 +116,19 @@ def show(
         if path is not None:
             from hypergrid.show.picture import picture
 
-            drawn = replace(subject.plan, layouts=subject.layouts)
-            both = view is None and by is None and has_experts(subject.layouts)
-            names = ("decoder", "expert") if both else name
-            picture(drawn, per_host, path, layout=names, by=by, within=within)
+            drawn_layouts = [name]
+            if view is None and by is None:
+                experts = has_experts(subject.layouts)
+                drawn_layouts = [other for other in offered if other != "expert" or experts]
+            plan = replace(subject.plan, layouts=subject.layouts)
+            picture(plan, per_host, path, layouts=drawn_layouts, by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
 
-        offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-        if view is not None:  # the first one is shown at first
-            offered = [view, *(other for other in offered or subject.layouts if other != view)]
+        if "decoder" not in subject.plan.layouts:
+            offered = list(subject.plan.layouts)
+        # The first one is shown at first.
+        offered = [name, *(other for other in offered if other != name)]
         if by is not None:
             subject.layouts[name].dim_size(by)  # refuses a dim that is not there
         text = page(subject.plan, per_host, offered=offered, within=within, by=by)

@@ -11,7 +11,7 @@ import pytest
 from hypergrid import GroupPlan, GroupRow, LayoutError, RankLayout, Topology
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import page
-from hypergrid.show.picture import CELL, HUES, OTHER, _Panel
+from hypergrid.show.picture import CELL, COLOURS, _Panel
 
 DECODER = RankLayout(("tp", "cp", "dp", "ep", "pp"), (4, 2, 4, 1, 2))
 EXPERT = RankLayout(("tp", "ep", "dp", "pp"), (4, 4, 2, 2))
@@ -399,22 +399,60 @@ def test_a_picture_has_a_panel_for_each_dim_and_says_what_crosses(tmp_path):
     assert only == "dp = 4"
 
 
-@pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
-def test_ranks_of_one_colour_are_one_group_and_further_groups_are_grey(dim):
-    from matplotlib.colors import to_hex
+def panel_of(layout, hosts, dim, within=None):
+    """A panel as matplotlib draws it alone: the panel, and axes of which an inch is a unit."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    axes = Figure().add_axes((0, 0, 1, 1))
-    _Panel(DECODER, ranks_by_host(DECODER, 8), dim, {}, dim).draw(axes, 0, 0)
-    fills = [to_hex(tile.get_facecolor()) for tile in axes.patches]
-    assert {*fills} == {*HUES, OTHER}
+    panel = _Panel(layout, ranks_by_host(layout, hosts), dim, within or {}, dim)
+    figure = Figure(figsize=(panel.width, panel.height))
+    FigureCanvasAgg(figure)
+    limits = {"xlim": (0, panel.width), "ylim": (panel.height, 0)}
+    axes = figure.add_axes((0, 0, 1, 1), **limits)
+    panel.draw(axes, 0, 0)
+    return panel, axes
+
+
+@pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
+def test_groups_are_told_apart_by_colour_and_none_is_grey(dim):
+    from colorsys import rgb_to_hsv
+
+    panel, axes = panel_of(DECODER, 8, dim)
+    tiles = [tile.get_facecolor() for tile in axes.patches if tile.get_width() == CELL]
+    assert len(tiles) == 64
+    assert all(rgb_to_hsv(*tile[:3])[1] > 0.1 for tile in tiles), "a grey tile"
     numbers = group_numbers(DECODER, dim)
-    assert len(fills) == 64
-    for hue in HUES:
-        ranks = [rank for rank in DECODER.ranks if fills[rank] == hue]
-        assert len({numbers[rank] for rank in ranks}) == 1
-        assert len(ranks) == DECODER.size_of(dim)
-    assert fills[0] == HUES[0]
+    colour_of = {}
+    for rank, tile in enumerate(tiles):
+        assert colour_of.setdefault(numbers[rank], tile) == tile
+    assert len(set(colour_of.values())) == min(len(COLOURS), panel.groups) >= 14
+    first_groups = list(colour_of.values())[: len(COLOURS)]
+    assert len(set(first_groups)) == len(first_groups)
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "domains"),
+    [
+        (LARGE.layouts["decoder"], 8, 0),
+        (LARGE.layouts["decoder"], 4, 16),
+        (RankLayout(("tp", "dp"), (6, 128)), 8, 2),  # members in all columns
+        (RankLayout(("tp", "dp"), (4, 100)), ["x", "y"] * 200, 1),
+    ],
+)
+def test_no_link_strikes_through_a_text(layout, hosts, domains):
+    names = ranks_by_host(layout, hosts)
+    within = {name: f"NVLink domain {i // domains}" for i, name in enumerate(names) if domains}
+    for dim in layout.dims:
+        _, axes = panel_of(layout, hosts, dim, within)
+        boxes = [text.get_window_extent() for text in axes.texts]
+        links = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
+        assert links
+        for link in links:
+            for (ax, ay), (bx, by) in pairwise(link.tolist()):
+                (left, right), (low, high) = sorted((ax, bx)), sorted((ay, by))
+                for box in boxes:
+                    beside = right < box.x0 or left > box.x1
+                    assert beside or high < box.y0 or low > box.y1
 
 
 @pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
@@ -432,22 +470,65 @@ def test_what_joins_a_group_ends_at_its_ranks_and_passes_between_all_others(dim,
 
 
 def test_an_expert_layout_has_panels_of_its_own_for_the_groups_that_differ(tmp_path):
-    said = texts(PLAN, 8, tmp_path / "plan", layout=("decoder", "expert"))
+    said = texts(PLAN, 8, tmp_path / "plan", layouts=("decoder", "expert"))
     panels = [text for text in said if " = " in text]
     assert panels == ["tp = 4", "cp = 2", "dp = 4", "pp = 2", "expert ep = 4", "expert dp = 2"]
     assert any(text.startswith("expert: tp=4 ep=4 dp=2 pp=2") for text in said)
 
 
+def test_a_dim_with_the_groups_of_another_is_named_beside_it(tmp_path):
+    layouts = {
+        "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 32, 1, 8)),
+        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 32, 8)),
+        "levels": RankLayout(("tp", "dp0", "dp1", "ep", "pp"), (4, 4, 8, 1, 8)),
+    }
+    said = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=list(layouts))
+    panels = [text for text in said if " = " in text]
+    assert panels == ["tp = 4", "dp and expert ep = 32", "pp = 8", "dp0 = 4", "dp1 = 8"]
+
+
+def test_a_picture_has_no_background_and_is_legible_on_light_and_dark_pages(tmp_path):
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    path = tmp_path / "plan.png"
+    drawn(PLAN, 8, path)
+    corners = imread(path)[[0, 0, -1, -1], [0, -1, 0, -1]]
+    assert corners.shape == (4, 4) and not corners[:, 3].any(), "a slab on a page of another colour"
+    _, axes = panel_of(DECODER, 8, "pp")
+    beside_tiles = [text for text in axes.texts if not text.get_text().isdigit()]
+    assert len(beside_tiles) > 8
+    for drawn_part in (*beside_tiles, *axes.lines):
+        colour = str([round(255 * part) for part in to_rgb(drawn_part.get_color())])
+        for page_colour in ("255, 255, 255", "30, 32, 41", "13, 17, 23"):
+            assert contrast(colour, page_colour) > 3.8
+
+
+def test_inside_an_nvlink_domain_nothing_crosses(tmp_path):
+    layout = RankLayout(("tp", "cp", "dp"), (8, 4, 4))
+    said = texts(
+        GroupPlan({"decoder": layout}),
+        4,
+        tmp_path / "plan",
+        within={f"host{i}": f"NVLink domain {i // 8}" for i in range(32)},
+    )
+    assert said.count("inside an NVLink domain") == 2
+    assert "every group crosses NVLink domains (4 domains)" in said
+    assert {"link inside an NVLink domain", "link across NVLink domains"} <= {*said}
+    panel, _ = panel_of(layout, 4, "tp", {f"host{i}": "one" for i in range(32)})
+    assert [kind for _, kind in panel.links] == ["inside"] * 7
+
+
 def test_a_picture_takes_hosts_by_name_and_other_layouts(tmp_path):
-    said = texts(PLAN, {"$a_1$": 3, "b": 61}, tmp_path / "plan", layout="expert", by="tp")
+    said = texts(PLAN, {"$a_1$": 3, "b": 61}, tmp_path / "plan", layouts=["expert"], by="tp")
     assert "$a_1$" in said and "1 of 16 groups cross (2 hosts)" in said
 
 
 def test_a_large_world_is_folded_but_shows_the_group_of_its_first_rank(tmp_path):
     said = texts(LARGE, 8, tmp_path / "plan", by="pp")
     assert {"host0", "host32", "host480", "host511", "4095", "members not shown"} <= {*said}
-    hidden = sum(int(number) for number in re.findall(r"(\d+) more hosts", " ".join(said)))
-    assert hidden + sum(text.startswith("host") for text in said) == 512
+    hidden = sum(int(text[2:-6].replace(",", "")) for text in said if text.startswith("+ "))
+    assert hidden + sum(text.isdigit() for text in said) == 4096
 
 
 @pytest.mark.parametrize(
@@ -463,7 +544,10 @@ def test_the_suffix_gives_the_format_and_equal_plans_equal_pictures(tmp_path, na
     ("options", "says"),
     [
         ({"by": "xp"}, r"invalid dim 'xp'. Valid dims are \['tp', 'cp', 'dp', 'ep', 'pp'\]"),
-        ({"layout": "x"}, r"invalid layout 'x'. Valid layouts are \['decoder', 'expert', 'half'\]"),
+        (
+            {"layouts": ["x"]},
+            r"invalid layout 'x'. Valid layouts are \['decoder', 'expert', 'half'\]",
+        ),
     ],
 )
 def test_what_a_picture_cannot_show_is_refused(tmp_path, options, says):
