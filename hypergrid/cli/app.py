@@ -101,6 +101,8 @@ def show(
 ) -> None:
     """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
     offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
+    if not has_experts(subject.layouts):
+        offered = [name for name in offered if name != "expert"]
     name = "decoder"
     if view is not None:
         name = view
@@ -116,12 +118,9 @@ def show(
         if path is not None:
             from hypergrid.show.picture import picture
 
-            drawn_layouts = [name]
-            if view is None and by is None:
-                experts = has_experts(subject.layouts)
-                drawn_layouts = [other for other in offered if other != "expert" or experts]
             plan = replace(subject.plan, layouts=subject.layouts)
-            picture(plan, per_host, path, layouts=drawn_layouts, by=by, within=within)
+            drawn = offered if view is None and by is None else [name]
+            picture(plan, per_host, path, layouts=drawn, by=by, within=within)
     if html is not None:
         from hypergrid.show.page import page
 

@@ -22,7 +22,7 @@ def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The border that is expensive to cross: of the NVLink domain where it is known, or a host's."""
+    """The border that is expensive to cross: of an NVLink domain if those are known, or a host."""
 
     one: str
     many: str

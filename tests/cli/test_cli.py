@@ -197,7 +197,7 @@ def test_a_picture_shows_each_kind_of_group_of_a_job(tmp_path):
     assert panels(levels, tmp_path) == ["tp = 4", "cp = 8", "dp = 2", "cp0 = 2", "cp1 = 4"]
     run(f"show {levels} --html {tmp_path / 'page.html'}")
     offered = re.search(r'"offered":(\[.*?\])', (tmp_path / "page.html").read_text())[1]
-    assert json.loads(offered) == ["decoder", "expert", "decoder_cp_levels"]
+    assert json.loads(offered) == ["decoder", "decoder_cp_levels"]
 
 
 def test_a_flag_beside_a_launch_line_wins():

@@ -56,9 +56,9 @@ def opened(browser, tmp_path):
     """Open the page of a plan; what the browser complains about or asks for fails the test."""
     contexts, wrong = [], []
 
-    def open_(plan=PLAN, hosts=8, title="A plan", offered=None, **options):
+    def open_(plan=PLAN, hosts=8, title="A plan", offered=None, within=None, **options):
         path = tmp_path / f"{len(contexts)}.html"
-        path.write_text(page(plan, hosts, title, offered=offered), "utf-8")
+        path.write_text(page(plan, hosts, title, offered=offered, within=within), "utf-8")
         context = browser.new_context(**options)
         contexts.append(context)
         tab = context.new_page()
@@ -343,6 +343,84 @@ def test_plans_without_wide_dims_or_names_are_drawn_too(opened):
     assert tab.inner_text("#summary").startswith("1 rank on 1 host.")
     tab.click("#tab-names")
     assert tab.inner_text("#list") == "The plan names no group."
+
+
+@needs_browser
+def test_the_page_opens_with_an_overview_and_a_group_that_crosses(opened):
+    tab = opened(offered=("decoder", "expert"))
+    assert lit(tab) == DECODER.group(0, "dp") and links(tab, "crossing") == 4
+    assert tab.locator(".lit").count() == 0, "nothing else fades"
+    overview = tab.locator("#list .group").all_inner_texts()
+    assert [text.split("\n")[0] for text in overview] == [
+        *("tp = 4", "cp = 2", "dp = 4", "pp = 2"),
+        *("expert ep = 4", "expert dp = 2"),
+    ]
+    assert "16 groups, inside a host" in overview[0]
+    assert "16 groups, every group crosses hosts" in overview[2] and "4 hosts" in overview[2]
+    assert tab.locator("#list [aria-pressed=true]").inner_text().startswith("dp = 4")
+    tab.locator("#list .group").nth(4).click()
+    assert lit(tab) == EXPERT.group(0, "ep")
+    tab.keyboard.press("Escape")
+    assert lit(tab) == [] and "tp = 4" in tab.inner_text("#list")
+
+
+@needs_browser
+def test_dims_with_equal_groups_are_one_entry_of_the_overview(opened):
+    layouts = {
+        "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 8, 1, 2)),
+        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 8, 2)),
+    }
+    tab = opened(GroupPlan(layouts))
+    entries = tab.locator("#list .group .label").all_inner_texts()
+    assert entries == ["tp = 4", "dp and expert ep = 8", "pp = 2"]
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "height", "most"), [(1280, 800, 4), (390, 844, 8)])
+def test_a_large_job_opens_as_hosts_and_zooms_into_one(opened, width, height, most):
+    tab = opened(LARGE, viewport={"width": width, "height": height})
+    assert tab.evaluate("document.documentElement.scrollHeight") < most * height
+    tall = "c => c.getBoundingClientRect().height"
+    assert cell(tab, 1000).evaluate(tall) < 10, "many hosts at once"
+    cell(tab, 1000).click()
+    assert cell(tab, 1000).evaluate(tall) > 20 and cell(tab, 1007).evaluate(tall) > 20
+    assert lit(tab, "pinned") == [1000] and cell(tab, 999).evaluate(tall) < 10
+    assert cell(tab, 1000).evaluate("c => getComputedStyle(c).fontSize") == "12.5px"
+    tab.check("input[value=ranks]", force=True)
+    assert cell(tab, 999).evaluate(tall) > 20, "every rank has its number"
+    tab.check("input[value=hosts]", force=True)
+    tab.keyboard.press("Escape")
+    assert cell(tab, 1000).evaluate(tall) < 10
+
+
+@needs_browser
+def test_inside_an_nvlink_domain_no_link_of_the_page_crosses(opened):
+    plan = GroupPlan({"decoder": RankLayout(("tp", "cp"), (8, 8))})
+    within = {f"host{i}": f"NVLink domain {i // 8}" for i in range(16)}
+    tab = opened(plan, 4, within=within)
+    assert tab.inner_text("#summary").startswith("64 ranks on 16 hosts.")
+    assert "inside an NVLink domain: tp · across NVLink domains: cp" in tab.inner_text("#summary")
+    assert "link across NVLink domains" in tab.inner_text("#legend")
+    cell(tab, 13).hover()
+    assert lit(tab) == list(range(8, 16))
+    assert (links(tab, "inside"), links(tab, "crossing")) == (8, 0)
+    tab.locator("#list .group:has-text('cp')").first.click()
+    assert "8 ranks on 2 NVLink domains" in tab.inner_text("#chosen")
+    assert "2 of 8 links cross NVLink domains" in tab.inner_text("#chosen")
+
+
+@needs_browser
+def test_on_a_phone_the_overview_hides_no_rank_and_nothing_sticks_out(opened):
+    within = {f"host{i}": f"NVLink domain {i // 8}" for i in range(16)}
+    tab = opened(PLAN, 4, within=within, viewport={"width": 390, "height": 844})
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    edge = "e => e.getBoundingClientRect()"
+    assert tab.eval_on_selector("#theme", f"{edge}.right") <= 390
+    overview = tab.eval_on_selector("aside", f"{edge}.bottom")
+    assert overview <= tab.eval_on_selector("#grid", f"{edge}.top")
+    cell(tab, 60).click()
+    sheet = tab.eval_on_selector("aside", f"{edge}.top")
+    assert cell(tab, 60).evaluate(f"{edge}.bottom") <= sheet
 
 
 @needs_browser
