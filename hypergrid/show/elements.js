@@ -8,11 +8,7 @@ const layouts = new Map(
   Object.entries(data.plan.layouts).map(([name, layout]) => [name, new Layout(layout)]),
 );
 const rows = data.plan.rows.map((row) => new Row(layouts, row));
-const hosts = data.hosts.map(({ name, runs, within }) => ({
-  within,
-  name,
-  ranks: runs.flatMap(([first, count]) => Array.from({ length: count }, (_, i) => first + i)),
-}));
+const { hosts } = data; // [{ name, ranks, within }]
 const span = [...layouts.values()][0];
 const hostOf = new Map(hosts.flatMap((host) => host.ranks.map((rank) => [rank, host])));
 const sequence = hosts.flatMap((host) => host.ranks); // as drawn, for the arrow keys

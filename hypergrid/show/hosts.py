@@ -24,20 +24,18 @@ def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
 class Boundary:
     """The border that is expensive to cross: of an NVLink domain if those are known, or a host."""
 
-    one: str
-    many: str
-    place_of: Mapping[int, str]  # by rank the name of its domain, or of its host
+    singular: str
+    plural: str
+    topology: Topology  # its hosts are the NVLink domains
 
 
-def boundary_of(ranks_of: Mapping[str, list[int]], within: Mapping[str, str]) -> Boundary:
-    """The boundary between these hosts; ``within`` has the NVLink domain of each."""
-    place_of = {}
-    for host, ranks in ranks_of.items():
-        for rank in ranks:
-            place_of[rank] = within.get(host, host)
-    if within:
-        return Boundary("an NVLink domain", "NVLink domains", place_of)
-    return Boundary("a host", "hosts", place_of)
+def boundary_of(layout: RankLayout, hosts: Hosts, within: Mapping[str, str]) -> Boundary:
+    """The boundary between the ranks; ``within`` has for each host's name its NVLink domain."""
+    topology = Topology(layout, hosts)
+    if not within:
+        return Boundary("a host", "hosts", topology)
+    domain_of_rank = [within[topology.names[number]] for number in topology.numbers]
+    return Boundary("an NVLink domain", "NVLink domains", Topology(layout, domain_of_rank))
 
 
 def group_numbers(layout: RankLayout, by: Dims) -> list[int]:

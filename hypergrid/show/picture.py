@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import install_command, shown
+from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import Boundary, boundary_of, group_numbers, ranks_by_host
-from hypergrid.summary import sizes_in_words
+from hypergrid.show.hosts import boundary_of, group_numbers, ranks_by_host
+from hypergrid.summary import hosts_touched, sizes_in_words
 from hypergrid.topology import Hosts
 
 if TYPE_CHECKING:
@@ -78,7 +77,8 @@ def picture(
         matplotlib is missing.
     """
     drawn_layouts = {}
-    for name in layouts or list(plan.layouts)[:1]:
+    first_name = next(iter(plan.layouts))
+    for name in layouts or [first_name]:
         if name not in plan.layouts:
             raise LayoutError(
                 f"invalid layout {shown(name)}. Valid layouts are {list(plan.layouts)}."
@@ -92,9 +92,7 @@ def picture(
         )
     panels = []
     for (name, dim), title in titles.items():
-        layout = drawn_layouts[name]
-        boxes = ranks_by_host(layout, hosts)
-        panels.append(_Panel(layout, boxes, dim, within or {}, title))
+        panels.append(_Panel(drawn_layouts[name], hosts, dim, within or {}, title))
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -120,12 +118,13 @@ def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str
     preceded by its layout where a layout before it has a dim of that name.
     """
     titles: dict[tuple[str, str], str] = {}
-    panel_of_groups: dict[bytes, tuple[str, str]] = {}
+    panel_of_groups: dict[object, tuple[str, str]] = {}
     known_dims: set[str] = set()
     for name, layout in layouts.items():
         dims = layout.trimmed.dims or layout.dims[:1]
         for dim in dims if by is None else [by]:
-            groups = layout.groups(dim).tobytes()  # refuses an unknown dim
+            # These decide all groups. An unknown dim is refused.
+            groups = (layout.ranks, layout.stride(dim), layout.size_of(dim))
             title = f"{name} {dim}" if dim in known_dims else dim
             first = panel_of_groups.setdefault(groups, (name, dim))
             if first == (name, dim):
@@ -139,37 +138,39 @@ def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str
 def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLayout]) -> None:
     """The heading, the panels in lines of equal length, the key."""
     panel_width = max(panel.width for panel in panels) + MARGIN
+    # Five panels of which four fit side by side are lines of three and two.
     fitting = max(1, int(12 / panel_width))
-    lines_needed = -(-len(panels) // fitting)
-    per_line = -(-len(panels) // lines_needed)
-    width = max(per_line * panel_width + MARGIN, 5.0)
-    lines = [panels[start : start + per_line] for start in range(0, len(panels), per_line)]
-    line_heights = [max(panel.height for panel in line) + MARGIN for line in lines]
-    heading = _heading(panels[0], layouts, int((width - 2 * MARGIN) * 9.5))
-    top = MARGIN + 0.22 * len(heading) + 0.12
-    height = top + sum(line_heights) + 0.58
-    figure.set_size_inches(width, height)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))  # inches, from the top
-    axes.set_axis_off()
+    line_count = -(-len(panels) // fitting)
+    per_line = -(-len(panels) // line_count)
+    heading = _heading(panels[0], layouts)
+    heading_width = 1.4 * LETTER * max(map(len, heading))
+    width = max(per_line * panel_width, heading_width + MARGIN) + MARGIN
+    # The place of each panel: its upper left corner.
+    corners = []
+    y = MARGIN + 0.22 * len(heading) + 0.12
+    for start in range(0, len(panels), per_line):
+        line = panels[start : start + per_line]
+        for number in range(len(line)):
+            corners.append((MARGIN + number * panel_width, y))
+        y += max(panel.height for panel in line) + MARGIN
+    figure.set_size_inches(width, y + 0.58)
+    axes = _axes(figure, 0, 0)
     for number, text in enumerate(heading):
         _text(axes, (MARGIN, MARGIN + 0.22 * number), text, 11, weight="bold")
-    for line, line_height in zip(lines, line_heights, strict=True):
-        for number, panel in enumerate(line):
-            panel.draw(axes, MARGIN + number * panel_width, top)
-        top += line_height
-    _key(axes, panels, top)
+    for panel, (panel_x, panel_y) in zip(panels, corners, strict=True):
+        panel.draw(_axes(figure, panel_x + panel.tiles_x, panel_y))
+    _key(axes, panels, y)
 
 
-def _heading(panel: _Panel, layouts: Mapping[str, RankLayout], most: int) -> list[str]:
-    """How many ranks and hosts, and the sizes of each layout, in lines of at most that length."""
+def _heading(panel: _Panel, layouts: Mapping[str, RankLayout]) -> list[str]:
+    """How many ranks and hosts, and the sizes of each layout; a text of a file may be endless."""
     hosts = len(panel.boxes)
-    title = f"{panel.layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
+    first_line = f"{panel.layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
     if panel.layout.size > 1:
-        title += f": {sizes_in_words(panel.layout)}"
-    lines = textwrap.wrap(title, most, break_on_hyphens=False)
+        first_line += f": {sizes_in_words(panel.layout)}"
+    lines = [shortened(first_line)]
     for name, layout in list(layouts.items())[1:]:
-        text = f"{name}: {sizes_in_words(layout)}"
-        lines += textwrap.wrap(text, most, break_on_hyphens=False)
+        lines.append(shortened(f"{name}: {sizes_in_words(layout)}"))
     return lines
 
 
@@ -181,17 +182,17 @@ def _key(axes: Axes, panels: list[_Panel], top: float) -> None:
     _text(axes, (MARGIN, top), note, 8)
     boundary = panels[0].boundary
     words = {
-        "inside": f"link inside {boundary.one}",
-        "across": f"link across {boundary.many}",
+        "inside": f"link inside {boundary.singular}",
+        "across": f"link across {boundary.plural}",
         "hidden": "members not shown",
     }
     drawn_kinds = {kind for panel in panels for _, kind in panel.links}
-    left = MARGIN
+    x = MARGIN
     for kind, style in LINKS.items():
         if kind in drawn_kinds:
-            _line(axes, [(left, top + 0.3), (left + 0.3, top + 0.3)], style)
-            _text(axes, (left + 0.37, top + 0.24), words[kind], 8)
-            left += 0.6 + LETTER * len(words[kind])
+            _line(axes, [(x, top + 0.3), (x + 0.3, top + 0.3)], style)
+            _text(axes, (x + 0.37, top + 0.24), words[kind], 8)
+            x += 0.6 + LETTER * len(words[kind])
 
 
 class _Panel:
@@ -200,25 +201,25 @@ class _Panel:
     def __init__(
         self,
         layout: RankLayout,
-        boxes: dict[str, list[int]],
+        hosts: Hosts,
         dim: str,
         within: Mapping[str, str],
         title: str,
     ) -> None:
         self.layout = layout
-        self.boxes = boxes
         self.dim = dim
         self.title = title
-        self.boundary: Boundary = boundary_of(boxes, within)
+        self.boxes = ranks_by_host(layout, hosts)
+        self.boundary = boundary_of(layout, hosts, within)
         self.members = layout.group(layout.offset, dim)
         self.groups = layout.size // len(self.members)
-        self.columns = min(COLUMNS, max(map(len, boxes.values())))
+        self.columns = min(COLUMNS, max(map(len, self.boxes.values())))
         self.places: dict[int, Point] = {}  # the upper left corner of each rank that is shown
         self.notes: list[tuple[float, str]] = []  # texts beside the ranks, and how far down
         self.height = self._place(within)
         # Links run on the right of all texts, so that none strikes one through.
-        self.left = LETTER * max(len(text) for _, text in self.notes) + 0.12
-        self.width = max(self.left + self.columns * PITCH, LETTER * len(self.reach), 2.45)
+        self.tiles_x = LETTER * max(len(text) for _, text in self.notes) + 0.12
+        self.width = max(self.tiles_x + self.columns * PITCH, LETTER * len(self.reach), 2.45)
         self.links = list(self._links())
 
     def _place(self, within: Mapping[str, str]) -> float:
@@ -263,12 +264,13 @@ class _Panel:
     def _links(self) -> Iterator[tuple[list[Point], str]]:
         """From each member that is shown to the next one: a way between the tiles, and its kind."""
         neighbours = set(pairwise(self.members))
+        place_of = self.boundary.topology.host
         shown_members = [rank for rank in self.members if rank in self.places]
         for rank, following in pairwise(shown_members):
             kind = "across"
             if (rank, following) not in neighbours:
                 kind = "hidden"
-            elif self.boundary.place_of[rank] == self.boundary.place_of[following]:
+            elif place_of(rank) == place_of(following):
                 kind = "inside"
             yield _way(self.places[rank], self.places[following]), kind
 
@@ -277,29 +279,24 @@ class _Panel:
         """The groups of the dim that leave their host, in words."""
         if len(self.members) == 1:
             return "each rank alone"
-        touched = []  # how many hosts or domains each group is on, where it is on several
-        for group in self.layout.groups(self.dim).tolist():
-            places = {self.boundary.place_of[rank] for rank in group}
-            if len(places) > 1:
-                touched.append(len(places))
-        if not touched:
-            return f"inside {self.boundary.one}"
-        kind = self.boundary.many.split()[-1]
-        most = f"{max(touched)} {kind}"
-        if min(touched) < max(touched):
-            most = f"{min(touched)} to {most}"
+        # How many hosts or domains each group is on, of the groups that are on several.
+        touched = hosts_touched(self.layout.groups(self.dim), self.boundary.topology)
+        touched = touched[touched > 1]
+        if not len(touched):
+            return f"inside {self.boundary.singular}"
+        span = f"{touched.max()} {self.boundary.plural.split()[-1]}"
+        if touched.min() < touched.max():
+            span = f"{touched.min()} to {span}"
         if len(touched) == self.groups:
-            return f"every group crosses {self.boundary.many} ({most})"
-        return f"{len(touched):,} of {self.groups:,} groups cross ({most})"
+            return f"every group crosses {self.boundary.plural} ({span})"
+        return f"{len(touched):,} of {self.groups:,} groups cross ({span})"
 
-    def draw(self, axes: Axes, left: float, top: float) -> None:
-        from matplotlib.patches import FancyBboxPatch
-
-        _text(axes, (left, top), f"{self.title} = {len(self.members)}", 10, weight="bold")
-        _text(axes, (left, top + 0.2), self.reach, 8)
+    def draw(self, axes: Axes) -> None:
+        """Draw it on axes whose zero is the upper left corner of the tiles, in inches."""
+        _text(axes, (-self.tiles_x, 0), f"{self.title} = {len(self.members)}", 10, weight="bold")
+        _text(axes, (-self.tiles_x, 0.2), self.reach, 8)
         for y, text in self.notes:
-            _text(axes, (left, top + y), text, 8)
-        left += self.left
+            _text(axes, (-self.tiles_x, y), text, 8)
         numbers = group_numbers(self.layout, self.dim)
         colour_of: dict[int, str] = {}
         digits = len(str(self.layout.stop - 1))
@@ -309,49 +306,57 @@ class _Panel:
             # A group takes the next colour, so that groups side by side differ.
             next_colour = COLOURS[len(colour_of) % len(COLOURS)]
             colour = colour_of.setdefault(numbers[rank], next_colour)
-            corner = (left + x, top + y)
-            box = FancyBboxPatch(corner, CELL, CELL, facecolor=colour, linewidth=0)
-            box.set(boxstyle="round,pad=0,rounding_size=0.05", zorder=2)
-            axes.add_patch(box)
+            _tile(axes, (x, y), CELL, facecolor=colour, linewidth=0)
             if rank in members:
                 # The frame is inside the tile: there it is seen on light and on dark pages.
-                corner_of_frame = (left + x + 0.03, top + y + 0.03)
-                frame = FancyBboxPatch(corner_of_frame, CELL - 0.06, CELL - 0.06, facecolor="none")
-                frame.set(boxstyle="round,pad=0,rounding_size=0.03", zorder=4)
-                frame.set(edgecolor=INK, linewidth=1.5)
-                axes.add_patch(frame)
-            centre = (left + x + CELL / 2, top + y + CELL / 2)
+                corner = (x + 0.03, y + 0.03)
+                _tile(axes, corner, CELL - 0.06, facecolor="none", edgecolor=INK, linewidth=1.5)
+            centre = (x + CELL / 2, y + CELL / 2)
             _text(axes, centre, str(rank), size, ha="center", va="center_baseline", color=INK)
         for way, kind in self.links:
-            _line(axes, [(left + x, top + y) for x, y in way], LINKS[kind])
+            _line(axes, way, LINKS[kind])
 
 
-def _way(start: Point, end: Point) -> list[Point]:
+def _axes(figure: Figure, x: float, y: float) -> Axes:
+    """Axes over the whole figure, in inches to the right of and below this place."""
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-x, width - x), ylim=(height - y, -y))
+    axes.set_axis_off()
+    return axes
+
+
+def _way(first: Point, second: Point) -> list[Point]:
     """The corners of a line from one tile to another that passes between all others."""
     half = CELL / 2
-    x, y = start
-    end_x, end_y = end
+    x, y = first
+    end_x, end_y = second
     if y == end_y and end_x - x < 1.5 * PITCH:  # side by side
         return [(x + CELL, y + half), (end_x, y + half)]
     if y == end_y:  # above the tiles between them
         above = y - GAP / 2
         return [(x + half, y), (x + half, above), (end_x + half, above), (end_x + half, y)]
-    if x == end_x and end_y - y < 1.5 * PITCH:  # one below the other
-        return [(x + half, y + CELL), (x + half, end_y)]
-    # Below the line of the first tile to the left of all tiles, down, and above the second one.
     below = y + CELL + GAP / 2
+    start = [(x + half, y + CELL), (x + half, below)]
+    if end_y - y < 1.5 * PITCH:  # in the next line
+        return [*start, (end_x + half, below), (end_x + half, end_y)]
+    # Below the first tile to the left of all tiles, down, and from above into the second one.
     beside = -GAP / 2
     above = end_y - GAP / 2
-    down = [(x + half, y + CELL), (x + half, below), (beside, below)]
-    if end_x == 0:
-        return [*down, (beside, end_y + half), (end_x, end_y + half)]
-    return [*down, (beside, above), (end_x + half, above), (end_x + half, end_y)]
+    end = [(end_x + half, above), (end_x + half, end_y)]
+    return [*start, (beside, below), (beside, above), *end]
+
+
+def _tile(axes: Axes, corner: Point, size: float, **style: Any) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    box = FancyBboxPatch(corner, size, size, boxstyle="round,pad=0,rounding_size=0.04", **style)
+    axes.add_patch(box)
 
 
 def _line(axes: Axes, points: list[Point], style: Mapping[str, Any]) -> None:
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
-    axes.plot(xs, ys, zorder=3, solid_capstyle="butt", solid_joinstyle="round", **style)
+    axes.plot(xs, ys, solid_capstyle="butt", solid_joinstyle="round", **style)
 
 
 def _text(axes: Axes, place: Point, text: str, size: float, **style: Any) -> None:

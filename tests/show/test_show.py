@@ -11,7 +11,7 @@ import pytest
 from hypergrid import GroupPlan, GroupRow, LayoutError, RankLayout, Topology
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import page
-from hypergrid.show.picture import CELL, COLOURS, _Panel
+from hypergrid.show.picture import CELL, COLOURS, _axes, _Panel
 
 DECODER = RankLayout(("tp", "cp", "dp", "ep", "pp"), (4, 2, 4, 1, 2))
 EXPERT = RankLayout(("tp", "ep", "dp", "pp"), (4, 4, 2, 2))
@@ -482,12 +482,11 @@ def panel_of(layout, hosts, dim, within=None):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panel = _Panel(layout, ranks_by_host(layout, hosts), dim, within or {}, dim)
+    panel = _Panel(layout, hosts, dim, within or {}, dim)
     figure = Figure(figsize=(panel.width, panel.height))
     FigureCanvasAgg(figure)
-    limits = {"xlim": (0, panel.width), "ylim": (panel.height, 0)}
-    axes = figure.add_axes((0, 0, 1, 1), **limits)
-    panel.draw(axes, 0, 0)
+    axes = _axes(figure, panel.tiles_x, 0)
+    panel.draw(axes)
     return panel, axes
 
 
@@ -536,7 +535,7 @@ def test_no_link_strikes_through_a_text(layout, hosts, domains):
 @pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
 @pytest.mark.parametrize("per_host", [8, 12])
 def test_what_joins_a_group_ends_at_its_ranks_and_passes_between_all_others(dim, per_host):
-    panel = _Panel(DECODER, ranks_by_host(DECODER, per_host), dim, {}, dim)
+    panel = _Panel(DECODER, per_host, dim, {}, dim)
     assert len(panel.links) == len(panel.members) - 1  # no ring: pp has none
     for way, _ in panel.links:
         for (ax, ay), (bx, by) in pairwise(way):
@@ -563,6 +562,9 @@ def test_a_dim_with_the_groups_of_another_is_named_beside_it(tmp_path):
     said = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=list(layouts))
     panels = [text for text in said if " = " in text]
     assert panels == ["tp = 4", "dp and expert ep = 32", "pp = 8", "dp0 = 4", "dp1 = 8"]
+    layouts["expert"] = RankLayout(("tp", "ep"), (2, 512))  # other groups, the ranks in one order
+    said = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=["decoder", "expert"])
+    assert {"expert tp = 2", "expert ep = 512"} <= {*said}
 
 
 def test_a_picture_has_no_background_and_is_legible_on_light_and_dark_pages(tmp_path):
