@@ -62,7 +62,9 @@ def in_words(error: BaseException) -> str:
     """The type and the first line of the text: what torch appends to it is a C++ traceback."""
     first_line = str(error).partition("\n")[0]
     text = f"{type(error).__name__}: {shortened(first_line)}"
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    if not text.endswith((".", "!", "?")):
+        text += "."
+    return text
 
 
 def shortened(text: str, most: int = 160) -> str:
@@ -75,8 +77,10 @@ def shortened(text: str, most: int = 160) -> str:
 
 def few(ranks: Sequence[object]) -> str:
     """The first ten."""
-    first_ranks = ", ".join(map(str, ranks[:10]))
-    return f"{first_ranks}, ..." if len(ranks) > 10 else first_ranks
+    text = ", ".join(map(str, ranks[:10]))
+    if len(ranks) > 10:
+        text += ", ..."
+    return text
 
 
 def some_of(which: Sequence[int], ranks: Sequence[int]) -> str:

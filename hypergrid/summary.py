@@ -91,8 +91,10 @@ def dims_in_words(dims: Sequence[str], pick: str = "all", size: int = 1) -> str:
     """
     if not dims:
         return "listed" if size > 1 else "alone"
-    joined = "-".join(dims)
-    return joined if pick == "all" else f"{joined} {pick}"
+    words = "-".join(dims)
+    if pick != "all":
+        words += f" {pick}"
+    return words
 
 
 def sizes_in_words(layout: RankLayout) -> str:

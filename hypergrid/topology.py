@@ -59,7 +59,9 @@ class Topology:
         lines = []
         for dim in self.layout.dims:
             crossing = len(self.crossing(dim))
-            reach = f"{crossing} groups cross hosts" if crossing else "inside a host"
+            reach = "inside a host"
+            if crossing:
+                reach = f"{crossing} groups cross hosts"
             lines.append(f"{dim}: {reach}")
         return "\n".join(lines)
 

@@ -101,7 +101,10 @@ class GroupTree(Generic[Node]):
 
     def _drawn(self, name: str, indent: str) -> Iterator[str]:
         size = self._nodes[name].size
-        yield f"{indent}{name}" if size is None else f"{indent}{name}={size}"
+        line = f"{indent}{name}"
+        if size is not None:
+            line += f"={size}"
+        yield line
         for child in self._children[name]:
             yield from self._drawn(child, indent + "  ")
 
@@ -252,9 +255,15 @@ class GroupTree(Generic[Node]):
     @property
     def _outside_dim(self) -> str:
         """The name of the dim that the world has beside the tree."""
-        names = [name for name, scope in self.root.orthogonals.items() if scope is None]
-        name = names[0] if names else "outside"
-        return f"outside {self.root_id}" if name in self._nodes else name
+        outside = "outside"
+        for name, scope in self.root.orthogonals.items():
+            if scope is None:
+                outside = name
+                break
+        # A group of the tree may have that name.
+        if outside in self._nodes:
+            outside = f"outside {self.root_id}"
+        return outside
 
     def _lay(self, name: str, sizes: dict[str, int], spans: dict[str, tuple[str, ...]]) -> None:
         """Add the dims of a node and of all below it to ``sizes``, and its span to ``spans``."""

@@ -200,8 +200,15 @@ def read(directory: Path) -> Audit:
 def _merged(processes: Sequence[_Process], unread: Sequence[str]) -> Audit:
     uses_of_site: dict[tuple[Any, ...], list[tuple[int, _Use]]] = {}
     reports_of_problem: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    ranks: set[int] = set()
+    releases: set[str] = set()
+    process_ids: set[tuple[int, int]] = set()
     for process in processes:
         rank = process["rank"]
+        ranks.add(rank)
+        releases.add(process["release"])
+        # A rank that started again has left a file for each of its processes.
+        process_ids.add((rank, process["process"]))
         for use in process["sites"]:
             fields: Mapping[str, Any] = use
             site = tuple(fields[name] for name in _KEYS)
@@ -214,11 +221,10 @@ def _merged(processes: Sequence[_Process], unread: Sequence[str]) -> Audit:
     return Audit(
         sites,
         sorted(problems),
-        ranks=tuple(sorted({process["rank"] for process in processes})),
-        releases=tuple(sorted({process["release"] for process in processes})),
-        unread=tuple(unread),
-        # A rank that started again has left a file for each of its processes.
-        processes=len({(process["rank"], process["process"]) for process in processes}),
+        tuple(sorted(ranks)),
+        tuple(sorted(releases)),
+        tuple(unread),
+        len(process_ids),
     )
 
 
@@ -246,8 +252,11 @@ def _site(key: tuple[Any, ...], uses: Sequence[tuple[int, _Use]]) -> Site:
 
 def _problem(kind: str, text: str, reports: Sequence[tuple[int, int, str]]) -> Problem:
     """One kind of wrong read, from the rank, the count and the example of each report."""
-    ranks = {rank for rank, _, _ in reports}
-    reads = sum(count for _, count, _ in reports)
+    ranks = set()
+    reads = 0
+    for rank, count, _ in reports:
+        ranks.add(rank)
+        reads += count
     first_rank, _, example = min(reports)
     return Problem(kind, text, reads, tuple(sorted(ranks)), f"rank {first_rank} {example}")
 
@@ -265,12 +274,11 @@ class Change:
 
 
 def baseline(path: Path) -> list[_Known]:
-    """The sites of a baseline: what ``to_json`` gave, or a directory. FileError as ``read``."""
+    """The sites of a baseline: a file with ``to_json``, or a directory. FileError as ``read``."""
     if path.is_dir():
-        return [
-            {"module": s.module, "function": s.function, "name": s.name, "line": s.line}
-            for s in read(path).sites
-        ]
+        # A line of a recording has more fields than one of a baseline.
+        lines: list[Any] = list(map(asdict, read(path).sites))
+        return lines
     return decoded(bytes_of(path), _Baseline, f"the baseline {path}")["sites"]
 
 

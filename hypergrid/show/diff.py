@@ -115,8 +115,8 @@ def difference(
         if old_cut != new_cut or part_differs.any():
             resharded.append(Resharded(name, dims, (old_cut, new_cut), int(part_differs.sum())))
     regrouped: list[Regrouped] = []
-    labels = [row.label for row in (*before.rows, *after.rows)]
-    for label in dict.fromkeys(labels):
+    labels = {row.label: None for row in (*before.rows, *after.rows)}  # in their order
+    for label in labels:
         old_count, old_digests = _groups(before, label, common)
         new_count, new_digests = _groups(after, label, common)
         ranks = int((old_digests != new_digests).sum())
@@ -128,23 +128,25 @@ def difference(
 
 def unfit(plan: GroupPlan, recording: Recording) -> str:
     """Why the plan cannot be that of a recorded job; "" if it can."""
-    groups = [group for group in recording.groups.values() if group.ranks]
+    live_groups: list[tuple[str, tuple[int, ...]]] = []
+    is_world_known = False
+    for group in recording.groups.values():
+        if group.ranks:
+            live_groups.append((group.label, group.ranks))
+            # Without the default group, ranks without a recording may exist.
+            is_world_known |= group.label == DEFAULT
+    live_size = recording.world_size
     planned_size = len(plan.window)
-    too_small = recording.world_size < planned_size
-    if too_small:
-        # Without the default group, ranks without a recording may exist.
-        too_small = any(group.label == DEFAULT for group in groups)
-    if too_small or recording.world_size > planned_size:
-        return f"it is for {planned_size} ranks, and the job has {recording.world_size}"
-    for group in groups[:_COMPARED]:
-        live = group.ranks or ()
+    if live_size > planned_size or (is_world_known and live_size < planned_size):
+        return f"it is for {planned_size} ranks, and the job has {live_size}"
+    for label, live in live_groups[:_COMPARED]:
         rank = live[0]
         if rank not in plan.window:
             return f"rank {rank} is outside its ranks {plan.window[0]}..{plan.window[-1]}"
-        planned = [ranks for row, ranks in plan.groups_of(rank) if row.label == group.label]
+        planned = [ranks for row, ranks in plan.groups_of(rank) if row.label == label]
         if planned and live not in planned:
             return (
-                f"{group.label} of rank {rank} has the ranks {_listed(planned)} there, and "
+                f"{label} of rank {rank} has the ranks {_listed(planned)} there, and "
                 f"{_listed([live])} in the job"
             )
     return ""

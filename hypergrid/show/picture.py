@@ -354,8 +354,7 @@ def _tile(axes: Axes, corner: Point, size: float, **style: Any) -> None:
 
 
 def _line(axes: Axes, points: list[Point], style: Mapping[str, Any]) -> None:
-    xs = [x for x, _ in points]
-    ys = [y for _, y in points]
+    xs, ys = zip(*points, strict=True)
     axes.plot(xs, ys, solid_capstyle="butt", solid_joinstyle="round", **style)
 
 
