@@ -54,17 +54,6 @@ class Topology:
         # The dataclass is frozen.
         self.__dict__.update(names=names, numbers=numbers)
 
-    def __str__(self) -> str:
-        """One line per dim."""
-        lines = []
-        for dim in self.layout.dims:
-            crossing = len(self.crossing(dim))
-            reach = "inside a host"
-            if crossing:
-                reach = f"{crossing} groups cross hosts"
-            lines.append(f"{dim}: {reach}")
-        return "\n".join(lines)
-
     def host(self, rank: int) -> str:
         """The name of the host of ``rank``."""
         if rank not in self.layout:
