@@ -83,7 +83,7 @@ function dimRow(layout, dim) {
   return Object.assign(row, { along: true });
 }
 
-// The dims of all grids as rows, those with equal groups once: ep of the experts may be dp.
+// The dims of all grids as rows, those with equal groups once: ep of one grid may be dp of another.
 function dimsOfAll() {
   const kinds = new Map();
   const known = new Set();

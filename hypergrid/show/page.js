@@ -231,7 +231,7 @@ build();
 verdict();
 wire();
 const names = grids.map(([name]) => ({ value: name, text: name }));
-choices($("layouts"), "layout", names, names[0].value, setLayout);
+choices($("layouts"), "layout", names.length > 1 ? names : [], names[0].value, setLayout);
 const zooms = ["hosts", "ranks"].map((value) => ({ value, text: value }));
 const opening = sequence.length > 256 && hosts.length > 1 ? "hosts" : "ranks";
 choices($("zoom"), "zoom", hosts.length > 1 ? zooms : [], opening, zoom);

@@ -114,7 +114,7 @@ def picture(
 def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str, str], str]:
     """The title of each panel, by its layout and dim.
 
-    ``{("decoder", "dp"): "dp and expert ep"}`` where the two have the same groups. A dim is
+    ``{("dense", "dp"): "dp and sparse ep"}`` where the two have the same groups. A dim is
     preceded by its layout where a layout before it has a dim of that name.
     """
     titles: dict[tuple[str, str], str] = {}
