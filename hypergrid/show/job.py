@@ -86,6 +86,7 @@ def _findings(rank_recording: RankRecording, diagnosis: Diagnosis) -> list[str]:
         lines.append(rank_recording.error)
     waits_for = diagnosis.waiting.get(rank_recording.rank)
     if waits_for:
+        # A rank may wait for thousands.
         more = ", ..." if len(waits_for) > 8 else ""
         lines.append(f"waits for {', '.join(map(str, waits_for[:8]))}{more}")
     for frame in rank_recording.stack[:6]:

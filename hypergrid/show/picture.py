@@ -77,8 +77,7 @@ def picture(
         matplotlib is missing.
     """
     drawn_layouts = {}
-    first_name = next(iter(plan.layouts))
-    for name in layouts or [first_name]:
+    for name in layouts or list(plan.layouts)[:1]:
         if name not in plan.layouts:
             raise LayoutError(
                 f"invalid layout {shown(name)}. Valid layouts are {list(plan.layouts)}."
@@ -277,8 +276,6 @@ class _Panel:
     @property
     def reach(self) -> str:
         """The groups of the dim that leave their host, in words."""
-        if len(self.members) == 1:
-            return "each rank alone"
         # How many hosts or domains each group is on, of the groups that are on several.
         touched = hosts_touched(self.layout.groups(self.dim), self.boundary.topology)
         touched = touched[touched > 1]
@@ -337,7 +334,7 @@ def _way(first: Point, second: Point) -> list[Point]:
         return [(x + half, y), (x + half, above), (end_x + half, above), (end_x + half, y)]
     below = y + CELL + GAP / 2
     start = [(x + half, y + CELL), (x + half, below)]
-    if end_y - y < 1.5 * PITCH:  # in the next line
+    if 0 < end_y - y < 1.5 * PITCH:  # in the next line
         return [*start, (end_x + half, below), (end_x + half, end_y)]
     # Below the first tile to the left of all tiles, down, and from above into the second one.
     beside = -GAP / 2
