@@ -32,38 +32,44 @@ def text_of(path: str | Path) -> str:
 def bytes_of(path: str | Path) -> bytes:
     """The content of the file; at most ``LONGEST`` bytes are read. OSError as from ``open``."""
     if str(path) == "-":
-        found = sys.stdin.buffer.read(LONGEST + 1)
+        content = sys.stdin.buffer.read(LONGEST + 1)
     else:
         try:
+            # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except ValueError as error:  # a null byte in the name
             raise FileError(f"there is no such file: {error}.") from None
         with open(descriptor, "rb") as file:
+            # A pipe or /dev/zero may have no end.
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise FileError(f"{path} is not a regular file. Give one, or - for the input.")
-            found = file.read(LONGEST + 1)
-    if len(found) > LONGEST:
+            content = file.read(LONGEST + 1)
+    # One byte more was asked for than is allowed.
+    if len(content) > LONGEST:
         raise FileError(f"{path} is larger than {LONGEST >> 20} MiB, which is too large.")
-    return found
+    return content
 
 
 def replace(path: Path, data: bytes) -> None:
     """Write a file beside it under a random name, then rename it: no link is followed. OSError."""
-    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    # O_EXCL and O_NOFOLLOW: a file or link of that name, put there by somebody else, is refused.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(part, flags, 0o666), "wb") as file:
+    with open(os.open(temporary, flags, 0o666), "wb") as file:
         try:
             file.write(data)
+            # What is not written yet is written here, or fails here.
             file.close()
-            os.replace(part, path)
+            os.replace(temporary, path)
         except OSError:  # such as a full disk, where each byte counts
             with suppress(OSError):
-                part.unlink()
+                temporary.unlink()
             raise
 
 
 def check_private(directory: Path) -> None:
     """Raise PermissionError if every user may replace the files in a directory."""
+    # With the sticky bit, as /tmp has it, a user may replace only files of their own.
     if directory.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
         raise PermissionError(
             f"every user may replace the files in {directory}: chmod +t or o-w, or name another."
@@ -78,7 +84,8 @@ def check_yaml(text: str, most_aliases: int = 0) -> None:
     """
     import yaml
 
-    depth = aliases = 0
+    depth = 0
+    aliases = 0
     for event in yaml.parse(text):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -89,10 +96,10 @@ def check_yaml(text: str, most_aliases: int = 0) -> None:
             raise ValueError(f"more than {most_aliases} aliases")
 
 
-def decoded(text: str | bytes, kind: type[T], what: str) -> T:
+def decoded(text: str | bytes, kind: type[T], title: str) -> T:
     """JSON as an object of that type: of dataclasses, of TypedDicts, or of plain types.
 
-    FileError, which calls the text ``what``, on anything else. Needs msgspec.
+    FileError, which calls the text ``title``, on anything else. Needs msgspec.
     """
     try:
         import msgspec
@@ -101,9 +108,10 @@ def decoded(text: str | bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
     except RecursionError:
-        raise FileError(f"{what} is nested too deeply.") from None
+        raise FileError(f"{title} is nested too deeply.") from None
     except msgspec.ValidationError as error:
-        why = str(error).replace(" - at `$", ", at `").replace("`.", "`")
-        raise FileError(f"{what} is not valid: {why[:1].lower()}{why[1:300]}.") from None
+        # "Expected `int`, got `str` - at `$.rows[0].chunk`"
+        reason = str(error).replace(" - at `$", ", at `").replace("`.", "`")
+        raise FileError(f"{title} is not valid: {reason[:1].lower()}{reason[1:300]}.") from None
     except (ValueError, TypeError, OverflowError) as error:
-        raise FileError(f"{what} is not JSON: {str(error)[:300]}.") from None
+        raise FileError(f"{title} is not JSON: {str(error)[:300]}.") from None

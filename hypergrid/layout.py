@@ -22,19 +22,19 @@ class LayoutError(ValueError):
     """An invalid layout, dim or rank; the message repeats the whole request."""
 
 
-def dims_of(order: str, known: Collection[str]) -> list[str]:
+def dims_of(order: str, known_dims: Collection[str]) -> list[str]:
     """The dims that ``order`` names, from fastest to slowest, in small letters.
 
-    LayoutError if it is not a text, or has a name that is not ``known`` or is repeated.
+    LayoutError if it is not a text, or has a name that is not one of ``known_dims`` or is repeated.
     """
     if not isinstance(order, str):
         raise LayoutError(f"order must be a text such as 'tp-cp-dp', got {shown(order)}.")
     dims = order.lower().split("-")
     for token in dims:
-        if token not in known:
+        if token not in known_dims:
             raise LayoutError(
                 f"order {shown(order)} names {shown(token)}, which has no size. Known: "
-                f"{', '.join(known)}."
+                f"{', '.join(known_dims)}."
             )
     if len(set(dims)) != len(dims):
         raise LayoutError(f"order {shown(order)} names a dim twice. Leave one of them out.")
@@ -87,15 +87,16 @@ class RankLayout:
                 f"{shown(self.dims)}. RankLayout.from_order() takes an order as text."
             )
         dims = tuple(listed(self.dims, "dims"))
-        sizes = tuple(whole(size, "sizes") for size in listed(self.sizes, "sizes"))
+        sizes = tuple([whole(size, "sizes") for size in listed(self.sizes, "sizes")])
         offset = whole(self.offset, "offset")
         if len(dims) != len(sizes):
             raise LayoutError(
                 f"{len(dims)} dim names {shown(list(dims))} were given {len(sizes)} sizes "
                 f"{shown(list(sizes))}. Give one size per name."
             )
-        if not all(isinstance(name, str) and name for name in dims):
-            raise LayoutError(f"dim names must be non-empty strings, got {shown(list(dims))}.")
+        for name in dims:
+            if not isinstance(name, str) or not name:
+                raise LayoutError(f"dim names must be non-empty strings, got {shown(list(dims))}.")
         if len(set(dims)) != len(dims):
             raise LayoutError(f"dim names must not repeat, got {shown(list(dims))}.")
         for name, size in zip(dims, sizes, strict=True):
@@ -103,7 +104,8 @@ class RankLayout:
                 raise LayoutError(f"every size must be at least 1, got {name}={shown(size)}.")
         if offset < 0:
             raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
-        strides = tuple(accumulate(sizes, operator.mul, initial=1))[: len(sizes)]
+        # The sizes 2, 2, 3 have the strides 1, 2, 4.
+        strides = tuple(accumulate(sizes[:-1], operator.mul, initial=1))
         # The dataclass is frozen.
         self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=strides)
 
@@ -117,14 +119,15 @@ class RankLayout:
         """
         dims = dims_of(order, sizes)
         for name, size in sizes.items():
-            if name not in dims:
-                if size != 1:
-                    raise LayoutError(
-                        f"order {shown(order)} leaves out {name!r}, whose size is {shown(size)}. "
-                        f"Add it to the order or make its size 1."
-                    )
-                dims.append(name)
-        return cls(tuple(dims), tuple(sizes[name] for name in dims), offset)
+            if name in dims:
+                continue
+            if size != 1:
+                raise LayoutError(
+                    f"order {shown(order)} leaves out {name!r}, whose size is {shown(size)}. "
+                    f"Add it to the order or make its size 1."
+                )
+            dims.append(name)
+        return cls(tuple(dims), tuple([sizes[name] for name in dims]), offset)
 
     @cached_property
     def size(self) -> int:
@@ -149,23 +152,27 @@ class RankLayout:
     @property
     def trimmed(self) -> RankLayout:
         """The same layout without the dims of size 1."""
-        long = {d: s for d, s in zip(self.dims, self.sizes, strict=True) if s > 1}
-        return replace(self, dims=tuple(long), sizes=tuple(long.values()))
+        sizes = {dim: self.size_of(dim) for dim in self.dims if self.size_of(dim) > 1}
+        return replace(self, dims=tuple(sizes), sizes=tuple(sizes.values()))
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
 
     def __repr__(self) -> str:
-        body = "-".join(f"{d}={s}" for d, s in zip(self.dims, self.sizes, strict=True))
-        return f"RankLayout({body}, ranks {self.offset}..{self.stop - 1})"
+        sizes = "-".join(f"{dim}={self.size_of(dim)}" for dim in self.dims)
+        return f"RankLayout({sizes}, ranks {self.offset}..{self.stop - 1})"
 
     def dim_size(self, dims: Dims) -> int:
         """Number of ranks in a group over ``dims``."""
-        return prod(self.sizes[i] for i in self.axes(dims))
+        # Over tp=2 and dp=3: 6. Over no dim: 1.
+        size = 1
+        for axis in self.axes(dims):
+            size *= self.sizes[axis]
+        return size
 
     def size_of(self, dim: str) -> int:
         """The size of one dim; 1 if the layout does not have it."""
-        return self.dim_size(dim) if dim in self.dims else 1
+        return self.sizes[self.dims.index(dim)] if dim in self.dims else 1
 
     def stride(self, dim: str) -> int:
         """The difference of the ranks of two neighbours on ``dim``."""
@@ -173,32 +180,36 @@ class RankLayout:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of ``rank`` on each dim, in the order of the dims."""
-        at = self._within(rank)
-        return {d: at // t % s for d, s, t in zip(self.dims, self.sizes, self.strides, strict=True)}
+        position = self._position(rank)
+        coordinates = {}
+        for dim, size, stride in zip(self.dims, self.sizes, self.strides, strict=True):
+            coordinates[dim] = position // stride % size
+        return coordinates
 
     def rank(self, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
         rank = self.offset
-        for i, given in zip(self.axes(coordinates), coordinates.values(), strict=True):
-            value = whole(given, f"coordinates such as {self.dims[i]}")
-            if not 0 <= value < self.sizes[i]:
+        for axis, value in zip(self.axes(coordinates), coordinates.values(), strict=True):
+            dim = self.dims[axis]
+            size = self.sizes[axis]
+            coordinate = whole(value, f"coordinates such as {dim}")
+            if not 0 <= coordinate < size:
                 raise LayoutError(
-                    f"{self.dims[i]}={value} is outside {self}: it goes from 0 to "
-                    f"{self.sizes[i] - 1}."
+                    f"{dim}={coordinate} is outside {self}: it goes from 0 to {size - 1}."
                 )
-            rank += value * self.strides[i]
+            rank += coordinate * self.strides[axis]
         return rank
 
     def shift(self, rank: int, dim: str, by: int = 1) -> int:
         """The rank ``by`` steps further along ``dim``, around its end."""
-        (i,) = self.axes((dim,))
-        at = self._within(rank) // self.strides[i] % self.sizes[i]
-        by = whole(by, "steps")
-        return rank + ((at + by) % self.sizes[i] - at) * self.strides[i]
+        stride = self.stride(dim)  # refuses an unknown dim
+        coordinate = self.coordinate(rank)[dim]
+        shifted = (coordinate + whole(by, "steps")) % self.size_of(dim)
+        return rank + (shifted - coordinate) * stride
 
     def group(self, rank: int, dims: Dims) -> list[int]:
         """The group of ``rank`` over ``dims``, ascending. Costs O(size of the group)."""
-        position = self._within(rank)
+        position = self._position(rank)
         # Widen the group dim by dim. Rank 3 of (tp=2, pp=2): [3], over tp [2, 3], over pp [0..3].
         members = [rank]
         for axis in sorted(self.axes(dims)):
@@ -220,18 +231,21 @@ class RankLayout:
         """
         import numpy as np  # here: start-up code of every Python process may import this file
 
-        axes = self.axes(dims)
-        inner = axes if as_given else sorted(axes)
-        outer = [i for i in range(len(self.dims)) if i not in inner]
-        grid = np.arange(self.offset, self.stop).reshape(self.sizes, order="F")
-        turned = grid.transpose((inner + outer)[::-1])  # numpy's last axis is the fastest
-        found: np.ndarray = turned.reshape(-1, prod(self.sizes[i] for i in inner))
-        return found
+        inner = self.axes(dims)
+        group_size = prod(self.sizes[axis] for axis in inner)
+        if not as_given:
+            inner.sort()
+        outer = [axis for axis in range(len(self.dims)) if axis not in inner]
+        # The ranks of (tp=2, dp=3) as an array of that shape: its element (1, 2) is rank 5.
+        ranks = np.arange(self.offset, self.stop).reshape(self.sizes, order="F")
+        # Numpy's last axis is the fastest: the members of a group come to stand side by side.
+        groups: np.ndarray = ranks.transpose((inner + outer)[::-1]).reshape(-1, group_size)
+        return groups
 
     def orthogonal(self, dims: Dims) -> tuple[str, ...]:
         """All dims that are not in ``dims``: a group and its orthogonal group share one rank."""
         axes = self.axes(dims)
-        return tuple(d for i, d in enumerate(self.dims) if i not in axes)
+        return tuple([dim for axis, dim in enumerate(self.dims) if axis not in axes])
 
     def split(self, dim: str, parts: Mapping[str, int]) -> RankLayout:
         """The same span with ``dim`` factorised into ``parts``, fastest first.
@@ -239,17 +253,18 @@ class RankLayout:
         >>> RankLayout(("cp", "dp"), (4, 2)).split("cp", {"near": 2, "far": 2})
         RankLayout(near=2-far=2-dp=2, ranks 0..7)
         """
-        (i,) = self.axes((dim,))
-        if prod(parts.values()) != self.sizes[i]:
+        (axis,) = self.axes((dim,))
+        product = prod(parts.values())
+        if product != self.sizes[axis]:
             raise LayoutError(
-                f"{dim}={self.sizes[i]} cannot be split into {dict(parts)}: their product is "
-                f"{prod(parts.values())}."
+                f"{dim}={self.sizes[axis]} cannot be split into {dict(parts)}: their product is "
+                f"{product}."
             )
-        return replace(
-            self,
-            dims=self.dims[:i] + tuple(parts) + self.dims[i + 1 :],
-            sizes=self.sizes[:i] + tuple(parts.values()) + self.sizes[i + 1 :],
-        )
+        dims = list(self.dims)
+        sizes = list(self.sizes)
+        dims[axis : axis + 1] = parts.keys()
+        sizes[axis : axis + 1] = parts.values()
+        return replace(self, dims=tuple(dims), sizes=tuple(sizes))
 
     def axes(self, dims: Dims) -> list[int]:
         """Positions of ``dims``: one name, names joined by ``"-"``, or an iterable of names."""
@@ -262,27 +277,28 @@ class RankLayout:
                 raise LayoutError(f"invalid dim {shown(name)}. Valid dims are {list(self.dims)}.")
         if len(set(names)) != len(names):
             raise LayoutError(f"dims must not repeat, got {shown(names)}.")
-        return [self.dims.index(name) for name in names]
+        return list(map(self.dims.index, names))
 
-    def _within(self, rank: int) -> int:
+    def _position(self, rank: int) -> int:
         if rank not in self:
             raise LayoutError(f"rank {rank} is outside {self}.")
         return rank - self.offset
 
 
-def listed(values: Iterable[Any], what: str) -> list[Any]:
+def listed(values: Iterable[Any], title: str) -> list[Any]:
     """``values`` as a list. LayoutError if they are not several."""
     try:
         return list(values)
     except TypeError:
-        raise LayoutError(f"{what} must be several values, got {shown(values)}.") from None
+        raise LayoutError(f"{title} must be several values, got {shown(values)}.") from None
 
 
-def whole(value: Any, what: str) -> int:
+def whole(value: Any, title: str) -> int:
     """``value`` as an int, also numpy's. LayoutError if it is no whole number."""
     try:
+        # True is an index, too.
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise LayoutError(f"{what} must be whole numbers, got {shown(value)}.")
+    raise LayoutError(f"{title} must be whole numbers, got {shown(value)}.")

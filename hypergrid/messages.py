@@ -28,7 +28,7 @@ _CONTROL = re.compile(
 
 def printable(text: str) -> str:
     """The text with control characters written out, as ``\\x1b``; lines and tabs stay."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
@@ -36,15 +36,21 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def shown_apart(one: object, other: object) -> tuple[str, str]:
+def shown_apart(first: object, second: object) -> tuple[str, str]:
     """Both as ``shown``; cut around their first difference where those are equal."""
-    short = shown(one), shown(other)
-    if short[0] != short[1]:
-        return short
-    first, second = repr(one), repr(other)
-    pairs = enumerate(zip(first, second, strict=False))
-    at = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 30)
-    return f"...{first[at : at + 80]}...", f"...{second[at : at + 80]}..."
+    if shown(first) != shown(second):
+        return shown(first), shown(second)
+    first_text = repr(first)
+    second_text = repr(second)
+    equal_characters = 0
+    for first_character, second_character in zip(first_text, second_text, strict=False):
+        if first_character != second_character:
+            break
+        equal_characters += 1
+    # Thirty characters before the difference and fifty behind it.
+    start = max(0, equal_characters - 30)
+    end = start + 80
+    return f"...{first_text[start:end]}...", f"...{second_text[start:end]}..."
 
 
 def install_command(extra: str) -> str:
@@ -54,19 +60,27 @@ def install_command(extra: str) -> str:
 
 def in_words(error: BaseException) -> str:
     """The type and the first line of the text: what torch appends to it is a C++ traceback."""
-    text = f"{type(error).__name__}: {shortened(str(error).partition(chr(10))[0])}"
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    first_line = str(error).partition("\n")[0]
+    text = f"{type(error).__name__}: {shortened(first_line)}"
+    if not text.endswith((".", "!", "?")):
+        text += "."
+    return text
 
 
 def shortened(text: str, most: int = 160) -> str:
     """The text, without its middle if it has more than ``most`` characters: torch lists keys."""
+    if len(text) <= most:
+        return text
     half = most // 2
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def few(ranks: Sequence[object]) -> str:
     """The first ten."""
-    return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")
+    text = ", ".join(map(str, ranks[:10]))
+    if len(ranks) > 10:
+        text += ", ..."
+    return text
 
 
 def some_of(which: Sequence[int], ranks: Sequence[int]) -> str:
@@ -78,6 +92,7 @@ def span_of(ranks: Sequence[int]) -> str:
     """Ascending ranks as runs: "0..3,8"."""
     if isinstance(ranks, range):
         return f"{ranks.start}..{ranks.stop - 1}"
+    # The ranks 0, 1, 2, 3, 8 are the runs [0, 3] and [8].
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -34,7 +34,9 @@ class Kind(NamedTuple):
 
     def among(self, members: int) -> Kind:
         """The same for a group of that many: in a group of one rank, traffic never waits."""
-        return self if members > 1 else self._replace(traffic="")
+        if members > 1:
+            return self
+        return self._replace(traffic="")
 
 
 @dataclass(frozen=True)
@@ -90,23 +92,33 @@ class GroupRow:
     @cached_property
     def places(self) -> Mapping[int, list[int]]:
         """By rank, which of the explicit groups it is in."""
-        found: dict[int, list[int]] = {}
+        places_of_rank: dict[int, list[int]] = {}
         for place, ranks in enumerate(self.explicit or ()):
             for rank in ranks:
-                found.setdefault(rank, []).append(place)
-        return found
+                places_of_rank.setdefault(rank, []).append(place)
+        return places_of_rank
 
     def parts(self, size: int) -> list[list[int]]:
         """The groups made of one of ``size`` members, as the members' places in it."""
+        # Of five members with chunk=2: [0, 1], [2, 3], [4].
         step = self.chunk or size
-        runs = [[*range(size)[start : start + step]] for start in range(0, size, step)]
-        if self.pick == "first":
-            return [run[:1] for run in runs]
-        return [run[:: max(1, len(run) - 1)] for run in runs] if self.pick == "ends" else runs
+        parts = []
+        for start in range(0, size, step):
+            run = list(range(start, min(start + step, size)))
+            if self.pick == "first":
+                run = run[:1]
+            elif self.pick == "ends" and len(run) > 1:  # one member is both ends
+                run = [run[0], run[-1]]
+            parts.append(run)
+        return parts
 
-    def cuts(self, whole: Iterable[Sequence[int]]) -> list[Ranks]:
-        """The groups made of each of ``whole``, in Megatron's order."""
-        return [tuple(each[i] for i in part) for each in whole for part in self.parts(len(each))]
+    def cuts(self, groups: Iterable[Sequence[int]]) -> list[Ranks]:
+        """The groups made of each of ``groups``, in Megatron's order."""
+        cut_groups = []
+        for ranks in groups:
+            for part in self.parts(len(ranks)):
+                cut_groups.append(tuple(ranks[place] for place in part))
+        return cut_groups
 
 
 @dataclass(frozen=True)
@@ -154,14 +166,17 @@ class GroupPlan:
 
         At most one, named by its label, unless the row is ``explicit``.
         """
-        layout = self.layouts[row.layout]
         if row.explicit is not None:
-            return {f"{row.label}#{i}": row.explicit[i] for i in row.places.get(rank, ())}
-        elif rank in layout:
-            named = [(row.label, ranks) for ranks in row.cuts([layout.group(rank, row.dims)])]
-        else:
-            named = []
-        return {name: ranks for name, ranks in named if rank in ranks}
+            # A rank may be in several of them: "LABEL#0", "LABEL#3".
+            places = row.places.get(rank, ())
+            return {f"{row.label}#{place}": row.explicit[place] for place in places}
+        layout = self.layouts[row.layout]
+        if rank in layout:
+            for ranks in row.cuts([layout.group(rank, row.dims)]):
+                # A rank that the row does not pick is in none.
+                if rank in ranks:
+                    return {row.label: ranks}
+        return {}
 
     def all(self, row: GroupRow) -> list[Ranks]:
         """Every group of ``row``, in Megatron's order. Costs O(world)."""
@@ -173,19 +188,22 @@ class GroupPlan:
         """Every group of ``row``, ascending: arrays of shape (groups, size)."""
         if row.explicit is not None:
             return [np.array([ranks], dtype=int) for ranks in row.explicit]
-        whole = self.layouts[row.layout].groups(row.dims)
-        return [
-            whole[:, list(parts)].reshape(-1, size)
-            for size, parts in groupby(row.parts(whole.shape[1]), len)
-        ]
+        groups = self.layouts[row.layout].groups(row.dims)
+        # Parts of one size are one array: [0, 1] and [2, 3] of five members, then [4].
+        arrays = []
+        for size, parts in groupby(row.parts(groups.shape[1]), len):
+            arrays.append(groups[:, list(parts)].reshape(-1, size))
+        return arrays
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
         """As ``groups_of``, with the label whose communicator is used; None for its own."""
         owners: dict[tuple[Ranks, Kind], str] = {}
         for row, ranks in self.groups_of(rank):
-            kind, owner = row.kind, row.label
+            kind = row.kind
+            owner = row.label
             if kind is not None and policy.may_share(kind):
-                owner = owners.setdefault((ranks, kind.among(len(ranks))), owner)
+                # The first label with these ranks and this kind owns the communicator.
+                owner = owners.setdefault((ranks, kind.among(len(ranks))), row.label)
             yield row, ranks, None if owner == row.label else owner
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
@@ -196,19 +214,19 @@ class GroupPlan:
 
     def to_json(self) -> str:
         """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``."""
-        layouts: dict[str, dict[str, Any]] = {
-            name: {"dims": lay.dims, "sizes": lay.sizes, "offset": lay.offset}
-            for name, lay in self.layouts.items()
-        }
-        default = GroupRow("", "", ())
-        rows = [
-            {
-                f.name: getattr(row, f.name)
-                for f in fields(row)
-                if f.name == "dims" or getattr(row, f.name) != getattr(default, f.name)
-            }
-            for row in self.rows
-        ]
+        layouts: dict[str, dict[str, Any]] = {}
+        for name, layout in self.layouts.items():
+            layouts[name] = {"dims": layout.dims, "sizes": layout.sizes, "offset": layout.offset}
+        default_row = GroupRow("", "", ())
+        rows = []
+        for row in self.rows:
+            values = {}
+            for row_field in fields(row):
+                value = getattr(row, row_field.name)
+                # A field with its default is left out, but for the dims of a group of one rank.
+                if row_field.name == "dims" or value != getattr(default_row, row_field.name):
+                    values[row_field.name] = value
+            rows.append(values)
         return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
 
     @classmethod
@@ -229,10 +247,9 @@ class GroupPlan:
                 f"a plan of schema {saved.schema} cannot be read: this release of hypergrid reads "
                 f"schema {SCHEMA}."
             )
-        layouts = {
-            name: RankLayout(layout.dims, layout.sizes, layout.offset)
-            for name, layout in saved.layouts.items()
-        }
+        layouts = {}
+        for name, layout in saved.layouts.items():
+            layouts[name] = RankLayout(layout.dims, layout.sizes, layout.offset)
         return cls(layouts, saved.rows)
 
     def fingerprint(self) -> str:

@@ -72,6 +72,7 @@ class Replicas:
         processes = tuple(range(len(topology.numbers)))
         alone = cls(topology, (), accepts, full, nobody, processes)
         start = replace(alone, together=together)
+        # Blocks of tp=4 x ep=2 may not fit hosts that hold those of tp=4, or single ranks.
         while start._count(processes) < alone._count(processes):
             start = replace(start, together=start.together[:-1])
         return start.without(())
@@ -87,9 +88,10 @@ class Replicas:
         if not count:
             raise NoReplicaError(self._refusal(alive, lost))
         members = np.array(self.active)[self._ranks_of_replicas(self.layout)]
+        is_hole = ~np.isin(members, list(alive))
         # The replicas with the fewest holes go on, in their order.
-        holes = (~np.isin(members, [*alive])).sum(axis=1)
-        going_on = np.sort(np.argsort(holes, kind="stable")[:count])
+        fewest_holes_first = np.argsort(is_hole.sum(axis=1), kind="stable")
+        going_on = np.sort(fewest_holes_first[:count])
         layout = self._layout(count)
         active = np.empty(layout.size, int)
         active[self._ranks_of_replicas(layout)] = members[going_on]
@@ -106,7 +108,8 @@ class Replicas:
 
     def _layout(self, count: int) -> RankLayout:
         full = self.topology.layout
-        sizes = [count if dim == _REPLICAS else full.size_of(dim) for dim in full.dims]
+        sizes = list(full.sizes)
+        sizes[full.dims.index(_REPLICAS)] = count
         return RankLayout(full.dims, tuple(sizes))
 
     def _ranks_of_replicas(self, layout: RankLayout) -> np.ndarray:
@@ -121,8 +124,11 @@ class Replicas:
 
     def _room(self, alive: Iterable[int]) -> Counter[int]:
         """How many blocks each host can hold."""
-        size = self.topology.layout.dim_size(self.together)
-        return Counter({host: len(there) // size for host, there in self._by_host(alive).items()})
+        block_size = self.topology.layout.dim_size(self.together)
+        room: Counter[int] = Counter()
+        for host, processes in self._by_host(alive).items():
+            room[host] = len(processes) // block_size
+        return room
 
     def _count(self, alive: Iterable[int]) -> int:
         """The largest accepted number of replicas that ``alive`` can hold."""
@@ -130,34 +136,40 @@ class Replicas:
         blocks_of_replica = self._layout(1).size // full.dim_size(self.together)
         held = self._room(alive).total() // blocks_of_replica
         most = min(held, full.size_of(_REPLICAS))
-        return next((count for count in range(most, 0, -1) if self.accepts(count)), 0)
+        for count in range(most, 0, -1):
+            if self.accepts(count):
+                return count
+        return 0
 
     def _fill(self, blocks: list[list[int]], alive: set[int]) -> None:
         """Put processes into the holes; a block stays on its host, or moves as a whole."""
         room = self._room(alive)
-        placed = []
-        moving = []
+        host_and_block = []
+        moving_blocks = []
         # Whole blocks first: a block with holes may not take the room of one of them.
         for block in sorted(blocks, key=lambda block: len({*block} - alive)):
-            process = block[0]
-            host = -1 if process == _NOBODY else int(self.topology.numbers[process])
+            host = _NOBODY
+            if block[0] != _NOBODY:
+                host = int(self.topology.numbers[block[0]])
             if room[host]:
                 room[host] -= 1
-                placed.append((host, block))
+                host_and_block.append((host, block))
             else:
-                moving.append(block)
+                moving_blocks.append(block)
                 block[:] = [_NOBODY] * len(block)
-        placed += zip(room.elements(), moving, strict=False)  # there may be more room
-        free = self._by_host(alive.difference(*blocks))
-        for host, block in placed:
-            block[:] = [process if process in alive else free[host].pop(0) for process in block]
+        # There may be more room than blocks that move.
+        host_and_block += zip(room.elements(), moving_blocks, strict=False)
+        free_processes = self._by_host(alive.difference(*blocks))
+        for host, block in host_and_block:
+            for place, process in enumerate(block):
+                if process not in alive:
+                    block[place] = free_processes[host].pop(0)
 
     def _refusal(self, alive: Collection[int], lost: Collection[int]) -> str:
         full = self.topology.layout
-        hosts = [
-            f"{self.topology.names[host]}: {len(processes)}"
-            for host, processes in self._by_host(alive).items()
-        ]
+        hosts = []
+        for host, processes in self._by_host(alive).items():
+            hosts.append(f"{self.topology.names[host]}: {len(processes)}")
         text = (
             f"not one whole replica is left: processes {span_of(sorted(lost)) or 'none'} are lost, "
             f"{len(alive)} are alive ({', '.join(hosts)}), and one replica of "

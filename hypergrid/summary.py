@@ -35,13 +35,16 @@ class Summary:
 
 def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
     """A line for each of the plan's rows, in the order of creation. Costs O(ranks) a row."""
-    first: dict[object, str] = {}
+    owner_of_groups: dict[object, str] = {}
     for row in plan.rows:
         arrays = plan.arrays(row)
-        touched = np.concatenate([hosts_touched(part, topology) for part in arrays])
-        sizes = [part.shape[1] for part in arrays]
-        kind = row.kind and row.kind.among(max(sizes))
-        owner = first.setdefault((_identity(arrays), kind), row.label) if kind else None
+        touched = np.concatenate([hosts_touched(groups, topology) for groups in arrays])
+        sizes = [groups.shape[1] for groups in arrays]
+        owner = None
+        if row.kind is not None:
+            # The first name with the same groups of the same kind owns the communicators.
+            kind = row.kind.among(max(sizes))
+            owner = owner_of_groups.setdefault((_identity(arrays), kind), row.label)
         yield Summary(
             row.label,
             row.layout,
@@ -67,8 +70,11 @@ def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
     counts = {}
     for share in CHOICES["share"]:
         policy = Policy(share=share)
-        of_rank = [sum(owner is None for *_, owner in plan.sharing(r, policy)) for r in ranks]
-        counts[share] = (min(of_rank), max(of_rank))
+        created = []  # by rank how many communicators it creates
+        for rank in ranks:
+            owners = [owner for _, _, owner in plan.sharing(rank, policy)]
+            created.append(owners.count(None))
+        counts[share] = (min(created), max(created))
     return counts
 
 
@@ -85,40 +91,48 @@ def dims_in_words(dims: Sequence[str], pick: str = "all", size: int = 1) -> str:
     """
     if not dims:
         return "listed" if size > 1 else "alone"
-    return "-".join(dims) + (f" {pick}" if pick != "all" else "")
+    words = "-".join(dims)
+    if pick != "all":
+        words += f" {pick}"
+    return words
 
 
 def sizes_in_words(layout: RankLayout) -> str:
     """The dims that are larger than 1: ``"tp=4 dp=2, order tp-dp"``."""
-    long = layout.trimmed
-    if not long.dims:
+    trimmed = layout.trimmed
+    if not trimmed.dims:
         return "one rank"
-    sizes = " ".join(f"{dim}={size}" for dim, size in zip(long.dims, long.sizes, strict=True))
-    return f"{sizes}, order {long.order}"
+    sizes = " ".join(f"{dim}={trimmed.size_of(dim)}" for dim in trimmed.dims)
+    return f"{sizes}, order {trimmed.order}"
 
 
 def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
     """How many hosts each of ``groups``, of shape (groups, size), touches."""
+    # A group on the hosts 0, 3, 3, 5 changes the host twice: it touches three.
     hosts = np.sort(topology.numbers[groups], axis=1)
-    touched: np.ndarray = (hosts[:, 1:] != hosts[:, :-1]).sum(axis=1) + 1
+    changes = hosts[:, 1:] != hosts[:, :-1]
+    touched: np.ndarray = changes.sum(axis=1) + 1
     return touched
 
 
 def kinds_of_ranks(plan: GroupPlan) -> list[int]:
     """Ranks that together have every number and every size of groups that a rank can have."""
     window = plan.window
-    kinds = np.zeros(window.stop, dtype=np.uint64)  # equal for ranks with groups of equal sizes
+    # The sum of a hash for each group of a rank: equal for ranks with groups of equal sizes.
+    digests = np.zeros(window.stop, dtype=np.uint64)
     for number, row in enumerate(plan.rows):
-        for part in plan.arrays(row):
-            kinds[part] += np.uint64(hash((number, part.shape[1])) % (1 << 64))
-    first = np.unique(kinds[window.start :], return_index=True)[1]
-    found: list[int] = (np.sort(first)[:_MOST_KINDS] + window.start).tolist()
-    return found
+        for groups in plan.arrays(row):
+            digests[groups] += np.uint64(hash((number, groups.shape[1])) % (1 << 64))
+    _, first_positions = np.unique(digests[window.start :], return_index=True)
+    first_positions = np.sort(first_positions)[:_MOST_KINDS]
+    ranks: list[int] = (first_positions + window.start).tolist()
+    return ranks
 
 
 def _identity(arrays: list[np.ndarray]) -> bytes:
     """Equal for rows with equal groups, in whatever order they are enumerated."""
-    return b"".join(
-        b"%d|" % part.shape[1] + part[np.argsort(part[:, 0], kind="stable")].tobytes()
-        for part in arrays
-    )
+    parts = []
+    for groups in arrays:
+        order = np.argsort(groups[:, 0], kind="stable")
+        parts.append(b"%d|" % groups.shape[1] + groups[order].tobytes())
+    return b"".join(parts)

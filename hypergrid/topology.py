@@ -44,22 +44,15 @@ class Topology:
     numbers: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names, host = _placed(self.hosts, self.layout.stop)
-        if len(host) < self.layout.stop:
+        names, numbers = _numbered(self.hosts, self.layout.stop)
+        if len(numbers) < self.layout.stop:
             raise LayoutError(
-                f"hosts={shown(self.hosts)} have {len(host)} ranks, and {self.layout} reaches to "
-                f"rank {self.layout.stop - 1}. Name the host of every rank of the world."
+                f"hosts={shown(self.hosts)} have {len(numbers)} ranks, and {self.layout} reaches "
+                f"to rank {self.layout.stop - 1}. Name the host of every rank of the world."
             )
-        host.setflags(write=False)
-        self.__dict__.update(names=names, numbers=host)  # the dataclass is frozen
-
-    def __str__(self) -> str:
-        """One line per dim."""
-        counts = {dim: len(self.crossing(dim)) for dim in self.layout.dims}
-        return "\n".join(
-            f"{dim}: " + (f"{count} groups cross hosts" if count else "inside a host")
-            for dim, count in counts.items()
-        )
+        numbers.setflags(write=False)
+        # The dataclass is frozen.
+        self.__dict__.update(names=names, numbers=numbers)
 
     def host(self, rank: int) -> str:
         """The name of the host of ``rank``."""
@@ -69,7 +62,8 @@ class Topology:
 
     def hosts_of(self, dims: Dims, rank: int) -> tuple[str, ...]:
         """The hosts that the group of ``rank`` over ``dims`` touches."""
-        return tuple(dict.fromkeys(map(self.host, self.layout.group(rank, dims))))
+        member_ranks = self.layout.group(rank, dims)
+        return tuple(dict.fromkeys(map(self.host, member_ranks)))
 
     def inside(self, dims: Dims, rank: int | None = None) -> bool:
         """Whether each group over ``dims``, or that of ``rank``, stays inside one host."""
@@ -79,31 +73,46 @@ class Topology:
 
     def crossing(self, dims: Dims) -> list[list[int]]:
         """The groups over ``dims`` whose ranks are on several hosts."""
-        groups: list[list[int]] = self.layout.groups(dims)[self._crosses(dims)].tolist()
-        return groups
+        groups = self.layout.groups(dims)
+        crossing_groups: list[list[int]] = groups[self._crosses(dims)].tolist()
+        return crossing_groups
 
     def _crosses(self, dims: Dims) -> np.ndarray:
+        # The groups [[0, 8], [1, 2]] may be on the hosts [[0, 1], [0, 0]]: the first one crosses.
         hosts = self.numbers[self.layout.groups(dims)]
-        crosses: np.ndarray = (hosts != hosts[:, :1]).any(axis=1)
+        first_hosts = hosts[:, :1]
+        crosses: np.ndarray = (hosts != first_hosts).any(axis=1)
         return crosses
 
 
-def _placed(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
+def _numbered(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
     """The hosts' names, and the number of the host of each rank."""
     if _is_count(hosts):
-        return tuple(f"host{i}" for i in range(-(-ranks // hosts))), np.arange(ranks) // hosts
-    listed: Any = hosts if isinstance(hosts, Sequence) and not isinstance(hosts, str) else []
-    if listed and all(isinstance(each, str) for each in listed):
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(listed))}
-        return tuple(map(str, numbers)), np.array([numbers[name] for name in listed])
-    sizes = hosts if isinstance(hosts, Mapping) else {f"host{i}": n for i, n in enumerate(listed)}
-    if not sizes or not all(map(_is_count, sizes.values())):
+        host_count = -(-ranks // hosts)  # the last one may have fewer ranks
+        names = tuple(f"host{number}" for number in range(host_count))
+        return names, np.arange(ranks) // hosts
+    ranks_of_host: dict[str, Any] = {}
+    if isinstance(hosts, Mapping):
+        ranks_of_host.update(hosts)
+    # A text is a sequence of texts, too.
+    elif isinstance(hosts, Sequence) and not isinstance(hosts, str):
+        if hosts and all(isinstance(name, str) for name in hosts):
+            # The hosts b, a, b have the numbers 0, 1, 0.
+            number_of_host: dict[str, int] = {}
+            numbers = [number_of_host.setdefault(str(name), len(number_of_host)) for name in hosts]
+            return tuple(number_of_host), np.array(numbers)
+        for number, size in enumerate(hosts):
+            ranks_of_host[f"host{number}"] = size
+    if not ranks_of_host or not all(map(_is_count, ranks_of_host.values())):
         raise LayoutError(
             f"invalid hosts={shown(hosts)}; allowed: ranks per host (8), the ranks of each host "
             f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
         )
-    return tuple(map(str, sizes)), np.repeat(np.arange(len(sizes)), list(sizes.values()))
+    numbers_of_hosts = np.arange(len(ranks_of_host))
+    names = tuple(map(str, ranks_of_host))
+    return names, np.repeat(numbers_of_hosts, list(ranks_of_host.values()))
 
 
 def _is_count(value: object) -> TypeGuard[int]:
+    # True is an Integral, too.
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0

@@ -55,8 +55,10 @@ class GroupNode:
     @property
     def orthogonals(self) -> dict[str, str | None]:
         """The names of its orthogonal groups, each with its ancestor or None."""
-        given = self.orthogonal_group
-        return {given: None} if isinstance(given, str) else dict(given or {})
+        names = self.orthogonal_group
+        if isinstance(names, str):
+            return {names: None}
+        return dict(names or {})
 
 
 Node = TypeVar("Node", bound=GroupNode)
@@ -99,7 +101,10 @@ class GroupTree(Generic[Node]):
 
     def _drawn(self, name: str, indent: str) -> Iterator[str]:
         size = self._nodes[name].size
-        yield f"{indent}{name}" + ("" if size is None else f"={size}")
+        line = f"{indent}{name}"
+        if size is not None:
+            line += f"={size}"
+        yield line
         for child in self._children[name]:
             yield from self._drawn(child, indent + "  ")
 
@@ -108,12 +113,13 @@ class GroupTree(Generic[Node]):
 
         TreeError if the name is taken, or the tree has no such parent.
         """
-        above = self.get_node(parent.name if isinstance(parent, GroupNode) else parent)
+        parent_name = parent.name if isinstance(parent, GroupNode) else parent
+        siblings = self._children[self.get_node(parent_name).name]
         if node.name in self._nodes:
             raise TreeError(f"the tree has a group {node.name!r} already. Take another name.")
         self._nodes[node.name] = node
         self._children[node.name] = []
-        self._children[above.name].append(node.name)
+        siblings.append(node.name)
 
     def get_node(self, name: str) -> Node:
         """The node of that name. Raises TreeError if there is none."""
@@ -169,14 +175,16 @@ class GroupTree(Generic[Node]):
         It is -1 above a leaf of size -1. Raises TreeError if a leaf has no size.
         """
         self._check_leaves()
+        # From the leaves upwards.
         for name in reversed(self.breadth_first()):
             sizes = [self._nodes[child].size or 0 for child in self._children[name]]
+            if not sizes:
+                continue
             size = OPEN if OPEN in sizes else prod(sizes)
             node = self._nodes[name]
-            if sizes and node.size != size:
-                if verbose:
-                    print(f"size of {name}: {node.size} -> {size}")
-                node.size = size
+            if verbose and node.size != size:
+                print(f"size of {name}: {node.size} -> {size}")
+            node.size = size
         assert self.root.size is not None
         return self.root.size
 
@@ -203,47 +211,64 @@ class GroupTree(Generic[Node]):
             name already means other ranks, a group with ``within="host"`` that crosses hosts.
         """
         self._check_leaves()
-        sizes, spans = dict[str, int](), dict[str, tuple[str, ...]]()
+        sizes: dict[str, int] = {}
+        spans: dict[str, tuple[str, ...]] = {}
         self._lay(self.root_id, sizes, spans)
         if world_size is not None:
             total = _check_size("the world", world_size, least=1)
-            _close("the world", total, list(sizes), sizes, self._out)
-        elif OPEN in sizes.values():
-            raise TreeError(
-                f"{next(d for d in sizes if sizes[d] == OPEN)!r} takes the rest of the ranks, "
-                f"whose number is not known: give world_size."
-            )
+            _close("the world", total, list(sizes), sizes, self._outside_dim)
+        for dim, size in sizes.items():
+            if size == OPEN:
+                raise TreeError(
+                    f"{dim!r} takes the rest of the ranks, whose number is not known: give "
+                    f"world_size."
+                )
         layout = RankLayout(tuple(sizes), tuple(sizes.values()), offset)
-        placement = Placement(layout, spans, Topology(layout, hosts) if hosts is not None else None)
+        topology = None if hosts is None else Topology(layout, hosts)
+        placement = Placement(layout, spans, topology)
         for name in self.breadth_first():
-            for other, scope in self._nodes[name].orthogonals.items():
-                spans[other] = self._orthogonal(placement, name, other, scope)
+            for orthogonal, scope in self._nodes[name].orthogonals.items():
+                spans[orthogonal] = self._orthogonal(placement, name, orthogonal, scope)
         for name, node in self._nodes.items():
             if node.within is not None:
                 _check_within_host(placement, name)
         return placement
 
     def _check_leaves(self, changed: Mapping[str, int] = {}, complete: bool = True) -> None:
-        sizes = {name: changed.get(name, self._nodes[name].size) for name in self.leaf_groups()}
-        missing = [name for name, size in sizes.items() if size is None]
+        missing = []
+        open_leaves = []
+        for name in self.leaf_groups():
+            size = changed.get(name, self._nodes[name].size)
+            if size is None:
+                missing.append(name)
+            # The size may have been assigned to the node.
+            elif _check_size(name, size) == OPEN:
+                open_leaves.append(name)
         if missing and complete:
             raise TreeError(
                 f"leaves {missing} have no size: give each one by set_leaf_group_sizes(), -1 for "
                 f"one that takes the rest."
             )
-        known = {name: _check_size(name, s) for name, s in sizes.items() if s is not None}
-        left = [name for name, size in known.items() if size == OPEN]
-        if len(left) > 1:
-            raise TreeError(f"{left} cannot all take the rest: give all but one a size.")
+        if len(open_leaves) > 1:
+            raise TreeError(f"{open_leaves} cannot all take the rest: give all but one a size.")
 
     @property
-    def _out(self) -> str:
-        named = (name for name, scope in self.root.orthogonals.items() if scope is None)
-        name = next(named, "outside")
-        return f"outside {self.root_id}" if name in self._nodes else name
+    def _outside_dim(self) -> str:
+        """The name of the dim that the world has beside the tree."""
+        outside = "outside"
+        for name, scope in self.root.orthogonals.items():
+            if scope is None:
+                outside = name
+                break
+        # A group of the tree may have that name.
+        if outside in self._nodes:
+            outside = f"outside {self.root_id}"
+        return outside
 
     def _lay(self, name: str, sizes: dict[str, int], spans: dict[str, tuple[str, ...]]) -> None:
-        size, before = self._nodes[name].size, len(sizes)
+        """Add the dims of a node and of all below it to ``sizes``, and its span to ``spans``."""
+        size = self._nodes[name].size
+        first_dim = len(sizes)
         if not self._children[name]:
             assert size is not None
             sizes[name] = size
@@ -251,27 +276,30 @@ class GroupTree(Generic[Node]):
             spans[name] = ()  # parents come first
             for child in self._children[name]:
                 self._lay(child, sizes, spans)
-            if size not in (None, OPEN):
-                _close(repr(name), size or 0, list(sizes)[before:], sizes, f"rest of {name}")
-        spans[name] = tuple(sizes)[before:]
+            if size is not None and size != OPEN:
+                dims = list(sizes)[first_dim:]
+                _close(repr(name), size, dims, sizes, f"rest of {name}")
+        spans[name] = tuple(sizes)[first_dim:]
 
     def _orthogonal(
-        self, placement: Placement, name: str, other: str, scope: str | None
+        self, placement: Placement, name: str, orthogonal: str, scope: str | None
     ) -> tuple[str, ...]:
-        """The dims of ``other``, the name of the group that is orthogonal to ``name``."""
+        """The dims of ``orthogonal``, the name of the group that is orthogonal to ``name``."""
         if scope is not None and scope not in self._nodes:
             raise TreeError(
-                f"{other!r}, orthogonal to {name!r}, is in the scope of {scope!r}, "
+                f"{orthogonal!r}, orthogonal to {name!r}, is in the scope of {scope!r}, "
                 f"which the tree does not have. It has {list(self._nodes)}."
             )
         dims = placement.orthogonal(name, scope)
-        known = {*placement.spans, *placement.layout.dims}
-        taken = placement.dims(other) if other in known else dims
-        if taken != dims:
-            raise TreeError(
-                f"{other!r} cannot be orthogonal to {name!r}: it is already over {list(taken)}, "
-                f"and the orthogonal group is over {list(dims)}. Take another name."
-            )
+        # The name may already be one of a group or a dim: of the same dims, then.
+        if orthogonal in placement.spans or orthogonal in placement.layout.dims:
+            taken_dims = placement.dims(orthogonal)
+            if taken_dims != dims:
+                raise TreeError(
+                    f"{orthogonal!r} cannot be orthogonal to {name!r}: it is already over "
+                    f"{list(taken_dims)}, and the orthogonal group is over {list(dims)}. Take "
+                    f"another name."
+                )
         return dims
 
 
@@ -299,12 +327,16 @@ class Placement:
     def dims(self, of: Dims) -> tuple[str, ...]:
         """The dims of a node, of an orthogonal group, or of several names or dims."""
         names = [of] if isinstance(of, str) else list(of)
+        dims: set[str] = set()
         for name in names:
-            if name not in self.spans and name not in self.layout.dims:
-                known = list(dict.fromkeys([*self.spans, *self.layout.dims]))
-                raise TreeError(f"there is no group {shown(name)}. Known: {known}.")
-        wanted = {dim for name in names for dim in self.spans.get(name, (name,))}
-        return tuple(dim for dim in self.layout.dims if dim in wanted)
+            if name in self.spans:
+                dims.update(self.spans[name])
+            elif name in self.layout.dims:
+                dims.add(name)
+            else:
+                valid_names = list(dict.fromkeys([*self.spans, *self.layout.dims]))
+                raise TreeError(f"there is no group {shown(name)}. Known: {valid_names}.")
+        return tuple(dim for dim in self.layout.dims if dim in dims)
 
     def orthogonal(self, of: Dims, scope: Dims | None = None) -> tuple[str, ...]:
         """All dims that ``of`` is not over, in the world or in ``scope``, which contains it.
@@ -314,13 +346,13 @@ class Placement:
         not contain ``of``.
         """
         dims = self.dims(of)
-        whole = self.layout.dims if scope is None else self.dims(scope)
-        if not set(dims) <= set(whole):
+        scope_dims = self.layout.dims if scope is None else self.dims(scope)
+        if not set(dims) <= set(scope_dims):
             raise TreeError(
                 f"{shown(of)} is over {list(dims)}, which are not all in {shown(scope)}, over "
-                f"{list(whole)}. Take an ancestor as scope, or leave it out for the world."
+                f"{list(scope_dims)}. Take an ancestor as scope, or leave it out for the world."
             )
-        return tuple(dim for dim in whole if dim not in dims)
+        return tuple(dim for dim in scope_dims if dim not in dims)
 
     def size(self, of: Dims) -> int:
         """Number of ranks in a group of ``of``."""
@@ -332,25 +364,30 @@ class Placement:
 
 
 def _check_size(name: str, size: object, least: int = OPEN) -> int:
+    # True is an Integral, too.
     if isinstance(size, Integral) and not isinstance(size, bool) and least <= int(size) != 0:
         return int(size)
-    also = ", or -1" if least == OPEN else ""
-    raise TreeError(f"the size of {name} must be at least 1{also}, got {shown(size)}.")
+    or_open = ", or -1" if least == OPEN else ""
+    raise TreeError(f"the size of {name} must be at least 1{or_open}, got {shown(size)}.")
 
 
 def _close(owner: str, total: int, dims: list[str], sizes: dict[str, int], rest: str) -> None:
     """Make ``dims`` multiply to ``total``: by the one that takes the rest, or by one more."""
-    known = {dim: sizes[dim] for dim in dims if sizes[dim] != OPEN}
-    product = prod(known.values())
+    # Dims of 2 and -1 in a world of 8: the second one becomes 4. Dims of 2 and 2: one of 2 more.
+    fixed_dims = [dim for dim in dims if sizes[dim] != OPEN]
+    product = prod(sizes[dim] for dim in fixed_dims)
     if total % product:
-        factors = " x ".join(f"{dim}={size}" for dim, size in known.items())
+        factors = " x ".join(f"{dim}={sizes[dim]}" for dim in fixed_dims)
         raise TreeError(
             f"{owner} has {total} ranks, which {factors} = {product} does not divide: "
             f"{total} / {product} leaves a remainder. Change a size."
         )
-    taker = next((dim for dim in dims if dim not in known), rest)
-    if taker in dims or total > product:
-        sizes[taker] = total // product
+    for dim in dims:
+        if dim not in fixed_dims:
+            sizes[dim] = total // product
+            return
+    if total > product:
+        sizes[rest] = total // product
 
 
 def _check_within_host(placement: Placement, name: str) -> None:
@@ -362,11 +399,12 @@ def _check_within_host(placement: Placement, name: str) -> None:
         )
     crossing = placement.topology.crossing(dims)
     if crossing:
-        first = crossing[0]
-        touched = placement.topology.hosts_of(dims, first[0])
+        ranks = crossing[0]
+        groups = placement.layout.size // len(ranks)
+        hosts = ", ".join(placement.topology.hosts_of(dims, ranks[0]))
         raise TreeError(
-            f"{name!r} must stay inside a host and does not: {len(crossing)} of its "
-            f"{placement.layout.size // len(first)} groups cross hosts, the first with ranks "
-            f"{span_of(first)} on {', '.join(touched)}. Make it smaller, declare it before others "
-            f"(the first leaf's ranks are neighbours), or leave out within='host'."
+            f"{name!r} must stay inside a host and does not: {len(crossing)} of its {groups} "
+            f"groups cross hosts, the first with ranks {span_of(ranks)} on {hosts}. Make it "
+            f"smaller, declare it before others (the first leaf's ranks are neighbours), or leave "
+            f"out within='host'."
         )

@@ -21,7 +21,14 @@ from compat.cli.prints import red, span
 from compat.cli.source import PlannedJob, line_of, read, saved, started
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
-from compat.planned.layouts import KNOWN_DIMS, SHARDS, has_experts, shards_of, unknown_dims
+from compat.planned.layouts import (
+    KNOWN_DIMS,
+    LEVELS,
+    SHARDS,
+    has_experts,
+    shards_of,
+    unknown_dims,
+)
 from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.files import bytes_of, decoded
@@ -99,14 +106,28 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
     """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
-    name = "decoder" if view is None else view
+    offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
+    if not has_experts(subject.layouts):
+        offered = [name for name in offered if name != "expert"]
+    name = "decoder"
+    if view is not None:
+        name = view
+    elif by is not None:
+        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
+        larger = (other for other in offered if subject.layouts[other].size_of(by) > 1)
+        name = next(larger, name)
     if name not in subject.layouts:
         raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
     for path in (png, svg):
         if path is not None:
-            _write_picture(subject, path, view, by)
+            drawn = offered if view is None and by is None else [name]
+            _write_picture(subject, path, drawn, by)
     if html is not None:
-        _write_page(subject, html, view, by)
+        if "decoder" not in subject.plan.layouts:
+            offered = list(subject.plan.layouts)
+        # The page opens on the first one.
+        offered = [name, *(other for other in offered if other != name)]
+        _write_page(subject, html, offered, by)
     written = [str(path) for path in (html, png, svg) if path is not None]
     if written:
         typer.echo(printable(f"wrote {', '.join(written)}"))
@@ -135,27 +156,19 @@ def show(
     out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
 
 
-def _write_picture(subject: PlannedJob, path: Path, view: str | None, by: str | None) -> None:
+def _write_picture(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
     from hypergrid.show.picture import picture
 
-    names: str | tuple[str, ...] = "decoder" if view is None else view
-    if view is None and by is None and has_experts(subject.layouts):
-        names = ("decoder", "expert")
     plan = replace(subject.plan, layouts=subject.layouts)
-    picture(plan, subject.ranks_per_host, path, layout=names, by=by, within=subject.within)
+    picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
 
 
-def _write_page(subject: PlannedJob, path: Path, view: str | None, by: str | None) -> None:
+def _write_page(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
     from hypergrid.show.page import page
 
-    offered = list(SHARDS) if "decoder" in subject.plan.layouts else None
-    if view is not None:
-        # The page opens on the first one.
-        names = offered or subject.layouts
-        offered = [view, *(name for name in names if name != view)]
     if by is not None:
-        subject.layouts[view or "decoder"].dim_size(by)  # refuses a dim that is not there
-    text = page(subject.plan, subject.ranks_per_host, offered=offered, within=subject.within, by=by)
+        subject.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
+    text = page(subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by)
     path.write_text(text, "utf-8")
 
 

@@ -17,6 +17,7 @@ Layouts: TypeAlias = Mapping[str, RankLayout]
 
 # The two layouts that users know (the others are splits of these), and the dims that cut weights.
 SHARDS = {"decoder": ("tp", "pp"), "expert": ("tp", "ep", "pp")}
+LEVELS = "decoder_cp_levels"  # the layout with a dim for each level of a hierarchical cp
 
 # Kind of group: its layout and its dims. A kind that sends more in a step comes before the others.
 _KINDS = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -115,35 +114,44 @@ class Audit:
 
     def names(self) -> dict[str, int]:
         """How often each getter, setter and private global was used."""
-        return _summed((site.name, site.count) for site in self.sites)
+        counts: Counter[str] = Counter()
+        for site in self.sites:
+            counts[site.name] += site.count
+        return dict(counts.most_common())
 
     def files(self) -> list[FileReads]:
         """The table: a row for each file, the most reads first within its package."""
-        found: dict[tuple[str, str], FileReads] = {}
+        row_of_file: dict[tuple[str, str], FileReads] = {}
+        reads_of_package: Counter[str] = Counter()
         for site in self.sites:
-            row = found.setdefault(
-                (site.package, site.file), FileReads(site.package, site.file, site.module)
-            )
+            new_row = FileReads(site.package, site.file, site.module)
+            row = row_of_file.setdefault((site.package, site.file), new_row)
             row.reads += site.count
             row.sites += 1
-            row.names.update({site.name: site.count})
-        total = _summed((row.package, row.reads) for row in found.values())
-        return sorted(found.values(), key=lambda r: (-total[r.package], r.package, -r.reads))
+            row.names[site.name] += site.count
+            reads_of_package[site.package] += site.count
+
+        def place(row: FileReads) -> tuple[int, str, int]:
+            return (-reads_of_package[row.package], row.package, -row.reads)
+
+        return sorted(row_of_file.values(), key=place)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON; also what ``--against`` takes as a baseline."""
+        rows = []
+        for row in self.files():
+            names = dict(row.names.most_common())
+            rows.append({**asdict(row), "names": names})
         return {
-            "ranks": [*self.ranks],
+            "ranks": list(self.ranks),
             "processes": self.processes,
-            "releases": [*self.releases],
+            "releases": list(self.releases),
             "reads": self.reads,
             "names": self.names(),
-            "files": [
-                {**asdict(row), "names": dict(row.names.most_common())} for row in self.files()
-            ],
-            "sites": [asdict(site) for site in self.sites],
-            "problems": [asdict(problem) for problem in self.problems],
-            "unread": [*self.unread],
+            "files": rows,
+            "sites": list(map(asdict, self.sites)),
+            "problems": list(map(asdict, self.problems)),
+            "unread": list(self.unread),
         }
 
 
@@ -165,75 +173,92 @@ def read(directory: Path) -> Audit:
     Raises FileError if there is none, OSError if the directory cannot be read. A file that is
     broken is named in ``unread``.
     """
-    unread, found = [], list[_Process]()
+    unread: list[str] = []
+    processes: list[_Process] = []
     for path in sorted(directory.iterdir()):
-        if path.name.startswith("reads.") and path.suffix == ".json":
-            try:
-                data = decoded(bytes_of(path), _Process, path.name)
-                if data["schema"] != SCHEMA:
-                    raise FileError(
-                        f"{path.name} has schema {data['schema']}, this reads {SCHEMA}."
-                    )
-                found.append(data)
-            except (FileError, OSError) as error:
-                unread.append(str(error))
-    if not found:
-        raise FileError(
-            " ".join(
-                (
-                    f"{directory} has no recording of a rank (reads.RANK.*.json): run the job "
-                    f"with HYPERGRID_AUDIT={directory}.",
-                    *unread[:3],
-                )
-            )
+        # A file that is being written has another suffix.
+        if not path.name.startswith("reads.") or path.suffix != ".json":
+            continue
+        try:
+            process = decoded(bytes_of(path), _Process, path.name)
+        except (FileError, OSError) as error:
+            unread.append(str(error))
+            continue
+        if process["schema"] == SCHEMA:
+            processes.append(process)
+        else:
+            unread.append(f"{path.name} has schema {process['schema']}, this reads {SCHEMA}.")
+    if not processes:
+        message = (
+            f"{directory} has no recording of a rank (reads.RANK.*.json): run the job with "
+            f"HYPERGRID_AUDIT={directory}."
         )
-    return _merged(found, unread)
+        raise FileError(" ".join([message, *unread[:3]]))
+    return _merged(processes, unread)
 
 
-def _merged(found: list[_Process], unread: list[str]) -> Audit:
-    lines: dict[tuple[Any, ...], list[tuple[int, Any]]] = {}
-    told: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
-    for data in found:
-        site: Any
-        for site in data["sites"]:
-            lines.setdefault(tuple(site[each] for each in _KEYS), []).append((data["rank"], site))
-        for problem in data["problems"]:
-            key = problem["kind"], problem["text"]
-            about = data["rank"], problem["count"], problem["example"]
-            told.setdefault(key, []).append(about)
-    sites = []
-    for key, each in sorted(lines.items()):
-        own: dict[str, Any] = dict(zip(_KEYS, key, strict=True))
-        own |= {
-            f"{what}s": _summed((site[what], site["count"]) for _, site in each)
-            for what in ("phase", "state", "group")
-        }
-        count, ranks = sum(site["count"] for _, site in each), len({rank for rank, _ in each})
-        sites.append(Site(**own, count=count, ranks=ranks))
-    problems = sorted(
-        Problem(
-            *key,
-            reads=sum(count for _, count, _ in each),
-            ranks=tuple(sorted({rank for rank, *_ in each})),
-            example="rank {0} {2}".format(*min(each)),
-        )
-        for key, each in told.items()
-    )
+def _merged(processes: Sequence[_Process], unread: Sequence[str]) -> Audit:
+    uses_of_site: dict[tuple[Any, ...], list[tuple[int, _Use]]] = {}
+    reports_of_problem: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    ranks: set[int] = set()
+    releases: set[str] = set()
+    process_ids: set[tuple[int, int]] = set()
+    for process in processes:
+        rank = process["rank"]
+        ranks.add(rank)
+        releases.add(process["release"])
+        # A rank that started again has left a file for each of its processes.
+        process_ids.add((rank, process["process"]))
+        for use in process["sites"]:
+            fields: Mapping[str, Any] = use
+            site = tuple(fields[name] for name in _KEYS)
+            uses_of_site.setdefault(site, []).append((rank, use))
+        for problem in process["problems"]:
+            report = (rank, problem["count"], problem["example"])
+            reports_of_problem.setdefault((problem["kind"], problem["text"]), []).append(report)
+    sites = [_site(key, uses) for key, uses in sorted(uses_of_site.items())]
+    problems = [_problem(*key, reports) for key, reports in reports_of_problem.items()]
     return Audit(
         sites,
-        problems,
-        tuple(sorted({data["rank"] for data in found})),
-        tuple(sorted({data["release"] for data in found})),
+        sorted(problems),
+        tuple(sorted(ranks)),
+        tuple(sorted(releases)),
         tuple(unread),
-        len({(data["rank"], data["process"]) for data in found}),
+        len(process_ids),
     )
 
 
-def _summed(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    counted: Counter[str] = Counter()
-    for name, count in pairs:
-        counted[name] += count
-    return dict(counted.most_common())
+def _site(key: tuple[Any, ...], uses: Sequence[tuple[int, _Use]]) -> Site:
+    """One line of code, from what each rank recorded of it."""
+    ranks = set()
+    phases: Counter[str] = Counter()
+    states: Counter[str] = Counter()
+    groups: Counter[str] = Counter()
+    for rank, use in uses:
+        ranks.add(rank)
+        phases[use["phase"]] += use["count"]
+        states[use["state"]] += use["count"]
+        groups[use["group"]] += use["count"]
+    fields: dict[str, Any] = dict(zip(_KEYS, key, strict=True))
+    return Site(
+        **fields,
+        count=phases.total(),
+        ranks=len(ranks),
+        phases=dict(phases.most_common()),
+        states=dict(states.most_common()),
+        groups=dict(groups.most_common()),
+    )
+
+
+def _problem(kind: str, text: str, reports: Sequence[tuple[int, int, str]]) -> Problem:
+    """One kind of wrong read, from the rank, the count and the example of each report."""
+    ranks = set()
+    reads = 0
+    for rank, count, _ in reports:
+        ranks.add(rank)
+        reads += count
+    first_rank, _, example = min(reports)
+    return Problem(kind, text, reads, tuple(sorted(ranks)), f"rank {first_rank} {example}")
 
 
 @dataclass(frozen=True)
@@ -249,12 +274,12 @@ class Change:
 
 
 def baseline(path: Path) -> list[_Known]:
-    """The sites of a baseline: what ``to_json`` gave, or a directory. FileError as ``read``."""
+    """The sites of a baseline: a file with ``to_json``, or a directory. FileError as ``read``."""
     if path.is_dir():
-        text: str | bytes = json.dumps(read(path).to_json())
-    else:
-        text = bytes_of(path)
-    return decoded(text, _Baseline, f"the baseline {path}")["sites"]
+        # A line of a recording has more fields than one of a baseline.
+        lines: list[Any] = list(map(asdict, read(path).sites))
+        return lines
+    return decoded(bytes_of(path), _Baseline, f"the baseline {path}")["sites"]
 
 
 def against(audit: Audit, known: Iterable[_Known]) -> list[Change]:
@@ -263,20 +288,17 @@ def against(audit: Audit, known: Iterable[_Known]) -> list[Change]:
     A site of the baseline is a function that uses a name, with the number of lines that do:
     lines move, and a run may be longer.
     """
-    before = _lines((s["module"], s["function"], s["name"], s["line"]) for s in known)
-    after = _lines((*site.key, site.line) for site in audit.sites)
+    lines_before: dict[tuple[str, str, str], set[int]] = {}
+    for record in known:
+        key = (record["module"], record["function"], record["name"])
+        lines_before.setdefault(key, set()).add(record["line"])
+    lines_after: dict[tuple[str, str, str], set[int]] = {}
+    for site in audit.sites:
+        lines_after.setdefault(site.key, set()).add(site.line)
     changes = []
-    for key in sorted({*before, *after}):
-        was, now = len(before.get(key, ())), tuple(sorted(after.get(key, ())))
-        if was != len(now):
-            changes.append(Change(*key, was, len(now), now))
+    for key in sorted({*lines_before, *lines_after}):
+        before = len(lines_before.get(key, ()))
+        lines = tuple(sorted(lines_after.get(key, ())))
+        if before != len(lines):
+            changes.append(Change(*key, before, len(lines), lines))
     return changes
-
-
-def _lines(
-    rows: Iterable[tuple[str, str, str, int]],
-) -> dict[tuple[str, str, str], set[int]]:
-    found: dict[tuple[str, str, str], set[int]] = {}
-    for module, function, name, line in rows:
-        found.setdefault((module, function, name), set()).add(line)
-    return found

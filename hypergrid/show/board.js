@@ -5,7 +5,7 @@ function build() {
   const grid = $("grid");
   const size = sequence.length;
   const density = size <= 128 ? "roomy" : size <= 1024 ? "normal" : "dense";
-  grid.dataset.density = density;
+  state.density = density;
   const largest = Math.max(...hosts.map((host) => host.ranks.length));
   const columns = largest <= 4 ? largest : largest <= 8 ? 4 : 8;
   grid.style.setProperty("--digits", digits);
@@ -66,7 +66,7 @@ function describe() {
   const sizes = layout.wide.map((dim) => `${dim}=${layout.sizeOf([dim])}`).join(" ");
   const start = span.offset ? ` from ${span.offset}` : "";
   $("summary").replaceChildren(
-    `${many(span.size, "rank")}${start} on ${counted(new Set(hosts.map((host) => host.name)))}. `,
+    `${many(span.size, "rank")}${start} on ${counted(new Set(hosts.map((host) => host.name)), "host")}. `,
     make("span", { className: "sizes" }, sizes ? `${sizes}, order ${layout.wide.join("-")}` : ""),
   );
 }
@@ -93,10 +93,21 @@ function legend() {
   }
   parts.push(
     entry(make("i", { className: "swatch member" }), "member"),
-    entry(line("inside"), "link inside a host"),
-    entry(line("crossing"), "link across hosts"),
+    entry(line("inside"), `link inside ${boundary.one}`),
+    entry(line("crossing"), `link across ${boundary.word}s`),
   );
   $("legend").replaceChildren(...parts);
+}
+
+// All ranks, or an overview of the hosts, in which one host at a time opens.
+function zoom(to) {
+  $("grid").dataset.density = to === "hosts" ? "hosts" : state.density;
+}
+
+function unfold(box) {
+  state.unfolded?.classList.remove("open");
+  box.classList.add("open");
+  state.unfolded = box;
 }
 
 // One tab stop: the arrow keys carry it along.
@@ -123,7 +134,8 @@ const chosenRow = () => state.row ?? state.dimRow;
 
 function strongest() {
   if (state.group) return state.group;
-  return state.rank === undefined ? null : (chosenRow()?.mine(state.rank)[0] ?? null);
+  if (state.rank === undefined) return state.example;
+  return chosenRow()?.mine(state.rank)[0] ?? null;
 }
 
 function marked(rank, name) {
@@ -160,7 +172,7 @@ function light() {
     for (const member of outlined?.members ?? []) marked(member, "in");
     draw();
   }
-  $("grid").classList.toggle("lit", near.size > 0 || outlined !== null);
+  $("grid").classList.toggle("lit", near.size > 0 || outlined !== state.example);
 }
 
 // The ring of the strongest group, each link bent to its left so that none hides another.
@@ -174,7 +186,7 @@ function draw() {
       const [dx, dy] = [bx - ax, by - ay];
       const bend = Math.min(0.18, 48 / Math.hypot(dx, dy));
       const [cx, cy] = [(ax + bx) / 2 + dy * bend, (ay + by) / 2 - dx * bend];
-      const kind = nameOf(a) === nameOf(b) ? "inside" : "crossing";
+      const kind = placeOf(a) === placeOf(b) ? "inside" : "crossing";
       paths[kind] += `M${ax} ${ay}Q${cx.toFixed(1)} ${cy.toFixed(1)} ${bx} ${by}`;
     }
   }

@@ -11,9 +11,9 @@ import numpy as np
 from hypergrid.hangs.reading import DEFAULT, Recording
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
-from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.plan import GroupPlan
 
-_COMPARED = 64  # groups of a recording with those of a plan
+_COMPARED = 64  # groups of a recording that are compared with those of a plan
 
 
 class LiveGroup(TypedDict):
@@ -93,53 +93,60 @@ def difference(
     of the weights a rank has. By default all layouts that both have, and no weights.
     """
     if shards is None:
-        shards = dict.fromkeys((name for name in before.layouts if name in after.layouts), ())
-    common = range(
-        max(before.window.start, after.window.start), min(before.window.stop, after.window.stop)
-    )
-    moved, resharded = [], []
+        shards = {name: () for name in before.layouts if name in after.layouts}
+    first = max(before.window.start, after.window.start)
+    common = range(first, min(before.window.stop, after.window.stop))
+    moved: list[Moved] = []
+    resharded: list[Resharded] = []
     for name, dims in shards.items():
-        one, other = before.layouts[name], after.layouts[name]
-        cut, cut_anew = (tuple(each.size_of(dim) for dim in dims) for each in (one, other))
-        changed = np.full(len(common), cut != cut_anew)
-        for dim in dict.fromkeys((*one.dims, *other.dims)):
-            differ = _coordinates(one, dim, common) != _coordinates(other, dim, common)
-            sizes = (one.size_of(dim), other.size_of(dim))
-            if differ.any() or sizes[0] != sizes[1]:
-                moved.append(Moved(name, dim, sizes, int(differ.sum())))
+        old = before.layouts[name]
+        new = after.layouts[name]
+        old_cut = tuple(old.size_of(dim) for dim in dims)
+        new_cut = tuple(new.size_of(dim) for dim in dims)
+        # Whether each rank holds another part of the weights: all do, if these are cut anew.
+        part_differs = np.full(len(common), old_cut != new_cut)
+        for dim in dict.fromkeys((*old.dims, *new.dims)):
+            differs = _coordinates(old, dim, common) != _coordinates(new, dim, common)
+            sizes = (old.size_of(dim), new.size_of(dim))
+            if differs.any() or sizes[0] != sizes[1]:
+                moved.append(Moved(name, dim, sizes, int(differs.sum())))
             if dim in dims:
-                changed |= differ
-        if cut != cut_anew or changed.any():
-            resharded.append(Resharded(name, dims, (cut, cut_anew), int(changed.sum())))
-    regrouped = []
-    by_label = [_rows(before), _rows(after)]
-    for label in dict.fromkeys((*by_label[0], *by_label[1])):
-        (many, one_of), (others, other_of) = (
-            _groups(plan, rows.get(label, []), common)
-            for plan, rows in zip((before, after), by_label, strict=True)
-        )
-        ranks = int((one_of != other_of).sum())
-        if ranks or many != others:
-            regrouped.append(Regrouped(label, (many, others), ranks))
-    sizes = (len(before.window), len(after.window))
-    return Difference(sizes, len(common), tuple(moved), tuple(regrouped), tuple(resharded))
+                part_differs |= differs
+        if old_cut != new_cut or part_differs.any():
+            resharded.append(Resharded(name, dims, (old_cut, new_cut), int(part_differs.sum())))
+    regrouped: list[Regrouped] = []
+    labels = {row.label: None for row in (*before.rows, *after.rows)}  # in their order
+    for label in labels:
+        old_count, old_digests = _groups(before, label, common)
+        new_count, new_digests = _groups(after, label, common)
+        ranks = int((old_digests != new_digests).sum())
+        if ranks or old_count != new_count:
+            regrouped.append(Regrouped(label, (old_count, new_count), ranks))
+    worlds = (len(before.window), len(after.window))
+    return Difference(worlds, len(common), tuple(moved), tuple(regrouped), tuple(resharded))
 
 
 def unfit(plan: GroupPlan, recording: Recording) -> str:
     """Why the plan cannot be that of a recorded job; "" if it can."""
-    known = [group for group in recording.groups.values() if group.ranks]
-    many, planned_for = recording.world_size, len(plan.window)
-    whole = any(group.label == DEFAULT for group in known)  # else more ranks may exist
-    if many > planned_for or (whole and many < planned_for):
-        return f"it is for {planned_for} ranks, and the job has {many}"
-    for group in known[:_COMPARED]:
-        live = group.ranks or ()
-        if live[0] not in plan.window:
-            return f"rank {live[0]} is outside its ranks {plan.window[0]}..{plan.window[-1]}"
-        planned = [of for row, of in plan.groups_of(live[0]) if row.label == group.label]
-        if planned and live not in map(tuple, planned):
+    live_groups: list[tuple[str, tuple[int, ...]]] = []
+    is_world_known = False
+    for group in recording.groups.values():
+        if group.ranks:
+            live_groups.append((group.label, group.ranks))
+            # Without the default group, ranks without a recording may exist.
+            is_world_known |= group.label == DEFAULT
+    live_size = recording.world_size
+    planned_size = len(plan.window)
+    if live_size > planned_size or (is_world_known and live_size < planned_size):
+        return f"it is for {planned_size} ranks, and the job has {live_size}"
+    for label, live in live_groups[:_COMPARED]:
+        rank = live[0]
+        if rank not in plan.window:
+            return f"rank {rank} is outside its ranks {plan.window[0]}..{plan.window[-1]}"
+        planned = [ranks for row, ranks in plan.groups_of(rank) if row.label == label]
+        if planned and live not in planned:
             return (
-                f"{group.label} of rank {live[0]} has the ranks {_listed(planned)} there, and "
+                f"{label} of rank {rank} has the ranks {_listed(planned)} there, and "
                 f"{_listed([live])} in the job"
             )
     return ""
@@ -163,18 +170,18 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
     for group in dump["groups"]:
         if group["label"] is not None:
             live.setdefault(one_line(group["label"]), []).append(list(group["ranks"]))
-    said = []
+    sentences = []
     for label in dict.fromkeys((*planned, *live)):
         if label not in live:
-            said.append(f"rank {rank}: {label} was planned but not created.")
+            sentences.append(f"rank {rank}: {label} was planned but not created.")
         elif label not in planned:
-            said.append(f"rank {rank}: {label} exists but was not planned.")
+            sentences.append(f"rank {rank}: {label} exists but was not planned.")
         elif sorted(planned[label]) != sorted(live[label]):
-            said.append(
+            sentences.append(
                 f"rank {rank}: {label} has the ranks {_listed(live[label])}, planned were "
                 f"{_listed(planned[label])}."
             )
-    return said
+    return sentences
 
 
 def _listed(groups: Iterable[Sequence[int]]) -> str:
@@ -182,29 +189,27 @@ def _listed(groups: Iterable[Sequence[int]]) -> str:
 
 
 def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
+    """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
     if dim not in layout.dims:
         return np.zeros(len(ranks), dtype=int)
-    asked, members = np.array(ranks, dtype=int), layout.groups(layout.dims)[0]
-    places = np.searchsorted(members, asked)
-    known = np.isin(asked, members)
-    return np.where(known, places // layout.stride(dim) % layout.dim_size(dim), -1)
+    positions = np.array(ranks, dtype=int) - layout.offset
+    coordinates = positions // layout.stride(dim) % layout.size_of(dim)
+    is_outside = (positions < 0) | (positions >= layout.size)
+    coordinates[is_outside] = -1
+    return coordinates
 
 
-def _rows(plan: GroupPlan) -> dict[str, list[GroupRow]]:
-    found: dict[str, list[GroupRow]] = {}
+def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]:
+    """How many groups the name has, and a digest of each rank's: equal for equal members."""
+    arrays: list[np.ndarray] = []
     for row in plan.rows:
-        found.setdefault(row.label, []).append(row)
-    return found
-
-
-def _groups(plan: GroupPlan, rows: list[GroupRow], ranks: range) -> tuple[int, np.ndarray]:
-    """How many groups the rows have, and a digest of each rank's: equal for equal members."""
-    count = 0
-    parts = [part for row in rows for part in plan.arrays(row)]
-    known = max([ranks.stop, *(int(part.max()) + 1 for part in parts)])
-    mixed = np.random.default_rng(0).integers(1 << 63, size=known, dtype=np.uint64)
-    digests = np.zeros(known, dtype=np.uint64)
-    for part in parts:
-        count += len(part)
-        digests[part] += mixed[part].sum(axis=1, keepdims=True)
-    return count, digests[ranks.start : ranks.stop]
+        if row.label == label:
+            arrays.extend(plan.arrays(row))
+    last_rank = max([ranks.stop, *(int(array.max()) for array in arrays)])
+    # A number for each rank: the sum over a group's members is its digest, in any order.
+    number_of_rank = np.random.default_rng(0).integers(1 << 63, size=last_rank + 1, dtype=np.uint64)
+    digests = np.zeros(last_rank + 1, dtype=np.uint64)
+    for array in arrays:
+        # A rank may be in several groups of one name.
+        digests[array] += number_of_rank[array].sum(axis=1, keepdims=True)
+    return sum(map(len, arrays)), digests[ranks.start : ranks.stop]

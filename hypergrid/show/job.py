@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from math import prod
 from typing import Any
 
 from hypergrid.hangs.reading import Call, RankRecording, Recording
@@ -16,62 +15,91 @@ _LAST = 10  # calls shown of each rank
 
 def plan_of(recording: Recording) -> GroupPlan:
     """A plan with the groups that were recorded, for a job whose own plan is not known."""
-    by_label: dict[str, list[tuple[int, ...]]] = {}
-    world = range(recording.world_size)
+    groups_of_label: dict[str, list[tuple[int, ...]]] = {}
     for group in recording.groups.values():
-        if group.ranks and all(rank in world for rank in group.ranks):
-            by_label.setdefault(group.label, []).append(group.ranks)
-    rows = (GroupRow(label, "ranks", (), explicit=tuple(some)) for label, some in by_label.items())
+        # A group of a damaged recording may name ranks that the job does not have.
+        if group.ranks and max(group.ranks) < recording.world_size and min(group.ranks) >= 0:
+            groups_of_label.setdefault(group.label, []).append(group.ranks)
+    rows = []
+    for label, groups in groups_of_label.items():
+        rows.append(GroupRow(label, "ranks", (), explicit=tuple(groups)))
     return GroupPlan({"ranks": _layout_of(recording)}, tuple(rows))
 
 
 def _layout_of(recording: Recording) -> RankLayout:
     """The dims that recorded groups over one dim show, if together they are all ranks."""
-    steps: dict[int, tuple[str, int]] = {}  # how far apart the ranks of a dim are
+    dim_of_stride: dict[int, tuple[str, int]] = {}  # the name and the size
     for group in recording.groups.values():
         if group.ranks and len(group.ranks) > 1 and len(group.dims) == 1:
-            ranks, size = group.ranks, len(group.ranks)
-            apart = ranks[1] - ranks[0]
-            if ranks == tuple(range(ranks[0], ranks[0] + size * apart, apart or 1)):
-                steps.setdefault(apart, (group.dims[0], size))
-    found: dict[str, int] = {}
-    while (many := prod(found.values())) in steps and steps[many][0] not in found:
-        found[steps[many][0]] = steps[many][1]
-    if not found or many != recording.world_size:
-        found = {"rank": recording.world_size}
-    return RankLayout(tuple(found), tuple(found.values()))
+            first, second = group.ranks[:2]
+            stride = second - first
+            size = len(group.ranks)
+            # Groups whose ranks are not evenly spaced say nothing about a layout.
+            if stride > 0 and group.ranks == tuple(range(first, first + size * stride, stride)):
+                dim_of_stride.setdefault(stride, (group.dims[0], size))
+    # Strides 1, 4, 8 of sizes 4, 2, 2 are a layout of 16 ranks: each stride is the product so far.
+    sizes: dict[str, int] = {}
+    product = 1
+    while product in dim_of_stride:
+        name, size = dim_of_stride[product]
+        if name in sizes:
+            break
+        sizes[name] = size
+        product *= size
+    if product != recording.world_size or not sizes:
+        sizes = {"rank": recording.world_size}
+    return RankLayout(tuple(sizes), tuple(sizes.values()))
 
 
 def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
     """The host of each rank of the plan."""
-    none = RankRecording(-1)
-    return [recording.ranks.get(rank, none).host or "host not known" for rank in plan.window]
+    hosts = []
+    for rank in plan.window:
+        rank_recording = recording.ranks.get(rank, RankRecording(rank))
+        hosts.append(rank_recording.host or "host not known")
+    return hosts
 
 
 def page_data(recording: Recording, diagnosis: Diagnosis) -> dict[str, Any]:
     """The data that ``page`` takes as ``job``."""
+    findings = {}
+    calls = {}
+    for rank, rank_recording in recording.ranks.items():
+        findings[rank] = _findings(rank_recording, diagnosis)
+        last_calls = islice(reversed(rank_recording.calls), _LAST)
+        calls[rank] = [_in_words(recording, call) for call in last_calls]
     return {
-        **{name: getattr(diagnosis, name) for name in ("sentence", "chain", "problems", "ranks")},
+        "sentence": diagnosis.sentence,
+        "chain": diagnosis.chain,
+        "problems": diagnosis.problems,
+        "ranks": diagnosis.ranks,
         "states": diagnosis.states,
-        "told": {rank: _told(mine, diagnosis) for rank, mine in recording.ranks.items()},
-        "calls": {
-            rank: [_line(recording, call) for call in islice(reversed(mine.calls), _LAST)]
-            for rank, mine in recording.ranks.items()
-        },
+        "told": findings,
+        "calls": calls,
     }
 
 
-def _told(mine: RankRecording, diagnosis: Diagnosis) -> list[str]:
-    told = [mine.error] if mine.error else []
-    others = diagnosis.waiting.get(mine.rank)
-    if others:
-        told.append(f"waits for {', '.join(map(str, others[:8]))}{', ...' * (len(others) > 8)}")
-    return told + [f"{f.function} ({f.file}:{f.line})" for f in mine.stack[:6]]
+def _findings(rank_recording: RankRecording, diagnosis: Diagnosis) -> list[str]:
+    """Why a rank does not go on: its error, the ranks that it waits for, the top of its stack."""
+    lines = []
+    if rank_recording.error:
+        lines.append(rank_recording.error)
+    waits_for = diagnosis.waiting.get(rank_recording.rank)
+    if waits_for:
+        # A rank may wait for thousands.
+        more = ", ..." if len(waits_for) > 8 else ""
+        lines.append(f"waits for {', '.join(map(str, waits_for[:8]))}{more}")
+    for frame in rank_recording.stack[:6]:
+        lines.append(f"{frame.function} ({frame.file}:{frame.line})")
+    return lines
 
 
-def _line(recording: Recording, call: Call) -> str:
-    what = call.what
-    lasts = f", {lasting(call.completed - call.started)}" * bool(call.started and call.completed)
-    state = f"done{lasts}" if call.done else "not done"
+def _in_words(recording: Recording, call: Call) -> str:
+    state = "not done"
+    if call.done:
+        state = "done"
+        if call.started and call.completed:
+            state += f", {lasting(call.completed - call.started)}"
+    operation = f"{call.what.name} {call.what.detail} #{call.seq}"
     label = recording.groups[call.group].label
-    return f"{what.name} {what.detail} #{call.seq} of {label}: {state}; {what.inputs}"
+    return f"{operation} of {label}: {state}; {call.what.inputs}"

@@ -12,6 +12,8 @@ function pin(rank) {
   const again = state.pinned && state.rank === rank;
   Object.assign(state, { rank, pinned: !again, tab: "rank" });
   say(`Rank ${rank} ${again ? "is free again" : "is pinned"}.`);
+  unfold(cells.get(rank).closest(".host"));
+  cells.get(rank).scrollIntoView({ block: "nearest", inline: "nearest" });
   rove(rank);
   update();
 }
@@ -34,7 +36,8 @@ function choose(group, item) {
 function clear() {
   const inPanel = document.querySelector("aside").contains(document.activeElement);
   const nothing = { rank: undefined, pinned: false, group: null, shownGroup: null, row: undefined };
-  Object.assign(state, nothing);
+  Object.assign(state, nothing, { example: null });
+  state.unfolded?.classList.remove("open");
   if (state.tab === "names") $("list").dataset.shows = "";
   say("");
   update();
@@ -44,6 +47,7 @@ function clear() {
 function goTo(rank) {
   if (!cells.has(rank)) return say(`Rank ${rank} is not in this grid.`);
   if (state.pinned && state.rank !== rank) state.pinned = false;
+  unfold(cells.get(rank).closest(".host"));
   cells.get(rank).focus({ preventScroll: true });
   cells.get(rank).scrollIntoView({ block: "center", inline: "nearest" });
 }
@@ -124,19 +128,23 @@ function setLayout(name) {
   state.layout = layouts.get(name);
   Object.assign(state, { group: null, shownGroup: null });
   describe();
-  const first = job ? null : (state.layout.wide[0] ?? null);
-  setBy(state.layout.wide.includes(state.by) ? state.by : first);
   const dims = state.layout.wide.map((dim) => {
     const row = dimRow(state.layout, dim);
     const across = acrossHosts(row);
-    const note = across ? `${across} of ${many(row.count, "group")} cross hosts` : "inside a host";
-    return { value: dim, text: `${dim} ${row.full}`, note, across };
+    return { value: dim, text: `${dim} ${row.full}`, note: reach(row, across), row, across };
   });
+  const first = job ? null : (state.layout.wide[0] ?? null);
+  setBy(state.layout.wide.includes(state.by) ? state.by : first);
+  const example = dims.find(({ across }) => across) ?? dims[0];
+  if (example && !job) showExample(example.row);
   const states = job ? [{ value: null, text: "state", note: "what each rank does" }] : [];
   choices($("dims"), "dim", [...states, ...dims], state.by, setBy);
   const those = (kept) => dims.filter(kept).map(({ value }) => value).join(", ");
   const [inside, crosses] = [those(({ across }) => !across), those(({ across }) => across)];
-  const told = [inside && `inside a host: ${inside}`, crosses && `across hosts: ${crosses}`];
+  const told = [
+    inside && `inside ${boundary.one}: ${inside}`,
+    crosses && `across ${boundary.word}s: ${crosses}`,
+  ];
   $("summary").append(make("span", { className: "reach" }, told.filter(Boolean).join(" · ")));
 }
 
@@ -145,6 +153,12 @@ function setBy(dim) {
   state.dimRow = dim === null ? null : dimRow(state.layout, dim);
   Object.assign(state, { group: null, row: undefined });
   paint();
+  showExample(state.dimRow);
+}
+
+// While no rank is looked at, the group of the first one is outlined.
+function showExample(row) {
+  state.example = row?.mine(row.layout.offset)[0] ?? null;
   update();
 }
 
@@ -188,7 +202,9 @@ function wire() {
   });
   grid.addEventListener("click", (event) => {
     const rank = rankAt(event);
+    const box = event.target.closest(".host");
     if (rank !== null) pin(rank);
+    else if (box) unfold(box);
   });
   grid.addEventListener("keydown", keys);
   document.addEventListener("keydown", (event) => event.key === "Escape" && clear());
@@ -215,7 +231,11 @@ build();
 verdict();
 wire();
 const names = grids.map(([name]) => ({ value: name, text: name }));
-choices($("layouts"), "layout", names, names[0].value, setLayout);
+choices($("layouts"), "layout", names.length > 1 ? names : [], names[0].value, setLayout);
+const zooms = ["hosts", "ranks"].map((value) => ({ value, text: value }));
+const opening = sequence.length > 256 && hosts.length > 1 ? "hosts" : "ranks";
+choices($("zoom"), "zoom", hosts.length > 1 ? zooms : [], opening, zoom);
+zoom(opening);
 if (data.by !== null) state.by = data.by;
 setLayout(names[0].value);
 setTimeout(placesNow); // after the first paint, so that the first group lights up at once

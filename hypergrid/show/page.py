@@ -7,9 +7,8 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import groupby
 from typing import Any
 
 from hypergrid.plan import GroupPlan
@@ -39,19 +38,20 @@ def page(
 
     Raises LayoutError on invalid hosts, or too few ranks on them.
     """
-    boxes = ranks_by_host(plan.layout, hosts)
+    drawn_hosts = []
+    for name, ranks in ranks_by_host(plan.layout, hosts).items():
+        domain = (within or {}).get(name, "")
+        drawn_hosts.append({"name": name, "ranks": ranks, "within": domain})
     data = {
         "title": title,
         "plan": json.loads(plan.to_json()),
         "offered": list(plan.layouts if offered is None else offered),
-        "hosts": [
-            {"name": name, "runs": list(_runs(ranks)), "within": (within or {}).get(name, "")}
-            for name, ranks in boxes.items()
-        ],
+        "hosts": drawn_hosts,
         "job": job,
         "by": by,
     }
-    style, script = _part("page.css"), "\n".join(map(_part, SCRIPTS))
+    style = _part("page.css")
+    script = "\n".join(map(_part, SCRIPTS))
     parts = {
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
@@ -62,13 +62,6 @@ def page(
     }
     # One pass, so that data that looks like a slot of the template stays data.
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _part("page.html"))
-
-
-def _runs(ranks: list[int]) -> Iterator[tuple[int, int]]:
-    """Ascending ranks as (first, count): short where a host holds neighbours."""
-    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        neighbours = [rank for _, rank in run]
-        yield neighbours[0], len(neighbours)
 
 
 def _inert(text: str) -> str:

@@ -3,7 +3,9 @@
 function groupButton(found, tag, heading) {
   const { row, number, members } = found;
   const count = touched(members).size;
-  const chosen = state.group?.row === row && state.group.number === number;
+  const shown = state.group ?? state.example;
+  const { label, layout } = shown?.row ?? {};
+  const chosen = label === row.label && layout === row.layout && shown.number === number;
   const detail = make("span", { className: "detail" }, tag);
   const place = counted(touched(members));
   detail.append(make("span", { className: count > 1 ? "badge crosses" : "badge" }, place));
@@ -20,21 +22,38 @@ function panel() {
     $(`tab-${tab}`).setAttribute("aria-selected", here);
     $(`tab-${tab}`).tabIndex = here ? 0 : -1;
   }
-  $("tab-rank").textContent = state.rank === undefined ? "Rank" : `Rank ${state.rank}`;
+  $("tab-rank").textContent = state.rank === undefined ? "Overview" : `Rank ${state.rank}`;
   $("list").setAttribute("aria-labelledby", `tab-${state.tab}`);
   if (state.tab === "rank") $("list").replaceChildren(...rankPanel());
   else if ($("list").dataset.shows !== "names") $("list").replaceChildren(...namesPanel());
   $("list").dataset.shows = state.tab;
 }
 
+// What the page opens with: whether the groups of each dim cross, and one of them as an example.
+function overview() {
+  const list = make("ul", { className: "groups" });
+  state.overview ??= dimsOfAll();
+  for (const { title, row, across } of state.overview) {
+    const [example] = row.mine(span.offset);
+    const heading = `${title} = ${row.full}`;
+    list.append(groupButton(example, `${many(row.count, "group")}, ${reach(row, across)}`, heading));
+  }
+  const hint =
+    "Point at a rank, or move to it with the arrow keys, to see its groups. " +
+    "Click it, or press Enter, to keep it and to open its host.";
+  const title = `What crosses ${boundary.word}s, and the group of rank ${span.offset}`;
+  return [make("h3", {}, title), list, make("p", { className: "hint" }, hint)];
+}
+
+function reach(row, across) {
+  if (across === 0) return `inside ${boundary.one}`;
+  const which = across === row.count ? "every group crosses" : `${count(across)} of them cross`;
+  return `${which} ${boundary.word}s`;
+}
+
 function rankPanel() {
   const { rank, layout } = state;
-  if (rank === undefined) {
-    const hint =
-      "Point at a rank, or move to it with the arrow keys, to see its groups. " +
-      "Click it, or press Enter, to keep it.";
-    return [make("p", { className: "hint" }, hint)];
-  }
+  if (rank === undefined) return overview();
   const place = make("p", { className: "where" }, make("strong", {}, `Rank ${rank}`));
   place.append(` on ${nameOf(rank)}`);
   if (state.pinned) place.append(make("span", { className: "badge" }, "pinned"));
@@ -89,7 +108,7 @@ function namesPanel() {
     }, { className: "group", aria: { expanded: false } });
     const detail = make("span", { className: "detail" });
     detail.append(`${row.words} · ${many(row.count, "group")}`);
-    const badge = across ? `${across.toLocaleString("en")} across hosts` : "inside hosts";
+    const badge = across ? `${count(across)} across ${boundary.word}s` : `inside ${boundary.word}s`;
     detail.append(make("span", { className: across ? "badge crosses" : "badge" }, badge));
     item.append(make("span", { className: "label" }, row.label), detail);
     list.append(make("li", {}, item, inner));
@@ -114,7 +133,8 @@ function chosenGroup() {
   const close = button("×", clear, { className: "close", aria: { label: "Close the group" } });
   const which = `${row.words} · group ${number} of ${count(row.count)}`;
   const where = `${many(members.length, "rank")} on ${counted(on)}`;
-  const byHost = listed(make("ul", { className: "members" }), [...on], (name) => {
+  const names = [...new Set(members.map(nameOf))];
+  const byHost = listed(make("ul", { className: "members" }), names, (name) => {
     const here = members.filter((member) => nameOf(member) === name);
     const ranks = listed(make("span", { className: "ranks" }), here, chip);
     return make("li", {}, make("span", { className: "host-name", title: name }, name), ranks);

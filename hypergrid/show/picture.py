@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import install_command, shown
+from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import group_numbers, ranks_by_host
-from hypergrid.summary import sizes_in_words
+from hypergrid.show.hosts import boundary_of, group_numbers, ranks_by_host
+from hypergrid.summary import hosts_touched, sizes_in_words
 from hypergrid.topology import Hosts
 
 if TYPE_CHECKING:
@@ -20,23 +19,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Paul Tol's "light" scheme: told apart by the colour-blind, and dark text stays legible on it.
-HUES = ["#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#aaaa00"]
-OTHER = "#e4e4e4"  # groups beyond these: no two groups have one colour
-INK, MUTED, CROSSING = "#16181c", "#5a606b", "#b3260a"
+# The second line is the first one in pale. Further groups begin again with the first colour.
+COLOURS = [
+    *("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#aaaa00"),
+    *("#c9ddf1", "#f8cfc2", "#f8f1cf", "#b4e4d6", "#ffdde4", "#d6f1ff", "#dddd99"),
+]
+INK = "#16181c"  # on a tile
+# A picture has no background. These two keep a contrast of almost 4 on a white and on a dark page.
+TEXT = "#797f8b"
+CROSSING = "#dd4b39"
 CELL, GAP, MARGIN, HEAD = 0.29, 0.09, 0.25, 0.5  # inches
 PITCH = CELL + GAP
+LETTER = 0.075  # inches: a little more than a letter of the small text needs
 COLUMNS = 8  # ranks side by side; a larger host takes several lines
-WHOLE = 256  # ranks up to which nothing is folded away
+WHOLE = 256  # ranks up to which no line is left out
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hypergrid",
     "font.family": "DejaVu Sans",
 }
+# How a link between two members of a group is drawn.
 LINKS: dict[str, dict[str, Any]] = {
-    "link inside a host": {"color": INK, "linewidth": 1.6},
-    "link across hosts": {"color": CROSSING, "linewidth": 1.8, "linestyle": (0, (2.5, 1))},
-    "members not shown": {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (1, 1.5))},
+    "inside": {"color": TEXT, "linewidth": 1.8},
+    "across": {"color": CROSSING, "linewidth": 1.8, "linestyle": (0, (2.5, 1))},
+    "hidden": {"color": TEXT, "linewidth": 1.4, "linestyle": (0, (1, 1.5))},
 }
+
+Point: TypeAlias = tuple[float, float]
 
 
 def picture(
@@ -44,20 +53,21 @@ def picture(
     hosts: Hosts,
     path: str | Path,
     *,
-    layout: str | Sequence[str] | None = None,
+    layouts: Sequence[str] = (),
     by: str | None = None,
     within: Mapping[str, str] | None = None,
 ) -> None:
     """Write the ranks of ``plan`` on their hosts to ``path``. Needs the extra ``plot``.
 
-    Each panel shows one dim: its first groups by colour, and the group of the first rank outlined
-    and joined by a line, which runs between the ranks and shows where it leaves a host.
+    Each panel shows one dim: its groups by colour, and the group of the first rank framed and
+    joined by a line, which runs between the ranks and shows where it leaves a host. The picture
+    has no background, for light and dark pages.
 
     ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
-    ``.svg`` or ``.pdf``. ``layout`` names one or several of the plan's, by default the first, and
-    ``by`` the one dim to show, by default each that is larger than 1 and has groups that no layout
-    before it has. ``within`` has for each host's name its
-    NVLink domain; domains are headings.
+    ``.svg`` or ``.pdf``. ``layouts`` names some of the plan's, by default the first, and ``by``
+    the one dim to show, by default each that is larger than 1; dims with the same groups share a
+    panel. ``within`` has for each host's name its NVLink domain: domains are headings, and a link
+    inside one does not count as crossing.
 
     Raises
     ------
@@ -66,20 +76,22 @@ def picture(
     ImportError
         matplotlib is missing.
     """
-    names = [layout] if isinstance(layout, str) else list(layout or [*plan.layouts][:1])
-    for name in names:
+    drawn_layouts = {}
+    for name in layouts or list(plan.layouts)[:1]:
         if name not in plan.layouts:
             raise LayoutError(
                 f"invalid layout {shown(name)}. Valid layouts are {list(plan.layouts)}."
             )
-    drawn = {name: plan.layouts[name] for name in names}
-    chosen = [*_chosen(drawn, by)]
+        drawn_layouts[name] = plan.layouts[name]
+    titles = _titles(drawn_layouts, by)
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):
         raise LayoutError(
             f"a picture cannot be written to {shown(str(path))}: name a .png, .svg or .pdf file."
         )
-    boxes = {name: ranks_by_host(each, hosts) for name, each in drawn.items()}
+    panels = []
+    for (name, dim), title in titles.items():
+        panels.append(_Panel(drawn_layouts[name], hosts, dim, within or {}, title))
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,66 +101,97 @@ def picture(
             f"drawing a picture needs matplotlib: {install_command('plot')}."
         ) from error
 
-    figure = Figure(dpi=200, facecolor="white")
+    figure = Figure(dpi=200, facecolor="none")
     FigureCanvasAgg(figure)
+    # Without a date, equal plans have equal pictures.
+    metadata = {"Date": None} if suffix == ".svg" else None
     with matplotlib.rc_context(STYLE):
-        panels = [_Panel(drawn[n], boxes[n], dim, within or {}, title) for n, dim, title in chosen]
-        _compose(figure, panels, drawn)
-        figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
+        _compose(figure, panels, drawn_layouts)
+        figure.savefig(path, metadata=metadata)
 
 
-def _chosen(layouts: Mapping[str, RankLayout], by: str | None) -> Iterator[tuple[str, str, str]]:
-    """The layout, the dim and the title of each panel."""
-    seen: list[Any] = []
-    for place, (name, layout) in enumerate(layouts.items()):
-        for dim in [by] if by is not None else layout.trimmed.dims or layout.dims[:1]:
-            groups = layout.groups(dim).tolist()  # refuses an unknown dim
-            if groups not in seen:
-                seen.append(groups)
-                yield name, dim, f"{name} {dim}" if place else dim
+def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str, str], str]:
+    """The title of each panel, by its layout and dim.
+
+    ``{("dense", "dp"): "dp and sparse ep"}`` where the two have the same groups. A dim is
+    preceded by its layout where a layout before it has a dim of that name.
+    """
+    titles: dict[tuple[str, str], str] = {}
+    panel_of_groups: dict[object, tuple[str, str]] = {}
+    known_dims: set[str] = set()
+    for name, layout in layouts.items():
+        dims = layout.trimmed.dims or layout.dims[:1]
+        for dim in dims if by is None else [by]:
+            # These decide all groups. An unknown dim is refused.
+            groups = (layout.ranks, layout.stride(dim), layout.size_of(dim))
+            title = f"{name} {dim}" if dim in known_dims else dim
+            first = panel_of_groups.setdefault(groups, (name, dim))
+            if first == (name, dim):
+                titles[first] = title
+            elif first[1] != dim:
+                titles[first] += f" and {title}"
+        known_dims.update(layout.dims)
+    return titles
 
 
 def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLayout]) -> None:
     """The heading, the panels in lines of equal length, the key."""
-    layout, hosts, each = panels[0].layout, len(panels[0].boxes), panels[0].width + MARGIN
-    across = max(1, min(len(panels), int(12 / each)))
-    across = -(-len(panels) // -(-len(panels) // across))
-    lines = [panels[i : i + across] for i in range(0, len(panels), across)]
-    heights = [max(panel.height for panel in line) + MARGIN for line in lines]
-    width = max(across * each + MARGIN, 5.0)
+    panel_width = max(panel.width for panel in panels) + MARGIN
+    # Five panels of which four fit side by side are lines of three and two.
+    fitting = max(1, int(12 / panel_width))
+    line_count = -(-len(panels) // fitting)
+    per_line = -(-len(panels) // line_count)
+    heading = _heading(panels[0], layouts)
+    heading_width = 1.4 * LETTER * max(map(len, heading))
+    width = max(per_line * panel_width, heading_width + MARGIN) + MARGIN
+    # The place of each panel: its upper left corner.
+    corners = []
+    y = MARGIN + 0.22 * len(heading) + 0.12
+    for start in range(0, len(panels), per_line):
+        line = panels[start : start + per_line]
+        for number in range(len(line)):
+            corners.append((MARGIN + number * panel_width, y))
+        y += max(panel.height for panel in line) + MARGIN
+    figure.set_size_inches(width, y + 0.58)
+    axes = _axes(figure, 0, 0)
+    for number, text in enumerate(heading):
+        _text(axes, (MARGIN, MARGIN + 0.22 * number), text, 11, weight="bold")
+    for panel, (panel_x, panel_y) in zip(panels, corners, strict=True):
+        panel.draw(_axes(figure, panel_x + panel.tiles_x, panel_y))
+    _key(axes, panels, y)
 
-    title = f"{layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
-    if layout.size > 1:
-        title += f": {sizes_in_words(layout)}"
-    others = [f"{name}: {sizes_in_words(each)}" for name, each in [*layouts.items()][1:]]
-    most = int((width - 2 * MARGIN) * 9.5)
-    heading = [
-        part
-        for text in (title, *others)
-        for part in textwrap.wrap(text, most, break_on_hyphens=False)
-    ]
-    note = f"Outlined and joined: the group of rank {layout.offset}."
-    if any(panel.layout.size // len(panel.members) > len(HUES) for panel in panels):
-        note += " Grey: further groups."
-    drawn = {kind for panel in panels for _, kind in panel.links}
-    kinds = [kind for kind in LINKS if kind in drawn]
 
-    top = MARGIN + 0.22 * len(heading) + 0.12
-    height = top + sum(heights) + 0.34 + 0.24 * bool(kinds)
-    figure.set_size_inches(width, height)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))  # inches, from the top
-    axes.set_axis_off()
-    for i, text in enumerate(heading):
-        _text(axes, MARGIN, MARGIN + 0.22 * i, text, 11, weight="bold")
-    for line, tall in zip(lines, heights, strict=True):
-        for i, panel in enumerate(line):
-            panel.draw(axes, MARGIN + i * each, top)
-        top += tall
-    _text(axes, MARGIN, top, note, 8, color=MUTED)
-    for i, kind in enumerate(kinds):
-        left = MARGIN + i * 1.55
-        _line(axes, [(left, top + 0.3), (left + 0.3, top + 0.3)], LINKS[kind])
-        _text(axes, left + 0.37, top + 0.24, kind, 8, color=MUTED)
+def _heading(panel: _Panel, layouts: Mapping[str, RankLayout]) -> list[str]:
+    """How many ranks and hosts, and the sizes of each layout; a text of a file may be endless."""
+    hosts = len(panel.boxes)
+    first_line = f"{panel.layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
+    if panel.layout.size > 1:
+        first_line += f": {sizes_in_words(panel.layout)}"
+    lines = [shortened(first_line)]
+    for name, layout in list(layouts.items())[1:]:
+        lines.append(shortened(f"{name}: {sizes_in_words(layout)}"))
+    return lines
+
+
+def _key(axes: Axes, panels: list[_Panel], top: float) -> None:
+    """What a frame, a colour and each kind of line that is drawn mean."""
+    note = f"Framed and joined: the group of rank {panels[0].layout.offset}."
+    if any(panel.groups > len(COLOURS) for panel in panels):
+        note += f" Colours repeat after {len(COLOURS)} groups."
+    _text(axes, (MARGIN, top), note, 8)
+    boundary = panels[0].boundary
+    words = {
+        "inside": f"link inside {boundary.singular}",
+        "across": f"link across {boundary.plural}",
+        "hidden": "members not shown",
+    }
+    drawn_kinds = {kind for panel in panels for _, kind in panel.links}
+    x = MARGIN
+    for kind, style in LINKS.items():
+        if kind in drawn_kinds:
+            _line(axes, [(x, top + 0.3), (x + 0.3, top + 0.3)], style)
+            _text(axes, (x + 0.37, top + 0.24), words[kind], 8)
+            x += 0.6 + LETTER * len(words[kind])
 
 
 class _Panel:
@@ -157,137 +200,165 @@ class _Panel:
     def __init__(
         self,
         layout: RankLayout,
-        boxes: dict[str, list[int]],
+        hosts: Hosts,
         dim: str,
         within: Mapping[str, str],
         title: str,
     ) -> None:
-        self.layout, self.boxes, self.dim, self.title = layout, boxes, dim, title
-        self.columns = min(COLUMNS, max(map(len, boxes.values())))
-        self.labels = 0.075 * max(len(_short(name)) for name in boxes) + 0.12  # width of the names
-        self.host = {rank: name for name, ranks in boxes.items() for rank in ranks}
+        self.layout = layout
+        self.dim = dim
+        self.title = title
+        self.boxes = ranks_by_host(layout, hosts)
+        self.boundary = boundary_of(layout, hosts, within)
         self.members = layout.group(layout.offset, dim)
-        self.places: dict[int, tuple[float, float]] = {}
-        self.texts: list[tuple[float, float, str]] = []
-        y, before, domain = HEAD, "", ""
-        for hidden, lines in self._folded():
-            if hidden:
-                y += 0.06
-                self.texts.append((self.labels + 1.25 * PITCH, y, self._more(lines)))
-                y, before = y + 0.3, ""
-                continue
-            for line in lines:
-                name = self.host[line[0]]
-                if within.get(name, "") != domain:
-                    domain = within[name]
-                    y += 0.1
-                    self.texts.append((0, y, domain))
-                    y, before = y + 0.2, ""
-                if name != before:
-                    y += 0.07 if before else 0
-                    self.texts.append((0, y + CELL / 2 - 0.055, _short(name)))
-                before = name
-                for i, rank in enumerate(line):
-                    self.places[rank] = (self.labels + i * PITCH, y)
-                y += PITCH
-        self.height, self.width = y, max(self.labels + self.columns * PITCH, 2.45)
+        self.groups = layout.size // len(self.members)
+        self.columns = min(COLUMNS, max(map(len, self.boxes.values())))
+        self.places: dict[int, Point] = {}  # the upper left corner of each rank that is shown
+        self.notes: list[tuple[float, str]] = []  # texts beside the ranks, and how far down
+        self.height = self._place(within)
+        # Links run on the right of all texts, so that none strikes one through.
+        self.tiles_x = LETTER * max(len(text) for _, text in self.notes) + 0.12
+        self.width = max(self.tiles_x + self.columns * PITCH, LETTER * len(self.reach), 2.45)
         self.links = list(self._links())
 
-    def _folded(self) -> Iterator[tuple[bool, list[list[int]]]]:
-        """Runs of lines, shown or hidden: the first ones, those of the first group, the last."""
-        lines = [
-            ranks[i : i + self.columns]
-            for ranks in self.boxes.values()
-            for i in range(0, len(ranks), self.columns)
-        ]
-        wanted = {*self.members[:5], self.members[-1]}
-        few = len(self.host) <= WHOLE
-        last = len(lines) - 1
-        seen = [few or i in (0, 1, 2, 3, last) or bool(wanted & {*x}) for i, x in enumerate(lines)]
-        # A single line is not worth the words that would stand for it.
-        seen = [s or (0 < i < last and seen[i - 1] and seen[i + 1]) for i, s in enumerate(seen)]
-        for visible, run in groupby(zip(seen, lines, strict=True), key=lambda pair: pair[0]):
-            yield not visible, [line for _, line in run]
+    def _place(self, within: Mapping[str, str]) -> float:
+        """Put each line of ranks below the one before it, from the left; returns the height."""
+        y = HEAD
+        hidden = 0
+        last_domain = ""
+        for host, ranks in self.boxes.items():
+            domain = within.get(host, "")
+            is_named = False
+            for start in range(0, len(ranks), self.columns):
+                line = ranks[start : start + self.columns]
+                if not self._is_shown(line):
+                    hidden += len(line)
+                    continue
+                if hidden:
+                    self.notes.append((y + 0.06, f"+ {hidden:,} ranks"))
+                    y += 0.36
+                    hidden = 0
+                if domain != last_domain:
+                    self.notes.append((y + 0.1, _short(domain)))
+                    y += 0.3
+                    last_domain = domain
+                if not is_named:
+                    y += 0.07
+                    self.notes.append((y + CELL / 2 - 0.055, _short(host)))
+                    is_named = True
+                for column, rank in enumerate(line):
+                    self.places[rank] = (column * PITCH, y)
+                y += PITCH
+        return y
 
-    def _more(self, lines: list[list[int]]) -> str:
-        ranks = {rank for line in lines for rank in line}
-        names = {self.host[rank] for rank in ranks}
-        whole = all(ranks.issuperset(self.boxes[name]) for name in names)
-        return f"··· {len(names):,} more hosts" if whole else f"··· {len(ranks):,} more ranks"
+    def _is_shown(self, line: list[int]) -> bool:
+        """Whether a line is drawn: of a large job the first ranks, the first group, the last."""
+        first_ranks = 4 * self.columns
+        if self.layout.size <= WHOLE or line[0] < self.layout.offset + first_ranks:
+            return True
+        last_host = list(self.boxes)[-1]
+        shown_ranks = {*self.members[:5], self.members[-1], self.boxes[last_host][-1]}
+        return not shown_ranks.isdisjoint(line)
 
-    def _links(self) -> Iterator[tuple[list[tuple[float, float]], str]]:
+    def _links(self) -> Iterator[tuple[list[Point], str]]:
         """From each member that is shown to the next one: a way between the tiles, and its kind."""
-        visible = [rank for rank in self.members if rank in self.places]
-        next_to = {*pairwise(self.members)}
-        for a, b in pairwise(visible):
-            inside, across, hidden = LINKS
-            where = inside if self.host[a] == self.host[b] else across
-            yield self._way(self.places[a], self.places[b]), where if (a, b) in next_to else hidden
-
-    def _way(self, a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:
-        (ax, ay), (bx, by), half = a, b, CELL / 2
-        if ay == by and bx - ax < 1.5 * PITCH:
-            return [(ax + CELL, ay + half), (bx, by + half)]
-        if ay == by:  # above the tiles between them
-            above = ay - GAP / 2
-            return [(ax + half, ay), (ax + half, above), (bx + half, above), (bx + half, by)]
-        if ax == bx and by - ay < 1.5 * PITCH:
-            return [(ax + half, ay + CELL), (bx + half, by)]
-        # Down between the lines, and beside the column of b.
-        below, beside = ay + CELL + GAP / 2, bx - GAP / 2
-        start = [(ax + half, ay + CELL), (ax + half, below)]
-        return [*start, (beside, below), (beside, by + half), (bx, by + half)]
+        neighbours = set(pairwise(self.members))
+        place_of = self.boundary.topology.host
+        shown_members = [rank for rank in self.members if rank in self.places]
+        for rank, following in pairwise(shown_members):
+            kind = "across"
+            if (rank, following) not in neighbours:
+                kind = "hidden"
+            elif place_of(rank) == place_of(following):
+                kind = "inside"
+            yield _way(self.places[rank], self.places[following]), kind
 
     @property
     def reach(self) -> str:
         """The groups of the dim that leave their host, in words."""
-        groups = self.layout.groups(self.dim).tolist()
-        touched = [len({self.host[rank] for rank in group}) for group in groups]
-        counts = sorted({count for count in touched if count > 1})
-        if not counts:
-            return "each rank alone" if len(self.members) == 1 else "inside a host"
-        on = f"{counts[0]} hosts" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} hosts"
-        across = sum(count > 1 for count in touched)
-        if across == len(groups):
-            return f"every group crosses hosts ({on})"
-        return f"{across:,} of {len(groups):,} groups cross ({on})"
+        # How many hosts or domains each group is on, of the groups that are on several.
+        touched = hosts_touched(self.layout.groups(self.dim), self.boundary.topology)
+        touched = touched[touched > 1]
+        if not len(touched):
+            return f"inside {self.boundary.singular}"
+        span = f"{touched.max()} {self.boundary.plural.split()[-1]}"
+        if touched.min() < touched.max():
+            span = f"{touched.min()} to {span}"
+        if len(touched) == self.groups:
+            return f"every group crosses {self.boundary.plural} ({span})"
+        return f"{len(touched):,} of {self.groups:,} groups cross ({span})"
 
-    def draw(self, axes: Axes, left: float, top: float) -> None:
-        from matplotlib.patches import FancyBboxPatch
-
-        _text(axes, left, top, f"{self.title} = {len(self.members)}", 10, weight="bold")
-        _text(axes, left, top + 0.2, self.reach, 8, color=MUTED)
-        for x, y, text in self.texts:
-            _text(axes, left + x, top + y, text, 8, color=MUTED)
+    def draw(self, axes: Axes) -> None:
+        """Draw it on axes whose zero is the upper left corner of the tiles, in inches."""
+        _text(axes, (-self.tiles_x, 0), f"{self.title} = {len(self.members)}", 10, weight="bold")
+        _text(axes, (-self.tiles_x, 0.2), self.reach, 8)
+        for y, text in self.notes:
+            _text(axes, (-self.tiles_x, y), text, 8)
         numbers = group_numbers(self.layout, self.dim)
-        coloured = dict(
-            zip(dict.fromkeys(numbers[rank] for rank in self.places), HUES, strict=False)
-        )
-        digits = len(str(max(self.host)))
+        colour_of: dict[int, str] = {}
+        digits = len(str(self.layout.stop - 1))
         size = 8.5 if digits < 3 else min(8.0, 26 / digits)
+        members = set(self.members)
         for rank, (x, y) in self.places.items():
-            member = rank in self.members
-            hue = coloured.get(numbers[rank], OTHER)
-            outline = {"edgecolor": INK, "linewidth": 1.6} if member else {"linewidth": 0}
-            box = FancyBboxPatch((left + x, top + y), CELL, CELL, facecolor=hue, **outline)
-            box.set(boxstyle="round,pad=0,rounding_size=0.05", zorder=4 if member else 2)
-            axes.add_patch(box)
-            style: dict[str, Any] = {"weight": "bold" if member else "normal", "zorder": 5}
-            style |= {"ha": "center", "va": "center_baseline"}
-            _text(axes, left + x + CELL / 2, top + y + CELL / 2, str(rank), size, **style)
+            # A group takes the next colour, so that groups side by side differ.
+            next_colour = COLOURS[len(colour_of) % len(COLOURS)]
+            colour = colour_of.setdefault(numbers[rank], next_colour)
+            _tile(axes, (x, y), CELL, facecolor=colour, linewidth=0)
+            if rank in members:
+                # The frame is inside the tile: there it is seen on light and on dark pages.
+                corner = (x + 0.03, y + 0.03)
+                _tile(axes, corner, CELL - 0.06, facecolor="none", edgecolor=INK, linewidth=1.5)
+            centre = (x + CELL / 2, y + CELL / 2)
+            _text(axes, centre, str(rank), size, ha="center", va="center_baseline", color=INK)
         for way, kind in self.links:
-            _line(axes, [(left + x, top + y) for x, y in way], LINKS[kind])
+            _line(axes, way, LINKS[kind])
 
 
-def _line(axes: Axes, points: list[tuple[float, float]], style: Mapping[str, Any]) -> None:
+def _axes(figure: Figure, x: float, y: float) -> Axes:
+    """Axes over the whole figure, in inches to the right of and below this place."""
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-x, width - x), ylim=(height - y, -y))
+    axes.set_axis_off()
+    return axes
+
+
+def _way(first: Point, second: Point) -> list[Point]:
+    """The corners of a line from one tile to another that passes between all others."""
+    half = CELL / 2
+    x, y = first
+    end_x, end_y = second
+    if y == end_y and end_x - x < 1.5 * PITCH:  # side by side
+        return [(x + CELL, y + half), (end_x, y + half)]
+    if y == end_y:  # above the tiles between them
+        above = y - GAP / 2
+        return [(x + half, y), (x + half, above), (end_x + half, above), (end_x + half, y)]
+    below = y + CELL + GAP / 2
+    start = [(x + half, y + CELL), (x + half, below)]
+    if 0 < end_y - y < 1.5 * PITCH:  # in the next line
+        return [*start, (end_x + half, below), (end_x + half, end_y)]
+    # Below the first tile to the left of all tiles, down, and from above into the second one.
+    beside = -GAP / 2
+    above = end_y - GAP / 2
+    end = [(end_x + half, above), (end_x + half, end_y)]
+    return [*start, (beside, below), (beside, above), *end]
+
+
+def _tile(axes: Axes, corner: Point, size: float, **style: Any) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    box = FancyBboxPatch(corner, size, size, boxstyle="round,pad=0,rounding_size=0.04", **style)
+    axes.add_patch(box)
+
+
+def _line(axes: Axes, points: list[Point], style: Mapping[str, Any]) -> None:
     xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, zorder=3, solid_capstyle="butt", solid_joinstyle="round", **style)
+    axes.plot(xs, ys, solid_capstyle="butt", solid_joinstyle="round", **style)
 
 
-def _text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:
-    style = {"va": "top", "color": INK, **style}
-    axes.text(x, y, text, fontsize=size, parse_math=False, **style)
+def _text(axes: Axes, place: Point, text: str, size: float, **style: Any) -> None:
+    style = {"va": "top", "color": TEXT, **style}
+    axes.text(*place, text, fontsize=size, parse_math=False, **style)
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 14 else f"{name[:6]}…{name[-7:]}"
+    return name if len(name) <= 18 else f"{name[:8]}…{name[-9:]}"

@@ -35,48 +35,48 @@ def table(
     by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
     ``within`` has for each host's name its NVLink domain; domains are headings.
     """
-    group = group_numbers(layout, by)
-    shown, left_out = _chosen(ranks_by_host(layout, hosts), only, layout.size)
-    label = max(map(len, (*shown, *layout.trimmed.dims, f"{by} group"))) + 4
-    cell = max(len(str(layout.ranks[-1])), len(str(max(group)))) + 2
-    step = max(1, (width - label) // cell)
-
-    def line(name: str, values: Iterable[int], style: str = "") -> Text:
-        cells = "".join(f"{value:>{cell - 1}} " for value in values)
-        return Text(f"  {name:<{label - 2}}{cells.rstrip()}", style)
-
-    before = ""
-    for i, (name, ranks) in enumerate(shown.items()):
-        if left_out and i == len(shown) - 1:
-            yield Text(f"... {left_out} hosts between, --hosts shows them ...", style="dim")
+    numbers = group_numbers(layout, by)
+    ranks_of = ranks_by_host(layout, hosts)
+    names = list(ranks_of)
+    hidden = 0
+    if only is not None:
+        for number in only:
+            if number not in range(len(names)):
+                raise LayoutError(f"there is no host {number}: they go from 0 to {len(names) - 1}.")
+        names = [names[number] for number in only]
+    elif layout.size > FOLD_ABOVE and len(names) > _FIRST + 1:
+        hidden = len(names) - _FIRST - 1
+        names = [*names[:_FIRST], names[-1]]
+    dims = layout.trimmed.dims
+    label_width = max(map(len, (*names, *dims, f"{by} group"))) + 4
+    cell_width = len(str(max(layout.stop - 1, *numbers))) + 2
+    per_line = max(1, (width - label_width) // cell_width)
+    last_domain = ""
+    for name in names:
+        if hidden and name == names[-1]:
+            yield Text(f"... {hidden} hosts between, --hosts shows them ...", style="dim")
             yield Text()
         domain = (within or {}).get(name, "")
-        if domain != before:
+        if domain != last_domain:
             yield Text(domain, "bold underline")
-        before = domain
-        for start in range(0, len(ranks), step):
-            part = ranks[start : start + step]
-            coloured = Text(name.ljust(label), style="bold")
-            for rank in part:
-                coloured.append(f"{rank:>{cell - 1}} ", _STYLES[group[rank] % len(_STYLES)])
+        last_domain = domain
+        for start in range(0, len(ranks_of[name]), per_line):
+            ranks = ranks_of[name][start : start + per_line]
+            coloured = Text(name.ljust(label_width), style="bold")
+            for rank in ranks:
+                style = _STYLES[numbers[rank] % len(_STYLES)]
+                coloured.append(f"{rank:>{cell_width - 1}} ", style)
             yield coloured
-            places = [layout.coordinate(rank) for rank in part]
-            for dim in layout.trimmed.dims:
-                yield line(dim, (place[dim] for place in places))
-            yield line(f"{by} group", (group[rank] for rank in part), "bold")
+            for dim in dims:
+                coordinates = [layout.coordinate(rank)[dim] for rank in ranks]
+                yield Text(_line(dim, coordinates, label_width, cell_width))
+            group_line = _line(
+                f"{by} group", map(numbers.__getitem__, ranks), label_width, cell_width
+            )
+            yield Text(group_line, "bold")
         yield Text()
 
 
-def _chosen(
-    boxes: dict[str, list[int]], only: Sequence[int] | None, ranks: int
-) -> tuple[dict[str, list[int]], int]:
-    """The hosts to show with their ranks, and how many are left out before the last of them."""
-    names = list(boxes)
-    if only is not None:
-        wrong = [number for number in only if number not in range(len(names))]
-        if wrong:
-            raise LayoutError(f"there is no host {wrong[0]}: they go from 0 to {len(names) - 1}.")
-        return {names[number]: boxes[names[number]] for number in only}, 0
-    if ranks <= FOLD_ABOVE or len(names) <= _FIRST + 1:
-        return boxes, 0
-    return {name: boxes[name] for name in (*names[:_FIRST], names[-1])}, len(names) - _FIRST - 1
+def _line(label: str, values: Iterable[int], label_width: int, cell_width: int) -> str:
+    cells = "".join(f"{value:>{cell_width - 1}} " for value in values)
+    return f"  {label:<{label_width - 2}}{cells}".rstrip()

@@ -178,6 +178,28 @@ def test_a_saved_plan_without_a_decoder_has_a_picture_of_its_first_layout(tmp_pa
     assert "16 ranks on 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
 
 
+def panels(flags, tmp_path):
+    """The titles of a picture's panels."""
+    run(f"show {flags} --svg {tmp_path / 'plan.svg'}")
+    return re.findall(r">([^<>\n]+ = \d+)</text>", (tmp_path / "plan.svg").read_text())
+
+
+def test_a_picture_shows_each_kind_of_group_of_a_job(tmp_path):
+    assert panels("--world-size 64 --tp 4 --cp 2", tmp_path) == ["tp = 4", "cp = 2", "dp = 8"]
+    experts = "--world-size 1024 --tp 4 --pp 8 --ep 32"
+    assert panels(experts, tmp_path) == ["tp = 4", "dp and expert ep = 32", "pp = 8"]
+    assert panels(f"{experts} --by ep", tmp_path) == ["ep = 32"]
+    levels = (
+        "--from-args 'torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py "
+        "--tensor-model-parallel-size 4 --context-parallel-size 8 "
+        "--hierarchical-context-parallel-sizes 2 4'"
+    )
+    assert panels(levels, tmp_path) == ["tp = 4", "cp = 8", "dp = 2", "cp0 = 2", "cp1 = 4"]
+    run(f"show {levels} --html {tmp_path / 'page.html'}")
+    offered = re.search(r'"offered":(\[.*?\])', (tmp_path / "page.html").read_text())[1]
+    assert json.loads(offered) == ["decoder", "decoder_cp_levels"]
+
+
 def test_a_flag_beside_a_launch_line_wins():
     assert "tp=8" in run(f"plan --from-args '{LINE}' --tp 8")
 

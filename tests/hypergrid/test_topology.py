@@ -31,7 +31,6 @@ def test_hosts_of_every_form_give_the_same_answers(hosts):
     assert len(topology.hosts_of("dp", rank=5)) == 4
     assert topology.crossing("tp") == []
     assert topology.crossing("dp")[1] == [1, 5, 9, 13]
-    assert str(topology) == "tp: inside a host\ncp: inside a host\ndp: 4 groups cross hosts"
 
 
 def test_hosts_of_different_sizes_may_part_some_groups_and_not_others():

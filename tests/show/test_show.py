@@ -11,7 +11,7 @@ import pytest
 from hypergrid import GroupPlan, GroupRow, LayoutError, RankLayout, Topology
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import page
-from hypergrid.show.picture import CELL, HUES, OTHER, _Panel
+from hypergrid.show.picture import CELL, COLOURS, _axes, _Panel
 
 DECODER = RankLayout(("tp", "cp", "dp", "ep", "pp"), (4, 2, 4, 1, 2))
 EXPERT = RankLayout(("tp", "ep", "dp", "pp"), (4, 4, 2, 2))
@@ -56,9 +56,9 @@ def opened(browser, tmp_path):
     """Open the page of a plan; what the browser complains about or asks for fails the test."""
     contexts, wrong = [], []
 
-    def open_(plan=PLAN, hosts=8, title="A plan", offered=None, **options):
+    def open_(plan=PLAN, hosts=8, title="A plan", offered=None, within=None, **options):
         path = tmp_path / f"{len(contexts)}.html"
-        path.write_text(page(plan, hosts, title, offered=offered), "utf-8")
+        path.write_text(page(plan, hosts, title, offered=offered, within=within), "utf-8")
         context = browser.new_context(**options)
         contexts.append(context)
         tab = context.new_page()
@@ -346,6 +346,84 @@ def test_plans_without_wide_dims_or_names_are_drawn_too(opened):
 
 
 @needs_browser
+def test_the_page_opens_with_an_overview_and_a_group_that_crosses(opened):
+    tab = opened(offered=("decoder", "expert"))
+    assert lit(tab) == DECODER.group(0, "dp") and links(tab, "crossing") == 4
+    assert tab.locator(".lit").count() == 0, "nothing else fades"
+    overview = tab.locator("#list .group").all_inner_texts()
+    assert [text.split("\n")[0] for text in overview] == [
+        *("tp = 4", "cp = 2", "dp = 4", "pp = 2"),
+        *("expert ep = 4", "expert dp = 2"),
+    ]
+    assert "16 groups, inside a host" in overview[0]
+    assert "16 groups, every group crosses hosts" in overview[2] and "4 hosts" in overview[2]
+    assert tab.locator("#list [aria-pressed=true]").inner_text().startswith("dp = 4")
+    tab.locator("#list .group").nth(4).click()
+    assert lit(tab) == EXPERT.group(0, "ep")
+    tab.keyboard.press("Escape")
+    assert lit(tab) == [] and "tp = 4" in tab.inner_text("#list")
+
+
+@needs_browser
+def test_dims_with_equal_groups_are_one_entry_of_the_overview(opened):
+    layouts = {
+        "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 8, 1, 2)),
+        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 8, 2)),
+    }
+    tab = opened(GroupPlan(layouts))
+    entries = tab.locator("#list .group .label").all_inner_texts()
+    assert entries == ["tp = 4", "dp and expert ep = 8", "pp = 2"]
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "height", "most"), [(1280, 800, 4), (390, 844, 8)])
+def test_a_large_job_opens_as_hosts_and_zooms_into_one(opened, width, height, most):
+    tab = opened(LARGE, viewport={"width": width, "height": height})
+    assert tab.evaluate("document.documentElement.scrollHeight") < most * height
+    tall = "c => c.getBoundingClientRect().height"
+    assert cell(tab, 1000).evaluate(tall) < 10, "many hosts at once"
+    cell(tab, 1000).click()
+    assert cell(tab, 1000).evaluate(tall) > 20 and cell(tab, 1007).evaluate(tall) > 20
+    assert lit(tab, "pinned") == [1000] and cell(tab, 999).evaluate(tall) < 10
+    assert cell(tab, 1000).evaluate("c => getComputedStyle(c).fontSize") == "12.5px"
+    tab.check("input[value=ranks]", force=True)
+    assert cell(tab, 999).evaluate(tall) > 20, "every rank has its number"
+    tab.check("input[value=hosts]", force=True)
+    tab.keyboard.press("Escape")
+    assert cell(tab, 1000).evaluate(tall) < 10
+
+
+@needs_browser
+def test_inside_an_nvlink_domain_no_link_of_the_page_crosses(opened):
+    plan = GroupPlan({"decoder": RankLayout(("tp", "cp"), (8, 8))})
+    within = {f"host{i}": f"NVLink domain {i // 8}" for i in range(16)}
+    tab = opened(plan, 4, within=within)
+    assert tab.inner_text("#summary").startswith("64 ranks on 16 hosts.")
+    assert "inside an NVLink domain: tp · across NVLink domains: cp" in tab.inner_text("#summary")
+    assert "link across NVLink domains" in tab.inner_text("#legend")
+    cell(tab, 13).hover()
+    assert lit(tab) == list(range(8, 16))
+    assert (links(tab, "inside"), links(tab, "crossing")) == (8, 0)
+    tab.locator("#list .group:has-text('cp')").first.click()
+    assert "8 ranks on 2 NVLink domains" in tab.inner_text("#chosen")
+    assert "2 of 8 links cross NVLink domains" in tab.inner_text("#chosen")
+
+
+@needs_browser
+def test_on_a_phone_the_overview_hides_no_rank_and_nothing_sticks_out(opened):
+    within = {f"host{i}": f"NVLink domain {i // 8}" for i in range(16)}
+    tab = opened(PLAN, 4, within=within, viewport={"width": 390, "height": 844})
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    edge = "e => e.getBoundingClientRect()"
+    assert tab.eval_on_selector("#theme", f"{edge}.right") <= 390
+    overview = tab.eval_on_selector("aside", f"{edge}.bottom")
+    assert overview <= tab.eval_on_selector("#grid", f"{edge}.top")
+    cell(tab, 60).click()
+    sheet = tab.eval_on_selector("aside", f"{edge}.top")
+    assert cell(tab, 60).evaluate(f"{edge}.bottom") <= sheet
+
+
+@needs_browser
 def test_it_fits_a_narrow_window(opened):
     tab = opened(viewport={"width": 400, "height": 800})
     cell(tab, 13).click()
@@ -399,28 +477,65 @@ def test_a_picture_has_a_panel_for_each_dim_and_says_what_crosses(tmp_path):
     assert only == "dp = 4"
 
 
-@pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
-def test_ranks_of_one_colour_are_one_group_and_further_groups_are_grey(dim):
-    from matplotlib.colors import to_hex
+def panel_of(layout, hosts, dim, within=None):
+    """A panel as matplotlib draws it alone: the panel, and axes of which an inch is a unit."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    axes = Figure().add_axes((0, 0, 1, 1))
-    _Panel(DECODER, ranks_by_host(DECODER, 8), dim, {}, dim).draw(axes, 0, 0)
-    fills = [to_hex(tile.get_facecolor()) for tile in axes.patches]
-    assert {*fills} == {*HUES, OTHER}
+    panel = _Panel(layout, hosts, dim, within or {}, dim)
+    figure = Figure(figsize=(panel.width, panel.height))
+    FigureCanvasAgg(figure)
+    axes = _axes(figure, panel.tiles_x, 0)
+    panel.draw(axes)
+    return panel, axes
+
+
+@pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
+def test_groups_are_told_apart_by_colour_and_none_is_grey(dim):
+    from colorsys import rgb_to_hsv
+
+    panel, axes = panel_of(DECODER, 8, dim)
+    tiles = [tile.get_facecolor() for tile in axes.patches if tile.get_width() == CELL]
+    assert len(tiles) == 64
+    assert all(rgb_to_hsv(*tile[:3])[1] > 0.1 for tile in tiles), "a grey tile"
     numbers = group_numbers(DECODER, dim)
-    assert len(fills) == 64
-    for hue in HUES:
-        ranks = [rank for rank in DECODER.ranks if fills[rank] == hue]
-        assert len({numbers[rank] for rank in ranks}) == 1
-        assert len(ranks) == DECODER.size_of(dim)
-    assert fills[0] == HUES[0]
+    colour_of = {}
+    for rank, tile in enumerate(tiles):
+        assert colour_of.setdefault(numbers[rank], tile) == tile
+    assert len(set(colour_of.values())) == min(len(COLOURS), panel.groups) >= 14
+    first_groups = list(colour_of.values())[: len(COLOURS)]
+    assert len(set(first_groups)) == len(first_groups)
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "domains"),
+    [
+        (LARGE.layouts["decoder"], 8, 0),
+        (LARGE.layouts["decoder"], 4, 16),
+        (RankLayout(("tp", "dp"), (6, 128)), 8, 2),  # members in all columns
+        (RankLayout(("tp", "dp"), (4, 100)), ["x", "y"] * 200, 1),
+    ],
+)
+def test_no_link_strikes_through_a_text(layout, hosts, domains):
+    names = ranks_by_host(layout, hosts)
+    within = {name: f"NVLink domain {i // domains}" for i, name in enumerate(names) if domains}
+    for dim in layout.dims:
+        _, axes = panel_of(layout, hosts, dim, within)
+        boxes = [text.get_window_extent() for text in axes.texts]
+        links = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
+        assert links
+        for link in links:
+            for (ax, ay), (bx, by) in pairwise(link.tolist()):
+                (left, right), (low, high) = sorted((ax, bx)), sorted((ay, by))
+                for box in boxes:
+                    beside = right < box.x0 or left > box.x1
+                    assert beside or high < box.y0 or low > box.y1
 
 
 @pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
 @pytest.mark.parametrize("per_host", [8, 12])
 def test_what_joins_a_group_ends_at_its_ranks_and_passes_between_all_others(dim, per_host):
-    panel = _Panel(DECODER, ranks_by_host(DECODER, per_host), dim, {}, dim)
+    panel = _Panel(DECODER, per_host, dim, {}, dim)
     assert len(panel.links) == len(panel.members) - 1  # no ring: pp has none
     for way, _ in panel.links:
         for (ax, ay), (bx, by) in pairwise(way):
@@ -432,22 +547,68 @@ def test_what_joins_a_group_ends_at_its_ranks_and_passes_between_all_others(dim,
 
 
 def test_an_expert_layout_has_panels_of_its_own_for_the_groups_that_differ(tmp_path):
-    said = texts(PLAN, 8, tmp_path / "plan", layout=("decoder", "expert"))
+    said = texts(PLAN, 8, tmp_path / "plan", layouts=("decoder", "expert"))
     panels = [text for text in said if " = " in text]
     assert panels == ["tp = 4", "cp = 2", "dp = 4", "pp = 2", "expert ep = 4", "expert dp = 2"]
     assert any(text.startswith("expert: tp=4 ep=4 dp=2 pp=2") for text in said)
 
 
+def test_a_dim_with_the_groups_of_another_is_named_beside_it(tmp_path):
+    layouts = {
+        "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 32, 1, 8)),
+        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 32, 8)),
+        "levels": RankLayout(("tp", "dp0", "dp1", "ep", "pp"), (4, 4, 8, 1, 8)),
+    }
+    said = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=list(layouts))
+    panels = [text for text in said if " = " in text]
+    assert panels == ["tp = 4", "dp and expert ep = 32", "pp = 8", "dp0 = 4", "dp1 = 8"]
+    layouts["expert"] = RankLayout(("tp", "ep"), (2, 512))  # other groups, the ranks in one order
+    said = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=["decoder", "expert"])
+    assert {"expert tp = 2", "expert ep = 512"} <= {*said}
+
+
+def test_a_picture_has_no_background_and_is_legible_on_light_and_dark_pages(tmp_path):
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    path = tmp_path / "plan.png"
+    drawn(PLAN, 8, path)
+    corners = imread(path)[[0, 0, -1, -1], [0, -1, 0, -1]]
+    assert corners.shape == (4, 4) and not corners[:, 3].any(), "a slab on a page of another colour"
+    _, axes = panel_of(DECODER, 8, "pp")
+    beside_tiles = [text for text in axes.texts if not text.get_text().isdigit()]
+    assert len(beside_tiles) > 8
+    for drawn_part in (*beside_tiles, *axes.lines):
+        colour = str([round(255 * part) for part in to_rgb(drawn_part.get_color())])
+        for page_colour in ("255, 255, 255", "30, 32, 41", "13, 17, 23"):
+            assert contrast(colour, page_colour) > 3.8
+
+
+def test_inside_an_nvlink_domain_nothing_crosses(tmp_path):
+    layout = RankLayout(("tp", "cp", "dp"), (8, 4, 4))
+    said = texts(
+        GroupPlan({"decoder": layout}),
+        4,
+        tmp_path / "plan",
+        within={f"host{i}": f"NVLink domain {i // 8}" for i in range(32)},
+    )
+    assert said.count("inside an NVLink domain") == 2
+    assert "every group crosses NVLink domains (4 domains)" in said
+    assert {"link inside an NVLink domain", "link across NVLink domains"} <= {*said}
+    panel, _ = panel_of(layout, 4, "tp", {f"host{i}": "one" for i in range(32)})
+    assert [kind for _, kind in panel.links] == ["inside"] * 7
+
+
 def test_a_picture_takes_hosts_by_name_and_other_layouts(tmp_path):
-    said = texts(PLAN, {"$a_1$": 3, "b": 61}, tmp_path / "plan", layout="expert", by="tp")
+    said = texts(PLAN, {"$a_1$": 3, "b": 61}, tmp_path / "plan", layouts=["expert"], by="tp")
     assert "$a_1$" in said and "1 of 16 groups cross (2 hosts)" in said
 
 
 def test_a_large_world_is_folded_but_shows_the_group_of_its_first_rank(tmp_path):
     said = texts(LARGE, 8, tmp_path / "plan", by="pp")
     assert {"host0", "host32", "host480", "host511", "4095", "members not shown"} <= {*said}
-    hidden = sum(int(number) for number in re.findall(r"(\d+) more hosts", " ".join(said)))
-    assert hidden + sum(text.startswith("host") for text in said) == 512
+    hidden = sum(int(text[2:-6].replace(",", "")) for text in said if text.startswith("+ "))
+    assert hidden + sum(text.isdigit() for text in said) == 4096
 
 
 @pytest.mark.parametrize(
@@ -463,7 +624,10 @@ def test_the_suffix_gives_the_format_and_equal_plans_equal_pictures(tmp_path, na
     ("options", "says"),
     [
         ({"by": "xp"}, r"invalid dim 'xp'. Valid dims are \['tp', 'cp', 'dp', 'ep', 'pp'\]"),
-        ({"layout": "x"}, r"invalid layout 'x'. Valid layouts are \['decoder', 'expert', 'half'\]"),
+        (
+            {"layouts": ["x"]},
+            r"invalid layout 'x'. Valid layouts are \['decoder', 'expert', 'half'\]",
+        ),
     ],
 )
 def test_what_a_picture_cannot_show_is_refused(tmp_path, options, says):
