@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron.releases import RELEASE_HAS
 from hypergrid.groups import creation
+from hypergrid.groups.grid import BASE
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
-from hypergrid.views import BASE
 
 # Names of stock's module that outside code reads and replaces.
 HAVE_ABSL = find_spec("absl") is not None
@@ -92,7 +92,7 @@ class HyperCommGrid:
         self.rank_offset = core.rank_offset
         self.size, self.shape, self.dim_names = core.size, core.shape, core.dim_names
         self.backend = core.backend
-        shared = core._views.shared
+        shared = core._shared
         self._views = {
             name: _RankViewSpec(name, list(each.sizes), list(each.dims), list(shared[name]))
             for name, each in core.views.items()
@@ -205,7 +205,7 @@ class HyperCommGrid:
         if creation.is_replaced(function) or self.core.layout.stop > world:
             return False
         try:
-            known, _, _ = self.core._views.find(dims, view)
+            known, _, _ = self.core._find(dims, view)
             return known == key and self.core.get_rank_enum(dims, view=view) == ranks
         except (KeyError, ValueError):
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -12,14 +13,12 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.agreement.prepare import refusing_together
-from hypergrid.groups.backends import plain_backend
-from hypergrid.groups.creation import NOT_A_MEMBER
+from hypergrid.agreement.commit import telling_others
+from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import Ranks
-from hypergrid.policy import Policy
 
 Axes: TypeAlias = int | Sequence[int]
 Indices: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
@@ -211,7 +210,7 @@ class ProcessGroupMesh:
     def _group(
         self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
     ) -> ProcessGroup:
-        with refusing_together(self.grid.layout.ranks, Policy.resolve()):
+        with telling_others(lambda: self.grid.layout.ranks, patience=timedelta(minutes=1)):
             chosen = self._chosen(axis, indices_at_axis)
         backend = plain_backend(backend)
         axes = [
