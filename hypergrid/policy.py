@@ -36,7 +36,9 @@ def outermost(name: str, argument: Any = None) -> tuple[Any, str]:
         return value, f"--{name}"
     if value:
         return value, f"{_variable(name)} in the environment"
-    return argument, DEFAULT if argument is None else f"the argument `{name}`"
+    if argument is None:
+        return None, DEFAULT
+    return argument, f"the argument `{name}`"
 
 
 def _variable(name: str) -> str:
@@ -66,15 +68,15 @@ class Policy:
     creation: str = "auto"
 
     @classmethod
-    def resolve(cls, **given: str | None) -> Policy:
-        """The choices of ``HYPERGRID_SHARE`` etc., else those given, else the defaults.
+    def resolve(cls, **arguments: str | None) -> Policy:
+        """The choices of ``HYPERGRID_SHARE`` etc., else the arguments, else the defaults.
 
         Raises ValueError on an invalid choice.
         """
         values: dict[str, Any] = {}
         for name, choices in CHOICES.items():
-            argument = given.get(name)
-            value: Any = outermost(name, argument)[0]
+            argument = arguments.get(name)
+            value, _ = outermost(name, argument)
             if value is None or (isinstance(value, str) and not value):
                 value = getattr(cls, name)
             if not isinstance(value, str) or value not in choices:

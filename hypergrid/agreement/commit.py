@@ -64,9 +64,20 @@ def creating(ranks: Sequence[int], timeout: timedelta | None) -> Iterator[Store 
     """Surrounds both phases; gives the store of ``ranks``, None if they share none.
 
     Inside, ``hypergrid.abort()`` ends what this thread waits for, and another thread of this
-    process that creates groups fails.
+    process that creates groups fails at once. Ranks cannot know which groups belong together if
+    their threads take turns in different orders. The other ranks are told as of any refusal.
     """
-    with one_thread(ranks), abortable():
+    with _only_thread(ranks) as is_only, abortable():
+        if not is_only:
+            error = AgreementError(
+                f"two threads of rank {dist.get_rank()} create groups at the same time, one of "
+                f"them those of ranks {span_of(ranks)}, and other ranks cannot know which of them "
+                f"belong together. Create them in one thread, or one after the other, in the same "
+                f"order on all ranks."
+            )
+            with suppress(Exception):  # the refusal itself is what the caller must see
+                _refuse_beside(ranks, error)
+            raise error
         store = shared_store()
         if store is None:
             yield None
@@ -227,27 +238,6 @@ def _only_thread(ranks: Sequence[int]) -> Iterator[bool]:
         _windows.pop()
         _lock.release()
         _tell_untold()
-
-
-@contextmanager
-def one_thread(ranks: Sequence[int]) -> Iterator[None]:
-    """Only one thread of this process may agree or create: another fails at once.
-
-    Ranks cannot know which groups belong together if their threads take turns in different orders.
-    The other ranks are told as of any refusal.
-    """
-    with _only_thread(ranks) as is_only:
-        if not is_only:
-            error = AgreementError(
-                f"two threads of rank {dist.get_rank()} create groups at the same time, one of "
-                f"them those of ranks {span_of(ranks)}, and other ranks cannot know which of them "
-                f"belong together. Create them in one thread, or one after the other, in the same "
-                f"order on all ranks."
-            )
-            with suppress(Exception):  # the refusal itself is what the caller must see
-                _refuse_beside(ranks, error)
-            raise error
-        yield
 
 
 def refuse(

@@ -50,18 +50,21 @@ def wait_for_answers(store: Store, expected: int, patience: float) -> None:
 
 def missing(store: Store, ranks: Sequence[int]) -> str:
     """In words, which of ``ranks`` did not answer, and where they are."""
-    host_of = {}
+    present = set()
+    host_of = {}  # by the first rank of each host
     for line in lines(store, "present"):
         rank, _, host = line.partition(" ")  # a host's name may be empty, or have spaces
-        host_of[int(rank)] = host
-    absent = [rank for rank in ranks if rank not in host_of]
+        present.add(int(rank))
+        host_of[_first_on_host(int(rank))] = host
+    absent = [rank for rank in ranks if rank not in present]
     if not absent:
         return f"one of {len(ranks)} ranks, which has arrived since,"
-    name_of_host = {_first_on_host(rank): host for rank, host in host_of.items()}
-    hosts = dict.fromkeys(name_of_host.get(_first_on_host(rank), "") for rank in absent[:10])
-    hosts.pop("", None)
-    where = f" on {', '.join(hosts)}" if hosts else ""
-    return f"{len(absent)} of {len(ranks)} ranks ({few(absent)}{where})"
+    text = f"{len(absent)} of {len(ranks)} ranks ({few(absent)}"
+    hosts = dict.fromkeys(host_of.get(_first_on_host(rank), "") for rank in absent[:10])
+    hosts.pop("", None)  # ranks of which none has answered on their host
+    if hosts:
+        text += f" on {', '.join(hosts)}"
+    return f"{text})"
 
 
 def _first_on_host(rank: int) -> int:
@@ -117,16 +120,17 @@ def difference(reported: Sequence[Entry], span: str) -> str:
     where = f"rank {rarest.rank}"
     if rarest.ranks > 1:
         where += f" (and {rarest.ranks - 1} more)"
-    names = sorted(first.proposal.keys() | rarest.proposal.keys())
-    names = [name for name in names if first.proposal.get(name) != rarest.proposal.get(name)]
-    if names != ["plan"]:  # the plan's digest says less than other fields
-        names = [name for name in names if name != "plan"]
-    fields = []
-    for name in names:
-        rare, usual = shown_apart(rarest.proposal.get(name), first.proposal.get(name))
-        fields.append(f"{name} is {rare} on {where} and {usual} on rank {first.rank}")
+    fields = {}
+    for name in sorted(first.proposal.keys() | rarest.proposal.keys()):
+        rare = rarest.proposal.get(name)
+        usual = first.proposal.get(name)
+        if rare != usual:
+            rare, usual = shown_apart(rare, usual)
+            fields[name] = f"{name} is {rare} on {where} and {usual} on rank {first.rank}"
+    if len(fields) > 1:  # the plan's digest says less than other fields
+        fields.pop("plan", None)
     return (
-        f"ranks {span} were asked for different groups: {'; '.join(fields)}. "
+        f"ranks {span} were asked for different groups: {'; '.join(fields.values())}. "
         f"Start all of them with the same arguments. No group was created."
     )
 

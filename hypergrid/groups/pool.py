@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -48,9 +48,6 @@ class PooledGroup:
     group: ProcessGroup
     dims: tuple[str, ...] = ()
     shares: str | None = None
-
-
-_Created: TypeAlias = tuple[Ranks, ProcessGroup, str | None]  # the last as PooledGroup.shares
 
 
 class _Contents(NamedTuple):
@@ -179,25 +176,28 @@ class GroupPool:
         shorter = creation.creation_timeout(backend, timeout, self._timeout)
         if shorter is not None:
             options["timeout"] = shorter
+        waits = self.policy.connect == "lazy"
+        epoch = self.agreement.epoch
         before = self._contents()
         try:
             with self.connecting():
                 way = creation.way_of(self.agreement, backend)
-                if way == "members":
-                    created = self._by_members(label, mine, kind, options)
-                else:
-                    created = self._by_world(way, label, mine, everyone(), kind, options)
-                for ranks, group, shares in created:
-                    pooled = PooledGroup(label, tuple(ranks), group, dims, shares)
-                    self.groups.append(pooled)  # destroyed if one of the next fails
-                    _kept.add(self)
-                    gloo.note(pooled.group)
-                    closing.watch(pooled.group)
-                    raise_if_waits_ended()
-                    self._connect(pooled, timeout)
-                    if shorter is not None and pooled.shares is None:
-                        usual = timeout or of_torch.default_timeout()
-                        of_torch.set_timeout(usual, pooled.group)
+                fresh: list[ProcessGroup] = []
+                if way != "members":
+                    # Every rank leaves out the same groups, including those that it is not in.
+                    missing = [r for r in everyone() if self._owner(label, r, kind) is None]
+                    fresh = creation.by_world(way, label, missing, epoch, **options)
+                for name, ranks in mine.items():
+                    owner = self._owner(label, ranks, kind)
+                    if owner is not None:
+                        group = self._shared(ranks, owner)
+                    elif way == "members":
+                        group = creation.by_members(name, ranks, epoch, waits, **options)
+                    else:
+                        group = fresh.pop(0)
+                    self._add(PooledGroup(label, tuple(ranks), group, dims, owner), timeout)
+                    if shorter is not None and owner is None:
+                        of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
         except BaseException as error:
             self._roll_back(before)
@@ -217,16 +217,22 @@ class GroupPool:
         if group is of_torch.default_group():
             labels = [DEFAULT]
         shares = labels[0] if labels else None
-        self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
-        if shares is None:
-            gloo.note(group)
-        self._connect(self.groups[-1])
+        self._add(PooledGroup(label, tuple(ranks), group, dims, shares))
 
-    def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
-        if self.policy.connect != "eager" or pooled.shares is not None:
-            return
+    def _add(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
+        self.groups.append(pooled)  # from now on a failure destroys it
+        _kept.add(self)
+        if pooled.shares is None:
+            gloo.note(pooled.group)
+            closing.watch(pooled.group)
+            raise_if_waits_ended()
+            self._connect(pooled, timeout)
+
+    def _connect(self, pooled: PooledGroup, timeout: timedelta | None) -> None:
         # A wrapper by outside code is none of torch's groups.
-        if not of_torch.knows(pooled.group) or not creation.connects_later(pooled.group):
+        if self.policy.connect != "eager" or not of_torch.knows(pooled.group):
+            return
+        if not creation.connects_later(pooled.group):
             return
         backend = dist.get_backend(pooled.group)
         try:
@@ -242,36 +248,6 @@ class GroupPool:
         elif self.policy.connect == "eager":
             lazily = False
         return gloo.connecting(lazily)
-
-    def _by_members(
-        self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
-    ) -> Iterator[_Created]:
-        waits = self.policy.connect == "lazy"
-        for name, ranks in mine.items():
-            owner = self._owner(label, ranks, kind)
-            if owner is None:
-                group = creation.by_members(name, ranks, self.agreement.epoch, waits, **options)
-            else:
-                group = self._shared(ranks, owner)
-            yield ranks, group, owner
-
-    def _by_world(
-        self,
-        way: str,
-        label: str,
-        mine: Mapping[str, Ranks],
-        groups: Sequence[Ranks],
-        kind: Kind | None,
-        options: dict[str, Any],
-    ) -> Iterator[_Created]:
-        # Every rank leaves out the same groups, including those that it is not in.
-        owner_of = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
-        missing = [ranks for ranks in groups if owner_of[tuple(ranks)] is None]
-        fresh = creation.by_world(way, label, missing, self.agreement.epoch, **options)
-        for ranks in mine.values():
-            owner = owner_of[tuple(ranks)]
-            group = fresh.pop(0) if owner is None else self._shared(ranks, owner)
-            yield ranks, group, owner
 
     def _failure(
         self, label: str, groups: Iterable[Ranks], backend: str | None, error: BaseException
@@ -368,7 +344,7 @@ class GroupPool:
             self.suspended = suspension
             try:
                 with telling_others(lambda: ranks):
-                    suspension.start(self._label_of_own_groups(), how)
+                    suspension.start(_label_of(self.groups), how)
                 suspended = {**proposal, "suspended": True}
                 prepare(store, ranks, suspended, Policy(), Abilities(), self._timeout)
             except BaseException:
@@ -388,15 +364,6 @@ class GroupPool:
             raise RuntimeError(
                 f"the groups of {self.owner} are suspended already: call resume() first."
             )
-
-    def _label_of_own_groups(self) -> dict[ProcessGroup, str]:
-        label_of = {}
-        for pooled in self.groups:
-            # A shared communicator is suspended by the label that it was created for. Outside code
-            # may have destroyed a group, or returned another object for it.
-            if pooled.shares is None and of_torch.knows(pooled.group):
-                label_of[pooled.group] = pooled.label
-        return label_of
 
     def resume(self) -> None:
         """Let suspended groups work again: the same objects.
@@ -423,13 +390,7 @@ class GroupPool:
             raise
 
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
-        known = of_torch.known()
-        label_of = {}
-        for pooled in leaving:
-            # A shared communicator is closed by the label that it was created for. Outside code
-            # may have destroyed it already.
-            if pooled.shares is None and pooled.group in known:
-                label_of[pooled.group] = pooled.label
+        label_of = _label_of(leaving)
         if not closing.inherited.isdisjoint(label_of):
             abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
@@ -442,6 +403,17 @@ class GroupPool:
         reasons = closing.abort(label_of) if abort else closing.close(label_of)
         for group, reason in reasons.items():
             _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {reason}")
+
+
+def _label_of(groups: Sequence[PooledGroup]) -> dict[ProcessGroup, str]:
+    """Torch's groups among these, each once, with the label that it was created for."""
+    known = of_torch.known()
+    label_of = {}
+    for pooled in groups:
+        # Outside code may have destroyed a group, or returned another object for it.
+        if pooled.shares is None and pooled.group in known:
+            label_of[pooled.group] = pooled.label
+    return label_of
 
 
 def _forget_locals(error: BaseException | None) -> None:
