@@ -31,11 +31,12 @@ def outermost(name: str, argument: Any = None) -> tuple[Any, str]:
 
     A launcher's flag wins over the environment, and that over the argument.
     """
-    value = os.environ.get(_variable(name))
+    variable = _variable(name)
+    value = os.environ.get(variable)
     if value is not None and value == _flags.get(name):
         return value, f"--{name}"
     if value:
-        return value, f"{_variable(name)} in the environment"
+        return value, f"{variable} in the environment"
     if argument is None:
         return None, DEFAULT
     return argument, f"the argument `{name}`"
@@ -81,9 +82,8 @@ class Policy:
                 value = getattr(cls, name)
             if not isinstance(value, str) or value not in choices:
                 source = name if value is argument else _variable(name)
-                raise ValueError(
-                    f"{source}={shown(value)} is invalid: use one of {', '.join(choices)}."
-                )
+                allowed = ", ".join(choices)
+                raise ValueError(f"{source}={shown(value)} is invalid: use one of {allowed}.")
             values[name] = value
         return cls(**values)
 

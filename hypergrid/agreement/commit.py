@@ -46,7 +46,7 @@ from hypergrid.agreement.store import (
     wait,
 )
 from hypergrid.errors import AbortedError, AgreementError, CreationError
-from hypergrid.messages import in_words, shortened, some_of, span_of
+from hypergrid.messages import in_words, shortened, span_of
 from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -156,7 +156,8 @@ _commits: list[Phase] = []  # phase 2 of what this process creates, the outermos
 
 def another_rank_failed() -> bool:
     """Whether one of the ranks that create groups together with this process has failed."""
-    return bool(_commits) and _commits[-1].is_decided()
+    # Before this rank has arrived, there is an outcome only after a failure.
+    return bool(_commits) and _commits[-1].store.check(["outcome"])
 
 
 @contextmanager
@@ -385,6 +386,7 @@ class _Round:
         text = json.dumps([proposal, asdict(abilities)], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).digest()
         self.digest = int.from_bytes(digest[:8], "big")
+        # Read back, as the other ranks read it: JSON has no tuples.
         self.entry = [self.rank, *json.loads(text)]
         self.policy = policy
         self.number = self.memory.rounds.get(self.span, 0)
@@ -400,13 +402,17 @@ class _Round:
                 break
             # The others gave up on this round before this rank came: join the one that is open.
             self.number = max(self.number + 1, self.board.add("round", 0))
+        # The first rank of a window registers it for all.
         if arrivals == 1 and self.life is not None and self._overlaps(self.life):
             return
-        if arrivals == len(self.ranks):
-            outcome = _COMPARE
-            if self.phase.all_equal(self.digest) and "refused" not in proposal:
-                outcome = json.dumps(choose(self.epoch, policy, [abilities]))
-            self.phase.publish(outcome)
+        if arrivals < len(self.ranks):
+            return
+        outcome = _COMPARE
+        if self.phase.all_equal(self.digest) and "refused" not in proposal:
+            # All have the abilities and the policy of this rank.
+            agreement = choose(self.epoch, policy, [abilities])
+            outcome = json.dumps(agreement)
+        self.phase.publish(outcome)
 
     def _arrival_of_dead_process(self) -> tuple[int | None, int]:
         """The round and the digest with which a dead process arrived here as this rank."""
@@ -417,10 +423,12 @@ class _Round:
         if arrival == "here":  # no process was here before
             return None, 0
         self.number = self.board.add("round", 0)
+        # Such as "0..7 3 9114861777597660798": window, round, digest.
         span, *numbers = arrival.split(" ")
         if span != self.span or len(numbers) < 2:
             return None, 0
-        return int(numbers[0]), int(numbers[1])
+        round_number, digest = numbers
+        return int(round_number), int(digest)
 
     def _overlaps(self, life: int) -> bool:
         """Register this window; if it overlaps others of the same life, all of them fail."""
@@ -438,13 +446,7 @@ class _Round:
             if not common or ranks == list(self.ranks):
                 continue
             overlaps = True
-            first, second = sorted((span_of(ranks), self.span))
-            error = (
-                f"the windows {first} and {second} overlap: "
-                f"{some_of(common, range(dist.get_world_size()))} are in both, and each would "
-                f"wait for them. Give all ranks of a window the same rank_offset and "
-                f"local_world_size."
-            )
+            error = reports.overlap(common, self.span, span_of(ranks))
             outcome = json.dumps({"error": error})
             other = _Round(self.store, ranks, self.memory)
             if other.board.add("round", 0) == number:  # it waits; else it has its groups
@@ -567,10 +569,6 @@ class Phase:
         self._closing()
         self.store.set("outcome", outcome)
         return True
-
-    def is_decided(self) -> bool:
-        """Whether there is an outcome: before all ranks have arrived, a failure."""
-        return self.store.check(["outcome"])
 
     def outcome(
         self,

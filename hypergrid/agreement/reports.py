@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import append, forget, forget_lines, lines
-from hypergrid.messages import few, one_line, shown_apart
+from hypergrid.messages import few, one_line, shown_apart, some_of
 
 _KEYS = (
     "arrived",
@@ -53,25 +54,32 @@ def missing(store: Store, ranks: Sequence[int]) -> str:
     present = set()
     host_of = {}  # by the first rank of each host
     for line in lines(store, "present"):
-        rank, _, host = line.partition(" ")  # a host's name may be empty, or have spaces
-        present.add(int(rank))
-        host_of[_first_on_host(int(rank))] = host
+        # Such as "12 node-3". A host's name may be empty, or have spaces.
+        number, _, host = line.partition(" ")
+        present.add(int(number))
+        first_rank = _first_on_host(int(number))
+        host_of[first_rank] = host
     absent = [rank for rank in ranks if rank not in present]
     if not absent:
         return f"one of {len(ranks)} ranks, which has arrived since,"
-    text = f"{len(absent)} of {len(ranks)} ranks ({few(absent)}"
-    hosts = dict.fromkeys(host_of.get(_first_on_host(rank), "") for rank in absent[:10])
-    hosts.pop("", None)  # ranks of which none has answered on their host
+    hosts: list[str] = []
+    for absent_rank in absent[:10]:
+        # Empty where no rank of that host has answered.
+        host = host_of.get(_first_on_host(absent_rank), "")
+        if host and host not in hosts:
+            hosts.append(host)
+    text = few(absent)
     if hosts:
         text += f" on {', '.join(hosts)}"
-    return f"{text})"
+    return f"{len(absent)} of {len(ranks)} ranks ({text})"
 
 
 def _first_on_host(rank: int) -> int:
     """The first of the ranks that probably run on the host of ``rank``."""
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # launchers number hosts one by one
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local_size.isdecimal() or len(local_size) > 9 or int(local_size) == 0:
         return rank
+    # Launchers number hosts one by one: with 8 ranks on each, rank 13 is on the host of rank 8.
     return rank - rank % int(local_size)
 
 
@@ -86,8 +94,10 @@ class Entry(NamedTuple):
 
 def report(store: Store, entry: Sequence[Any], digest: int, is_first: bool) -> int:
     """Report ``entry`` if no equal one is there, or if ``is_first``; how many have reported."""
-    if store.add(f"of/{digest}", 1) == 1 or is_first:
-        append(store, "entries", json.dumps([digest, entry]))
+    equal_ranks = store.add(f"of/{digest}", 1)
+    if equal_ranks == 1 or is_first:
+        line = json.dumps([digest, entry])
+        append(store, "entries", line)
     return store.add("told", 1)
 
 
@@ -113,10 +123,11 @@ def difference(reported: Sequence[Entry], span: str) -> str:
                 f"{entry.proposal['refused']}"
             )
     first = min(reported, key=lambda entry: entry.rank)
-    others = [entry for entry in reported if entry.proposal != first.proposal]
-    if not others:
+    differing = [entry for entry in reported if entry.proposal != first.proposal]
+    if not differing:
         return ""
-    rarest = min(others, key=lambda entry: (entry.ranks, entry.rank))
+    # Where 7 ranks say tp=2 and rank 5 says tp=4, rank 5 is the one to look at.
+    rarest = min(differing, key=lambda entry: (entry.ranks, entry.rank))
     where = f"rank {rarest.rank}"
     if rarest.ranks > 1:
         where += f" (and {rarest.ranks - 1} more)"
@@ -135,16 +146,30 @@ def difference(reported: Sequence[Entry], span: str) -> str:
     )
 
 
+def overlap(common: Sequence[int], *spans: str) -> str:
+    """In words: windows of these spans have the ranks in ``common``."""
+    first, second = sorted(spans)
+    world = range(dist.get_world_size())
+    return (
+        f"the windows {first} and {second} overlap: {some_of(common, world)} are in both, and each "
+        f"would wait for them. Give all ranks of a window the same rank_offset and "
+        f"local_world_size."
+    )
+
+
 def clear_before(store: Store, epoch: str) -> None:
     """Delete the keys of a window's earlier rounds; all ranks are at the end of this one."""
+    # After round 3 of "0..7": rounds 2, 1 and 0, until one whose keys are deleted already.
     span, _, number = epoch.rpartition("/")
     for earlier in range(int(number) - 1, -1, -1):
         prepare = PrefixStore(f"hypergrid/{span}/{earlier}/prepare", store)
-        commit = PrefixStore(f"hypergrid/{span}/{earlier}/commit", store)
-        if not prepare.check(["outcome"]):  # deleted already, with all before it
+        if not prepare.check(["outcome"]):
             break
-        digests = [json.loads(line)[0] for line in lines(prepare, "entries")]
-        forget(prepare, *_KEYS, *(f"of/{digest}" for digest in digests))
-        forget(commit, *_KEYS)
+        for line in lines(prepare, "entries"):
+            digest, _ = json.loads(line)
+            forget(prepare, f"of/{digest}")
         forget_lines(prepare, "entries", "present")
+        forget(prepare, *_KEYS)
+        commit = PrefixStore(f"hypergrid/{span}/{earlier}/commit", store)
         forget_lines(commit, "present")
+        forget(commit, *_KEYS)

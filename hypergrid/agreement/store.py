@@ -63,7 +63,7 @@ def was_aborted() -> bool:
 def abortable() -> Iterator[None]:
     """Inside, ``end_waits`` ends what this thread waits for, and turns its errors into its own."""
     outer = _thread.aborts
-    if outer is None:
+    if outer is None:  # not inside another one, whose abort ends this one too
         _thread.aborts = _aborts
     try:
         yield
@@ -105,6 +105,7 @@ def wait(
     try:
         store.wait(keys, min(timeout, _IN_STORE))
     except RuntimeError:
+        # The store's own wait is over: look from time to time until the timeout.
         while not store.check(keys):
             if given_up():
                 raise
@@ -165,7 +166,9 @@ def lines(store: Any, key: str) -> list[str]:
     """The lines that have been appended so far."""
     if not store.has_extended_api():
         return [store.get(line_key).decode() for line_key in _line_keys(store, key)]
-    return peek(store, key).splitlines() if store.check([key]) else []
+    if not store.check([key]):  # to read it would wait until somebody appends
+        return []
+    return peek(store, key).splitlines()
 
 
 def forget_lines(store: Any, *keys: str) -> None:
@@ -260,7 +263,7 @@ def _connections(store: Store) -> list[socket.socket]:
 
 def _descriptors_to(store: Store) -> list[Descriptor]:
     served = innermost(store)
-    if not hasattr(served, "port"):
+    if not hasattr(served, "port"):  # a store of files, or of one process
         return []
     addresses = _addresses(served.host)
 

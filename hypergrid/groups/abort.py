@@ -91,23 +91,30 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     name_of: dict[ProcessGroup, str] = {}
     for pool in pools:
         for pooled in pool.groups:
+            # In a forked child the groups of its parent are only forgotten.
             if pooled.shares is None and pooled.group not in closing.inherited:
                 labels.append(pooled.label)
                 name_of[pooled.group] = pooled.label
     if default and dist.is_initialized():
         gloo.note_default()
-        name_of[of_torch.default_group()] = DEFAULT
+        default_group = of_torch.default_group()
+        name_of[default_group] = DEFAULT
     connections = gloo.shut(name_of)
     if default:
+        # Groups of outside code end too. Their sockets are left alone.
         for group in of_torch.known():
             name_of.setdefault(group, group.group_desc)
     ending = [group for group in name_of if of_torch.knows(group)]
-    ending += [group for group in closing.unfinished() if group not in ending]
+    for group in closing.unfinished():
+        if group not in ending:
+            ending.append(group)
     for group, reason in closing.free(ending, timeout).items():
         name = name_of.get(group, "a group of an earlier abort()")
         warnings.warn(f"could not abort {name}: {reason}", RuntimeWarning, stacklevel=2)
     for pool in pools:
-        (pool.holder() or pool).destroy(abort=True)
+        # The grid or state that holds a pool forgets more than its groups.
+        holder = pool.holder() or pool
+        holder.destroy(abort=True)
     if default:
         closing.abort(of_torch.known())
     for forget in [*after_abort]:

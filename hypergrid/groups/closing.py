@@ -108,7 +108,8 @@ def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[Proce
     for group in groups:
         if group in inherited:
             continue
-        if group not in _aborts or _aborts[group].error is not None:
+        earlier = _aborts.get(group)
+        if earlier is None or earlier.error is not None:
             _aborts[group] = _Abort(group)
         aborts[group] = _aborts[group]
     end = time.monotonic() + limit.total_seconds()

@@ -37,7 +37,9 @@ NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a ran
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     """A group's name from what it is: 128 bits, which torch writes as a decimal number."""
     digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)
-    digest.update(np.asarray(ranks, dtype="<i8").tobytes())
+    # As bytes of one order: ranks on hosts of different kinds must agree on the name.
+    rank_bytes = np.asarray(ranks, dtype="<i8").tobytes()
+    digest.update(rank_bytes)
     return int.from_bytes(digest.digest(), "big")
 
 
@@ -95,7 +97,8 @@ def by_split(
         if rank in ranks:
             members = ranks
     backend = options.get("backend")
-    source = of_torch.checked_by(_part(next(iter(devices_of(backend)))))
+    device = next(iter(devices_of(backend)))
+    source = of_torch.checked_by(_part(device))
     if of_torch.is_gloo(source):
         split_options = gloo.options(len(members))
     elif options.get("pg_options") is None:
@@ -103,9 +106,11 @@ def by_split(
         split_options = type(source.options)()
     else:
         split_options = copy.deepcopy(options["pg_options"])
+    members = sorted(members)
+    name = group_name(label, members, epoch)
     return of_torch.split(
-        sorted(members),
-        str(group_name(label, sorted(members), epoch)),
+        members,
+        str(name),
         backend,
         split_options,
         options.get("timeout"),
@@ -121,8 +126,6 @@ def by_everyone(
     Disjoint groups go through ``torch.distributed.new_subgroups_by_enumeration``, which refuses
     groups that overlap: these are created one by one.
     """
-    if not groups:
-        return []
     rank = dist.get_rank()
     groups_of_rank = []
     before = of_torch.known()
@@ -148,10 +151,13 @@ def by_world(
     way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
     """Create ``groups`` with all ranks, by a split if that is the ``way`` and possible."""
-    if way != "split" or not disjoint(groups) or not _can_split_off(options.get("backend")):
-        return by_everyone(label, groups, epoch, **options)
-    group = by_split(label, groups, epoch, **options) if groups else None
-    return [] if group is None else [group]
+    if not groups:
+        return []
+    # One split gives each rank one group at most.
+    if way == "split" and disjoint(groups) and _can_split_off(options.get("backend")):
+        group = by_split(label, groups, epoch, **options)
+        return [] if group is None else [group]
+    return by_everyone(label, groups, epoch, **options)
 
 
 def disjoint(groups: Sequence[Ranks]) -> bool:
@@ -216,8 +222,10 @@ def abilities(policy: Policy | None = None) -> Abilities:
                 f"the default group is bound to a {device} device (init_process_group(device_id="
                 f"...), and torch 2.15 by itself), and its splits want every rank{hint}"
             )
-    elif policy.creation == "split":  # NCCL may not have connected yet, and then cannot be split
-        can_split = _can_split() and not any(map(_splits_at_creation, devices_of(None)))
+    elif policy.creation == "split":
+        # NCCL may not have connected yet, and then cannot be split.
+        may_be_unconnected = any(map(_splits_at_creation, devices_of(None)))
+        can_split = _can_split() and not may_be_unconnected
     return Abilities(_obstacle(), reason, can_split, can_connect_lazily)
 
 
@@ -306,7 +314,9 @@ def bound_to(backend: str | None = None) -> str | None:
     device = of_torch.bound_device(of_torch.default_group())
     if device is None or not _splits_at_creation(device.type):
         return None
-    return device.type if _is_default_on(device.type, backend) else None
+    if not _is_default_on(device.type, backend):
+        return None
+    return device.type
 
 
 def _is_default_on(device: str, backend: str | None) -> bool:
@@ -325,7 +335,10 @@ def _can_split_off(backend: str | None) -> bool:
     the backends of all devices.
     """
     devices = devices_of(backend)
-    return len({*devices.values()}) == 1 and devices.items() <= devices_of(None).items()
+    if len(set(devices.values())) > 1:
+        return False
+    default_devices = devices_of(None)
+    return devices.items() <= default_devices.items()
 
 
 def can_wait(backend: str | None = None) -> bool:
@@ -394,4 +407,6 @@ def creation_timeout(
     timeout = timeout or of_torch.default_timeout()
     if limit is not None:
         timeout = min(timeout, limit)
-    return max(timeout / 5, min(timeout, timedelta(seconds=2)))
+    # Of 60 seconds 12, of 5 seconds 2.
+    least = min(timeout, timedelta(seconds=2))
+    return max(timeout / 5, least)

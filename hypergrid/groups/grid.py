@@ -216,9 +216,12 @@ class HyperCommGrid:
         layout = self._layout(view)
         names = ordered(layout, dims)
         name = view or BASE
-        if name != BASE and not set(names) <= set(self._shared[name]):
-            return (name, tuple(names)), layout, names
-        if layout is not self.layout:
+        if name != BASE:
+            shared = self._shared[name]
+            if not set(names) <= set(shared):
+                key = (name, tuple(names))
+                return key, layout, names
+            # All are shared: these groups are those of the base, in its order.
             names = ordered(self.layout, names)
         return "-".join(names), self.layout, names
 
@@ -259,18 +262,24 @@ class HyperCommGrid:
         ranks = self.participants()
         groups: list[ProcessGroup] = []
         if rank in ranks:
-            views = {f"view {name}": repr(other) for name, other in self._layouts.items()}
-            proposal = {**views, "backend": self.backend, "groups over": label}
-            mine = {label: layout.group(rank, names)} if rank in layout else {}
+            proposal = {"backend": self.backend, "groups over": label}
+            for name, view_layout in self._layouts.items():
+                proposal[f"view {name}"] = repr(view_layout)
+            members = {}
+            if rank in layout:
+                members[label] = layout.group(rank, names)
 
             def everyone() -> list[list[int]]:
                 all_groups: list[list[int]] = layout.groups(names).tolist()
                 return all_groups
 
-            with self.agreed(proposal, timeout=options.get("timeout"), ranks=ranks) as pool:
-                groups = pool.make(label, mine, everyone, dims=tuple(names), **options)
-        self._pgs[key] = groups[0] if groups else None
-        return self._pgs[key]
+            timeout = options.get("timeout")
+            with self.agreed(proposal, timeout=timeout, ranks=ranks) as pool:
+                groups = pool.make(label, members, everyone, dims=tuple(names), **options)
+        # A rank outside the grid takes part where every rank must, and has no group.
+        group = groups[0] if groups else None
+        self._pgs[key] = group
+        return group
 
     def participants(self) -> Sequence[int]:
         """The ranks that create this grid's groups together. *Local*.
@@ -282,8 +291,10 @@ class HyperCommGrid:
         if self.layout.ranks == world:
             return world
         policy = _policy() if self.pool is None else self.pool.policy
-        way = creation.way_of(creation.expected(policy), self.backend)
-        return self.layout.ranks if way == "members" else world
+        expected = creation.expected(policy)
+        if creation.way_of(expected, self.backend) == "members":
+            return self.layout.ranks
+        return world
 
     def begin(self, policy: Policy, owner: str | None = None) -> GroupPool:
         """Start a pool, for callers that agree on more than dims."""
@@ -407,11 +418,14 @@ class HyperCommGrid:
             raise RuntimeError(f"rank {rank} is outside {self.layout!r}: it has no mesh.")
         names = ordered(self.layout, self.layout.dims if dims is None else dims)
         groups = [self.get_pg(dim) for dim in names]
-        mesh = torch.tensor(self.layout.group(rank, names), device="cpu")
+        sizes = [self.dim_size(dim) for dim in names]
+        ranks = torch.tensor(self.layout.group(rank, names), device="cpu")
+        if device_type is None:
+            device_type = _device_type(groups[0])
         return DeviceMesh.from_group(
             groups,  # type: ignore[arg-type]
-            device_type or _device_type(groups[0]),
-            mesh=mesh.reshape([self.dim_size(dim) for dim in names]),
+            device_type,
+            mesh=ranks.reshape(sizes),
             mesh_dim_names=tuple(names),
         )
 
@@ -425,11 +439,14 @@ class HyperCommGrid:
         ranks = mesh.mesh.flatten().tolist()
         if not names:
             raise ValueError("the mesh has no names for its dims: give it mesh_dim_names.")
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        first = ranks[0]
+        if ranks != list(range(first, first + len(ranks))):
             raise ValueError(
                 f"the ranks of the mesh are {ranks}; those of a grid ascend without a gap."
             )
-        grid = cls(list(mesh.mesh.shape)[::-1], names[::-1], rank_offset=ranks[0])
+        # In a mesh the last dim is the fastest, in a grid the first.
+        sizes = list(mesh.mesh.shape)[::-1]
+        grid = cls(sizes, names[::-1], rank_offset=first)
         if mesh.get_coordinate() is not None:  # this rank is in the mesh
             for name in names:
                 grid.hold((name,), mesh.get_group(name))

@@ -185,7 +185,10 @@ class GroupPool:
                 fresh: list[ProcessGroup] = []
                 if way != "members":
                     # Every rank leaves out the same groups, including those that it is not in.
-                    missing = [r for r in everyone() if self._owner(label, r, kind) is None]
+                    missing = []
+                    for ranks in everyone():
+                        if self._owner(label, ranks, kind) is None:
+                            missing.append(ranks)
                     fresh = creation.by_world(way, label, missing, epoch, **options)
                 for name, ranks in mine.items():
                     owner = self._owner(label, ranks, kind)
@@ -195,7 +198,9 @@ class GroupPool:
                         group = creation.by_members(name, ranks, epoch, waits, **options)
                     else:
                         group = fresh.pop(0)
-                    self._add(PooledGroup(label, tuple(ranks), group, dims, owner), timeout)
+                    pooled = PooledGroup(label, tuple(ranks), group, dims, owner)
+                    self._add(pooled, timeout)
+                    # It fails in time while it connects, and has its own timeout from now on.
                     if shorter is not None and owner is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
@@ -213,11 +218,14 @@ class GroupPool:
         """
         if not isinstance(group, ProcessGroup):
             return
-        labels = [pooled.label for pooled in self.groups if pooled.group is group]
+        shares = None
         if group is of_torch.default_group():
-            labels = [DEFAULT]
-        shares = labels[0] if labels else None
-        self._add(PooledGroup(label, tuple(ranks), group, dims, shares))
+            shares = DEFAULT
+        for pooled in self.groups:
+            if pooled.group is group and shares is None:
+                shares = pooled.label
+        adopted = PooledGroup(label, tuple(ranks), group, dims, shares)
+        self._add(adopted)
 
     def _add(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
         self.groups.append(pooled)  # from now on a failure destroys it
@@ -268,8 +276,12 @@ class GroupPool:
         """Whose communicator ``ranks`` use; None for a new one, which is then the label's."""
         if kind is None or not self.policy.may_share(kind):
             return None
-        owner = self._owners.setdefault((tuple(ranks), kind.among(len(ranks))), label)
-        return None if owner == label else owner
+        # The first label with these ranks and this kind owns the communicator.
+        key = (tuple(ranks), kind.among(len(ranks)))
+        owner = self._owners.setdefault(key, label)
+        if owner == label:
+            return None
+        return owner
 
     def _shared(self, ranks: Ranks, owner: str) -> ProcessGroup:
         for pooled in self.groups:
