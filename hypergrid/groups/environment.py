@@ -111,7 +111,7 @@ class EnvironmentTable:
     @property
     def process_group_pool(self) -> dict[str, ProcessGroup]:
         """Every group by its names; torch's non-member marker where this rank is outside."""
-        return {name: group for name, (_, group) in self._known().items()}
+        return {name: group for name, (_, group) in self._named().items()}
 
     @property
     def device_mesh_pool(self) -> dict[str, DeviceMesh]:
@@ -290,26 +290,30 @@ class EnvironmentTable:
             group_name = f"{where}/{group_name}"
         return _over(grid, group_name, names, view)
 
-    def _known(self) -> dict[str, tuple[_Family, ProcessGroup]]:
+    def _named(self) -> dict[str, tuple[_Family, ProcessGroup]]:
         """Each name that has groups, with this rank's."""
-        known = dict(self._created)
-        if self._source is not None:
-            for name, group in self._source.groups.items():
-                family = self._over(name)
-                if family is not None:
-                    known[name] = (family, NOT_A_MEMBER if group is None else group)
-        return known
+        named = dict(self._created)
+        if self._source is None:
+            return named
+        for name, group in self._source.groups.items():
+            family = self._over(name)
+            if family is not None:
+                if group is None:  # this rank is outside the grid
+                    group = NOT_A_MEMBER
+                named[name] = (family, group)
+        return named
 
     def _create(self, families: list[_Family], **options: Any) -> list[ProcessGroup]:
         """This rank's group of each family: a known one with these members, or created now."""
         with self._refusing():
-            known = self._known()
+            named = self._named()
             group_of: dict[_Key, tuple[str, ProcessGroup]] = {}
-            for name, (family, group) in known.items():
+            for name, (family, group) in named.items():
                 for key in family.keys:
                     group_of.setdefault(key, (name, group))
             for family in families:
-                if family.name in known and {*known[family.name][0].keys} != {*family.keys}:
+                namesake, _ = named.get(family.name, (family, None))
+                if set(namesake.keys) != set(family.keys):
                     raise ValueError(
                         f"the name {family.name!r} means other groups on rank {self.rank}: take "
                         f"another name."
@@ -321,9 +325,14 @@ class EnvironmentTable:
                     f"process group {families[0].name!r} exists as {existing[0]!r}, whose timeout "
                     f"and options are set: leave them out, or take other ranks."
                 )
+        # The first groups of each name: an error shows them where ranks differ.
+        spans = []
+        for family in families:
+            for _, ranks in family.keys[:8]:
+                spans.append(span_of(ranks))
         proposal = {
             "groups": [family.name for family in families],
-            "ranks": [span_of(ranks) for family in families for _, ranks in family.keys[:8]],
+            "ranks": spans,
             "plan": hashlib.sha256(repr(keys).encode()).hexdigest(),
             "same as": existing,
             "timeout": options.get("timeout"),
@@ -345,20 +354,29 @@ class EnvironmentTable:
     ) -> ProcessGroup:
         """Create the groups of ``family`` that ``group_of`` lacks; gives that of this rank."""
         missing = [key for key in family.keys if key not in group_of]
-        lists = [ranks for _, ranks in missing]
-        mine = {}
+        missing_ranks = [ranks for _, ranks in missing]
         own_key = None
         for key in family.keys:
-            if self.rank in key[1]:
+            _, ranks = key
+            if self.rank in ranks:
                 own_key = key
+        ranks_of = {}
         if own_key in missing:
-            mine[family.name] = own_key[1]
+            ranks_of[family.name] = own_key[1]
         created = self._pool.make(
-            family.name, mine, lists.copy, dims=family.dims, backend=family.backend, **options
+            family.name,
+            ranks_of,
+            missing_ranks.copy,
+            dims=family.dims,
+            backend=family.backend,
+            **options,
         )
         for key in missing:
             group_of[key] = (family.name, created[0] if created else NOT_A_MEMBER)
-        return NOT_A_MEMBER if own_key is None else group_of[own_key][1]
+        if own_key is None:
+            return NOT_A_MEMBER  # type: ignore[no-any-return]
+        _, group = group_of[own_key]
+        return group
 
 
 def _over(grid: HyperCommGrid, name: str, dims: Sequence[str], view: str | None = None) -> _Family:
@@ -376,16 +394,18 @@ def _groups_of(ranks: Any, name: str, world_size: int) -> list[Ranks]:
     """One group, or several without a common rank."""
     try:
         lists = list(ranks)
-        if not lists or not all(isinstance(members, Iterable) for members in lists):
-            lists = [lists]
+        are_groups = all(isinstance(members, Iterable) for members in lists)
+        if not lists or not are_groups:
+            lists = [lists]  # one group
         groups = _ascending(map(operator.index, members) for members in lists)
     except TypeError:
         raise ValueError(
             f"the ranks of {name!r} must be whole numbers, or lists of them, got {shown(ranks)}."
         ) from None
     members = [rank for group in groups for rank in group]
-    distinct = {*members}
-    if not all(groups) or len(distinct) < len(members) or not distinct <= {*range(world_size)}:
+    is_repeated = len(set(members)) < len(members)
+    is_outside = not set(members) <= set(range(world_size))
+    if not all(groups) or is_repeated or is_outside:
         raise ValueError(
             f"the ranks of {name!r} are {shown(ranks)}: give each at most once, at least one for "
             f"each group, of 0 to {world_size - 1}."

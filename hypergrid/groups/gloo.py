@@ -126,10 +126,12 @@ def options(size: int, timeout: timedelta | None = None) -> Any:
     lazily = _lazily(size)
     _check_room(_OF_A_DEVICE)
     shared = _thread.shared
-    if shared is None or _connects_later(lazily) or any(name in os.environ for name in _ALONE):
-        shared = _Shared()
+    alone = _connects_later(lazily) or any(name in os.environ for name in _ALONE)
+    if shared is None or alone:
+        shared = _Shared()  # a device for this group only
     if not shared.devices:
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        interfaces = [name for name in names if name]
         before = {*descriptors()}
         shared.devices = of_torch.gloo_devices(interfaces, lazily)
         opened = {*descriptors()} - before
@@ -157,8 +159,9 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         raise RuntimeError("gloo cannot connect ranks through the store of a fake default group.")
     choice = _thread.choice
     named_options = {name: value for name, value in named.items() if name != "timeout"}
-    ours = choice is not None and not arguments and "timeout" in named
-    if choice is None or not ours or not _are_options(named_options):
+    # Torch calls it with a timeout; outside code that brings its own options is left alone.
+    is_torchs_call = not arguments and "timeout" in named
+    if choice is None or not is_torchs_call or not _are_options(named_options):
         _torchs(group, store, rank, size, *arguments, **named)
         return
     timeout = named["timeout"]

@@ -139,7 +139,7 @@ class GroupPool:
     def make(
         self,
         label: str,
-        mine: Mapping[str, Ranks],
+        ranks_of: Mapping[str, Ranks],
         everyone: Callable[[], Sequence[Ranks]],
         *,
         dims: tuple[str, ...] = (),
@@ -155,7 +155,7 @@ class GroupPool:
         ----------
         label : str
             The name; also the description, unless ``group_desc`` is given.
-        mine : mapping of name to ranks
+        ranks_of : mapping of name to ranks
             The groups that this rank belongs to; the name is equal on all members.
         everyone : function
             Returns all groups of the label; called only where members alone cannot create.
@@ -190,7 +190,7 @@ class GroupPool:
                         if self._owner(label, ranks, kind) is None:
                             missing.append(ranks)
                     fresh = creation.by_world(way, label, missing, epoch, **options)
-                for name, ranks in mine.items():
+                for name, ranks in ranks_of.items():
                     owner = self._owner(label, ranks, kind)
                     if owner is not None:
                         group = self._shared(ranks, owner)
@@ -199,7 +199,9 @@ class GroupPool:
                     else:
                         group = fresh.pop(0)
                     pooled = PooledGroup(label, tuple(ranks), group, dims, owner)
-                    self._add(pooled, timeout)
+                    # Before any other call: a failure in it destroys what is in this list.
+                    self.groups.append(pooled)
+                    self._take_into_use(pooled, timeout)
                     # It fails in time while it connects, and has its own timeout from now on.
                     if shorter is not None and owner is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
@@ -207,7 +209,7 @@ class GroupPool:
         except BaseException as error:
             self._roll_back(before)
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
-                raise self._failure(label, mine.values(), backend, error) from error
+                raise self._failure(label, ranks_of.values(), backend, error) from error
             raise
         return [pooled.group for pooled in self.groups[before.groups :]]
 
@@ -225,10 +227,10 @@ class GroupPool:
             if pooled.group is group and shares is None:
                 shares = pooled.label
         adopted = PooledGroup(label, tuple(ranks), group, dims, shares)
-        self._add(adopted)
+        self.groups.append(adopted)
+        self._take_into_use(adopted)
 
-    def _add(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
-        self.groups.append(pooled)  # from now on a failure destroys it
+    def _take_into_use(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
         _kept.add(self)
         if pooled.shares is None:
             gloo.note(pooled.group)
@@ -419,11 +421,11 @@ class GroupPool:
 
 def _label_of(groups: Sequence[PooledGroup]) -> dict[ProcessGroup, str]:
     """Torch's groups among these, each once, with the label that it was created for."""
-    known = of_torch.known()
+    registered = of_torch.known()
     label_of = {}
     for pooled in groups:
         # Outside code may have destroyed a group, or returned another object for it.
-        if pooled.shares is None and pooled.group in known:
+        if pooled.shares is None and pooled.group in registered:
             label_of[pooled.group] = pooled.label
     return label_of
 
@@ -453,9 +455,9 @@ def _warn(text: str) -> None:
 
 def live_pools() -> list[GroupPool]:
     """Every pool of this process that has groups, or is suspended."""
-    known = of_torch.known()
+    registered = of_torch.known()
     for pool in [*_kept]:
-        if not any(pooled.group in known for pooled in pool.groups):
+        if not any(pooled.group in registered for pooled in pool.groups):
             _kept.discard(pool)
     while True:
         try:
