@@ -9,7 +9,7 @@ from typing import Any
 from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
 from compat.state import ParallelState
-from hypergrid.views import BASE
+from hypergrid.groups.grid import BASE
 
 # Field: the private global that holds its group. Newer releases have more fields. The second
 # all-gather groups are in none: create_all_gather_groups() returns them to its caller.

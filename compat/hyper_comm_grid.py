@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron.releases import RELEASE_HAS
 from hypergrid.groups import creation
+from hypergrid.groups.grid import BASE
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
-from hypergrid.views import BASE
 
 # Names of stock's module that outside code reads and replaces.
 HAVE_ABSL = find_spec("absl") is not None
@@ -100,8 +100,7 @@ class HyperCommGrid:
         self.backend = core.backend
         self._views: dict[str, _RankViewSpec] = {}
         for name, layout in core.views.items():
-            shared_dims = core._views.shared[name]
-            self._add_view(name, layout.sizes, layout.dims, shared_dims)
+            self._add_view(name, layout.sizes, layout.dims, core._shared[name])
         # Groups of others stay open when this grid is destroyed.
         self._borrowed = self._foreign()
 
@@ -219,7 +218,7 @@ class HyperCommGrid:
         if self.core.layout.stop > dist.get_world_size():
             return False
         try:
-            core_key, _, _ = self.core._views.find(dims, view)
+            core_key, _, _ = self.core._find(dims, view)
             return core_key == key and self.core.get_rank_enum(dims, view=view) == ranks
         except (KeyError, ValueError):  # outside code has written other dims
             return False

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-OLDEST, NEWEST = "2.9", "2.15"
+OLDEST = "2.9"
+NEWEST = "2.15"
 _private = threading.RLock()  # outside code may create groups while it is called to create one
 
 
@@ -181,38 +182,36 @@ def has(part: str) -> bool:
 
 def needed(version: str) -> dict[str, Part]:
     """The parts that are looked for in this version of torch."""
-    own = _line(version)
-    return {
-        key: part
-        for key, part in PARTS.items()
-        if _line(part.first) <= own and not (part.last and own > _line(part.last))
-    }
+    line = _line(version)
+    parts = {}
+    for key, part in PARTS.items():
+        if _line(part.first) <= line and (not part.last or line <= _line(part.last)):
+            parts[key] = part
+    return parts
 
 
 def lacking() -> list[str]:
     """The parts that the installed torch lacks, in words. *Local*."""
-    return [
-        f"{part.without} (torch {torch.__version__} has no {', '.join(_missing(part))})"
-        for key, part in needed(torch.__version__).items()
-        if not has(key) and (not part.built_with or dist.is_backend_available(part.built_with))
-    ]
-
-
-def _missing(part: Part) -> list[str]:
-    return [name for name in part.names if not _is_there(name)] or [f"part that {part.does}"]
+    sentences = []
+    for key, part in needed(torch.__version__).items():
+        if has(key) or (part.built_with and not dist.is_backend_available(part.built_with)):
+            continue
+        # Where all names are there, the part does not work as described.
+        names = [name for name in part.names if not _is_there(name)] or [f"part that {part.does}"]
+        sentences.append(f"{part.without} (torch {torch.__version__} has no {', '.join(names)})")
+    return sentences
 
 
 def _is_there(name: str) -> bool:
-    first, *rest = name.split(".")
-    where: Any = c10d
-    if first == "torch":
-        where, rest = pkgutil.resolve_name(name.rpartition(".")[0]), rest[-1:]
-    else:
-        rest = [first, *rest]
-    for each in rest:
-        if not hasattr(where, each):
+    owner: Any = c10d
+    path = name
+    if name.startswith("torch."):
+        module, _, path = name.rpartition(".")
+        owner = pkgutil.resolve_name(module)
+    for attribute in path.split("."):
+        if not hasattr(owner, attribute):
             return False
-        where = getattr(where, each)
+        owner = getattr(owner, attribute)
     return True
 
 
@@ -263,7 +262,7 @@ def backend_of(group: ProcessGroup) -> str:
 def devices_of(backend: str) -> dict[str, str]:
     """The backends that torch's name ``backend`` means, by type of device, in lower case."""
     config = c10d.BackendConfig(c10d.Backend(backend))
-    return {device: str(each) for device, each in config.get_device_backend_map().items()}
+    return {device: str(name) for device, name in config.get_device_backend_map().items()}
 
 
 def bound_device(group: ProcessGroup) -> torch.device | None:
@@ -279,10 +278,15 @@ def device_types(group: object) -> list[str]:
 def parts_of(group: ProcessGroup, without: Collection[str] = ()) -> list[Any]:
     """The backends that do a group's work, each once.
 
-    But for what does it on these types of device.
+    But for what does it on the types of device ``without``.
     """
-    parts = (part_of(group, device) for device in device_types(group) if device not in without)
-    return [*{id(part): part for part in parts}.values()]
+    parts: list[Any] = []
+    for device in device_types(group):
+        if device not in without:
+            part = part_of(group, device)
+            if not any(part is earlier for earlier in parts):
+                parts.append(part)
+    return parts
 
 
 def part_of(group: ProcessGroup, device: torch.device | str) -> Any:
@@ -345,33 +349,37 @@ def split(
     *Collective* over the world; None on a rank outside ``ranks``. ``options`` are those of the
     backend that does the split.
     """
-    default, called = default_group(), c10d.GroupName(name)
+    default = default_group()
+    group_name = c10d.GroupName(name)
     kind = c10d.Backend(backend or backend_of(default))
-    devices, parts = devices_of(kind), dict[str, torch.device]()
-    for device, part in devices.items():  # torch splits for each, also twice the same backend
-        parts.setdefault(part, torch.device(device))
+    device_of: dict[str, torch.device] = {}
+    devices = devices_of(kind)
+    for device, part_name in devices.items():  # torch splits for each, also twice the same backend
+        device_of.setdefault(part_name, torch.device(device))
     timeout = timeout or default_timeout(kind)
     _tell_its_ranks(default)
     group: ProcessGroup | None = default.split_group(
         list(ranks),
         timeout=timeout,
         opts=options,
-        group_name=called,
+        group_name=group_name,
         group_desc=description,
-        device_types=list(parts.values()),
+        device_types=list(device_of.values()),
     )
     if default.rank() not in ranks or group is None:
         return None
-    for device, part in devices.items():
-        if device != parts[part].type:
-            same, of = group._get_backend(parts[part]), c10d.Backend.backend_type_map[part]
-            group._register_backend(torch.device(device), of, same)
+    for device, part_name in devices.items():
+        split_device = device_of[part_name]
+        if device != split_device.type:  # the same backend serves this device too
+            part = group._get_backend(split_device)
+            part_type = c10d.Backend.backend_type_map[part_name]
+            group._register_backend(torch.device(device), part_type, part)
     if default.bound_device_id is not None:
         group.bound_device_id = default.bound_device_id
     config = c10d.BackendConfig(kind)
     if "sequence numbers" in needed(torch.__version__):
-        for backend_part in parts_of(group):
-            backend_part._set_sequence_number_for_group()
+        for part in parts_of(group):
+            part._set_sequence_number_for_group()
     if has("hooks of a split"):
         hooks: Any = c10d
         hooks.HealthCheckHook.attach(group)
@@ -380,7 +388,7 @@ def split(
         group,
         backend_name=kind,
         store=group.get_group_store(),
-        group_name=called,
+        group_name=group_name,
         backend_config=str(config),
         rank_mapping={member: place for place, member in enumerate(ranks)},
     )
@@ -411,15 +419,16 @@ def is_gloo(part: object) -> bool:
 
 def gloo_devices(interfaces: Sequence[str], lazily: bool | None) -> list[Any]:
     """The device that gloo connects through, at once or on first use; None: as torch is set."""
-    make = gloo()
-    devices = [make.create_device(interface=each, lazy_init=lazily) for each in interfaces]
-    return devices or [make.create_default_device(lazy_init=lazily)]
+    if not interfaces:
+        return [gloo().create_default_device(lazy_init=lazily)]
+    return [gloo().create_device(interface=name, lazy_init=lazily) for name in interfaces]
 
 
 def gloo_options(devices: list[Any], timeout: timedelta | None = None) -> Any:
     """Options of a gloo group as torch sets them, but for its devices."""
     options = gloo()._Options()
-    options._devices, options._threads = devices, 2 * len(devices)
+    options._devices = devices
+    options._threads = 2 * len(devices)
     if timeout is not None:
         options._timeout = timeout
     return options
@@ -444,8 +453,10 @@ def gloo_devices_of(group: ProcessGroup) -> int:
 
 def is_nccl2(part: object) -> bool:
     """Whether it is the NCCL backend that connects at once, unless its options say otherwise."""
-    kinds = (getattr(c10d, f"ProcessGroup{each}", None) for each in ("NCCL2", "NCCLLazy"))
-    return any(kind is not None and isinstance(part, kind) for kind in kinds)
+    for name in ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy"):
+        if isinstance(part, getattr(c10d, name, ())):
+            return True
+    return False
 
 
 def waits_if_asked(name: str) -> bool:
@@ -454,8 +465,8 @@ def waits_if_asked(name: str) -> bool:
         return False
     devices_of(name)  # torch registers its own backends when their names are first read
     plugin = c10d.Backend._plugins.get(name.upper())
-    lazy = [getattr(c10d, f"_create_{each}_process_group") for each in ("nccl2", "nccl_lazy")]
-    return plugin is not None and plugin.creator_fn in lazy
+    functions = ("_create_nccl2_process_group", "_create_nccl_lazy_process_group")
+    return plugin is not None and plugin.creator_fn in [getattr(c10d, f) for f in functions]
 
 
 def nccl_options() -> Any:
@@ -500,9 +511,12 @@ def recorded_calls() -> list[str]:
 
 
 def _recorders(ending: str) -> list[Any]:
-    bound = torch._C._distributed_c10d
-    names = (f"_dump_{kind}_trace{ending}" for kind in ("nccl", "fr"))
-    return [getattr(bound, name) for name in names if hasattr(bound, name)]
+    functions = []
+    for kind in ("nccl", "fr"):
+        function = getattr(torch._C._distributed_c10d, f"_dump_{kind}_trace{ending}", None)
+        if function is not None:
+            functions.append(function)
+    return functions
 
 
 def calls_of(group: Any) -> int | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from hypergrid.errors import AgreementError
 from hypergrid.messages import shown
 
 CHOICES = {
@@ -29,12 +31,15 @@ def outermost(name: str, argument: Any = None) -> tuple[Any, str]:
 
     A launcher's flag wins over the environment, and that over the argument.
     """
-    value = os.environ.get(_variable(name))
+    variable = _variable(name)
+    value = os.environ.get(variable)
     if value is not None and value == _flags.get(name):
         return value, f"--{name}"
     if value:
-        return value, f"{_variable(name)} in the environment"
-    return argument, DEFAULT if argument is None else f"the argument `{name}`"
+        return value, f"{variable} in the environment"
+    if argument is None:
+        return None, DEFAULT
+    return argument, f"the argument `{name}`"
 
 
 def _variable(name: str) -> str:
@@ -64,25 +69,90 @@ class Policy:
     creation: str = "auto"
 
     @classmethod
-    def resolve(cls, **given: str | None) -> Policy:
-        """The choices of ``HYPERGRID_SHARE`` etc., else those given, else the defaults.
+    def resolve(cls, **arguments: str | None) -> Policy:
+        """The choices of ``HYPERGRID_SHARE`` etc., else the arguments, else the defaults.
 
         Raises ValueError on an invalid choice.
         """
         values: dict[str, Any] = {}
         for name, choices in CHOICES.items():
-            argument = given.get(name)
-            value: Any = outermost(name, argument)[0]
+            argument = arguments.get(name)
+            value, _ = outermost(name, argument)
             if value is None or (isinstance(value, str) and not value):
                 value = getattr(cls, name)
             if not isinstance(value, str) or value not in choices:
                 source = name if value is argument else _variable(name)
-                raise ValueError(
-                    f"{source}={shown(value)} is invalid: use one of {', '.join(choices)}."
-                )
+                allowed = ", ".join(choices)
+                raise ValueError(f"{source}={shown(value)} is invalid: use one of {allowed}.")
             values[name] = value
         return cls(**values)
 
     def may_share(self, kind: object) -> bool:
         """Whether a group of ``kind`` (None: it must be separate) may be used for two names."""
         return kind is not None and self.share == "all"
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """The abilities of this process, as ranks report them in phase 1.
+
+    ``obstacle`` says why no group can be created by its members alone; ``bound`` why none of the
+    default group's backend can: it is bound to a device, and each new group is split from it.
+    """
+
+    obstacle: str | None = None
+    bound: str | None = None
+    can_split: bool = False
+    can_connect_lazily: bool = True
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The result on which the ranks of a window have agreed."""
+
+    epoch: str  # part of every group's name; never used twice in the life of the store
+    way: str = "members"  # who creates groups that torch splits off a bound default group
+    others: str = "members"  # who creates all others: "members" or "everyone"
+    why: str = ""  # why members alone cannot create; empty if they can
+    lazy: bool = False  # whether gloo connects on first use
+
+
+def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[str, Any]:
+    """The best way of creation that all ranks can use, or why the requested one is impossible."""
+    obstacle = None
+    bound = None
+    all_can_split = True
+    all_can_connect_lazily = True
+    for of_rank in abilities:
+        obstacle = obstacle or of_rank.obstacle
+        bound = bound or of_rank.bound
+        all_can_split = all_can_split and of_rank.can_split
+        all_can_connect_lazily = all_can_connect_lazily and of_rank.can_connect_lazily
+    # From the best way to the one that is always possible.
+    reasons = {
+        "members": obstacle or bound,
+        "split": obstacle or (None if all_can_split else "not every rank can split"),
+        "everyone": None,
+    }
+    way = policy.creation
+    if way == "auto":
+        way = next(name for name, reason in reasons.items() if reason is None)
+    elif reasons[way] is not None:
+        return {"error": f"creation={way!r} is not possible here: {reasons[way]}. Use 'auto'."}
+    # With a bound default group, ranks outside a gloo group wait in torch for a split.
+    members_alone = obstacle is None and (policy.creation != "everyone" or bound is not None)
+    agreement = Agreement(
+        epoch=epoch,
+        way=way,
+        others="members" if members_alone else "everyone",
+        why=reasons["members"] or "",
+        lazy=policy.connect == "lazy" and all_can_connect_lazily,
+    )
+    return asdict(agreement)
+
+
+def accept(outcome: dict[str, Any]) -> Agreement:
+    """The agreement of this outcome; AgreementError if there is none."""
+    if "error" in outcome:
+        raise AgreementError(outcome["error"])
+    return Agreement(**outcome)

@@ -26,10 +26,8 @@ from bench_sides import answer
 from torch.distributed import distributed_c10d as c10d
 
 from hypergrid.agreement import store as connection
-from hypergrid.agreement.commit import all_or_none
-from hypergrid.agreement.prepare import Abilities, _Memory, _Round
-from hypergrid.agreement.rendezvous import Phase
-from hypergrid.policy import Policy
+from hypergrid.agreement.commit import Phase, _Memory, _Round, all_or_none
+from hypergrid.policy import Abilities, Policy
 from tests.support.counting import CountingStore
 from tests.support.forked import run_ranks, served
 
@@ -42,10 +40,7 @@ def two_phases(store: dist.Store, ranks: range, memory: _Memory) -> None:
     here = _Round(store, ranks, memory)
     here.arrive(PROPOSAL, Abilities(), Policy())
     epoch = here.outcome(MINUTE)["epoch"]
-    with (
-        mock.patch("hypergrid.agreement.commit.shared_store", lambda: store),
-        all_or_none(epoch, ranks, MINUTE),
-    ):
+    with all_or_none(store, epoch, ranks, MINUTE):
         pass
 
 

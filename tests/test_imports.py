@@ -19,7 +19,7 @@ ORDERS = {
         ("errors", "messages", "of_torch"),
         ("files",),
         ("layout",),
-        ("topology", "policy", "views"),
+        ("topology", "policy"),
         ("tree", "plan", "replicas"),
         ("summary",),
         ("agreement",),

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -13,14 +14,12 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid.agreement.prepare import refusing_together
-from hypergrid.groups.backends import plain_backend
-from hypergrid.groups.creation import NOT_A_MEMBER
+from hypergrid.agreement.commit import telling_others
+from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import Ranks
-from hypergrid.policy import Policy
 
 Axes: TypeAlias = int | Sequence[int]
 Indices: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
@@ -258,9 +257,9 @@ class ProcessGroupMesh:
     def _group(
         self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
     ) -> ProcessGroup:
-        layout = self.grid.layout
-        with refusing_together(layout.ranks, Policy.resolve()):
+        with telling_others(lambda: self.grid.layout.ranks, patience=timedelta(minutes=1)):
             indices_of_axis = self._indices(axis, indices_at_axis)
+        layout = self.grid.layout
         backend = plain_backend(backend)
         label = self._label(indices_of_axis, backend)
         dims = tuple(f"axis{axis}" for axis in indices_of_axis)

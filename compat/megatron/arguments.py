@@ -193,7 +193,7 @@ class Arguments:
         """Tell the other ranks of the window when this one refuses, so that none waits for it."""
         if self.pretended_world is not None:
             return nullcontext()
-        from hypergrid.agreement.prepare import telling_others
+        from hypergrid.agreement.commit import telling_others
 
         return telling_others(self._window, self.init_count)
 

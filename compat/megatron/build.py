@@ -20,12 +20,11 @@ from compat.megatron import helpers as group_helpers
 from compat.megatron.planning import Request, aliases, rows_of
 from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.table import ROWS, PlannedGroup, Row, slots
-from hypergrid.agreement.prepare import Agreement
-from hypergrid.groups.grid import HyperCommGrid
+from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
-from hypergrid.views import BASE
+from hypergrid.policy import Agreement
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
 _COLLNET = "NCCL_COLLNET_ENABLE"

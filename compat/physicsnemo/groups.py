@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hypergrid.agreement.prepare import Agreement
 from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import span_of
-from hypergrid.policy import Policy
+from hypergrid.policy import Agreement, Policy
 from hypergrid.tree import GroupNode, Placement
 
 OWNER = "DistributedManager"

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo import groups, launch
-from hypergrid.agreement.prepare import telling_others
+from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout

@@ -1,40 +1,170 @@
-"""Phase 2 of the two-phase commit: all ranks have their groups, or all of them roll back."""
+"""The two-phase commit: ranks agree on what they will create, and then all have it or none.
+
+``creating`` surrounds both phases: one thread of this process, at the store that ranks share. In
+phase 1, ``prepare``, each rank arrives in a ``_Round`` with a digest of its proposal. The last one
+sees whether all are equal, and all get the ``Agreement``: an epoch for the names of the groups, and
+the way of creation. In phase 2, ``all_or_none``, each arrives when it has its groups.
+
+Both phases are a ``Phase``: arrivals are counted in one number at the store, and one outcome is
+published for all. On success a phase costs three round trips: to arrive, to wait and to read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hypergrid.agreement.rendezvous import Phase, clear_before
+from hypergrid import __version__
+from hypergrid.agreement import reports
 from hypergrid.agreement.store import (
-    bounded,
+    abortable,
+    another_connection,
+    append,
+    first_value,
+    forget,
+    forget_lines,
+    interval,
+    lines,
     noticing_a_dead_link,
+    peek,
     raise_if_waits_ended,
     shared_store,
-    telling_of_a_lost_store,
+    stay_until,
+    wait,
 )
-from hypergrid.errors import CreationError
-from hypergrid.messages import in_words, shortened
+from hypergrid.errors import AbortedError, AgreementError, CreationError
+from hypergrid.messages import in_words, shortened, span_of
+from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
 
-NO_ADDRESS = "published no address to connect to"  # what a rank says that waited for another
-_FAILED = 1  # what a rank that has failed arrives with, the others with 0
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+NO_ADDRESS = "published no address to connect to"  # in the error of a rank that waited for another
+_FAILED = 1  # a rank that has failed arrives in phase 2 with this digest, the others with 0
+_COMPARE = "compare"  # an outcome: ranks differ, and each reports its proposal in full
+_ROLL_CALL = "roll call"  # an outcome: a rank is missing, and each answers
+_FOR_REPORTS = timedelta(seconds=30)  # that ranks wait for the rank that decides on the reports
+_UNTIL_SET = timedelta(seconds=4)  # that ranks wait for the outcome of a rank that has decided
+_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
 
 
-_phases: list[Phase] = []  # of the groups that this process creates, the outermost first
+@contextmanager
+def creating(ranks: Sequence[int], timeout: timedelta | None) -> Iterator[Store | None]:
+    """Surrounds both phases; gives the store of ``ranks``, None if they share none.
+
+    Inside, ``hypergrid.abort()`` ends what this thread waits for, and another thread of this
+    process that creates groups fails at once. Ranks cannot know which groups belong together if
+    their threads take turns in different orders. The other ranks are told as of any refusal.
+    """
+    with _only_thread(ranks) as is_only, abortable():
+        if not is_only:
+            error = AgreementError(
+                f"two threads of rank {dist.get_rank()} create groups at the same time, one of "
+                f"them those of ranks {span_of(ranks)}, and other ranks cannot know which of them "
+                f"belong together. Create them in one thread, or one after the other, in the same "
+                f"order on all ranks."
+            )
+            with suppress(Exception):  # the refusal itself is what the caller must see
+                _refuse_beside(ranks, error)
+            raise error
+        store = shared_store()
+        if store is None:
+            yield None
+            return
+        with noticing_a_dead_link(store, _bounded(timeout)):
+            yield store
+
+
+def prepare(
+    store: Store | None,
+    ranks: Sequence[int],
+    proposal: Mapping[str, Any],
+    policy: Policy,
+    abilities: Abilities,
+    timeout: timedelta | None = None,
+    life: int | None = None,
+) -> Agreement:
+    """Phase 1: compare the proposals and abilities of ``ranks``. *Collective* over them.
+
+    Each rank adds a digest to one sum in the store; the last one sees from it whether all are
+    equal. With phase 2 that costs six round trips to the store per rank, and a seventh at a
+    process's first; proposals are written and read only if they differ.
+    ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
+
+    ``store`` is that of ``creating``; ``ranks`` ascend, with this one. JSON can hold what is in
+    the ``proposal``. The ``policy`` is compared too; its "auto" is the best way that all ranks
+    support. ``timeout`` is for the last rank to arrive, by default 30 minutes. Where a rank is in
+    one window at a time, ``life`` is this process's n-th one: windows that overlap in the same life
+    are refused, as one would wait for the ranks of the other.
+
+    Raises
+    ------
+    AgreementError
+        On every rank, with the same text: proposals differ, a rank has refused its own
+        (``refuse``) or does not arrive within ``timeout``, the policy's way of creation is
+        impossible, or windows overlap. Also on a lost store.
+    """
+    memory = _memory()
+    if store is None:
+        epoch = f"{span_of(ranks)}/alone/{memory.count_alone(ranks)}"
+        return accept(choose(epoch, policy, [abilities]))
+    timeout = _bounded(timeout)
+    with _telling_of_a_lost_store():
+        round_ = _Round(store, ranks, memory, life)
+        refused = memory.refused.get(round_.span)
+        if refused is not None:  # the other ranks do not know it yet: this call is theirs
+            refused.outcome(timeout)
+        round_.arrive({**proposal, **asdict(policy), "hypergrid": __version__}, abilities, policy)
+        return accept(round_.outcome(timeout))
+
+
+def _bounded(timeout: timedelta | None) -> timedelta:
+    """A time that a store can wait for: torch's stores take 0 as no limit."""
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT
+    return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))
+
+
+@contextmanager
+def _telling_of_a_lost_store() -> Iterator[None]:
+    """Turn torch's error about a lost store into an AgreementError."""
+    try:
+        yield
+    except (AgreementError, CreationError):
+        raise
+    except RuntimeError as error:
+        raise AgreementError(
+            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
+            f"The process or the host that serves it has ended, or the network to it is cut. "
+            f"This rank has created no group."
+        ) from error
+
+
+_commits: list[Phase] = []  # phase 2 of what this process creates, the outermost first
 
 
 def another_rank_failed() -> bool:
     """Whether one of the ranks that create groups together with this process has failed."""
-    return bool(_phases) and _phases[-1].is_decided()
+    # Before this rank has arrived, there is an outcome only after a failure.
+    return bool(_commits) and _commits[-1].store.check(["outcome"])
 
 
 @contextmanager
-def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
-    """All ``ranks`` create the groups that are created inside, or every rank raises.
+def all_or_none(
+    store: Store | None, epoch: str, ranks: Sequence[int], timeout: timedelta | None
+) -> Iterator[None]:
+    """Phase 2: all ``ranks`` create the groups that are created inside, or every rank raises.
 
     *Collective* over ``ranks``, once for each ``epoch`` that they have agreed on. A rank that fails
     tells those that are there. The caller destroys its groups.
@@ -44,56 +174,477 @@ def all_or_none(epoch: str, ranks: Sequence[int], timeout: timedelta) -> Iterato
     CreationError
         Another rank failed, or did not finish within ``timeout`` and a little.
     """
-    store = shared_store()
     if store is None:
         yield
         return
-    timeout, rank = bounded(timeout), dist.get_rank()
+    timeout = _bounded(timeout)
+    rank = dist.get_rank()
     phase = Phase(PrefixStore(f"hypergrid/{epoch}/commit", store), ranks, rank)
 
     def absent(missing: str) -> str:
         return f"{missing} did not finish creating groups within {timeout}. Look at their logs."
 
-    with noticing_a_dead_link(store, timeout):
+    _commits.append(phase)
+    try:
+        yield
+    except BaseException as error:
+        raise_if_waits_ended()  # nothing is to wait any more, also not for the store
+        reason = str(error) if isinstance(error, CreationError) else in_words(error)
+        first = reason
+        with suppress(Exception):  # the failure itself is what the caller must see
+            phase.arrive(_FAILED)
+            phase.publish(reason, early=True)
+            first = phase.outcome(timeout, absent)
+            phase.leave_after_a_failure(store, all_come=True)
+        # A rank that only waited for this one is no cause of this one's failure.
+        only_waited = NO_ADDRESS in first and NO_ADDRESS not in reason
+        if isinstance(error, CreationError) and first != reason and not only_waited:
+            text = f"{shortened(reason, 200)} The first to fail: {first}"
+            raise CreationError(text) from error.__cause__
+        raise
+    finally:
+        _commits.remove(phase)
+    with _telling_of_a_lost_store():
+        if phase.arrive() == len(ranks) and phase.all_equal(0):
+            phase.publish("")
+            with suppress(RuntimeError):  # what is published stands
+                reports.clear_before(store, epoch)
+        # A rank that is stuck in torch finds out after the timeout, and knows better why.
+        failure = phase.outcome(timeout + timedelta(seconds=5), absent)
+    if failure:
+        with suppress(RuntimeError):  # what has been read stands, also if the store is lost
+            phase.leave_after_a_failure(store, all_come=True)
+        raise CreationError(
+            f"rank {rank} rolled back its groups, as another rank could not create its own: "
+            f"{failure}"
+        )
+
+
+# Held by the one thread of this process that agrees or creates, which may nest such calls.
+_lock = threading.RLock()
+_windows: list[list[int]] = []  # the ranks of that thread's calls, the outermost first
+_untold: deque[Callable[[], object]] = deque()  # refusals by other threads, for the same ranks
+
+
+@contextmanager
+def _only_thread(ranks: Sequence[int]) -> Iterator[bool]:
+    """Whether no other thread agrees or creates; inside, none can begin to."""
+    if not _lock.acquire(blocking=False):
+        yield False
+        return
+    _windows.append([*ranks])
+    try:
+        yield True
+    finally:
+        _windows.pop()
+        _lock.release()
+        _tell_untold()
+
+
+def refuse(
+    ranks: Sequence[int],
+    error: BaseException,
+    life: int | None = None,
+    patience: timedelta = timedelta(seconds=10),
+) -> None:
+    """Tell the other ranks that this one has refused its arguments, so that none waits for it.
+
+    The others raise with this error's text once all have arrived. This rank waits for that
+    ``patience`` at most, so that it is not a call ahead; and not at all while another of its
+    threads creates groups.
+    """
+    if not dist.is_initialized() or dist.get_rank() not in ranks:
+        return
+    with _only_thread(ranks) as is_only:
+        if not is_only:
+            _refuse_beside(ranks, error, life)
+            return
+        earlier = _memory().refused.get(span_of(ranks))
+        if earlier is not None:  # the others are at that call: this error is of the next one
+            earlier.wait(patience)
+        refused = _tell(shared_store(), ranks, error, life)
+    if refused is not None:
+        refused.wait(patience)
+
+
+@contextmanager
+def telling_others(
+    ranks: Callable[[], Sequence[int]],
+    life: int | None = None,
+    patience: timedelta = timedelta(seconds=10),
+) -> Iterator[None]:
+    """Tell ``ranks()`` about an error inside, by ``refuse``."""
+    try:
+        yield
+    except AbortedError:
+        raise
+    except Exception as error:
+        with suppress(Exception):  # the refusal itself is what the caller must see
+            refuse(ranks(), error, life, patience)
+        raise
+
+
+def _refuse_beside(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
+    """Refuse while another thread creates groups. Waits for nobody.
+
+    In a round of the same ranks this rank may have arrived by the other thread, and would be
+    counted twice: that thread tells of the refusal when it has ended its own call.
+    """
+    outermost = next(iter(_windows), None)
+    if outermost is None or outermost == [*ranks]:
+        _untold.append(lambda: _tell(shared_store(), ranks, error, life))
+        _tell_untold()  # the other thread may have ended meanwhile
+        return
+    store = shared_store()
+    if store is not None:  # where the other thread may be waiting: it blocks its connection
+        store = another_connection(store)
+    _tell(store, ranks, error, life)
+
+
+def _tell_untold() -> None:
+    while _untold and not _windows and _lock.acquire(blocking=False):
         try:
-            _phases.append(phase)
-            try:
-                yield
-            finally:
-                _phases.remove(phase)
-        except BaseException as error:
-            raise_if_waits_ended()  # nothing is to wait any more, also not for the store
-            first = None
-            with suppress(Exception):  # the failure itself is what the caller must see
-                own = str(error) if isinstance(error, CreationError) else in_words(error)
-                phase.arrive(_FAILED)
-                phase.publish(own, early=True)
-                first = phase.outcome(timeout, absent)
-                phase.leave_after_a_failure(store, all_come=True)
-            # A rank that only waited for this one is no cause of this one's failure.
-            only_waited = first is not None and NO_ADDRESS in first and NO_ADDRESS not in own
-            if isinstance(error, CreationError) and first not in (None, own) and not only_waited:
-                text = f"{shortened(str(error), 200)} The first to fail: {first}"
-                raise CreationError(text) from error.__cause__
-            raise
-        with telling_of_a_lost_store():
-            # A rank that is stuck in torch finds out after the timeout, and knows better why.
-            failure = _outcome(phase, store, epoch, timeout + timedelta(seconds=5), absent)
-        if failure:
-            with suppress(RuntimeError):  # what has been read stands, also if the store is lost
-                phase.leave_after_a_failure(store, all_come=True)
-            raise CreationError(
-                f"rank {rank} rolled back its groups, as another rank could not create its own: "
-                f"{failure}"
+            with suppress(Exception):  # the store is lost; or another thread has told it
+                _untold.popleft()()
+        finally:
+            _lock.release()
+
+
+def _tell(
+    store: Store | None, ranks: Sequence[int], error: BaseException, life: int | None
+) -> _Round | None:
+    """Arrive in the next round as a rank that refuses. Waits for nobody."""
+    memory = _memory()
+    if store is None:
+        # The others, who cannot be told and try what is refused, count this call too.
+        memory.count_alone(ranks)
+        return None
+    round_ = _Round(store, ranks, memory, life)
+    if round_.span not in memory.refused:
+        memory.refused[round_.span] = round_
+        text = f"{type(error).__name__}: {str(error)[:2000]}"
+        with noticing_a_dead_link(store, timedelta(seconds=10)):
+            round_.arrive({"refused": text}, Abilities(), Policy())
+            round_.report()  # now: this rank may be gone when the others compare
+    return memory.refused[round_.span]
+
+
+@dataclass
+class _Memory:
+    """The rounds of this process under one default group, by window."""
+
+    rounds: dict[str, int] = field(default_factory=dict)  # the number of the next one
+    alone: Counter[str] = field(default_factory=Counter)  # agreements without a store
+    refused: dict[str, _Round] = field(default_factory=dict)  # that the others do not know yet
+    is_registered: bool = False
+
+    def count_alone(self, ranks: Sequence[int]) -> int:
+        """The number of agreements of ``ranks`` without a store, with this one."""
+        span = span_of(ranks)
+        self.alone[span] += 1
+        return self.alone[span]
+
+
+# A new default group starts with an empty one again, as a restarted process does: without a store
+# all ranks must count alike.
+_memories: WeakKeyDictionary[object, _Memory] = WeakKeyDictionary()
+
+
+def _memory() -> _Memory:
+    return _memories.setdefault(dist.group.WORLD, _Memory())
+
+
+class _Round:
+    """One rendezvous of ``ranks``; the next one begins when its outcome is published.
+
+    A new process that replaces a dead one is counted once: one key per rank says in which round
+    it arrived, and with which digest.
+    """
+
+    def __init__(
+        self, store: Store, ranks: Sequence[int], memory: _Memory, life: int | None = None
+    ) -> None:
+        self.store = store
+        self.ranks = ranks
+        self.memory = memory
+        self.life = life
+        self.rank = dist.get_rank()
+        self.span = span_of(ranks)
+        self.board = PrefixStore(f"hypergrid/{self.span}", store)
+        self._place = f"hypergrid/at/{self.rank}"
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.span}/{self.number}"
+
+    def _phase(self, number: int) -> Phase:
+        store = PrefixStore(f"{number}/prepare", self.board)
+        return Phase(store, self.ranks, self.rank, partial(self.board.add, "round", 1))
+
+    def arrive(self, proposal: dict[str, Any], abilities: Abilities, policy: Policy) -> None:
+        """Arrive with what this rank proposes; the last of all publishes the outcome."""
+        text = json.dumps([proposal, asdict(abilities)], sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).digest()
+        self.digest = int.from_bytes(digest[:8], "big")
+        # Read back, as the other ranks read it: JSON has no tuples.
+        self.entry = [self.rank, *json.loads(text)]
+        self.policy = policy
+        self.number = self.memory.rounds.get(self.span, 0)
+        replaced_round, replaced_digest = self._arrival_of_dead_process()
+        while True:
+            self.phase = self._phase(self.number)
+            self.store.set(self._place, f"{self.span} {self.number} {self.digest}")
+            # A dead process that this one replaces may have arrived in the same round: then its
+            # digest is taken back, or the rank would count twice.
+            replaced = replaced_digest if replaced_round == self.number else None
+            arrivals = self.phase.arrive(self.digest, replaced)
+            if arrivals <= len(self.ranks):
+                break
+            # The others gave up on this round before this rank came: join the one that is open.
+            self.number = max(self.number + 1, self.board.add("round", 0))
+        # The first rank of a window registers it for all.
+        if arrivals == 1 and self.life is not None and self._overlaps(self.life):
+            return
+        if arrivals < len(self.ranks):
+            return
+        outcome = _COMPARE
+        if self.phase.all_equal(self.digest) and "refused" not in proposal:
+            # All have the abilities and the policy of this rank.
+            agreement = choose(self.epoch, policy, [abilities])
+            outcome = json.dumps(agreement)
+        self.phase.publish(outcome)
+
+    def _arrival_of_dead_process(self) -> tuple[int | None, int]:
+        """The round and the digest with which a dead process arrived here as this rank."""
+        if self.memory.is_registered:
+            return None, 0
+        self.memory.is_registered = True
+        arrival = first_value(self.store, self._place, "here")
+        if arrival == "here":  # no process was here before
+            return None, 0
+        self.number = self.board.add("round", 0)
+        # Such as "0..7 3 9114861777597660798": window, round, digest.
+        span, *numbers = arrival.split(" ")
+        if span != self.span or len(numbers) < 2:
+            return None, 0
+        round_number, digest = numbers
+        return int(round_number), int(digest)
+
+    def _overlaps(self, life: int) -> bool:
+        """Register this window; if it overlaps others of the same life, all of them fail."""
+        key = f"hypergrid/windows/{life}"
+        append(self.store, key, json.dumps([list(self.ranks), self.number]))
+        windows = lines(self.store, key)
+        if len(windows) == 1 and life > 2:
+            past = f"hypergrid/windows/{life - 2}"
+            forget(self.store, past)
+            forget_lines(self.store, past)
+        overlaps = False
+        for window in windows:
+            ranks, number = json.loads(window)
+            common = sorted(set(ranks) & set(self.ranks))
+            if not common or ranks == list(self.ranks):
+                continue
+            overlaps = True
+            error = reports.overlap(common, self.span, span_of(ranks))
+            outcome = json.dumps({"error": error})
+            other = _Round(self.store, ranks, self.memory)
+            if other.board.add("round", 0) == number:  # it waits; else it has its groups
+                other._phase(number).publish(outcome, early=True)
+            self.phase.publish(outcome, early=True)
+        return overlaps
+
+    def wait(self, patience: timedelta) -> dict[str, Any]:
+        """The decision, if it comes within ``patience``; else RuntimeError, and no roll call."""
+        wait(self.phase.store, ["outcome"], patience)
+        return self.outcome(patience)
+
+    def outcome(self, timeout: timedelta) -> dict[str, Any]:
+        """The decision; after ``timeout``, the ranks that are missing."""
+
+        def absent(missing: str) -> str:
+            error = (
+                f"{missing} did not reach group creation within {timeout}. Look at their logs, or "
+                f"give them more time by distributed_timeout_minutes, or by the timeout of a grid."
             )
+            return json.dumps({"error": error})
+
+        try:
+            text = self.phase.outcome(timeout, absent, self._compare)
+        except AbortedError:  # a rank that is still to arrive must not count on this one
+            error = (
+                f"rank {self.rank} left before all had arrived: hypergrid.abort() was called "
+                f"there. Call it on all ranks."
+            )
+            with suppress(RuntimeError):  # the store is lost
+                self.phase.publish(json.dumps({"error": error}), early=True)
+            raise
+        finally:
+            self.memory.rounds[self.span] = self.number + 1
+            self.memory.refused.pop(self.span, None)
+        outcome: dict[str, Any] = json.loads(text)
+        if "error" in outcome:
+            with suppress(RuntimeError):  # what has been read stands, also if the store is lost
+                self.phase.leave_after_a_failure(self.store)
+        return outcome
+
+    def report(self) -> None:
+        """Report in full what this rank arrived with; the last one decides for all."""
+        if self.phase.report(self.digest, self.entry):
+            self.phase.store.set("final", self._decide())
+
+    def _compare(self) -> str:
+        self.report()
+        return self.phase.final(self._decide)
+
+    def _decide(self) -> str:
+        reported = reports.entries(self.phase.store)
+        error = reports.difference(reported, self.span)
+        if error:
+            return json.dumps({"error": error})
+        abilities = [Abilities(**entry.abilities) for entry in reported]
+        return json.dumps(choose(self.epoch, self.policy, abilities))
 
 
-def _outcome(
-    phase: Phase, store: Store, epoch: str, timeout: timedelta, absent: Callable[[str], str]
-) -> str:
-    """Say that this rank has its groups, and wait for all: empty, or the first failure."""
-    if phase.arrive() == len(phase.ranks) and phase.all_equal(0):
-        phase.publish("")
-        with suppress(RuntimeError):  # what is published stands
-            clear_before(store, epoch)
-    return phase.outcome(timeout, absent)
+class Phase:
+    """One tally of a window: which ranks arrived, whether all said the same, what came of it.
+
+    ``store`` is for this phase alone. The rank that publishes the outcome calls ``closing`` before
+    it can be read.
+    """
+
+    def __init__(
+        self, store: Store, ranks: Sequence[int], rank: int, closing: Callable[[], object] = bool
+    ) -> None:
+        self.store = store
+        self.ranks = ranks
+        self.rank = rank
+        self._closing = closing
+        # One number of 62 bits holds the arrivals and, above them, the sum of the digests. For
+        # 8 ranks: 6 bits count up to 8, as many again when the tally is closed, and late ones;
+        # 52 bits of each digest are added, whose sum has 56.
+        count_bits = len(ranks).bit_length()
+        self._shift = count_bits + 2
+        self._modulus = 1 << (62 - self._shift - count_bits)
+        self._tally = 0
+        self._is_last_to_report: bool | None = None
+        self._some_are_absent = False
+
+    def arrive(self, digest: int = 0, replaced_digest: int | None = None) -> int:
+        """Add this rank to the tally; gives how many have arrived, more than all if it is closed.
+
+        ``replaced_digest`` is that of a process that arrived as this rank and is dead.
+        """
+        amount = digest % self._modulus << self._shift
+        if replaced_digest is None:
+            amount += 1
+        else:
+            amount -= replaced_digest % self._modulus << self._shift
+        self._tally = self.store.add("arrived", amount)
+        if self._arrivals > len(self.ranks):  # closed: nobody is to wait for this rank to read it
+            self.store.add("arrived", -amount)
+        return self._arrivals
+
+    @property
+    def _arrivals(self) -> int:
+        return self._tally & ((1 << self._shift) - 1)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for ranks that are there: in a large world each looks at the store less often."""
+        return max(_SILENCE, 2 * interval(len(self.ranks)))
+
+    def all_equal(self, digest: int) -> bool:
+        """Whether all ranks have arrived with this digest, as of this rank's arrival."""
+        return self._tally >> self._shift == digest % self._modulus * len(self.ranks)
+
+    def publish(self, outcome: str, early: bool = False) -> bool:
+        """Set the outcome unless there is one. ``early``: ranks that come later find it closed."""
+        # A rank may decide twice on the same: once for each window that overlaps with this one.
+        decision = f"{secrets.token_hex(8)} {outcome}"
+        if first_value(self.store, "closed", decision) != decision:
+            return False
+        if early:
+            self._tally = self.store.add("arrived", len(self.ranks))
+        self._closing()
+        self.store.set("outcome", outcome)
+        return True
+
+    def outcome(
+        self,
+        timeout: timedelta,
+        absent: Callable[[str], str],
+        compared: Callable[[], str] = str,
+    ) -> str:
+        """Wait for the outcome; after ``timeout`` this rank calls the roll.
+
+        ``absent`` makes the outcome if ranks are missing, which it is given in words; ``compared``
+        gives the outcome if ranks differ.
+        """
+        try:
+            wait(self.store, ["outcome"], timeout, len(self.ranks))
+        except RuntimeError:
+            if self.publish(_ROLL_CALL, early=True):
+                return self._call_roll(absent)
+            self._adopt_decision()
+        outcome = peek(self.store, "outcome")
+        if outcome == _ROLL_CALL:
+            self._some_are_absent = True
+            reports.answer(self.store, self.rank)
+            return self.final(lambda: absent(reports.missing(self.store, self.ranks)))
+        if outcome == _COMPARE:
+            return compared()
+        return outcome
+
+    def _adopt_decision(self) -> None:
+        """Another rank has decided. It may have ended before it could set the outcome."""
+        try:
+            wait(self.store, ["outcome"], _UNTIL_SET, len(self.ranks))
+        except RuntimeError:
+            decision = peek(self.store, "closed")
+            self.store.set("outcome", decision.partition(" ")[2])
+
+    def _call_roll(self, absent: Callable[[str], str]) -> str:
+        self._some_are_absent = True
+        reports.answer(self.store, self.rank)
+        # Closing has added as many arrivals as there are ranks.
+        arrived = self._arrivals - len(self.ranks)
+        reports.wait_for_answers(self.store, arrived, self._patience)
+        outcome = absent(reports.missing(self.store, self.ranks))
+        self.store.set("final", outcome)
+        return outcome
+
+    def report(self, digest: int, entry: Sequence[Any]) -> bool:
+        """Report what this rank arrived with, once; whether it is the last, which decides."""
+        if self._is_last_to_report is not None:
+            return False
+        is_first = self.rank == self.ranks[0]
+        count = reports.report(self.store, entry, digest, is_first)
+        self._is_last_to_report = count == len(self.ranks)
+        return self._is_last_to_report
+
+    def final(self, decide: Callable[[], str]) -> str:
+        """The outcome that one rank decides on the reports of all."""
+        try:
+            wait(self.store, ["final"], _FOR_REPORTS, len(self.ranks))
+        except RuntimeError:  # the rank that was to decide has ended meanwhile
+            self.store.set("final", decide())
+        return peek(self.store, "final")
+
+    def leave_after_a_failure(self, default: Store, all_come: bool = False) -> None:
+        """Wait, where this process serves the store, until the others have read it too.
+
+        Those that have arrived; with ``all_come`` all ranks, which arrive when torch lets them.
+        """
+        self.store.add("read", 1)
+
+        def all_read() -> bool:
+            self._tally = self.store.add("arrived", 0)
+            expected = self._arrivals
+            if expected > len(self.ranks):  # closed, which has added as many as there are ranks
+                expected -= len(self.ranks)
+            if all_come and not self._some_are_absent:
+                expected = len(self.ranks)
+            return self.store.add("read", 0) >= expected
+
+        stay_until(all_read, default, self._patience)

@@ -1,4 +1,4 @@
-"""The store that ranks share: operations that every store has, and errors when it is lost."""
+"""The store that ranks share: operations that every store has, and bounded waits for it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
-from hypergrid.errors import AbortedError, AgreementError, CreationError
-from hypergrid.messages import in_words, shown
+from hypergrid.errors import AbortedError
 
 _DESCRIPTORS = "/proc/self/fd"
 _IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
-_aborts, _settled, _thread = 0, 0, threading.local()  # how many; before the last creation
+
+
+class _Thread(threading.local):
+    aborts: int | None = None  # the number of aborts when this thread entered ``abortable``
+
+
+_thread = _Thread()
+_aborts = 0  # the number of aborts in this process
+_aborts_before_creation = 0  # the number when groups were last created
 
 
 def shared_store() -> Store | None:
@@ -42,20 +49,22 @@ def end_waits() -> None:
 
 def settle() -> None:
     """This thread has created groups: an abort before it began is over."""
-    global _settled
-    _settled = _thread.aborts
+    global _aborts_before_creation
+    if _thread.aborts is not None:
+        _aborts_before_creation = _thread.aborts
 
 
 def was_aborted() -> bool:
     """Whether ``end_waits`` was called since groups were last created."""
-    return _settled != _aborts
+    return _aborts_before_creation != _aborts
 
 
 @contextmanager
 def abortable() -> Iterator[None]:
     """Inside, ``end_waits`` ends what this thread waits for, and turns its errors into its own."""
-    outer = getattr(_thread, "aborts", None)
-    _thread.aborts = _aborts if outer is None else outer
+    outer = _thread.aborts
+    if outer is None:  # not inside another one, whose abort ends this one too
+        _thread.aborts = _aborts
     try:
         yield
     except Exception:
@@ -67,7 +76,7 @@ def abortable() -> Iterator[None]:
 
 def raise_if_waits_ended() -> None:
     """AbortedError if ``end_waits`` was called since this thread is in ``abortable``."""
-    if getattr(_thread, "aborts", None) not in (None, _aborts):
+    if _thread.aborts not in (None, _aborts):
         raise AbortedError(
             "hypergrid.abort() was called in this process while it created groups. It has none of "
             "them now. Other ranks were not told: call it on all of them."
@@ -96,15 +105,17 @@ def wait(
     try:
         store.wait(keys, min(timeout, _IN_STORE))
     except RuntimeError:
+        # The store's own wait is over: look from time to time until the timeout.
         while not store.check(keys):
             if given_up():
                 raise
-            until = time.monotonic() + interval(ranks)
-            while (now := time.monotonic()) < until:
+            next_look = time.monotonic() + interval(ranks)
+            # In short steps: an abort ends the wait soon.
+            while time.monotonic() < next_look:
                 raise_if_waits_ended()
-                if now >= end:
+                if time.monotonic() >= end:
                     raise
-                time.sleep(min(0.5, until - now))
+                time.sleep(min(0.5, max(0, next_look - time.monotonic())))
 
 
 def forget(store: Store, *keys: str) -> None:
@@ -126,95 +137,71 @@ def peek(store: Store, key: str) -> str:
 def first_value(store: Store, key: str, value: str) -> str:
     """The value of ``key``, which is ``value`` from now on if it had none."""
     try:
-        found: bytes = store.compare_set(key, "", value)
+        current: bytes = store.compare_set(key, "", value)
     except (AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
         if store.add(f"{key}/set", 1) == 1:
             store.set(key, value)
-        found = store.get(key)
-    return found.decode()
+        current = store.get(key)
+    return current.decode()
 
 
-def get_all(store: Store, keys: list[str]) -> list[bytes]:
+def get_all(store: Any, keys: list[str]) -> list[bytes]:
     """The values of several keys that are there, in one message where the store can."""
-    own: Any = store
-    found: list[bytes] = (
-        own.multi_get(keys) if own.has_extended_api() else [store.get(key) for key in keys]
-    )
-    return found
+    if not store.has_extended_api():
+        return [store.get(key) for key in keys]
+    values: list[bytes] = store.multi_get(keys)
+    return values
 
 
-def append(store: Store, key: str, line: str) -> None:
+def append(store: Any, key: str, line: str) -> None:
     """Add a line to the text of a key, which any number of ranks do at the same time."""
-    own: Any = store
-    if own.has_extended_api():
-        own.append(key, line + "\n")
+    if store.has_extended_api():
+        store.append(key, line + "\n")
     else:
-        store.set(f"{key}/{store.add(f'{key}/lines', 1)}", line)
+        number = store.add(f"{key}/lines", 1)
+        store.set(f"{key}/{number}", line)
 
 
-def lines(store: Store, key: str) -> list[str]:
-    """The value that has been appended so far."""
-    own: Any = store
-    if own.has_extended_api():
-        return peek(store, key).splitlines() if store.check([key]) else []
-    numbers = range(1, store.add(f"{key}/lines", 0) + 1)
-    return [store.get(f"{key}/{number}").decode() for number in numbers]
+def lines(store: Any, key: str) -> list[str]:
+    """The lines that have been appended so far."""
+    if not store.has_extended_api():
+        return [store.get(line_key).decode() for line_key in _line_keys(store, key)]
+    if not store.check([key]):  # to read it would wait until somebody appends
+        return []
+    return peek(store, key).splitlines()
 
 
-def forget_lines(store: Store, *keys: str) -> None:
+def forget_lines(store: Any, *keys: str) -> None:
     """Delete what was appended where each line is a key of its own."""
-    own: Any = store
-    for key in () if own.has_extended_api() else keys:
-        many = store.add(f"{key}/lines", 0)
-        forget(store, *(f"{key}/{number + 1}" for number in range(many)), f"{key}/lines")
+    if not store.has_extended_api():
+        for key in keys:
+            forget(store, *_line_keys(store, key), f"{key}/lines")
 
 
-def another_connection(store: Store) -> Store:
+def _line_keys(store: Store, key: str) -> list[str]:
+    count = store.add(f"{key}/lines", 0)
+    return [f"{key}/{number}" for number in range(1, count + 1)]
+
+
+def another_connection(store: Any) -> Store:
     """The same store for a second thread: a client that waits for a key blocks other calls."""
-    own: Any = store
     try:
-        another: Store = own.clone()
+        clone: Store = store.clone()
     except (AttributeError, RuntimeError):  # an older torch; a store written in Python
-        return store
-    return another
+        clone = store
+    return clone
 
 
-def stay_until(told: Callable[[], bool], store: Store, seconds: float) -> None:
-    """If this process serves ``store``, wait until others are ``told``, ``seconds`` at most.
+def stay_until(others_read: Callable[[], bool], store: Store, seconds: float) -> None:
+    """If this process serves ``store``, wait until ``others_read``, ``seconds`` at most.
 
     A rank that has failed usually ends, and its store with it.
     """
     if _serves(store):
         end = time.monotonic() + seconds
         with suppress(RuntimeError):
-            while not told() and time.monotonic() < end:
+            while not others_read() and time.monotonic() < end:
                 time.sleep(0.01)
-
-
-def check_timeout(timeout: Any) -> None:
-    """TypeError if it is no timedelta, nor None."""
-    if not isinstance(timeout, timedelta | None):
-        raise TypeError(f"timeout must be a datetime.timedelta, got {shown(timeout)}.")
-
-
-def bounded(timeout: timedelta) -> timedelta:
-    """A time that a store can wait for: torch's stores take 0 as no limit."""
-    return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))
-
-
-@contextmanager
-def telling_of_a_lost_store() -> Iterator[None]:
-    """Turn torch's error about a lost store into an AgreementError."""
-    try:
-        yield
-    except (AgreementError, CreationError):
-        raise
-    except RuntimeError as error:
-        raise AgreementError(
-            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
-            f"The process or the host that serves it has ended, or the network to it is cut. "
-            f"This rank has created no group."
-        ) from error
 
 
 @contextmanager
@@ -226,44 +213,57 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
     Only where the system has these socket options (Linux), and not for other stores.
     """
     seconds = timeout.total_seconds()
-    wanted = {
+    values = {
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
         (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", None)): max(1, int(seconds / 4)),
         (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPINTVL", None)): max(1, int(seconds / 8)),
         (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)): int(seconds * 500),
     }
+    connections = _connections(store)
     before = []
-    for connection in _connections(store):
-        for (level, option), value in wanted.items():
+    for connection in connections:
+        for (level, option), value in values.items():
             if option is not None:
                 with suppress(OSError):  # a value that this system does not accept
-                    before.append((connection, level, option, connection.getsockopt(level, option)))
+                    old_value = connection.getsockopt(level, option)
+                    before.append((connection, level, option, old_value))
                     connection.setsockopt(level, option, value)
     try:
         yield
     finally:
-        for connection, level, option, value in reversed(before):  # one may be here twice
+        for connection, level, option, old_value in reversed(before):  # one may be here twice
             with suppress(OSError):
-                connection.setsockopt(level, option, value)
-        for connection in {entry[0] for entry in before}:
+                connection.setsockopt(level, option, old_value)
+        for connection in connections:
             connection.close()
 
 
+class Descriptor(NamedTuple):
+    """A socket of this process. Its number may be another one's by now, the inode is not."""
+
+    number: int
+    inode: int
+
+
 # Looked for once for each store, as it costs a few calls for every descriptor of the process.
-_connections_to: WeakKeyDictionary[Store, list[tuple[int, int]]] = WeakKeyDictionary()
+_connections_to: WeakKeyDictionary[Store, list[Descriptor]] = WeakKeyDictionary()
 
 
 def _connections(store: Store) -> list[socket.socket]:
     """Duplicates of this process's sockets whose other end is the store."""
     if store not in _connections_to:
-        _connections_to[store] = _places(store)
-    duplicates = [duplicate(*place) for place in _connections_to[store]]
-    return [connection for connection in duplicates if connection is not None]
+        _connections_to[store] = _descriptors_to(store)
+    connections = []
+    for descriptor in _connections_to[store]:
+        connection = duplicate(*descriptor)
+        if connection is not None:
+            connections.append(connection)
+    return connections
 
 
-def _places(store: Store) -> list[tuple[int, int]]:
+def _descriptors_to(store: Store) -> list[Descriptor]:
     served = innermost(store)
-    if not hasattr(served, "port"):
+    if not hasattr(served, "port"):  # a store of files, or of one process
         return []
     addresses = _addresses(served.host)
 
@@ -271,7 +271,7 @@ def _places(store: Store) -> list[tuple[int, int]]:
         host, port = connection.getpeername()[:2]
         return port == served.port and _plain(host) in addresses
 
-    return _sockets(leads_there)
+    return sockets(leads_there, descriptors())
 
 
 def _serves(store: Store) -> bool:
@@ -284,7 +284,7 @@ def _serves(store: Store) -> bool:
     def serves(connection: socket.socket) -> bool:
         return listens(connection) and connection.getsockname()[1] == served.port
 
-    return bool(_sockets(serves))
+    return bool(sockets(serves, descriptors()))
 
 
 def innermost(store: Any) -> Any:
@@ -298,7 +298,7 @@ def innermost(store: Any) -> Any:
 def _addresses(host: str) -> set[str]:
     name = host.encode() if host.isascii() else host  # text would load the codec of foreign names
     with suppress(OSError):  # no such name any more
-        return {_plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None)}
+        return {_plain(str(info[4][0])) for info in socket.getaddrinfo(name, None)}
     return set()
 
 
@@ -306,43 +306,43 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")  # IPv4 in IPv6
 
 
-def _sockets(wanted: Callable[[socket.socket], bool]) -> list[tuple[int, int]]:
-    """Descriptor and inode of those of this process's internet sockets that are ``wanted``."""
-    places = []
-    for name in descriptors():
-        connection = duplicate(int(name))
+def sockets(accepts: Callable[[socket.socket], bool], numbers: Iterable[int]) -> list[Descriptor]:
+    """Those internet sockets among the descriptors ``numbers`` that a function ``accepts``."""
+    accepted = []
+    for number in numbers:
+        connection = duplicate(number)
         if connection is None:
             continue
         with connection, suppress(OSError):  # not connected
-            if wanted(connection):
-                places.append((int(name), os.fstat(connection.fileno()).st_ino))
-    return places
+            if accepts(connection):
+                accepted.append(Descriptor(number, os.fstat(connection.fileno()).st_ino))
+    return accepted
 
 
-def descriptors() -> list[str]:
+def descriptors() -> list[int]:
     """The descriptors of this process; none where the system does not list them."""
     with suppress(OSError):  # or where none is left to read the list with
-        return os.listdir(_DESCRIPTORS)
+        return [int(name) for name in os.listdir(_DESCRIPTORS)]
     return []
 
 
-def duplicate(descriptor: int, inode: int | None = None) -> socket.socket | None:
-    """A duplicate of the internet socket ``descriptor``, if that is one, and has this ``inode``."""
+def duplicate(number: int, inode: int | None = None) -> socket.socket | None:
+    """A duplicate of the internet socket ``number``, if that is one, and has this ``inode``."""
     try:
-        status = os.fstat(descriptor)
+        status = os.fstat(number)
         # Nothing else is duplicated: to close the duplicate of a file would release its locks.
         if not stat.S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
             return None
-        number = os.dup(descriptor)
+        duplicate_number = os.dup(number)
     except OSError:  # closed meanwhile
         return None
-    if os.fstat(number).st_ino != status.st_ino:  # and is another one by now
-        os.close(number)
+    if os.fstat(duplicate_number).st_ino != status.st_ino:  # and is another one by now
+        os.close(duplicate_number)
         return None
     # If the process has a default timeout, Python makes every new socket object non-blocking, and
     # so the original, which shares its state; but not one that is created as non-blocking.
     kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
-    connection = socket.socket(type=kind, fileno=number)
+    connection = socket.socket(type=kind, fileno=duplicate_number)
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         return connection
     connection.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hypergrid.agreement.rendezvous import Phase
+from hypergrid.agreement.commit import Phase
 from hypergrid.agreement.store import abortable, forget
 from hypergrid.errors import AgreementError
 from hypergrid.messages import in_words

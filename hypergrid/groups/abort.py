@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
 from hypergrid.agreement import store
 from hypergrid.errors import AbortedError
-from hypergrid.groups import closing, sockets
+from hypergrid.groups import closing, gloo
 from hypergrid.groups.pool import DEFAULT, live_pools
 
 # For code that holds what was built on groups: called when all of them are destroyed.
@@ -86,27 +87,36 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     """
     store.end_waits()
     pools = live_pools()
-    pooled = [
-        each
-        for pool in pools
-        for each in pool.groups
-        if each.shares is None and each.group not in closing.inherited
-    ]
-    labels = {each.group: each.label for each in pooled}
-    if default and dist.is_initialized():
-        sockets.note_default()
-        labels[of_torch.default_group()] = DEFAULT
-    connections = sockets.shut(labels)
-    if default:
-        labels = {group: group.group_desc for group in of_torch.known()} | labels
-    ending = [*(group for group in labels if of_torch.knows(group)), *closing.unfinished()]
-    for group, why in closing.free(dict.fromkeys(ending), timeout).items():
-        name = labels.get(group, "a group of an earlier abort()")
-        warnings.warn(f"could not abort {name}: {why}", RuntimeWarning, stacklevel=2)
+    labels = []  # of the groups that end
+    name_of: dict[ProcessGroup, str] = {}
     for pool in pools:
-        (pool.holder() or pool).destroy(abort=True)
+        for pooled in pool.groups:
+            # In a forked child the groups of its parent are only forgotten.
+            if pooled.shares is None and pooled.group not in closing.inherited:
+                labels.append(pooled.label)
+                name_of[pooled.group] = pooled.label
+    if default and dist.is_initialized():
+        gloo.note_default()
+        default_group = of_torch.default_group()
+        name_of[default_group] = DEFAULT
+    connections = gloo.shut(name_of)
     if default:
-        closing.abort([*of_torch.known()])
+        # Groups of outside code end too. Their sockets are left alone.
+        for group in of_torch.known():
+            name_of.setdefault(group, group.group_desc)
+    ending = [group for group in name_of if of_torch.knows(group)]
+    for group in closing.unfinished():
+        if group not in ending:
+            ending.append(group)
+    for group, reason in closing.free(ending, timeout).items():
+        name = name_of.get(group, "a group of an earlier abort()")
+        warnings.warn(f"could not abort {name}: {reason}", RuntimeWarning, stacklevel=2)
+    for pool in pools:
+        # The grid or state that holds a pool forgets more than its groups.
+        holder = pool.holder() or pool
+        holder.destroy(abort=True)
+    if default:
+        closing.abort(of_torch.known())
     for forget in [*after_abort]:
         forget()
-    return Aborted(tuple(each.label for each in pooled), connections)
+    return Aborted(tuple(labels), connections)

@@ -19,7 +19,7 @@ from hypergrid.agreement.store import end_waits
 from hypergrid.messages import in_words
 
 LIMIT = timedelta(seconds=30)  # that all aborts together may take
-WATCHDOG, NONBLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_USE_COMM_NONBLOCKING"
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # How torch's NCCL is to be set so that a rank can be freed: the value, torch's own, and why.
 SETTINGS = {
     WATCHDOG: (
@@ -28,7 +28,7 @@ SETTINGS = {
         "NCCL's watchdog ends a process whose collective exceeds its timeout, also one that is "
         "being freed; torchrun sets 1",
     ),
-    NONBLOCKING: (
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": (
         "1",
         "0",
         "a rank that connects waits for a missing one without a limit, which no abort ends; with "
@@ -44,6 +44,8 @@ inherited: set[ProcessGroup] = set()
 
 
 class _Abort(threading.Thread):
+    """Torch's abort of one group, which may wait for others."""
+
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(name=f"aborting {of_torch.known().get(group)}", daemon=True)
         self.error: Exception | None = None
@@ -60,7 +62,7 @@ class _Abort(threading.Thread):
         except Exception as error:
             self.error = error
         finally:
-            self._group = None
+            self._group = None  # or this thread would keep it alive
 
 
 def _inherit() -> None:
@@ -74,12 +76,12 @@ if hasattr(os, "register_at_fork"):
 
 def unset() -> dict[str, str]:
     """The variables of ``SETTINGS`` that have other values: which, and what they do."""
-    values = {name: os.environ.get(name, usual) for name, (_, usual, _) in SETTINGS.items()}
-    return {
-        name: f"{values[name]}, not {wanted}: {why}"
-        for name, (wanted, _, why) in SETTINGS.items()
-        if values[name] != wanted
-    }
+    differing = {}
+    for name, (value, usual, reason) in SETTINGS.items():
+        current = os.environ.get(name, usual)
+        if current != value:
+            differing[name] = f"{current}, not {value}: {reason}"
+    return differing
 
 
 def watch(group: Any) -> None:
@@ -88,8 +90,9 @@ def watch(group: Any) -> None:
         group.register_abort_hook(_HOOK, functools.partial(_on_abort, weakref.ref(group)))
 
 
-def _on_abort(group: weakref.ref[ProcessGroup]) -> None:
-    if group() is not None and group() not in _aborts:
+def _on_abort(reference: weakref.ref[ProcessGroup]) -> None:
+    group = reference()
+    if group is not None and group not in _aborts:
         end_waits()
 
 
@@ -101,35 +104,38 @@ def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[Proce
     group is not aborted again while its abort goes on, or once it has ended without an error, and
     none that this process inherited from the one that forked it.
     """
-    asked = [group for group in groups if group not in inherited]
-    for group in asked:
-        before = _aborts.get(group)
-        if before is None or before.error is not None:
+    aborts = {}
+    for group in groups:
+        if group in inherited:
+            continue
+        earlier = _aborts.get(group)
+        if earlier is None or earlier.error is not None:
             _aborts[group] = _Abort(group)
-    end, failed = time.monotonic() + limit.total_seconds(), dict[ProcessGroup, str]()
-    for group in asked:
-        if _aborts[group].is_alive():
-            _aborts[group].join(max(0, end - time.monotonic()))
-        error = _aborts[group].error
-        if _aborts[group].is_alive():
-            failed[group] = f"its abort did not end within {limit.total_seconds():g} s."
-        elif error is not None:
-            failed[group] = in_words(error)
-    return failed
+        aborts[group] = _aborts[group]
+    end = time.monotonic() + limit.total_seconds()
+    reasons = {}
+    for group, thread in aborts.items():
+        if thread.is_alive():
+            thread.join(max(0, end - time.monotonic()))
+        if thread.is_alive():
+            reasons[group] = f"its abort did not end within {limit.total_seconds():g} s."
+        elif thread.error is not None:
+            reasons[group] = in_words(thread.error)
+    return reasons
 
 
 def unfinished() -> list[ProcessGroup]:
     """The groups whose abort failed, or goes on."""
-    return [group for group, each in [*_aborts.items()] if each.is_alive() or each.error]
+    return [group for group, thread in [*_aborts.items()] if thread.is_alive() or thread.error]
 
 
 def abort(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
     """``free`` groups that nobody has begun to free, and let torch forget all. *Local*."""
-    asked = [*groups]
-    failed = free(group for group in asked if group not in _aborts)
-    for group in asked:
+    all_groups = [*groups]
+    reasons = free(group for group in all_groups if group not in _aborts)
+    for group in all_groups:
         of_torch.forget(group)
-    return failed
+    return reasons
 
 
 def close(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
@@ -138,14 +144,15 @@ def close(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
     In the order in which ``torch.distributed.destroy_process_group()`` destroys all groups, as
     NCCL waits for the other members.
     """
-    names, failed = of_torch.known(), dict[ProcessGroup, str]()
-    for group in sorted(groups, key=lambda each: names.get(each, ""), reverse=True):
+    reasons = {}
+    name_of = of_torch.known()
+    for group in sorted(groups, key=lambda group: name_of.get(group, ""), reverse=True):
         try:
             dist.destroy_process_group(group)
         except RuntimeError as error:
-            failed[group] = in_words(error)
+            reasons[group] = in_words(error)
         except (AssertionError, LookupError, ValueError):
             if of_torch.knows(group):  # else another thread has destroyed it meanwhile
                 raise
         of_torch.forget(group)
-    return failed
+    return reasons

@@ -1,4 +1,8 @@
-"""Creates one group on this rank: by its members alone, by a split, or with every rank."""
+"""Creates one group on this rank: by its members alone, by a split, or with every rank.
+
+And the rules of gloo, NCCL, fake and torchcomms: who takes part in a new group, when it connects.
+Decided by what torch would create and not by names: from torch 2.15 on "nccl" is another class.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import (  # type: ignore[attr-defined]
+    DebugLevel,
+    ProcessGroup,
+    get_debug_level,
+)
 
 from hypergrid import of_torch
 from hypergrid.agreement.commit import NO_ADDRESS
-from hypergrid.agreement.prepare import Abilities, Agreement, accept, choose
-from hypergrid.groups import backends, closing, gloo
+from hypergrid.groups import closing, gloo
 from hypergrid.messages import span_of
-from hypergrid.policy import Policy
+from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
 
 Ranks: TypeAlias = Sequence[int]
 NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a rank outside a group
@@ -30,8 +37,20 @@ NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a ran
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     """A group's name from what it is: 128 bits, which torch writes as a decimal number."""
     digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)
-    digest.update(np.asarray(ranks, dtype="<i8").tobytes())
+    # As bytes of one order: ranks on hosts of different kinds must agree on the name.
+    rank_bytes = np.asarray(ranks, dtype="<i8").tobytes()
+    digest.update(rank_bytes)
     return int.from_bytes(digest.digest(), "big")
+
+
+@contextmanager
+def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
+    """Groups that outside code creates inside have names that count up from this one's.
+
+    Each has its own name, equal on every rank that makes the same calls inside.
+    """
+    with of_torch.numbered(group_name(label, ranks, epoch) if of_torch.has("names") else None):
+        yield
 
 
 def by_members(
@@ -43,12 +62,16 @@ def by_members(
     first use if its backend can; so it does where torch would split it off the default group, with
     all ranks.
     """
+    name = group_name(label, ranks, epoch)
     backend = options.get("backend")
-    if (waits or backends.bound_to(backend)) and backends.can_wait(backend):
-        options["pg_options"] = backends.waiting(backend, options.get("pg_options"))
-    with of_torch.numbered(group_name(label, ranks, epoch)):
+    options = copied_options(options)
+    if (waits or bound_to(backend)) and can_wait(backend):
+        if options["pg_options"] is None:
+            options["pg_options"] = of_torch.nccl_options()
+        options["pg_options"].lazy_init = True
+    with of_torch.numbered(name):
         try:
-            group: ProcessGroup = dist.new_group(list(ranks), **copied_options(options))
+            group: ProcessGroup = dist.new_group(list(ranks), **options)
         except gloo.NoAddress as error:
             missing = span_of([ranks[place] for place in error.places])
             raise RuntimeError(f"ranks {missing} {NO_ADDRESS}.") from error
@@ -68,13 +91,28 @@ def by_split(
     A rank that is in none of them takes part too, as NCCL demands. ``options`` are those of
     ``torch.distributed.new_group``; nothing is inherited from the default group.
     """
-    rank, backend = dist.get_rank(), options.get("backend")
-    ranks = sorted(next((each for each in groups if rank in each), groups[0]))
+    rank = dist.get_rank()
+    members = groups[0]
+    for ranks in groups:
+        if rank in ranks:
+            members = ranks
+    backend = options.get("backend")
+    device = next(iter(devices_of(backend)))
+    source = of_torch.checked_by(_part(device))
+    if of_torch.is_gloo(source):
+        split_options = gloo.options(len(members))
+    elif options.get("pg_options") is None:
+        # Torch would copy the options of the default group.
+        split_options = type(source.options)()
+    else:
+        split_options = copy.deepcopy(options["pg_options"])
+    members = sorted(members)
+    name = group_name(label, members, epoch)
     return of_torch.split(
-        ranks,
-        str(group_name(label, ranks, epoch)),
+        members,
+        str(name),
         backend,
-        backends.split_options(backend, options.get("pg_options")) or gloo.options(len(ranks)),
+        split_options,
         options.get("timeout"),
         options.get("group_desc") or "undefined",
     )
@@ -88,37 +126,72 @@ def by_everyone(
     Disjoint groups go through ``torch.distributed.new_subgroups_by_enumeration``, which refuses
     groups that overlap: these are created one by one.
     """
-    if not groups:
-        return []
+    rank = dist.get_rank()
+    groups_of_rank = []
     before = of_torch.known()
     with named_from(label, (), epoch):
         try:
             if disjoint(groups):
-                every = [list(ranks) for ranks in groups]
-                mine, _ = dist.new_subgroups_by_enumeration(every, **copied_options(options))
-                return [] if mine is None else [mine]
-            made = [dist.new_group(list(ranks), **copied_options(options)) for ranks in groups]
+                all_members = [list(ranks) for ranks in groups]
+                group, _ = dist.new_subgroups_by_enumeration(all_members, **copied_options(options))
+                if group is not None:
+                    groups_of_rank.append(group)
+            else:
+                for ranks in groups:
+                    group = dist.new_group(list(ranks), **copied_options(options))
+                    if rank in ranks:
+                        groups_of_rank.append(group)
         except BaseException:
             closing.abort(of_torch.known().keys() - before)
             raise
-        rank = dist.get_rank()
-        return [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
+    return groups_of_rank
 
 
 def by_world(
     way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
     """Create ``groups`` with all ranks, by a split if that is the ``way`` and possible."""
-    if way != "split" or not disjoint(groups) or not backends.can_split_off(options.get("backend")):
-        return by_everyone(label, groups, epoch, **options)
-    mine = by_split(label, groups, epoch, **options) if groups else None
-    return [] if mine is None else [mine]
+    if not groups:
+        return []
+    # One split gives each rank one group at most.
+    if way == "split" and disjoint(groups) and _can_split_off(options.get("backend")):
+        group = by_split(label, groups, epoch, **options)
+        return [] if group is None else [group]
+    return by_everyone(label, groups, epoch, **options)
 
 
 def disjoint(groups: Sequence[Ranks]) -> bool:
     """Whether no rank is in two of ``groups``."""
     members = [rank for ranks in groups for rank in ranks]
     return len(members) == len(set(members))
+
+
+def copied_options(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` with a copy of the backend options: torch writes the group's name into them.
+
+    Those that cannot be copied are gloo's, which torch does not read. In a dry run on a fake
+    default group every group is fake, as its store connects no ranks; outside code that has
+    replaced ``new_group`` sees the backend that was asked for.
+    """
+    options = dict(options)
+    asked_of_torch = options.get("backend") is not None and not is_replaced(dist.new_group)
+    if asked_of_torch and dist.get_backend() == "fake":
+        options["backend"] = "fake"
+    pg_options = options.get("pg_options")
+    try:
+        options["pg_options"] = copy.deepcopy(pg_options)
+    except TypeError:
+        options["pg_options"] = pg_options
+    return options
+
+
+def is_replaced(function: object) -> bool:
+    """Whether outside code has replaced this function of torch.distributed.
+
+    By the file of its code: a wrapper may have torch's name and module.
+    """
+    code = getattr(function, "__code__", None)
+    return code is None or not code.co_filename.startswith(os.path.dirname(dist.__file__))
 
 
 def abilities(policy: Policy | None = None) -> Abilities:
@@ -134,19 +207,41 @@ def abilities(policy: Policy | None = None) -> Abilities:
             f"{'; '.join(of_torch.lacking())}. Use torch {of_torch.OLDEST} to "
             f"{of_torch.NEWEST}, or a newer hypergrid."
         )
-    policy, device, reason, can_split = policy or Policy(), backends.bound_to(), None, False
-    later = policy.connect == "lazy" or (policy.connect, policy.creation) == ("eager", "members")
+    policy = policy or Policy()
+    can_connect_lazily = of_torch.has("gloo") and not of_torch.torchcomms()
+    device = bound_to()
+    reason = None
+    can_split = False
     if device is not None:
-        can_split = backends.can_split()
-        if not (later and backends.can_wait()):
-            hint = "; with connect='lazy' members create alone" if backends.can_wait() else ""
+        can_split = _can_split()
+        may_wait = can_wait()
+        eager_members = policy.connect == "eager" and policy.creation == "members"
+        if not may_wait or not (policy.connect == "lazy" or eager_members):
+            hint = "; with connect='lazy' members create alone" if may_wait else ""
             reason = (  # the same text on every rank
                 f"the default group is bound to a {device} device (init_process_group(device_id="
                 f"...), and torch 2.15 by itself), and its splits want every rank{hint}"
             )
-    elif policy.creation == "split":  # NCCL may not have connected yet, and then cannot be split
-        can_split = backends.can_split() and not backends.splits_at_creation()
-    return Abilities(_obstacle(), reason, can_split, gloo.can_connect_lazily())
+    elif policy.creation == "split":
+        # NCCL may not have connected yet, and then cannot be split.
+        may_be_unconnected = any(map(_splits_at_creation, devices_of(None)))
+        can_split = _can_split() and not may_be_unconnected
+    return Abilities(_obstacle(), reason, can_split, can_connect_lazily)
+
+
+def _obstacle() -> str | None:
+    """Why no group can be created by its members alone."""
+    if os.environ.get("TORCH_DIST_INIT_BARRIER", "0") == "1":
+        return "TORCH_DIST_INIT_BARRIER=1 makes torch wait for the whole world after each group"
+    if dist.get_backend() == "mpi":
+        return "MPI creates every group with all ranks"
+    if of_torch.torchcomms() and not of_torch.has("torchcomms by members"):
+        return "torchcomms splits every group from the default one, with all ranks"
+    if callable(getattr(of_torch.default_group(), "new_group", None)):
+        return "the default group brings its own new_group"
+    if not of_torch.has("names"):
+        return "this torch does not take a group's name from its running group number"
+    return None
 
 
 def expected(policy: Policy) -> Agreement:
@@ -156,30 +251,114 @@ def expected(policy: Policy) -> Agreement:
 
 def way_of(agreement: Agreement, backend: str | None) -> str:
     """The way to create groups of ``backend`` under ``agreement``; the same on all ranks."""
-    same = agreement.way == agreement.others
-    return agreement.way if same or backends.split_off(backend) else agreement.others
+    if agreement.way == agreement.others or split_off(backend):
+        return agreement.way
+    return agreement.others
 
 
-def _obstacle() -> str | None:
-    if os.environ.get("TORCH_DIST_INIT_BARRIER", "0") == "1":
-        return "TORCH_DIST_INIT_BARRIER=1 makes torch wait for the whole world after each group"
-    return backends.obstacle()
+def devices_of(backend: str | None) -> dict[str, str]:
+    """The backends of a group by type of device, in lower case; None is the default group's."""
+    if not backend and not dist.is_initialized():
+        return {}  # of a world that is only told
+    return of_torch.devices_of(backend or of_torch.backend_of(of_torch.default_group()))
 
 
-def copied_options(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` with a copy of the backend options: torch writes the group's name into them.
+def plain_backend(backend: str | None) -> str | None:
+    """None for the default group's backend, whichever way it is written; else in lower case."""
+    if backend is None or devices_of(backend) == devices_of(None):
+        return None
+    return backend.lower()
 
-    Those that cannot be copied are gloo's, which torch does not read. In a dry run on a fake
-    default group every group is fake, as its store connects no ranks; outside code that has
-    replaced ``new_group`` sees the backend that was asked for.
-    """
-    wanted = options.get("backend") is not None and not is_replaced(dist.new_group)
-    if wanted and dist.get_backend() == "fake":
-        options = {**options, "backend": "fake"}
+
+def _part(device: str) -> Any:
+    """The backend of the default group on a type of device; None if there is none."""
     try:
-        return {**options, "pg_options": copy.deepcopy(options.get("pg_options"))}
-    except TypeError:
-        return options
+        return of_torch.part_of(of_torch.default_group(), device)
+    except (AttributeError, RuntimeError):  # a default group that is not torch's own
+        return None
+
+
+def _splits_at_creation(device: str) -> bool:
+    """Whether torch splits new groups off a default group that is bound to this type of device.
+
+    It does where ranks outside of the new group can take part: NCCL's, not gloo. Torchcomms
+    creates by members.
+    """
+    part = of_torch.checked_by(_part(device))
+    return not of_torch.torchcomms() and hasattr(part, "perform_nocolor_split")
+
+
+def _split_device() -> str:
+    """Equal on all ranks, also if the default group is bound on some of them only."""
+    default_devices = [*devices_of(None)]
+    for device in default_devices:
+        if _splits_at_creation(device):
+            return device
+    return default_devices[0]
+
+
+def split_off(backend: str | None) -> bool:
+    """Whether a group of ``backend`` is created as the agreement says for the default backend.
+
+    It is if it has the default group's backend on the device from which torch splits new groups,
+    whichever other backends it has. Equal on all ranks.
+    """
+    return _is_default_on(_split_device(), backend)
+
+
+def bound_to(backend: str | None = None) -> str | None:
+    """The type of device of the default group from which torch splits groups of ``backend``.
+
+    None if it does not: the default group is not bound to a device, or to that of another backend.
+    """
+    device = of_torch.bound_device(of_torch.default_group())
+    if device is None or not _splits_at_creation(device.type):
+        return None
+    if not _is_default_on(device.type, backend):
+        return None
+    return device.type
+
+
+def _is_default_on(device: str, backend: str | None) -> bool:
+    return devices_of(backend).get(device) == devices_of(None).get(device)
+
+
+def _can_split() -> bool:
+    """Whether one call may split several groups off the default one."""
+    return of_torch.has("splits") and getattr(_part(_split_device()), "supports_splitting", False)
+
+
+def _can_split_off(backend: str | None) -> bool:
+    """Whether a group of ``backend`` may be one of these.
+
+    Only if it has one kind of backend, and the default group's: a split hands the same options to
+    the backends of all devices.
+    """
+    devices = devices_of(backend)
+    if len(set(devices.values())) > 1:
+        return False
+    default_devices = devices_of(None)
+    return devices.items() <= default_devices.items()
+
+
+def can_wait(backend: str | None = None) -> bool:
+    """Whether NCCL's part of a group of ``backend`` connects on first use, if its options ask.
+
+    Torch then does not split it off a bound default group, so that its members alone create it.
+    """
+    return any(map(of_torch.waits_if_asked, devices_of(backend).values()))
+
+
+def connects_later(group: ProcessGroup) -> bool:
+    """Whether the members of ``group`` connect on first use."""
+    if group.size() == 1:
+        return False
+    for device, name in devices_of(of_torch.backend_of(group)).items():
+        if name != "gloo":
+            part = of_torch.part_of(group, device)
+            if not of_torch.is_nccl2(part) or part.options.lazy_init:
+                return True
+    return False
 
 
 def connect(group: ProcessGroup, timeout: timedelta) -> None:
@@ -187,14 +366,17 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
 
     Raises RuntimeError if it fails or exceeds ``timeout``; the barrier may then still run.
     """
+    device_ids = None
     device = of_torch.bound_device(group)  # a thread of its own has no current device
-    here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    index = here if device is None else device.index
+    if device is not None:
+        device_ids = [device.index]
+    elif torch.accelerator.is_available():
+        device_ids = [torch.accelerator.current_device_index()]
     failures: list[BaseException] = []
 
     def barrier() -> None:
         try:
-            dist.barrier(group, device_ids=None if index is None else [index])
+            dist.barrier(group, device_ids=device_ids)
         except BaseException as error:
             failures.append(error)
 
@@ -208,20 +390,23 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
         raise failures[0]
 
 
-def is_replaced(function: object) -> bool:
-    """Whether outside code has replaced this function of torch.distributed.
+def creation_timeout(
+    backend: str | None, timeout: timedelta | None, limit: timedelta | None = None
+) -> timedelta | None:
+    """The timeout with which creation fails within ``timeout``, and within ``limit``.
 
-    By the file of its code: a wrapper may have torch's name and module.
+    None: with its own timeout. Gloo needs five times its timeout to give up a member that has
+    published its address and does not answer: at least ten seconds, so that a busy member has the
+    time to answer. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` a group must be created with its own
+    timeout, as torch's helper group keeps the first one.
     """
-    code = getattr(function, "__code__", None)
-    return code is None or not code.co_filename.startswith(os.path.dirname(dist.__file__))
-
-
-@contextmanager
-def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
-    """Groups that outside code creates inside have names that count up from this one's.
-
-    Each has its own name, equal on every rank that makes the same calls inside.
-    """
-    with of_torch.numbered(group_name(label, ranks, epoch) if of_torch.has("names") else None):
-        yield
+    if dist.get_backend() == "fake" or get_debug_level() == DebugLevel.DETAIL:
+        return None
+    if "gloo" not in devices_of(backend).values():
+        return None
+    timeout = timeout or of_torch.default_timeout()
+    if limit is not None:
+        timeout = min(timeout, limit)
+    # Of 60 seconds 12, of 5 seconds 2.
+    least = min(timeout, timedelta(seconds=2))
+    return max(timeout / 5, least)

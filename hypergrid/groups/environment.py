@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.agreement.prepare import Agreement, refusing_together
-from hypergrid.groups.backends import plain_backend
-from hypergrid.groups.creation import NOT_A_MEMBER
-from hypergrid.groups.grid import HyperCommGrid
+from hypergrid.agreement.commit import telling_others
+from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
+from hypergrid.groups.grid import BASE, HyperCommGrid, ordered
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import Ranks
-from hypergrid.policy import Policy
-from hypergrid.views import BASE, ordered
+from hypergrid.policy import Agreement, Policy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Group: TypeAlias = ProcessGroup | str | None  # a group, or its name
 T = TypeVar("T")
+_Key: TypeAlias = tuple[str | None, Ranks]  # of a group: its backend and its members
 
 
-class _Family(NamedTuple):
+@dataclass(frozen=True)
+class _Family:
     """All groups of a name, of which a rank is in one at most; equal on all ranks."""
 
     name: str
     backend: str | None
     everyone: Callable[[], list[Ranks]]  # each ascending; costs O(world) over dims
     dims: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def keys(self) -> list[_Key]:
+        """What tells each of the groups from all others."""
+        return [(self.backend, ranks) for ranks in self.everyone()]
 
 
 class EnvironmentTable:
@@ -105,7 +111,7 @@ class EnvironmentTable:
     @property
     def process_group_pool(self) -> dict[str, ProcessGroup]:
         """Every group by its names; torch's non-member marker where this rank is outside."""
-        return {name: group for name, (_, group) in self._known().items()}
+        return {name: group for name, (_, group) in self._named().items()}
 
     @property
     def device_mesh_pool(self) -> dict[str, DeviceMesh]:
@@ -124,28 +130,31 @@ class EnvironmentTable:
         """The size of a group, given or named; -1 outside it."""
         return dist.get_world_size(self._group(process_group))
 
-    def _group(self, given: Group) -> ProcessGroup | None:
-        return self.get_process_group(given) if isinstance(given, str) else given
+    def _group(self, process_group: Group) -> ProcessGroup | None:
+        if isinstance(process_group, str):
+            return self.get_process_group(process_group)
+        return process_group
 
     def get_process_group(self, name: str) -> ProcessGroup:
         """The group of this name; torch's non-member marker outside it.
 
         KeyError if it was not created.
         """
-        return self._found("process group", name, self.process_group_pool)
+        return self._look_up("process group", name, self.process_group_pool)
 
     def get_device_mesh(self, name: str) -> DeviceMesh:
         """The mesh of this name. KeyError if it was not created."""
-        return self._found("device mesh", name, self._meshes)
+        return self._look_up("device mesh", name, self._meshes)
 
-    def _found(self, what: str, name: str, pool: Mapping[str, T]) -> T:
-        over = self._over(name)
-        for each in (name, over.name if over else name):
-            if each in pool:
-                return pool[each]
+    def _look_up(self, kind: str, name: str, pool: Mapping[str, T]) -> T:
+        if name in pool:
+            return pool[name]
+        family = self._over(name)
+        if family is not None and family.name in pool:  # its dims in another order
+            return pool[family.name]
         raise KeyError(
-            f"there is no {what} {shown(name)} on rank {self.rank}: call "
-            f"create_{what.replace(' ', '_')}() on every rank first. Created so far: "
+            f"there is no {kind} {shown(name)} on rank {self.rank}: call "
+            f"create_{kind.replace(' ', '_')}() on every rank first. Created so far: "
             f"{sorted(pool) or 'none'}."
         )
 
@@ -181,24 +190,27 @@ class EnvironmentTable:
             Ranks asked for different things, or a group could not be created; all roll back.
         """
         with self._refusing():
-            over = self._over(name)
+            family = self._over(name)
             if ranks is not None:
-                if over is not None or not isinstance(name, str) or not name:
+                if family is not None or not isinstance(name, str) or not name:
                     raise ValueError(
                         f"with ranks, the name of a group must be a text that names no dims; rank "
                         f"{self.rank} was given {shown(name)}."
                     )
                 groups = _groups_of(ranks, name, self.world_size)
-                wanted = _Family(name, plain_backend(backend), groups.copy)
-            elif over is None:
-                dims = [f"{a}/{b}" if a else b for a, g in self._grids.items() for b in g.dim_names]
+                family = _Family(name, plain_backend(backend), groups.copy)
+            elif family is None:
+                dims = []
+                for mesh, grid in self._grids.items():
+                    for dim in grid.dim_names:
+                        dims.append(f"{mesh}/{dim}" if mesh else dim)
                 raise KeyError(
                     f"{shown(name)} names no dims that rank {self.rank} knows: {dims or 'none'}. "
                     f"For a group with that label, give ranks."
                 )
-            else:
-                wanted = over._replace(backend=plain_backend(backend) or over.backend)
-        return self._create([wanted], timeout=timeout, pg_options=pg_options)[0]
+            elif backend is not None:
+                family = replace(family, backend=plain_backend(backend) or family.backend)
+        return self._create([family], timeout=timeout, pg_options=pg_options)[0]
 
     def create_device_mesh(
         self,
@@ -240,8 +252,8 @@ class EnvironmentTable:
                     f"rank_offset and give it to EnvironmentTable()."
                 )
             grid = HyperCommGrid.over(layout, backend=plain_backend(backend))
-            wanted = [_over(grid, f"{name}/{dim}", [dim]) for dim in layout.dims]
-        for dim, group in zip(layout.dims, self._create(wanted), strict=True):
+            families = [_over(grid, f"{name}/{dim}", [dim]) for dim in layout.dims]
+        for dim, group in zip(layout.dims, self._create(families), strict=True):
             grid.hold(dim, group)
         self._meshes[name] = grid.device_mesh(device_type=device_type)
         self._grids[name] = grid
@@ -253,76 +265,124 @@ class EnvironmentTable:
         self._start()
 
     def _refusing(self) -> AbstractContextManager[None]:
-        return refusing_together(range(self.world_size), self._policy)
+        world = range(self.world_size)
+        return telling_others(lambda: world, patience=timedelta(minutes=1))
 
-    def _over(self, name: str) -> _Family | None:
+    def _over(self, name: Any) -> _Family | None:
         """The groups over the dims that a name means, whether or not they exist."""
-        where, _, dims = name.rpartition("/") if isinstance(name, str) else ("", "", "")
-        grid = self._grids.get(where, self._source)
-        view = None if where in self._grids else where
+        if not isinstance(name, str):
+            return None
+        where, _, dims = name.rpartition("/")
+        # Before "/" there is a mesh of this table, or else a view of the source.
+        grid = self._grids.get(where)
+        view = None
+        if grid is None:
+            grid = self._source
+            view = where
+        if grid is None or not dims:
+            return None
         try:
-            if grid is None or not dims:
-                return None
-            known, over = grid.name(dims, view=view), ordered(grid.views[view or BASE], dims)
+            group_name = grid.name(dims, view=view)
+            names = ordered(grid.views[view or BASE], dims)
         except (KeyError, LayoutError):
             return None
-        return _over(grid, known if view or not where else f"{where}/{known}", over, view)
+        if where and view is None:
+            group_name = f"{where}/{group_name}"
+        return _over(grid, group_name, names, view)
 
-    def _known(self) -> dict[str, tuple[_Family, ProcessGroup]]:
+    def _named(self) -> dict[str, tuple[_Family, ProcessGroup]]:
         """Each name that has groups, with this rank's."""
-        source = self._source.groups if self._source else {}
-        live = {name: (self._over(name), group) for name, group in source.items()}
-        return self._created | {
-            name: (over, NOT_A_MEMBER if group is None else group)
-            for name, (over, group) in live.items()
-            if over is not None
-        }
+        named = dict(self._created)
+        if self._source is None:
+            return named
+        for name, group in self._source.groups.items():
+            family = self._over(name)
+            if family is not None:
+                if group is None:  # this rank is outside the grid
+                    group = NOT_A_MEMBER
+                named[name] = (family, group)
+        return named
 
-    def _create(self, wanted: list[_Family], **options: Any) -> list[ProcessGroup]:
-        """This rank's group of each name: a known one with these members, or created now."""
+    def _create(self, families: list[_Family], **options: Any) -> list[ProcessGroup]:
+        """This rank's group of each family: a known one with these members, or created now."""
         with self._refusing():
-            names, known = self._known(), dict[tuple[str | None, Ranks], tuple[str, ProcessGroup]]()
-            for name, (family, group) in names.items():
-                for ranks in family.everyone():
-                    known.setdefault((family.backend, ranks), (name, group))
-            groups = [[(each.backend, ranks) for ranks in each.everyone()] for each in wanted]
-            for each, keys in zip(wanted, groups, strict=True):
-                same = names[each.name][0] if each.name in names else each
-                if {(same.backend, ranks) for ranks in same.everyone()} != {*keys}:
+            named = self._named()
+            group_of: dict[_Key, tuple[str, ProcessGroup]] = {}
+            for name, (family, group) in named.items():
+                for key in family.keys:
+                    group_of.setdefault(key, (name, group))
+            for family in families:
+                namesake, _ = named.get(family.name, (family, None))
+                if set(namesake.keys) != set(family.keys):
                     raise ValueError(
-                        f"the name {each.name!r} means other groups on rank {self.rank}: take "
+                        f"the name {family.name!r} means other groups on rank {self.rank}: take "
                         f"another name."
                     )
-            found = sorted({known[key][0] for keys in groups for key in keys if key in known})
-            if found and any(value is not None for value in options.values()):
+            keys = [key for family in families for key in family.keys]
+            existing = sorted(group_of[key][0] for key in keys if key in group_of)
+            if existing and any(value is not None for value in options.values()):
                 raise ValueError(
-                    f"process group {wanted[0].name!r} exists as {found[0]!r}, whose timeout and "
-                    f"options are set: leave them out, or take other ranks."
+                    f"process group {families[0].name!r} exists as {existing[0]!r}, whose timeout "
+                    f"and options are set: leave them out, or take other ranks."
                 )
+        # The first groups of each name: an error shows them where ranks differ.
+        spans = []
+        for family in families:
+            for _, ranks in family.keys[:8]:
+                spans.append(span_of(ranks))
         proposal = {
-            "groups": [each.name for each in wanted],
-            "ranks": [span_of(ranks) for keys in groups for _, ranks in keys[:8]],
-            "plan": hashlib.sha256(repr(groups).encode()).hexdigest(),
-            "same as": found,
+            "groups": [family.name for family in families],
+            "ranks": spans,
+            "plan": hashlib.sha256(repr(keys).encode()).hexdigest(),
+            "same as": existing,
             "timeout": options.get("timeout"),
         }
-        made = []
+        groups = []
         with self._pool.agreed(range(self.world_size), proposal):
-            for each, keys in zip(wanted, groups, strict=True):
-                missing = [key[1] for key in keys if key not in known]
-                mine = next((key for key in keys if self.rank in key[1]), None)
-                own = {each.name: mine[1]} if mine and mine not in known else {}
-                kind = {"dims": each.dims, "backend": each.backend, **options}
-                created = self._pool.make(each.name, own, missing.copy, **kind)
-                group = created[0] if created else NOT_A_MEMBER
-                known |= {(each.backend, ranks): (each.name, group) for ranks in missing}
-                made.append(known[mine][1] if mine else NOT_A_MEMBER)
-        self._created |= {e.name: (e, group) for e, group in zip(wanted, made, strict=True)}
-        return made
+            for family in families:
+                group = self._create_missing(family, group_of, options)
+                groups.append(group)
+        for family, group in zip(families, groups, strict=True):
+            self._created[family.name] = (family, group)
+        return groups
+
+    def _create_missing(
+        self,
+        family: _Family,
+        group_of: dict[_Key, tuple[str, ProcessGroup]],
+        options: dict[str, Any],
+    ) -> ProcessGroup:
+        """Create the groups of ``family`` that ``group_of`` lacks; gives that of this rank."""
+        missing = [key for key in family.keys if key not in group_of]
+        missing_ranks = [ranks for _, ranks in missing]
+        own_key = None
+        for key in family.keys:
+            _, ranks = key
+            if self.rank in ranks:
+                own_key = key
+        ranks_of = {}
+        if own_key in missing:
+            ranks_of[family.name] = own_key[1]
+        created = self._pool.make(
+            family.name,
+            ranks_of,
+            missing_ranks.copy,
+            dims=family.dims,
+            backend=family.backend,
+            **options,
+        )
+        for key in missing:
+            group_of[key] = (family.name, created[0] if created else NOT_A_MEMBER)
+        if own_key is None:
+            return NOT_A_MEMBER  # type: ignore[no-any-return]
+        _, group = group_of[own_key]
+        return group
 
 
 def _over(grid: HyperCommGrid, name: str, dims: Sequence[str], view: str | None = None) -> _Family:
-    everyone = lambda: _ascending(grid.get_rank_enum(dims, view=view))  # noqa: E731
+    def everyone() -> list[Ranks]:
+        return _ascending(grid.get_rank_enum(dims, view=view))
+
     return _Family(name, plain_backend(grid.backend), everyone, tuple(dims))
 
 
@@ -333,15 +393,19 @@ def _ascending(groups: Iterable[Iterable[int]]) -> list[Ranks]:
 def _groups_of(ranks: Any, name: str, world_size: int) -> list[Ranks]:
     """One group, or several without a common rank."""
     try:
-        given = list(ranks)
-        several = bool(given) and all(isinstance(each, Iterable) for each in given)
-        groups = _ascending(map(operator.index, group) for group in (given if several else [given]))
+        lists = list(ranks)
+        are_groups = all(isinstance(members, Iterable) for members in lists)
+        if not lists or not are_groups:
+            lists = [lists]  # one group
+        groups = _ascending(map(operator.index, members) for members in lists)
     except TypeError:
         raise ValueError(
             f"the ranks of {name!r} must be whole numbers, or lists of them, got {shown(ranks)}."
         ) from None
     members = [rank for group in groups for rank in group]
-    if not all(groups) or len({*members}) < len(members) or not {*members} <= {*range(world_size)}:
+    is_repeated = len(set(members)) < len(members)
+    is_outside = not set(members) <= set(range(world_size))
+    if not all(groups) or is_repeated or is_outside:
         raise ValueError(
             f"the ranks of {name!r} are {shown(ranks)}: give each at most once, at least one for "
             f"each group, of 0 to {world_size - 1}."

@@ -1,17 +1,28 @@
-"""When gloo groups connect, and how long they wait for their members' addresses."""
+"""Gloo groups: when they connect, how long they wait for addresses, how a rank gets out of them.
+
+A rank that waits in a gloo group is freed by shutting the group's connections. Linux only. Each
+gloo group has an event loop: an epoll instance with one listening socket and the group's
+connections. The kernel lists the members of an epoll instance. So the listening socket, which is
+noted when a group is created, leads to the group's connections and to no others.
+
+Only connections are shut, as if the other rank had ended. Gloo survives that. A group that has not
+connected, or has failed, is left alone: a connection to it would end the process.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import resource
+import socket
 import threading
 import warnings
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,8 +30,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
 from hypergrid.agreement.commit import another_rank_failed
-from hypergrid.agreement.store import wait
-from hypergrid.groups import sockets
+from hypergrid.agreement.store import Descriptor, descriptors, duplicate, listens, sockets, wait
 
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -32,10 +42,10 @@ _OF_A_DEVICE = 4  # descriptors
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
 
-
-def can_connect_lazily() -> bool:
-    """Whether this torch's gloo can connect on first use of a group."""
-    return of_torch.has("gloo") and not of_torch.torchcomms()
+# For each group the inodes of the listening sockets that its connections belong to. The references
+# have no callback: Python ignores what a callback raises, and so a Ctrl-C that arrived while gloo
+# ended the group before.
+_listeners_of: dict[ref[ProcessGroup], set[int]] = {}
 
 
 @dataclass
@@ -61,7 +71,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_lock, _inside, _torchs = threading.Lock(), 0, None
+_lock = threading.Lock()
+_inside = 0  # the number of threads, and of their nested calls, in ``connecting``
+_torchs: Any = None  # torch's constructor of a gloo group
 
 
 @contextmanager
@@ -71,10 +83,10 @@ def connecting(lazily: bool | None = None) -> Iterator[None]:
     Torch's ``new_group`` takes no options for gloo; the class that it calls does.
     """
     global _inside, _torchs
-    kind = of_torch.gloo()
-    if kind is None or not of_torch.has("gloo"):
+    if not of_torch.has("gloo"):
         yield
         return
+    kind = of_torch.gloo()
     outer = _thread.choice
     with _lock:
         if _inside == 0:
@@ -109,30 +121,24 @@ def one_device() -> Iterator[None]:
         _thread.shared = outer
 
 
-def note(group: Any) -> None:
-    """Remember the sockets of ``group``, which this thread created in ``connecting``, for abort."""
-    choice = _thread.choice
-    if choice is None or not choice.listeners or not isinstance(group, ProcessGroup):
-        return
-    listeners = set[int]().union(*choice.listeners)
-    sockets.note(group, listeners)
-    # More sockets are of groups that one call created: nobody can tell which socket is whose.
-    if sum(map(len, choice.listeners)) == of_torch.gloo_devices_of(group):
-        choice.listeners.clear()
-
-
 def options(size: int, timeout: timedelta | None = None) -> Any:
     """Options of a gloo group of ``size`` members, as torch sets them but for when it connects."""
     lazily = _lazily(size)
     _check_room(_OF_A_DEVICE)
     shared = _thread.shared
-    if shared is None or _connects_later(lazily) or any(name in os.environ for name in _ALONE):
-        shared = _Shared()
+    alone = _connects_later(lazily) or any(name in os.environ for name in _ALONE)
+    if shared is None or alone:
+        shared = _Shared()  # a device for this group only
     if not shared.devices:
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        with sockets.opening(max(1, len(interfaces))) as listeners:
-            shared.devices = of_torch.gloo_devices(interfaces, lazily)
-        shared.listeners = listeners
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        interfaces = [name for name in names if name]
+        before = {*descriptors()}
+        shared.devices = of_torch.gloo_devices(interfaces, lazily)
+        opened = {*descriptors()} - before
+        shared.listeners = _inodes(sockets(listens, opened))
+        # Another thread began to listen at the same time: nobody can tell which socket is whose.
+        if len(shared.listeners) != len(shared.devices):
+            shared.listeners = set()
     if _thread.choice is not None:
         _thread.choice.listeners.append(shared.listeners)
     return of_torch.gloo_options(shared.devices, timeout)
@@ -148,43 +154,45 @@ def _lazily(size: int) -> bool | None:
 
 
 def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **named: Any) -> None:
-    assert _torchs is not None
+    """Stands in the place of torch's constructor of a gloo group, inside ``connecting``."""
     if dist.is_initialized() and dist.get_backend() == "fake":  # torch 2.15 ends the process here
         raise RuntimeError("gloo cannot connect ranks through the store of a fake default group.")
     choice = _thread.choice
-    others = named.keys() - {"timeout"}
-    if choice is None or arguments or "timeout" not in named or not _are_options(others):
+    named_options = {name: value for name, value in named.items() if name != "timeout"}
+    # Torch calls it with a timeout; outside code that brings its own options is left alone.
+    is_torchs_call = not arguments and "timeout" in named
+    if choice is None or not is_torchs_call or not _are_options(named_options):
         _torchs(group, store, rank, size, *arguments, **named)
         return
     timeout = named["timeout"]
-    chosen = options(size, timeout)
-    for name in others:
-        setattr(chosen, name, named[name])
+    gloo_options = options(size, timeout)
+    for name, value in named_options.items():
+        setattr(gloo_options, name, value)
     try:
         if size == 1 or _connects_later(_lazily(size)):
-            _torchs(group, store, rank, size, chosen)
+            _torchs(group, store, rank, size, gloo_options)
             return
         _check_room(_OF_A_DEVICE + size)
-        batches = _BATCHES not in os.environ and store.has_extended_api()
+        sets_batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
-            if batches:
+            if sets_batches:
                 os.environ[_BATCHES] = "1"
-            addresses = max(timeout, min(5 * timeout, _FOR_ADDRESSES))
-            _torchs(group, _InTime(store, addresses), rank, size, chosen)
+            for_addresses = max(timeout, min(5 * timeout, _FOR_ADDRESSES))
+            _torchs(group, _InTime(store, for_addresses), rank, size, gloo_options)
         finally:
-            if batches:
+            if sets_batches:
                 del os.environ[_BATCHES]
     except BaseException:
         # A member that is late could still reach the device, which would call into freed memory:
         # only closing it prevents that, and the error's traceback holds the options.
-        of_torch.set_devices(chosen, [])
+        of_torch.set_devices(gloo_options, [])
         choice.listeners.pop()
         if _thread.shared is not None:
             _thread.shared = _Shared()
         raise
 
 
-def _check_room(descriptors: int) -> None:
+def _check_room(count: int) -> None:
     """RuntimeError where this process lacks what the threads of a gloo group take.
 
     Torch's constructor ends the process when one of its threads starts and the next one has no
@@ -194,11 +202,11 @@ def _check_room(descriptors: int) -> None:
     opened = []
     try:
         mmap.mmap(-1, _THREADS * stack, flags=mmap.MAP_PRIVATE, prot=0).close()
-        for _ in range(descriptors):
+        for _ in range(count):
             opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         raise RuntimeError(
-            f"this process has no room for a gloo group, which takes {descriptors} descriptors and "
+            f"this process has no room for a gloo group, which takes {count} descriptors and "
             f"{_THREADS} stacks of {stack >> 20} MiB: {error.strerror}. Raise its limits: ulimit "
             f"-n and ulimit -v."
         ) from error
@@ -207,7 +215,7 @@ def _check_room(descriptors: int) -> None:
             os.close(descriptor)
 
 
-def _are_options(names: Set[str]) -> bool:
+def _are_options(names: Iterable[str]) -> bool:
     """Whether gloo's options have what torch gives its constructor besides the timeout."""
     unknown = [name for name in names if not hasattr(of_torch.gloo_options([]), name)]
     if unknown:
@@ -238,7 +246,8 @@ class _InTime(Store):
 
     def __init__(self, store: Any, timeout: timedelta) -> None:
         super().__init__()
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self._timeout = timeout
 
     def has_extended_api(self) -> bool:
         extended: bool = self._store.has_extended_api()
@@ -258,6 +267,7 @@ class _InTime(Store):
             missing = [key for key in keys if not self._store.check([key])]
             if not missing:  # they came when this rank had given up
                 raise
+            # A key ends in the member's place: "0//222381/7".
             raise NoAddress([int(key.rpartition("/")[2]) for key in missing]) from error
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -265,3 +275,113 @@ class _InTime(Store):
         values: list[bytes] = self._store.multi_get(keys)
         _check_room(0)  # again: the members have taken a while, and the threads start next
         return values
+
+
+def note(group: Any) -> None:
+    """Remember the sockets of ``group``, which this thread created in ``connecting``, for abort."""
+    choice = _thread.choice
+    if choice is None or not choice.listeners or not isinstance(group, ProcessGroup):
+        return
+    _remember(group, set[int]().union(*choice.listeners))
+    # More sockets are of groups that one call created: nobody can tell which socket is whose.
+    if sum(map(len, choice.listeners)) == of_torch.gloo_devices_of(group):
+        choice.listeners.clear()
+
+
+def note_default() -> None:
+    """Remember the listening sockets of the default group, which the caller created. *Local*.
+
+    They are those that no other group has. If the caller had created other gloo groups by the
+    first call, nobody can tell which are the default group's, and none is remembered.
+    """
+    default = of_torch.default_group()
+    device_count = of_torch.gloo_devices_of(default)
+    if device_count == 0 or ref(default) in _listeners_of:
+        return
+    numbers = []
+    for members in _event_loops():
+        for descriptor in members:
+            numbers.append(descriptor.number)
+    listeners = _inodes(sockets(listens, numbers))
+    listeners -= _listeners(of_torch.known())
+    _remember(default, listeners if len(listeners) == device_count else set())
+
+
+def shut(groups: Collection[ProcessGroup]) -> int:
+    """End what waits for another rank in the gloo groups among ``groups``. *Local*.
+
+    Shuts their connections in both directions, and closes none: the descriptors are gloo's.
+    Returns the number of connections that were shut.
+    """
+    # Where nobody can tell which of two groups has a socket, they are shut only together.
+    listeners = _listeners(groups) - _listeners(of_torch.known().keys() - groups)
+    count = 0
+    for members in _event_loops():
+        if not listeners.isdisjoint(_inodes(members)):
+            count += sum(_shut(*descriptor) for descriptor in members)
+    return count
+
+
+def _remember(group: ProcessGroup, listeners: set[int]) -> None:
+    for reference in [*_listeners_of]:
+        if reference() is None:
+            _listeners_of.pop(reference, None)
+    _listeners_of[ref(group)] = listeners
+
+
+def _listeners(groups: Iterable[ProcessGroup]) -> set[int]:
+    listeners = set()
+    for group in groups:
+        listeners |= _listeners_of.get(ref(group), set())
+    return listeners
+
+
+def _inodes(members: Iterable[Descriptor]) -> set[int]:
+    return {descriptor.inode for descriptor in members}
+
+
+def _shut(number: int, inode: int) -> bool:
+    # Of a duplicate: the descriptor may by now be that of another socket, which is left alone.
+    connection = duplicate(number, inode)
+    if connection is None:
+        return False
+    with connection, suppress(OSError):
+        connection.getpeername()  # raises for what listens, or is not connected yet
+        connection.shutdown(socket.SHUT_RDWR)
+        return True
+    return False
+
+
+def _event_loops() -> list[list[Descriptor]]:
+    """The sockets in each event loop of this process."""
+    loops = []
+    for number in descriptors():
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]":
+                with open(f"/proc/self/fdinfo/{number}") as lines:
+                    loops.append(_members(lines))
+    return loops
+
+
+def _members(lines: Iterable[str]) -> list[Descriptor]:
+    members = []
+    for line in lines:
+        # tfd: 12 events: 19 data: 7f3c08 pos:0 ino:5e21 sdev:9
+        if line.startswith("tfd:"):
+            words = line.split()
+            number = int(words[1])
+            # Other libraries register a descriptor by its number, gloo by an address.
+            if int(words[5], 16) != number:
+                members.append(Descriptor(number, int(words[7].removeprefix("ino:"), 16)))
+    return members
+
+
+def _inherit() -> None:
+    """In a forked child no group has listeners, as the parent uses the sockets."""
+    _listeners_of.clear()
+    for group in of_torch.known():
+        _remember(group, set())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)

@@ -8,24 +8,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.agreement.prepare import Agreement
 from hypergrid.groups import creation
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.suspension import Suspended
-from hypergrid.layout import Dims, RankLayout
-from hypergrid.policy import Policy
+from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.policy import Agreement, Policy
 from hypergrid.topology import Hosts, Topology
-from hypergrid.views import BASE, Key, Views, name_of, ordered
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+BASE = "base"  # the view that is the grid's own layout
+Key: TypeAlias = str | tuple[str, tuple[str, ...]]  # of a group: "dp-cp", or the view and its dims
 
 
 class HyperCommGrid:
@@ -71,7 +72,8 @@ class HyperCommGrid:
         self._start(RankLayout(tuple(dim_names), tuple(shape), rank_offset), backend)
 
     def _start(self, layout: RankLayout, backend: str | None, world: int | None = None) -> None:
-        world = world_size() if world is None else world
+        if world is None:
+            world = world_size()
         if layout.stop > world:
             raise RuntimeError(
                 f"{layout} is oversized: it needs {layout.size} ranks from rank "
@@ -80,7 +82,9 @@ class HyperCommGrid:
             )
         self.layout = layout
         self.backend = backend
-        self._views = Views(layout)
+        self._layouts = {BASE: layout}
+        # For each view the dims whose groups are those of the base.
+        self._shared: dict[str, tuple[str, ...]] = {BASE: ()}
         self._pgs: dict[Key, ProcessGroup | None] = {}
         self.pool: GroupPool | None = None
         """The groups that this grid created; None before the first."""
@@ -126,7 +130,7 @@ class HyperCommGrid:
     @property
     def views(self) -> dict[str, RankLayout]:
         """The layouts by the names of the views; ``"base"`` is that of the grid itself."""
-        return dict(self._views.layouts)
+        return dict(self._layouts)
 
     @property
     def groups(self) -> dict[str, ProcessGroup | None]:
@@ -134,14 +138,18 @@ class HyperCommGrid:
         return {name_of(key): group for key, group in self._pgs.items()}
 
     def __repr__(self) -> str:
-        here = ""
+        parts = [repr(self.layout)]
         if dist.is_initialized():
             rank = dist.get_rank()
-            inside = rank in self.layout
-            here = f", rank {rank} at {self.layout.coordinate(rank)}" if inside else ", not here"
-        views = "".join(f", view {n}: {x!r}" for n, x in self.views.items() if n != BASE)
-        created = sorted(self.groups) or "none"
-        return f"HyperCommGrid({self.layout!r}{here}{views}, created: {created})"
+            if rank in self.layout:
+                parts.append(f"rank {rank} at {self.layout.coordinate(rank)}")
+            else:
+                parts.append("not here")
+        for name, layout in self._layouts.items():
+            if name != BASE:
+                parts.append(f"view {name}: {layout!r}")
+        parts.append(f"created: {sorted(self.groups) or 'none'}")
+        return f"HyperCommGrid({', '.join(parts)})"
 
     def register_view(
         self,
@@ -164,8 +172,58 @@ class HyperCommGrid:
         shared_dims : sequence of str, optional
             Dims whose groups are the same in both: the view uses the groups of the base.
         """
-        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
-        self._views.register(name, layout, shared_dims)
+        base = self.layout
+        layout = RankLayout(tuple(dim_names), tuple(shape), base.offset)
+        shared = tuple(shared_dims or ())
+        if name in self._layouts:
+            raise ValueError(f"View {name!r} is already registered. Choose another name.")
+        if layout.size != base.size:
+            raise LayoutError(
+                f"View {name!r} has {layout.size} ranks, {layout.sizes} multiplied, but the grid "
+                f"size is {base.size}. A view lays out the same ranks."
+            )
+        if len(set(shared)) != len(shared):
+            raise LayoutError(
+                f"View {name!r} has duplicate shared_dims: {list(shared)}. Name each dim once."
+            )
+        _check_dims(shared, base, f"view {name!r} is not in the base view")
+        _check_dims(shared, layout, f"view {name!r} is not in the view's dim_names")
+        for dim in shared:
+            # The first group has the size and the stride, which decide all groups, also over
+            # several such dims.
+            if base.group(base.offset, (dim,)) != layout.group(base.offset, (dim,)):
+                in_base = base.groups((dim,))[:4].tolist()
+                in_view = layout.groups((dim,))[:4].tolist()
+                raise LayoutError(
+                    f"Shared dim {dim!r} has different membership: {in_base} in the grid and "
+                    f"{in_view} in view {name!r}. Only groups that are the same can be shared."
+                )
+        self._layouts[name] = layout
+        self._shared[name] = shared
+
+    def _layout(self, view: str | None) -> RankLayout:
+        """The layout of a view, by default of the base. KeyError if there is none."""
+        name = view or BASE
+        if name not in self._layouts:
+            raise KeyError(
+                f"there is no view {name!r}: call register_view() first. Known: "
+                f"{list(self._layouts)}."
+            )
+        return self._layouts[name]
+
+    def _find(self, dims: Dims, view: str | None) -> tuple[Key, RankLayout, list[str]]:
+        """The key of the groups over ``dims``, and the layout and dims that enumerate them."""
+        layout = self._layout(view)
+        names = ordered(layout, dims)
+        name = view or BASE
+        if name != BASE:
+            shared = self._shared[name]
+            if not set(names) <= set(shared):
+                key = (name, tuple(names))
+                return key, layout, names
+            # All are shared: these groups are those of the base, in its order.
+            names = ordered(self.layout, names)
+        return "-".join(names), self.layout, names
 
     def create_pg(
         self, dims: Dims, *, view: str | None = None, **options: Any
@@ -192,7 +250,7 @@ class HyperCommGrid:
         ValueError
             A dim that the view does not have.
         """
-        key, layout, names = self._views.find(dims, view)
+        key, layout, names = self._find(dims, view)
         label = name_of(key)
         if key in self._pgs:
             raise KeyError(
@@ -200,16 +258,28 @@ class HyperCommGrid:
                 f"compared. Call get_pg({_call(key)}) for the group of this rank."
             )
         options["backend"] = self.backend
-        rank, made, ranks = dist.get_rank(), list[ProcessGroup](), self.participants()
+        rank = dist.get_rank()
+        ranks = self.participants()
+        groups: list[ProcessGroup] = []
         if rank in ranks:
-            views = {f"view {name}": repr(each) for name, each in self.views.items()}
-            proposal = {**views, "backend": self.backend, "groups over": label}
-            mine = {label: layout.group(rank, names)} if rank in layout else {}
-            everyone = lambda: layout.groups(names).tolist()  # noqa: E731
-            with self.agreed(proposal, timeout=options.get("timeout"), ranks=ranks) as pool:
-                made = pool.make(label, mine, everyone, dims=tuple(names), **options)
-        self._pgs[key] = made[0] if made else None
-        return self._pgs[key]
+            proposal = {"backend": self.backend, "groups over": label}
+            for name, view_layout in self._layouts.items():
+                proposal[f"view {name}"] = repr(view_layout)
+            members = {}
+            if rank in layout:
+                members[label] = layout.group(rank, names)
+
+            def everyone() -> list[list[int]]:
+                all_groups: list[list[int]] = layout.groups(names).tolist()
+                return all_groups
+
+            timeout = options.get("timeout")
+            with self.agreed(proposal, timeout=timeout, ranks=ranks) as pool:
+                groups = pool.make(label, members, everyone, dims=tuple(names), **options)
+        # A rank outside the grid takes part where every rank must, and has no group.
+        group = groups[0] if groups else None
+        self._pgs[key] = group
+        return group
 
     def participants(self) -> Sequence[int]:
         """The ranks that create this grid's groups together. *Local*.
@@ -221,8 +291,10 @@ class HyperCommGrid:
         if self.layout.ranks == world:
             return world
         policy = _policy() if self.pool is None else self.pool.policy
-        alone = creation.way_of(creation.expected(policy), self.backend) == "members"
-        return self.layout.ranks if alone else world
+        expected = creation.expected(policy)
+        if creation.way_of(expected, self.backend) == "members":
+            return self.layout.ranks
+        return world
 
     def begin(self, policy: Policy, owner: str | None = None) -> GroupPool:
         """Start a pool, for callers that agree on more than dims."""
@@ -244,26 +316,28 @@ class HyperCommGrid:
         ``ranks`` are ``participants()``, for callers that have asked for them. ``hold`` then tells
         the grid which dims they are over.
         """
-        first = self.pool is None
-        pool = self.pool or self.begin(_policy(), owner)
+        pool = self.pool
+        is_first = pool is None
+        if pool is None:
+            pool = self.begin(_policy(), owner)
         try:
             with pool.agreed(ranks or self.participants(), proposal, timeout):
                 yield pool
         except BaseException:
-            if first:
+            if is_first:
                 self.pool = None
             raise
 
     def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
         """Let ``get_pg(dims)`` return a group created elsewhere, unless it has one already."""
-        self._pgs.setdefault(self._views.find(dims, view)[0], group)
+        self._pgs.setdefault(self._find(dims, view)[0], group)
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*.
 
         KeyError if ``create_pg`` was not called for this combination, or there is no such view.
         """
-        key, _, _ = self._views.find(dims, view)
+        key, _, _ = self._find(dims, view)
         if key not in self._pgs:
             raise KeyError(
                 f"the groups over {name_of(key)!r} have not been created: call "
@@ -274,11 +348,11 @@ class HyperCommGrid:
 
     def name(self, dims: Dims, *, view: str | None = None) -> str:
         """The name of the groups over ``dims``: "dp-cp", or "moe/ep" in a view."""
-        return name_of(self._views.find(dims, view)[0])
+        return name_of(self._find(dims, view)[0])
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
-        groups: list[list[int]] = self._views.layout(view).groups(dims).tolist()
+        groups: list[list[int]] = self._layout(view).groups(dims).tolist()
         return groups
 
     def is_current_rank_in_grid(self) -> bool:
@@ -287,21 +361,21 @@ class HyperCommGrid:
 
     def coordinate(self, rank: int | None = None, *, view: str | None = None) -> dict[str, int]:
         """Position of ``rank``, by default of this one, on each dim. *Local*, as all below."""
-        return self._views.layout(view).coordinate(_rank(rank))
+        return self._layout(view).coordinate(_rank(rank))
 
     def rank(self, *, view: str | None = None, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
-        return self._views.layout(view).rank(**coordinates)
+        return self._layout(view).rank(**coordinates)
 
     def dim_size(self, dims: Dims, *, view: str | None = None) -> int:
         """Number of ranks in a group over ``dims``."""
-        return self._views.layout(view).dim_size(dims)
+        return self._layout(view).dim_size(dims)
 
     def group_ranks(
         self, dims: Dims, rank: int | None = None, *, view: str | None = None
     ) -> list[int]:
         """The ranks that share a group over ``dims`` with ``rank``, by default this one."""
-        return self._views.layout(view).group(_rank(rank), dims)
+        return self._layout(view).group(_rank(rank), dims)
 
     def orthogonal(
         self, dims: Dims, rank: int | None = None, *, view: str | None = None
@@ -310,18 +384,18 @@ class HyperCommGrid:
 
         ``grid.create_pg(grid.layout.orthogonal(dims))`` creates that group.
         """
-        layout = self._views.layout(view)
+        layout = self._layout(view)
         return layout.group(_rank(rank), layout.orthogonal(dims))
 
     def shift(
         self, dim: str, by: int = 1, rank: int | None = None, *, view: str | None = None
     ) -> int:
         """The rank ``by`` steps further along ``dim``, around its end: a pipeline's neighbour."""
-        return self._views.layout(view).shift(_rank(rank), dim, by)
+        return self._layout(view).shift(_rank(rank), dim, by)
 
     def topology(self, hosts: Hosts, *, view: str | None = None) -> Topology:
         """The groups that stay inside a host: ``grid.topology(hosts=8).inside("tp-cp")``."""
-        return Topology(self._views.layout(view), hosts)
+        return Topology(self._layout(view), hosts)
 
     def device_mesh(self, dims: Dims | None = None, device_type: str | None = None) -> DeviceMesh:
         """A torch ``DeviceMesh`` over the groups of this grid; creates none. *Local*.
@@ -344,11 +418,14 @@ class HyperCommGrid:
             raise RuntimeError(f"rank {rank} is outside {self.layout!r}: it has no mesh.")
         names = ordered(self.layout, self.layout.dims if dims is None else dims)
         groups = [self.get_pg(dim) for dim in names]
-        mesh = torch.tensor(self.layout.group(rank, names), device="cpu")
+        sizes = [self.dim_size(dim) for dim in names]
+        ranks = torch.tensor(self.layout.group(rank, names), device="cpu")
+        if device_type is None:
+            device_type = _device_type(groups[0])
         return DeviceMesh.from_group(
             groups,  # type: ignore[arg-type]
-            device_type or _device_type(groups[0]),
-            mesh=mesh.reshape([self.dim_size(dim) for dim in names]),
+            device_type,
+            mesh=ranks.reshape(sizes),
             mesh_dim_names=tuple(names),
         )
 
@@ -358,16 +435,21 @@ class HyperCommGrid:
 
         ValueError if the mesh has no names, or its ranks do not ascend without a gap.
         """
-        names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
+        names = mesh.mesh_dim_names
+        ranks = mesh.mesh.flatten().tolist()
         if not names:
             raise ValueError("the mesh has no names for its dims: give it mesh_dim_names.")
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        first = ranks[0]
+        if ranks != list(range(first, first + len(ranks))):
             raise ValueError(
                 f"the ranks of the mesh are {ranks}; those of a grid ascend without a gap."
             )
-        grid = cls(list(mesh.mesh.shape)[::-1], names[::-1], rank_offset=ranks[0])
-        for name in names if mesh.get_coordinate() is not None else ():
-            grid.hold((name,), mesh.get_group(name))
+        # In a mesh the last dim is the fastest, in a grid the first.
+        sizes = list(mesh.mesh.shape)[::-1]
+        grid = cls(sizes, names[::-1], rank_offset=first)
+        if mesh.get_coordinate() is not None:  # this rank is in the mesh
+            for name in names:
+                grid.hold((name,), mesh.get_group(name))
         return grid
 
     def destroy(self, *, abort: bool = False) -> None:
@@ -403,6 +485,36 @@ class HyperCommGrid:
         self.pool.resume()
 
 
+def name_of(key: Key) -> str:
+    """Of the groups with this key: ``"dp-cp"``, or ``"moe/ep"`` in a view."""
+    if isinstance(key, str):
+        return key
+    view, dims = key
+    return f"{view}/{'-'.join(dims)}"
+
+
+def _call(key: Key) -> str:
+    """The arguments that ask for the groups with this key."""
+    if isinstance(key, str):
+        return repr(key)
+    view, dims = key
+    return f"{'-'.join(dims)!r}, view={view!r}"
+
+
+def ordered(layout: RankLayout, dims: Dims) -> list[str]:
+    """``dims``, the slowest first."""
+    axes = sorted(layout.axes(dims), reverse=True)
+    return [layout.dims[axis] for axis in axes]
+
+
+def _check_dims(dims: Sequence[str], layout: RankLayout, where: str) -> None:
+    for dim in dims:
+        if dim not in layout.dims:
+            raise LayoutError(
+                f"Shared dim {dim!r} of {where} {list(layout.dims)}. Leave it out of shared_dims."
+            )
+
+
 def _policy() -> Policy:
     # Each combination is a group of its own, whatever the environment says about sharing.
     return replace(Policy.resolve(), share="none")
@@ -412,14 +524,11 @@ def _rank(rank: int | None) -> int:
     return dist.get_rank() if rank is None else rank
 
 
-def _call(key: Key) -> str:
-    return repr(key) if isinstance(key, str) else f"{'-'.join(key[1])!r}, view={key[0]!r}"
-
-
 def _device_type(group: ProcessGroup | None) -> str:
-    types = of_torch.device_types(group)
-    fast = (x for x in types if x != "cpu" and torch.get_device_module(x).is_available())
-    return next(fast, "cpu")
+    for device_type in of_torch.device_types(group):
+        if device_type != "cpu" and torch.get_device_module(device_type).is_available():
+            return device_type
+    return "cpu"
 
 
 def world_size() -> int:

@@ -9,22 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.agreement.commit import all_or_none
-from hypergrid.agreement.prepare import Abilities, Agreement, agree, one_thread, telling_others
-from hypergrid.agreement.store import abortable, check_timeout, raise_if_waits_ended, settle
+from hypergrid.agreement.commit import all_or_none, creating, prepare, telling_others
+from hypergrid.agreement.store import raise_if_waits_ended, settle
 from hypergrid.errors import AgreementError, CreationError
-from hypergrid.groups import backends, closing, creation, gloo, sockets
+from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import HOW, Suspended, Suspension
 from hypergrid.messages import in_words, shortened, shown, span_of
 from hypergrid.plan import Kind
-from hypergrid.policy import Policy
+from hypergrid.policy import Abilities, Agreement, Policy
 
 DEFAULT = "the default group"
 # For code that uses groups of a pool: called with those that are about to be destroyed, and
@@ -49,6 +48,14 @@ class PooledGroup:
     group: ProcessGroup
     dims: tuple[str, ...] = ()
     shares: str | None = None
+
+
+class _Contents(NamedTuple):
+    """The contents of a pool before a creation, to which it is rolled back after a failure."""
+
+    groups: int
+    owners: dict[tuple[Ranks, Kind], str]
+    labels: int
 
 
 class GroupPool:
@@ -79,7 +86,7 @@ class GroupPool:
     ) -> Iterator[None]:
         """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
 
-        Arguments as for ``hypergrid.agreement.prepare.agree``; each call has an epoch of its own.
+        Arguments as for ``hypergrid.agreement.commit.prepare``; each call has an epoch of its own.
         ``one_device`` lets gloo groups that connect at once share a device, see
         ``gloo.one_device``: then the caller holds none of the groups when this raises.
 
@@ -97,41 +104,42 @@ class GroupPool:
                 f"rank {dist.get_rank()} cannot create groups: those of {self.owner} are "
                 f"suspended. Call resume() first, on every rank."
             )
-        check_timeout(timeout)
-        with _telling(), one_thread(ranks), abortable():
-            can = creation.abilities(self.policy)
-            self.agreement = agree(ranks, proposal, self.policy, can, timeout, init_count)
+        if not isinstance(timeout, timedelta | None):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {shown(timeout)}.")
+        with _reporting_failures(), creating(ranks, timeout) as store:
+            abilities = creation.abilities(self.policy)
+            self.agreement = prepare(
+                store, ranks, proposal, self.policy, abilities, timeout, init_count
+            )
             self._timeout = timeout
-            timeout = timeout or of_torch.default_timeout()
+            before = self._contents()
             try:
                 with (
-                    self._rolling_back(),
-                    all_or_none(self.agreement.epoch, ranks, timeout),
+                    all_or_none(store, self.agreement.epoch, ranks, timeout),
                     gloo.one_device() if one_device else nullcontext(),
                 ):
-                    sockets.note_default()
+                    gloo.note_default()
                     yield
                     raise_if_waits_ended()
                 settle()
             except BaseException as error:
+                self._roll_back(before)
                 if one_device:
                     _forget_locals(error)
                 raise
 
-    @contextmanager
-    def _rolling_back(self) -> Iterator[None]:
-        before, owners, labels = len(self.groups), dict(self._owners), [*self._labels]
-        try:
-            yield
-        except BaseException:
-            self.destroy(before, abort=True)  # other ranks may never destroy theirs
-            self._owners, self._labels = owners, labels
-            raise
+    def _contents(self) -> _Contents:
+        return _Contents(len(self.groups), dict(self._owners), len(self._labels))
+
+    def _roll_back(self, before: _Contents) -> None:
+        self.destroy(before.groups, abort=True)  # other ranks may never destroy theirs
+        self._owners = before.owners
+        del self._labels[before.labels :]
 
     def make(
         self,
         label: str,
-        mine: Mapping[str, Ranks],
+        ranks_of: Mapping[str, Ranks],
         everyone: Callable[[], Sequence[Ranks]],
         *,
         dims: tuple[str, ...] = (),
@@ -147,7 +155,7 @@ class GroupPool:
         ----------
         label : str
             The name; also the description, unless ``group_desc`` is given.
-        mine : mapping of name to ranks
+        ranks_of : mapping of name to ranks
             The groups that this rank belongs to; the name is equal on all members.
         everyone : function
             Returns all groups of the label; called only where members alone cannot create.
@@ -162,61 +170,85 @@ class GroupPool:
             Torch could not create a group; its own error is the cause.
         """
         options.setdefault("group_desc", label)
-        before, timeout = len(self.groups), options.get("timeout")
+        backend = options.get("backend")
+        timeout = options.get("timeout")
         # Some groups of Megatron have a longer timeout than the one with which all are created.
-        limit = timeout or of_torch.default_timeout()
-        if self._timeout is not None:
-            limit = min(limit, self._timeout)
-        shorter = backends.creation_timeout(options.get("backend"), limit)
+        shorter = creation.creation_timeout(backend, timeout, self._timeout)
         if shorter is not None:
             options["timeout"] = shorter
+        waits = self.policy.connect == "lazy"
+        epoch = self.agreement.epoch
+        before = self._contents()
         try:
-            with self._rolling_back(), self.connecting():
-                if creation.way_of(self.agreement, options.get("backend")) == "members":
-                    made = self._make_mine(label, mine, kind, options)
-                else:
-                    made = self._make_all(label, mine, everyone(), kind, options)
-                for ranks, group, shares in made:
-                    self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
-                    _kept.add(self)
-                    gloo.note(group)
-                    closing.watch(group)
-                    raise_if_waits_ended()
-                    self._connect(self.groups[-1], timeout)
-                    if shorter is not None and shares is None:
+            with self.connecting():
+                way = creation.way_of(self.agreement, backend)
+                fresh: list[ProcessGroup] = []
+                if way != "members":
+                    # Every rank leaves out the same groups, including those that it is not in.
+                    missing = []
+                    for ranks in everyone():
+                        if self._owner(label, ranks, kind) is None:
+                            missing.append(ranks)
+                    fresh = creation.by_world(way, label, missing, epoch, **options)
+                for name, ranks in ranks_of.items():
+                    owner = self._owner(label, ranks, kind)
+                    if owner is not None:
+                        group = self._shared(ranks, owner)
+                    elif way == "members":
+                        group = creation.by_members(name, ranks, epoch, waits, **options)
+                    else:
+                        group = fresh.pop(0)
+                    pooled = PooledGroup(label, tuple(ranks), group, dims, owner)
+                    # Before any other call: a failure in it destroys what is in this list.
+                    self.groups.append(pooled)
+                    self._take_into_use(pooled, timeout)
+                    # It fails in time while it connects, and has its own timeout from now on.
+                    if shorter is not None and owner is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
         except BaseException as error:
+            self._roll_back(before)
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
-                raise self._failure(label, mine, options, error) from error
+                raise self._failure(label, ranks_of.values(), backend, error) from error
             raise
-        return [pooled.group for pooled in self.groups[before:]]
+        return [pooled.group for pooled in self.groups[before.groups :]]
 
     def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
         """Own from now on a group that outside code created for ``label``.
 
         A group that it has returned before, or torch's default group, is shared.
         """
-        if isinstance(group, ProcessGroup):
-            shares = DEFAULT if group is of_torch.default_group() else None
-            before = (pooled.label for pooled in self.groups if pooled.group is group)
-            shares = shares or next(before, None)
-            self.groups.append(PooledGroup(label, tuple(ranks), group, dims, shares))
-            if shares is None:
-                gloo.note(group)
-            self._connect(self.groups[-1])
+        if not isinstance(group, ProcessGroup):
+            return
+        shares = None
+        if group is of_torch.default_group():
+            shares = DEFAULT
+        for pooled in self.groups:
+            if pooled.group is group and shares is None:
+                shares = pooled.label
+        adopted = PooledGroup(label, tuple(ranks), group, dims, shares)
+        self.groups.append(adopted)
+        self._take_into_use(adopted)
 
-    def _connect(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
-        eager = self.policy.connect == "eager" and pooled.shares is None
-        eager = eager and of_torch.knows(pooled.group)  # not a wrapper by outside code
-        if not eager or not backends.connects_later(pooled.group):
+    def _take_into_use(self, pooled: PooledGroup, timeout: timedelta | None = None) -> None:
+        _kept.add(self)
+        if pooled.shares is None:
+            gloo.note(pooled.group)
+            closing.watch(pooled.group)
+            raise_if_waits_ended()
+            self._connect(pooled, timeout)
+
+    def _connect(self, pooled: PooledGroup, timeout: timedelta | None) -> None:
+        # A wrapper by outside code is none of torch's groups.
+        if self.policy.connect != "eager" or not of_torch.knows(pooled.group):
+            return
+        if not creation.connects_later(pooled.group):
             return
         backend = dist.get_backend(pooled.group)
         try:
             creation.connect(pooled.group, timeout or of_torch.default_timeout(backend))
         except RuntimeError as error:
-            mine, options = {pooled.label: pooled.ranks}, {"backend": backend}
-            raise self._failure(pooled.label, mine, options, error) from error
+            raise self._failure(pooled.label, [pooled.ranks], backend, error) from error
 
     def connecting(self) -> AbstractContextManager[None]:
         """Inside, gloo groups connect at once or on first use, as the ranks have agreed."""
@@ -227,39 +259,10 @@ class GroupPool:
             lazily = False
         return gloo.connecting(lazily)
 
-    def _make_mine(
-        self, label: str, mine: Mapping[str, Ranks], kind: Kind | None, options: dict[str, Any]
-    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
-        for name, ranks in mine.items():
-            owner = self._owner(label, ranks, kind)
-            if owner is None:
-                waits = self.policy.connect == "lazy"
-                group = creation.by_members(name, ranks, self.agreement.epoch, waits, **options)
-            else:
-                group = self._shared(ranks, owner)
-            yield ranks, group, owner
-
-    def _make_all(
-        self,
-        label: str,
-        mine: Mapping[str, Ranks],
-        groups: Sequence[Ranks],
-        kind: Kind | None,
-        options: dict[str, Any],
-    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
-        # Every rank leaves out the same groups, including those that it is not in.
-        owners = {tuple(ranks): self._owner(label, ranks, kind) for ranks in groups}
-        missing = [ranks for ranks in groups if owners[tuple(ranks)] is None]
-        way = creation.way_of(self.agreement, options.get("backend"))
-        fresh = creation.by_world(way, label, missing, self.agreement.epoch, **options)
-        for ranks in mine.values():
-            owner = owners[tuple(ranks)]
-            yield ranks, fresh.pop(0) if owner is None else self._shared(ranks, owner), owner
-
     def _failure(
-        self, label: str, mine: Mapping[str, Ranks], options: dict[str, Any], error: BaseException
+        self, label: str, groups: Iterable[Ranks], backend: str | None, error: BaseException
     ) -> CreationError:
-        members = shortened(" or ".join(map(span_of, mine.values())) or "other ranks", 80)
+        members = shortened(" or ".join(map(span_of, groups)) or "other ranks", 80)
         reason = "One of them may have ended, or cannot be reached."
         if isinstance(error, dist.DistNetworkError):  # torch's stores raise it, and no backend
             reason = (
@@ -268,20 +271,25 @@ class GroupPool:
             )
         return CreationError(
             f"rank {dist.get_rank()} could not create {label} of ranks {members} "
-            f"with {options.get('backend') or dist.get_backend()}: {in_words(error)} {reason}"
+            f"with {backend or dist.get_backend()}: {in_words(error)} {reason}"
         )
 
     def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
         """Whose communicator ``ranks`` use; None for a new one, which is then the label's."""
         if kind is None or not self.policy.may_share(kind):
             return None
-        owner = self._owners.setdefault((tuple(ranks), kind.among(len(ranks))), label)
-        return None if owner == label else owner
+        # The first label with these ranks and this kind owns the communicator.
+        key = (tuple(ranks), kind.among(len(ranks)))
+        owner = self._owners.setdefault(key, label)
+        if owner == label:
+            return None
+        return owner
 
     def _shared(self, ranks: Ranks, owner: str) -> ProcessGroup:
-        members = tuple(ranks)
-        (group,) = (g.group for g in self.groups if g.label == owner and g.ranks == members)
-        return group
+        for pooled in self.groups:
+            if pooled.label == owner and pooled.ranks == tuple(ranks):
+                return pooled.group
+        raise LookupError(f"{owner} has no group of {shown(ranks)}")
 
     def destroy(self, keep: int = 0, *, abort: bool = False) -> None:
         """Destroy every group but the first ``keep``.
@@ -299,8 +307,9 @@ class GroupPool:
 
     def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
         """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
-        asked = {id(group) for group in groups}
-        self._drop([pooled for pooled in self.groups if id(pooled.group) in asked], abort)
+        identities = {id(group) for group in groups}
+        leaving = [pooled for pooled in self.groups if id(pooled.group) in identities]
+        self._drop(leaving, abort)
 
     def suspend(self, ranks: Sequence[int], how: str = "native") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``: on all ranks, or on none.
@@ -335,7 +344,7 @@ class GroupPool:
             Another rank raised, has other groups or another ``how``, or did not call this.
             After an error all groups are awake, on every rank.
         """
-        with _telling(), abortable():
+        with _reporting_failures(), creating(ranks, self._timeout) as store:
             with telling_others(lambda: ranks):
                 self._check_suspend(how)
             proposal = {
@@ -344,14 +353,14 @@ class GroupPool:
                 "epoch": self.agreement.epoch,
             }
             # NCCL waits for all members: a rank that will not suspend must be known before.
-            agree(ranks, proposal, Policy(), Abilities(), self._timeout)
+            prepare(store, ranks, proposal, Policy(), Abilities(), self._timeout)
             suspension = Suspension()
             self.suspended = suspension
             try:
                 with telling_others(lambda: ranks):
-                    suspension.start(self._label_of_own_groups(), how)
+                    suspension.start(_label_of(self.groups), how)
                 suspended = {**proposal, "suspended": True}
-                agree(ranks, suspended, Policy(), Abilities(), self._timeout)
+                prepare(store, ranks, suspended, Policy(), Abilities(), self._timeout)
             except BaseException:
                 # abort() may have destroyed the groups meanwhile.
                 if self.suspended is suspension:
@@ -369,15 +378,6 @@ class GroupPool:
             raise RuntimeError(
                 f"the groups of {self.owner} are suspended already: call resume() first."
             )
-
-    def _label_of_own_groups(self) -> dict[ProcessGroup, str]:
-        label_of = {}
-        for pooled in self.groups:
-            # A shared communicator is suspended by the label that it was created for. Outside code
-            # may have destroyed a group, or returned another object for it.
-            if pooled.shares is None and of_torch.knows(pooled.group):
-                label_of[pooled.group] = pooled.label
-        return label_of
 
     def resume(self) -> None:
         """Let suspended groups work again: the same objects.
@@ -404,42 +404,48 @@ class GroupPool:
             raise
 
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
-        known = of_torch.known()
-        label_of = {}
-        for pooled in leaving:
-            # A shared communicator is closed by the label that it was created for. Outside code
-            # may have destroyed it already.
-            if pooled.shares is None and pooled.group in known:
-                label_of[pooled.group] = pooled.label
+        label_of = _label_of(leaving)
         if not closing.inherited.isdisjoint(label_of):
             abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
-            sockets.shut(label_of)
-        for tell in before_closing if leaving else ():
+            gloo.shut(label_of)
+        for function in before_closing if leaving else ():
             try:
-                tell([*label_of], abort)
+                function([*label_of], abort)
             except Exception as error:
-                _warn(f"{shown(tell)} raised while groups are destroyed: {in_words(error)}")
-        failed = closing.abort(label_of) if abort else closing.close(label_of)
-        for group, why in failed.items():
-            _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {why}")
+                _warn(f"{shown(function)} raised while groups are destroyed: {in_words(error)}")
+        reasons = closing.abort(label_of) if abort else closing.close(label_of)
+        for group, reason in reasons.items():
+            _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {reason}")
+
+
+def _label_of(groups: Sequence[PooledGroup]) -> dict[ProcessGroup, str]:
+    """Torch's groups among these, each once, with the label that it was created for."""
+    registered = of_torch.known()
+    label_of = {}
+    for pooled in groups:
+        # Outside code may have destroyed a group, or returned another object for it.
+        if pooled.shares is None and pooled.group in registered:
+            label_of[pooled.group] = pooled.label
+    return label_of
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    seen = set[int]()  # errors may be each other's context
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    """Let go of what the error's traceback holds, and those of its causes: groups on one device."""
+    cleared = set[int]()  # errors may be each other's context
+    while error is not None and id(error) not in cleared:
+        cleared.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
+def _reporting_failures() -> Iterator[None]:
     try:
         yield
     except (AgreementError, CreationError) as error:
-        for tell in after_failure:
-            tell(error)
+        for function in after_failure:
+            function(error)
         raise
 
 
@@ -449,9 +455,9 @@ def _warn(text: str) -> None:
 
 def live_pools() -> list[GroupPool]:
     """Every pool of this process that has groups, or is suspended."""
-    known = of_torch.known()
+    registered = of_torch.known()
     for pool in [*_kept]:
-        if not any(each.group in known for each in pool.groups):
+        if not any(pooled.group in registered for pooled in pool.groups):
             _kept.discard(pool)
     while True:
         try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.groups.backends import devices_of
+from hypergrid.groups.creation import devices_of
 from hypergrid.messages import in_words
 
 HOW = ("native", "keep")

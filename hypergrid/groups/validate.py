@@ -18,21 +18,24 @@ def validate_grids(
     Any two must lay out the same ranks or have none in common, and each rank of the world must
     be in one. ValueError otherwise: it names the ranks in conflict, or those in no grid.
     """
-    layouts = [each if isinstance(each, RankLayout) else each.layout for each in grids]
-    world = range(grid.world_size() if world_size is None else world_size)
-    for one, other in combinations(layouts, 2):
-        both = sorted(set(one.ranks) & set(other.ranks))
-        if both and one.ranks != other.ranks:
+    layouts = [g if isinstance(g, RankLayout) else g.layout for g in grids]
+    if world_size is None:
+        world_size = grid.world_size()
+    for first, second in combinations(layouts, 2):
+        common = sorted(set(first.ranks) & set(second.ranks))
+        if common and first.ranks != second.ranks:
             raise ValueError(
-                f"{one!r} and {other!r} overlap on ranks {few(both)} only: grids that are declared "
-                f"together have all ranks in common or none. Change an offset or a shape."
+                f"{first!r} and {second!r} overlap on ranks {few(common)} only: grids that are "
+                f"declared together have all ranks in common or none. Change an offset or a shape."
             )
+    world = set(range(world_size))
     covered = {rank for layout in layouts for rank in layout.ranks}
-    for ranks, fault in (
-        (sorted(set(world) - covered), "are in no grid"),
-        (sorted(covered - set(world)), f"are in a grid and outside the world of {len(world)}"),
-    ):
-        if ranks:
-            raise ValueError(
-                f"ranks {few(ranks)} {fault}: {', '.join(map(repr, layouts)) or 'no grids'}."
-            )
+    _raise_if_any(world - covered, "are in no grid", layouts)
+    outside = f"are in a grid and outside the world of {world_size}"
+    _raise_if_any(covered - world, outside, layouts)
+
+
+def _raise_if_any(ranks: set[int], fault: str, layouts: list[RankLayout]) -> None:
+    if ranks:
+        names = ", ".join(map(repr, layouts)) or "no grids"
+        raise ValueError(f"ranks {few(sorted(ranks))} {fault}: {names}.")

@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d as c10d
 from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
-from hypergrid.agreement.commit import all_or_none
-from hypergrid.agreement.prepare import Abilities, Policy, _Memory, _Round
-from hypergrid.agreement.rendezvous import Phase, clear_before
+from hypergrid.agreement.commit import Phase, _Memory, _Round, all_or_none
+from hypergrid.agreement.reports import clear_before
+from hypergrid.policy import Abilities, Policy
 from tests.support.forked import from_all, on_ranks, open_groups, total
 
 
@@ -80,7 +80,7 @@ def test_the_last_to_arrive_does_not_succeed_before_a_failure_is_published(rank)
         time.sleep(1)
         return publish(phase, *outcome, **early)
 
-    with pytest.raises(RuntimeError), all_or_none("1", range(2), timedelta(seconds=10)):
+    with pytest.raises(RuntimeError), all_or_none(store, "1", range(2), timedelta(seconds=10)):
         if rank == 0:
             Phase.publish = late
             raise CreationError("no more memory")

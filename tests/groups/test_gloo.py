@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
 from hypergrid import CreationError, HyperCommGrid
-from hypergrid.groups import backends, gloo
+from hypergrid.groups import creation, gloo
 from tests.support.forked import from_all, on_ranks, sockets
 from tests.support.groups import check_pool
 
@@ -124,7 +124,7 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
             time.sleep(9)  # the others wait five times their second
         return found
 
-    second = mock.patch.object(backends, "creation_timeout", return_value=timedelta(seconds=1))
+    second = mock.patch.object(creation, "creation_timeout", return_value=timedelta(seconds=1))
     with (
         second,
         mock.patch.object(gloo._InTime, "multi_get", late),

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from compat.report import report
 from hypergrid import AgreementError, of_torch
-from hypergrid.groups import backends, closing, creation
+from hypergrid.groups import closing, creation
 from tests.support.forked import from_all, join, on_ranks
 
 pytestmark = pytest.mark.skipif(not of_torch.has("lazy NCCL"), reason="torch has one NCCL backend")
@@ -111,7 +111,7 @@ def test_with_connect_lazy_members_alone_create_and_nothing_is_split_or_connecte
     assert state.pool.agreement.way == "members"
     assert {how for how, *_ in calls} == {"new"} and {call[2] for call in calls} == {True}
     assert sorted(made("new")) == sorted(pooled.ranks for pooled in state.pool.groups)
-    assert all(backends.connects_later(p.group) == (len(p.ranks) > 1) for p in state.pool.groups)
+    assert all(creation.connects_later(p.group) == (len(p.ranks) > 1) for p in state.pool.groups)
 
 
 @on_ranks(4, backend="")
@@ -156,15 +156,15 @@ def test_off_an_unbound_default_group_it_connects_at_once_by_its_members_or_late
     at_once = creation.by_members("A", half, "epoch", backend="nccl")
     later = creation.by_members("B", half, "epoch", True, backend="nccl")
     assert [call[2] for call in calls] == [False, True] and not made("split")
-    assert [backends.connects_later(group) for group in (at_once, later)] == [False, True]
+    assert [creation.connects_later(group) for group in (at_once, later)] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["nccl", "NCCL", "nccl2", "nccl-lazy", "cpu:gloo,cuda:nccl2"])
 def test_which_names_wait_is_asked_of_what_torch_would_call(fake_world, name):
     fake_world(1)
-    assert backends.can_wait(name)
-    assert not backends.can_wait("nccl-legacy") and not backends.can_wait("gloo")
+    assert creation.can_wait(name)
+    assert not creation.can_wait("nccl-legacy") and not creation.can_wait("gloo")
     plugin = c10d.Backend._plugins["NCCL"]
     legacy = plugin._replace(creator_fn=c10d._create_nccl_process_group)  # TORCH_DIST_USE_NCCL2=0
     with mock.patch.dict(c10d.Backend._plugins, NCCL=legacy):
-        assert backends.can_wait(name) == (name.lower() != "nccl")
+        assert creation.can_wait(name) == (name.lower() != "nccl")

@@ -15,7 +15,7 @@ from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
 from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid, of_torch
-from hypergrid.groups import backends, closing, creation
+from hypergrid.groups import closing, creation
 from hypergrid.groups.creation import expected
 from hypergrid.groups.pool import before_closing, live_pools
 from hypergrid.policy import Policy
@@ -147,7 +147,7 @@ def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
     join(rank, 2, backend="cpu:gloo,cuda:old")
     default = c10d._get_default_group()
 
-    def asked(of=backends.split_off):
+    def asked(of=creation.split_off):
         names = (
             None,
             "old",
@@ -161,10 +161,10 @@ def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
         return {name for name in names if of(name)}
 
     as_default = {None, "old", "OLD", "cpu:gloo,cuda:old", "cuda:OLD"}
-    assert asked() == as_default and asked(backends.bound_to) == set()  # equal on all ranks
+    assert asked() == as_default and asked(creation.bound_to) == set()  # equal on all ranks
     assert creation.abilities() == creation.Abilities()
     default.bound_device_id = torch.device("cuda", 0)
-    assert asked() == asked(backends.bound_to) == as_default
+    assert asked() == asked(creation.bound_to) == as_default
     can = creation.abilities()
     assert can.can_split == of_torch.has("splits") and "bound to a cuda device" in can.bound
     assert "connect='lazy'" not in can.bound  # this backend does not take it
@@ -179,7 +179,7 @@ def test_gloo_is_split_on_request_alone_also_off_a_bound_default_group(rank):
     default.bound_device_id = torch.device("cuda", 0)
     assert creation.abilities() == creation.Abilities()
     asked = (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")
-    assert [bool(backends.split_off(b)) for b in asked] == [True] * 4 + [False] * 2
+    assert [bool(creation.split_off(b)) for b in asked] == [True] * 4 + [False] * 2
     default.bound_device_id = None
     assert creation.abilities(Policy(creation="split")).can_split
 

@@ -22,7 +22,7 @@ from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
-from hypergrid.groups import backends, gloo
+from hypergrid.groups import creation, gloo
 from tests.support import ROOT, own_keys, own_lines, soaking
 from tests.support.forked import open_groups, run_ranks, total
 
@@ -341,9 +341,9 @@ def test_a_record_can_be_written_to_a_file_and_asked_for_before_there_is_anythin
 def _timeouts_that_groups_have(rank):
     ps.initialize_model_parallel(2, distributed_timeout_minutes=7)
     groups = [group.group for group in ps.current_state().pool.groups]
-    assert backends.creation_timeout("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
-    assert backends.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=2)
-    assert backends.creation_timeout("nccl", timedelta(seconds=60)) is None
+    assert creation.creation_timeout("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
+    assert creation.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=2)
+    assert creation.creation_timeout("nccl", timedelta(seconds=60)) is None
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
@@ -351,7 +351,7 @@ def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(
     timeouts = set(run_ranks(2, _timeouts_that_groups_have)[0])
     assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout}
     fake_world(2)
-    assert backends.creation_timeout("gloo", timedelta(seconds=60)) is None
+    assert creation.creation_timeout("gloo", timedelta(seconds=60)) is None
 
 
 def _keeps_options(rank):

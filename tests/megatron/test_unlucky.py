@@ -19,7 +19,7 @@ from compat import parallel_state as ps
 from compat.state import ParallelState
 from hypergrid import AgreementError, CreationError
 from hypergrid.agreement import store as connection
-from hypergrid.groups import backends
+from hypergrid.groups import creation
 from tests.support import soaking
 from tests.support.counting import CountingStore
 from tests.support.forked import from_all, on_ranks, run_ranks, run_scripts, total
@@ -186,10 +186,7 @@ def test_threads_that_wait_for_each_other_in_opposite_order_do_not_deadlock():
 def _counting():
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     counting = CountingStore(dist.PrefixStore("counting", store))
-    with (
-        mock.patch("hypergrid.agreement.prepare.shared_store", lambda: counting),
-        mock.patch("hypergrid.agreement.commit.shared_store", lambda: counting),
-    ):
+    with mock.patch("hypergrid.agreement.commit.shared_store", lambda: counting):
         yield counting
 
 
@@ -253,8 +250,8 @@ def test_a_group_of_an_undefined_backend_ends_in_its_timeout_if_gloo_serves_it(r
         world_size=2,
     )
     assert dist.get_backend() == "undefined"
-    assert backends.creation_timeout(None, timedelta(seconds=60)) == timedelta(seconds=12)
-    assert backends.creation_timeout("GLOO", None) == c10d.default_pg_timeout / 5
+    assert creation.creation_timeout(None, timedelta(seconds=60)) == timedelta(seconds=12)
+    assert creation.creation_timeout("GLOO", None) == c10d.default_pg_timeout / 5
 
 
 @on_ranks(2, backend="")

@@ -29,9 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compat import members_only
 from compat import parallel_state as ps
 from compat.state import SLOTS, ParallelState
-from hypergrid.agreement.prepare import Abilities, _Memory, _Round
+from hypergrid.agreement.commit import _Memory, _Round
 from hypergrid.groups import pool
-from hypergrid.policy import Policy
+from hypergrid.policy import Abilities, Policy
 from tests.support import OURS, own_keys
 from tests.support.counting import CountingStore
 from tests.support.forked import RankFailure, open_groups, run_ranks, run_scripts, total

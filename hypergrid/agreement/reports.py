@@ -1,0 +1,175 @@
+"""What ranks report in full where one of them is missing, or where they differ.
+
+A round in which all ranks are equal passes none of this. Every function takes the store of one
+phase: its keys are there alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from hypergrid.agreement.store import append, forget, forget_lines, lines
+from hypergrid.messages import few, one_line, shown_apart, some_of
+
+_KEYS = (
+    "arrived",
+    "closed",
+    "closed/set",
+    "outcome",
+    "present",
+    "entries",
+    "told",
+    "final",
+    "read",
+)
+
+
+def answer(store: Store, rank: int) -> None:
+    """Report that this rank is there, and on which host."""
+    append(store, "present", f"{rank} {one_line(socket.gethostname())}")
+
+
+def wait_for_answers(store: Store, expected: int, patience: float) -> None:
+    """Wait until ``expected`` ranks have answered, or none has for ``patience`` seconds."""
+    end = time.monotonic() + patience
+    answers = 1
+    while answers < expected and time.monotonic() < end:
+        time.sleep(0.1)
+        now_answered = len(lines(store, "present"))
+        if now_answered > answers:
+            answers = now_answered
+            end = time.monotonic() + patience
+
+
+def missing(store: Store, ranks: Sequence[int]) -> str:
+    """In words, which of ``ranks`` did not answer, and where they are."""
+    present = set()
+    host_of = {}  # by the first rank of each host
+    for line in lines(store, "present"):
+        # Such as "12 node-3". A host's name may be empty, or have spaces.
+        number, _, host = line.partition(" ")
+        present.add(int(number))
+        first_rank = _first_on_host(int(number))
+        host_of[first_rank] = host
+    absent = [rank for rank in ranks if rank not in present]
+    if not absent:
+        return f"one of {len(ranks)} ranks, which has arrived since,"
+    hosts: list[str] = []
+    for absent_rank in absent[:10]:
+        # Empty where no rank of that host has answered.
+        host = host_of.get(_first_on_host(absent_rank), "")
+        if host and host not in hosts:
+            hosts.append(host)
+    text = few(absent)
+    if hosts:
+        text += f" on {', '.join(hosts)}"
+    return f"{len(absent)} of {len(ranks)} ranks ({text})"
+
+
+def _first_on_host(rank: int) -> int:
+    """The first of the ranks that probably run on the host of ``rank``."""
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local_size.isdecimal() or len(local_size) > 9 or int(local_size) == 0:
+        return rank
+    # Launchers number hosts one by one: with 8 ranks on each, rank 13 is on the host of rank 8.
+    return rank - rank % int(local_size)
+
+
+class Entry(NamedTuple):
+    """What a rank reported, and the number of ranks that are equal to it."""
+
+    rank: int
+    proposal: dict[str, Any]
+    abilities: dict[str, Any]
+    ranks: int
+
+
+def report(store: Store, entry: Sequence[Any], digest: int, is_first: bool) -> int:
+    """Report ``entry`` if no equal one is there, or if ``is_first``; how many have reported."""
+    equal_ranks = store.add(f"of/{digest}", 1)
+    if equal_ranks == 1 or is_first:
+        line = json.dumps([digest, entry])
+        append(store, "entries", line)
+    return store.add("told", 1)
+
+
+def entries(store: Store) -> list[Entry]:
+    """The entries: that of the window's first rank, and one of each kind."""
+    reported = []
+    for line in lines(store, "entries"):
+        digest, (rank, proposal, abilities) = json.loads(line)
+        equal_ranks = store.add(f"of/{digest}", 0)
+        reported.append(Entry(rank, proposal, abilities, equal_ranks))
+    return reported
+
+
+def difference(reported: Sequence[Entry], span: str) -> str:
+    """In words: a rank that refused, or how the rarest proposal differs from the first rank's.
+
+    Empty if all proposals are equal.
+    """
+    for entry in reported:
+        if "refused" in entry.proposal:
+            return (
+                f"rank {entry.rank} refused its arguments, so no rank of {span} created a group: "
+                f"{entry.proposal['refused']}"
+            )
+    first = min(reported, key=lambda entry: entry.rank)
+    differing = [entry for entry in reported if entry.proposal != first.proposal]
+    if not differing:
+        return ""
+    # Where 7 ranks say tp=2 and rank 5 says tp=4, rank 5 is the one to look at.
+    rarest = min(differing, key=lambda entry: (entry.ranks, entry.rank))
+    where = f"rank {rarest.rank}"
+    if rarest.ranks > 1:
+        where += f" (and {rarest.ranks - 1} more)"
+    fields = {}
+    for name in sorted(first.proposal.keys() | rarest.proposal.keys()):
+        rare = rarest.proposal.get(name)
+        usual = first.proposal.get(name)
+        if rare != usual:
+            rare, usual = shown_apart(rare, usual)
+            fields[name] = f"{name} is {rare} on {where} and {usual} on rank {first.rank}"
+    if len(fields) > 1:  # the plan's digest says less than other fields
+        fields.pop("plan", None)
+    return (
+        f"ranks {span} were asked for different groups: {'; '.join(fields.values())}. "
+        f"Start all of them with the same arguments. No group was created."
+    )
+
+
+def overlap(common: Sequence[int], *spans: str) -> str:
+    """In words: windows of these spans have the ranks in ``common``."""
+    first, second = sorted(spans)
+    world = range(dist.get_world_size())
+    return (
+        f"the windows {first} and {second} overlap: {some_of(common, world)} are in both, and each "
+        f"would wait for them. Give all ranks of a window the same rank_offset and "
+        f"local_world_size."
+    )
+
+
+def clear_before(store: Store, epoch: str) -> None:
+    """Delete the keys of a window's earlier rounds; all ranks are at the end of this one."""
+    # After round 3 of "0..7": rounds 2, 1 and 0, until one whose keys are deleted already.
+    span, _, number = epoch.rpartition("/")
+    for earlier in range(int(number) - 1, -1, -1):
+        prepare = PrefixStore(f"hypergrid/{span}/{earlier}/prepare", store)
+        if not prepare.check(["outcome"]):
+            break
+        for line in lines(prepare, "entries"):
+            digest, _ = json.loads(line)
+            forget(prepare, f"of/{digest}")
+        forget_lines(prepare, "entries", "present")
+        forget(prepare, *_KEYS)
+        commit = PrefixStore(f"hypergrid/{span}/{earlier}/commit", store)
+        forget_lines(commit, "present")
+        forget(commit, *_KEYS)
