@@ -24,7 +24,14 @@ from compat.megatron import replaced
 from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import FUNCTIONS, SETTERS, bind_getters_to, cached_sizes
+from compat.megatron.getters import (
+    FUNCTIONS,
+    SETTERS,
+    answer_from,
+    answering,
+    bind_getters_to,
+    cached_sizes,
+)
 from compat.megatron.planning import Request, aliases
 from compat.megatron.releases import ALL, RELEASE, has
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
@@ -63,7 +70,6 @@ _KEPT = frozenset(
 )  # what is a state's own among the names of a module
 _current: Any = None  # the state that compat.parallel_state answers from
 _module_values: dict[str, Any] = {"__builtins__": __builtins__}  # where its values are
-_module_functions = bind_getters_to(_module_values)  # the functions over them
 _activated: list[ParallelState] = []  # by activate(), the innermost last
 _ended = ""  # the name of the one whose activation ended last
 _counted = itertools.count(1)
@@ -79,8 +85,8 @@ class ParallelState:
     (``_TENSOR_MODEL_PARALLEL_GROUP`` ...) as attributes that may be written, as outside code does:
     the getters see it. A fresh object has no groups; ``create`` gives one that has.
 
-    Each state has names of its own with functions over them, as a module has. While it is current
-    its values are those of ``compat.parallel_state``, where outside code may write them.
+    While it is current its values are those of ``compat.parallel_state``, where outside code may
+    write them; else it has names of its own with functions over them, as a module has.
 
     ``name`` is what messages call it; "state 1" and so on, in the order of creation, if the caller
     gives none.
@@ -90,7 +96,6 @@ class ParallelState:
         self.name = name
         # Without __name__: torch.compile would ask the module of that name instead.
         self._values: dict[str, Any] = {"__builtins__": __builtins__}
-        bind_getters_to(self._values)
         self._forget()
         _states.add(self)
 
@@ -123,6 +128,11 @@ class ParallelState:
             self._values.pop(name, None)
             if self is _current:
                 _module_values.pop(name, None)
+
+    def _bind(self) -> None:
+        """Make the getters over this state's values, which answer while it is not current."""
+        if "is_initialized" not in self._values:
+            bind_getters_to(self._values)
 
     def _forget(self) -> None:
         self.request: Request | None = None
@@ -165,6 +175,8 @@ class ParallelState:
                 self.name = self.name or f"state {next(_counted)}"
                 self.request = request
                 self._take(built)
+                if self is not _current:
+                    self._bind()  # now, since torch.compile cannot trace it in a method
                 if built.groups:  # behind those that create_group made before
                     earlier = self._global_process_group_list or [None]
                     self._global_process_group_list = [*earlier, *built.groups[1:]]
@@ -375,9 +387,14 @@ def _method(name: str, function: FunctionType) -> Any:
     @functools.wraps(function)
     def method(self: ParallelState, *args: Any, **kwargs: Any) -> Any:
         if self is not _current and not changes:  # no activation changes these values
+            if name not in self._values:
+                self._bind()
             return self._values[name](*args, **kwargs)
         with _switching if changes else _unswitched():
-            return (_module_functions if self is _current else self._values)[name](*args, **kwargs)
+            if self is _current:
+                return answering[name](*args, **kwargs)
+            self._bind()
+            return self._values[name](*args, **kwargs)
 
     signature = inspect.signature(function)
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -443,6 +460,8 @@ def make_current(state: ParallelState) -> None:
             _current._values.update(
                 {name: _module_values[name] for name in _KEPT if name in _module_values}
             )
+            if _current.request is not None:
+                _current._bind()  # now, since torch.compile cannot trace it in a method
         _current = state
         _module_values.update({name: state._values.get(name) for name in _KEPT})
 
@@ -453,14 +472,16 @@ def publish_into(names: dict[str, Any]) -> None:
     If a module had them before, it was reloaded, or deleted and imported again: the state ends
     without waiting for anybody, and a fresh one is current, as upstream's module begins anew.
     """
-    global _module_values, _module_functions
+    global _module_values
     if "__name__" in _module_values:
         _current.destroy(abort=True)
         make_current(ParallelState())
     with _switching:
         names.update({name: _module_values[name] for name in _KEPT})
-        _module_values, _module_functions = names, bind_getters_to(names)
+        _module_values = names
+        answer_from(names)
 
 
+answer_from(_module_values)
 make_current(ParallelState())
 group_helpers.tell.append(lambda group: _current.note_group(group))

@@ -1,11 +1,19 @@
 """Every getter and setter of the module, each written out: a plain function over globals.
 
-Their globals are not this module's. ``bind_getters_to`` gives them those of
-``compat.parallel_state``, where the current state's values are, or those of another state. So
-outside code reads, writes and replaces there what it likes, as on stock, and a getter costs what a
-global costs. Functions call each other by name: one that outside code has replaced counts.
+How it works. The same function runs over several namespaces, which are dicts with upstream's
+private globals. ``bind_getters_to(names)`` makes functions of the same code whose globals are
+``names``; they call each other by the names that are there:
 
-All are *local*: no communication.
+    names = {"_TENSOR_MODEL_PARALLEL_GROUP": group, "_MPU_TENSOR_MODEL_PARALLEL_RANK": None}
+    bind_getters_to(names)
+    names["get_tensor_model_parallel_group"]()       # group
+    names["_MPU_TENSOR_MODEL_PARALLEL_RANK"] = 3     # as outside code writes it
+    names["get_tensor_model_parallel_rank"]()        # 3
+
+The globals of ``compat.parallel_state`` are such a namespace: there are the values of the current
+state, and outside code reads, writes and replaces there what it likes, as on stock. A state that is
+not current has a namespace of its own, bound when it is first asked. A function that is called in
+this module asks the current state. All are *local*: no communication.
 """
 
 # ruff: noqa: F821 - upstream's private globals are in the namespaces, see ``bind_getters_to``
@@ -13,6 +21,7 @@ All are *local*: no communication.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from types import FunctionType
 from typing import Any
@@ -960,26 +969,50 @@ def _virtual_stage(vp_stage: int | None) -> tuple[int | None, int | None]:
 
 
 drop_absent(globals())
-_HERE = {name: value for name, value in globals().items() if not name.startswith("__")}
+_WRITTEN = {name: value for name, value in globals().items() if not name.startswith("__")}
 FUNCTIONS = {
     name: value
-    for name, value in _HERE.items()
+    for name, value in _WRITTEN.items()
     if isinstance(value, FunctionType) and value.__module__ == __name__
 }
 SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that change something
+answering: dict[str, FunctionType] = {}  # the functions over the values of the current state
 _NO_GROUP = (object(), 0, 0)
 
 
 def bind_getters_to(names: dict[str, Any]) -> dict[str, FunctionType]:
     """Put the functions into ``names``, which become their globals; and give them by name."""
-    made = {}
-    for name, own in FUNCTIONS.items():
-        function = made[name] = FunctionType(own.__code__, names, name, own.__defaults__)
-        function.__kwdefaults__, function.__annotations__ = own.__kwdefaults__, own.__annotations__
-        function.__doc__, function.__qualname__ = own.__doc__, own.__qualname__
-        vars(function).update(vars(own))
-    names.update({**_HERE, **names, **made})
-    return made
+    functions = {}
+    for name, written in FUNCTIONS.items():
+        function = FunctionType(written.__code__, names, name, written.__defaults__)
+        function.__kwdefaults__ = written.__kwdefaults__
+        functools.update_wrapper(function, written, ("__annotations__", "__doc__", "__qualname__"))
+        del function.__wrapped__  # type: ignore[attr-defined]
+        functions[name] = function
+    # The modules that the functions use are among their globals too. What ``names`` has stays.
+    names.update({**_WRITTEN, **names, **functions})
+    return functions
+
+
+def answer_from(names: dict[str, Any]) -> None:
+    """Let the functions answer from ``names``, where the values of the current state are."""
+    answering.update(bind_getters_to(names))
+
+
+def _asking_the_current_state(name: str, written: FunctionType) -> Any:
+    @functools.wraps(written)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if name not in answering:
+            raise AssertionError(
+                f"{name}() has no state to answer from: import compat.parallel_state first."
+            )
+        return answering[name](*args, **kwargs)
+
+    return function
+
+
+for _name, _function in FUNCTIONS.items():
+    globals()[_name] = _asking_the_current_state(_name, _function)
 
 
 def cached_sizes(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:

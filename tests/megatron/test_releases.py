@@ -35,8 +35,7 @@ def speaking(request, monkeypatch):
     for fact, holds in releases.facts().items():
         monkeypatch.setitem(releases.RELEASE_HAS, fact, holds)
     # What the module tells of itself when it is loaded.
-    for name in ("_module_values", "_module_functions"):
-        monkeypatch.setattr(state, name, getattr(state, name))
+    monkeypatch.setattr(state, "_module_values", state._module_values)
     monkeypatch.setattr(replaced, "_namespace", {})
     monkeypatch.setattr(replaced, "_own", {})
     copies = []
@@ -45,7 +44,7 @@ def speaking(request, monkeypatch):
         copies.append(importlib.util.module_from_spec(spec))
         monkeypatch.setitem(sys.modules, name, copies[-1])
         spec.loader.exec_module(copies[-1])
-        monkeypatch.setattr(state, "bind_getters_to", copies[0].bind_getters_to)
+        monkeypatch.setattr(state, "answer_from", copies[0].answer_from)
     return request.param, copies[1]
 
 
