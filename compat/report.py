@@ -10,8 +10,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from compat.megatron.planning import Request
-from compat.megatron.replaced import in_words
+from compat.megatron.request import in_words
 from compat.planned.layouts import most_hosts
 from compat.state import ParallelState
 from hypergrid import of_torch
@@ -19,15 +18,17 @@ from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
+from hypergrid.plan import GroupPlan
 from hypergrid.summary import dims_in_words, long_dims
 from hypergrid.topology import Topology
 
 
 def report(state: ParallelState) -> str:
     """How groups were made, and one line for each of this rank's: name, dims, ranks, sharing."""
-    request, pool = state.request, state.pool
-    if request is None or pool is None:
+    planned_rows, pool = state.planned, state.pool
+    if planned_rows is None or pool is None:
         return "hypergrid: no groups on this rank"
+    request = planned_rows.request
     made, live = pool.agreement, [pooled for pooled in pool.groups if pooled.shares is None]
     chosen = {"order": request.order, **asdict(request.policy)}
     lines = [
@@ -41,15 +42,20 @@ def report(state: ParallelState) -> str:
     ]
     if request.helpers:
         lines.append(f"outside code has replaced {in_words(request.helpers)}")
-    lines = [f"hypergrid: {line}" for line in (*lines, *of_torch.lacking(), *_on_hosts(request))]
-    rows = {p.group.label: p for p in request.planned}
+    lines = [
+        f"hypergrid: {line}"
+        for line in (*lines, *of_torch.lacking(), *_on_hosts(planned_rows.plan))
+    ]
+    rows = {planned.plan_row.label: planned for planned in planned_rows.rows}
     for pooled in pool.groups:
         planned = rows.get(pooled.label)
         dims, backend = "", "default"
         if planned is not None:
-            dims = dims_in_words(long_dims(request.plan, planned.group), planned.row.pick)
+            dims = dims_in_words(
+                long_dims(planned_rows.plan, planned.plan_row), planned.table_row.pick
+            )
             dims = dims if planned.chosen is None else "chosen"
-            backend = planned.group.backend or backend
+            backend = planned.plan_row.backend or backend
         lines.append(
             f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
             f"{few(pooled.ranks)}" + (f"  = {pooled.shares}" if pooled.shares else "")
@@ -68,9 +74,9 @@ def _host_key(rank: int) -> str:
     return f"hypergrid/machine/{rank}"
 
 
-def _on_hosts(request: Request) -> Iterator[str]:
+def _on_hosts(plan: GroupPlan) -> Iterator[str]:
     """A sentence if ranks are interleaved over hosts, and all ranks have reported their hosts."""
-    ranks = range(request.plan.window.stop)
+    ranks = range(plan.window.stop)
     keys = [_host_key(rank) for rank in ranks]
     store = shared_store()
     if store is None or not store.check(keys):
@@ -83,8 +89,8 @@ def _on_hosts(request: Request) -> Iterator[str]:
     ranks_of_host = [rank for rank in ranks if hosts[rank] == host]
     sentence = f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}"
     world = RankLayout(("rank",), (len(hosts),))
-    consecutive = most_hosts(request.layouts, Topology(world, dict(Counter(hosts))))
-    for kind, number in most_hosts(request.layouts, Topology(world, hosts)).items():
+    consecutive = most_hosts(plan.layouts, Topology(world, dict(Counter(hosts))))
+    for kind, number in most_hosts(plan.layouts, Topology(world, hosts)).items():
         if number > consecutive[kind]:
             sentence += (
                 f"; {kind} groups touch up to {number} hosts, and {consecutive[kind]} with "

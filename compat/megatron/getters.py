@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
-from compat.megatron.encoder import warn_of_its_end
 from compat.megatron.releases import RELEASE_HAS, as_released, drop_absent
+from compat.megatron.request import warn_of_removal
 from hypergrid.agreement.store import was_aborted
 from hypergrid.errors import NoGroupsError
 
@@ -892,7 +892,7 @@ def _expert_data_parallel_with_remat(check_initialized: bool, partial: bool) -> 
 
 
 def _of_encoder(name: str) -> None:
-    warn_of_its_end(f"{name} is", stacklevel=3)
+    warn_of_removal(f"{name} is", stacklevel=3)
 
 
 def _data_parallel(with_cp: bool, partial: bool, remat: bool) -> ProcessGroup:
@@ -977,7 +977,6 @@ FUNCTIONS = {
 }
 SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that change something
 answering: dict[str, FunctionType] = {}  # the functions over the values of the current state
-_NO_GROUP = (object(), 0, 0)
 
 
 def bind_getters_to(names: dict[str, Any]) -> dict[str, FunctionType]:
@@ -1013,23 +1012,3 @@ def _asking_the_current_state(name: str, written: FunctionType) -> Any:
 
 for _name, _function in FUNCTIONS.items():
     globals()[_name] = _asking_the_current_state(_name, _function)
-
-
-def cached_sizes(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:
-    """The values that the functions use besides upstream's private globals.
-
-    The rank and size in each group that the state made, and for two groups at hand; whether a rank
-    may be in several pipelines; and whether each grid has an axis gtp_remat. Releases without it
-    have one global where later ones have two, and code for them writes that one: only a state with
-    the axis has the other there.
-    """
-    return {
-        "_numbers": {g: place for g, *place in numbers.values() if not isinstance(g, list)},
-        "_tp": numbers.get("_TENSOR_MODEL_PARALLEL_GROUP", _NO_GROUP),
-        "_pp": numbers.get("_PIPELINE_MODEL_PARALLEL_GROUP", _NO_GROUP),
-        "_several": RELEASE_HAS["splits"] or (request is not None and request.encoder is not None),
-        "_gtp_remat": RELEASE_HAS["gtp_remat"]
-        or (request is not None and request.gtp_remat_size > 1),
-        "_expert_gtp_remat": RELEASE_HAS["gtp_remat"]
-        or (request is not None and request.expert_gtp_remat_size > 1),
-    }

@@ -17,9 +17,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from compat import parallel_state
-from compat.megatron import build, replaced
-from compat.megatron.getters import bind_getters_to, cached_sizes
-from compat.megatron.planning import Request
+from compat.megatron import build
+from compat.megatron.getters import bind_getters_to
+from compat.megatron.request import (
+    CREATORS,
+    GENERATORS,
+    HELPERS,
+    Request,
+    creates,
+    replaced_functions,
+)
+from compat.megatron.rows import PlannedRows
 from compat.state import GROUP_SLOTS, OTHER_SLOTS, RANK_SLOTS, SLOTS
 from compat.swap import REPLACEMENTS
 from compat.swap.drift import refuse_drift
@@ -48,10 +56,10 @@ class Record:
 
     def __init__(self, stock: ModuleType, originals: Mapping[str, Any]) -> None:
         now = vars(stock)
-        names = [n for n in replaced.HELPERS if n in originals and now[n] is not originals[n]]
+        names = [n for n in HELPERS if n in originals and now[n] is not originals[n]]
         self.stock = stock
-        self.helpers = {**replaced.replaced_functions(), **{name: now[name] for name in names}}
-        self._is_replaced = replaced.creates(self.helpers)
+        self.helpers = {**replaced_functions(), **{name: now[name] for name in names}}
+        self._is_replaced = creates(self.helpers)
         self._signatures = {name: inspect.signature(originals[name]) for name in names}
         self._signatures["new_group"] = of_torch.new_group_signature()
         self._generators: dict[str, Any] = {}
@@ -93,13 +101,13 @@ class Record:
         self, module: ModuleType, is_plan: bool
     ) -> Iterator[dict[str, Callable[..., Any]]]:
         """Inside, the functions that create groups or decide ranks are replaced."""
-        holders = {name: module for name in self._signatures if name in replaced.CREATORS}
+        holders = {name: module for name in self._signatures if name in CREATORS}
         holders["new_group"] = dist
         stand_ins = {
             name: self._stand_in(name, getattr(holder, name), is_plan)
             for name, holder in holders.items()
         }
-        if any(name in self.helpers for name in replaced.GENERATORS):
+        if any(name in self.helpers for name in GENERATORS):
             holders["RankGenerator"] = module
             make = self.stock.RankGenerator
             stand_ins["RankGenerator"] = functools.partial(self._generator, make)
@@ -214,38 +222,41 @@ def compare(
         with record.replayed() as helpers:
             request = Request(**arguments, helpers=helpers)
             request.check()
-            ranks = request.participants
-            built = build.place(request)
-        for what, theirs, planned in _values(record.stock, built, request):
+            planned_rows = PlannedRows(request)
+            ranks = planned_rows.participants
+            values = build.place(planned_rows)
+        for what, theirs, planned in _values(record.stock, values, planned_rows):
             record.note(what, theirs, planned)
     except Exception as error:
         return ranks, "", [f"the swap would refuse, {type(error).__name__}: {error}"]
     return ranks, record.summary(), record.differences
 
 
-def _values(stock: ModuleType, built: Any, request: Any) -> Iterator[tuple[str, Any, Any]]:
+def _values(
+    stock: ModuleType, values: build.Values, planned_rows: PlannedRows
+) -> Iterator[tuple[str, Any, Any]]:
     """Private globals and the results of getters: their names, of stock, and as planned."""
     for name in (*GROUP_SLOTS, *RANK_SLOTS):
-        planned = built.slots.get(name)
+        planned = values.get(name)
         yield name, getattr(stock, name, planned), planned
     others = {name: getattr(stock, name, None) for name in OTHER_SLOTS}
-    names = {"__name__": __name__, **dict.fromkeys(SLOTS), **others, **built.slots}
-    ours = bind_getters_to({**names, **cached_sizes(built.numbers, request)})
+    names = {"__name__": __name__, **dict.fromkeys(SLOTS), **others, **values}
+    ours = bind_getters_to(names)
     for name, function in ours.items():
         getter = getattr(stock, name, None)
         if getter is None or not name.startswith(_GETTERS):
             continue
-        for arguments in _arguments(getter, request):
+        for arguments in _arguments(getter, planned_rows):
             text = ", ".join(f"{flag}={value}" for flag, value in arguments.items())
             yield f"{name}({text})", _result(getter, arguments), _result(function, arguments)
 
 
-def _arguments(getter: Callable[..., Any], request: Any) -> Iterator[dict[str, Any]]:
+def _arguments(getter: Callable[..., Any], planned_rows: PlannedRows) -> Iterator[dict[str, Any]]:
     """Every combination of flags, virtual stages and sizes of groups."""
     parameters = inspect.signature(getter).parameters
     values: dict[str, Sequence[Any]] = {
-        "vp_stage": range(request.virtual_pipeline_model_parallel_size or 0),
-        "group_size": [p.key for p in request.planned if p.row.holds == "sizes"],
+        "vp_stage": range(planned_rows.request.virtual_pipeline_model_parallel_size or 0),
+        "group_size": [row.key for row in planned_rows.rows if row.table_row.holds == "sizes"],
     }
     choices = []
     for name, argument in parameters.items():

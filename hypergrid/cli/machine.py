@@ -61,7 +61,7 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
         if layout.dim_size(known) != layout.size:
             raise JobError("remat axes are laid out by newer releases only; leave them out here.")
         stock = RankGenerator(**sizes, order=request.order)
-        used = [row.dims for row in request.plan.rows if row.layout == grid]
+        used = [row.dims for row in job.plan().rows if row.layout == grid]
         for dims in dict.fromkeys(tuple(d for d in dims if d in known) for dims in used):
             if dims:
                 ours = layout.groups(dims).tolist()

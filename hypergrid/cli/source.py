@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compat.megatron import releases
-from compat.megatron.planning import Request
+from compat.megatron.request import Request
 from compat.planned.job import MOST_RANKS, RANKS_PER_HOST, Job, JobError, check_hosts
 from compat.planned.layouts import SHARDS
 from hypergrid.cli.bash import LONGEST, Command, ScriptError, commands

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from compat import parallel_state as ps
 from compat import state
-from compat.megatron import getters, releases, replaced, sources
+from compat.megatron import getters, releases, sources
+from compat.megatron import request as requests
 from compat.report import report
 from tests.parity.surface import parameters, private_globals, public_functions
 from tests.support import ROOT, warm
@@ -36,8 +37,8 @@ def speaking(request, monkeypatch):
         monkeypatch.setitem(releases.RELEASE_HAS, fact, holds)
     # What the module tells of itself when it is loaded.
     monkeypatch.setattr(state, "_module_values", state._module_values)
-    monkeypatch.setattr(replaced, "_namespace", {})
-    monkeypatch.setattr(replaced, "_own", {})
+    monkeypatch.setattr(requests, "_namespace", {})
+    monkeypatch.setattr(requests, "_originals", {})
     copies = []
     for name, original in ((getters.__name__, getters), ("speaking", ps)):
         spec = importlib.util.spec_from_file_location(name, original.__file__)
