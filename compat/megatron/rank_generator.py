@@ -96,7 +96,8 @@ class RankGenerator:
         if generate is not generate_masked_orthogonal_rank_groups:  # outside code's own
             mask = self.get_mask(self.order, token)
             lists = generate(self.world_size, self.ordered_size, mask)
-            return [[rank + self.rank_offset for rank in ranks] for ranks in lists]
+            offset = self.rank_offset
+            return [[rank + offset for rank in ranks] for ranks in lists]
         groups: list[list[int]] = self.layout.groups(token.split("-")).tolist()
         return groups
 

@@ -116,9 +116,10 @@ def _places(request: Request, planned: PlannedRow, chosen: Sequence[Sequence[int
     """The chosen ranks as places in their pipelines, if the same in all: short for any world."""
     places = []
     for pipeline, ranks in zip(loops(request, planned.table_row), chosen, strict=True):
-        places.append(
-            [pipeline.index(rank) if rank in pipeline else f"rank {rank}" for rank in ranks]
-        )
+        places_in_pipeline: list[int | str] = []
+        for rank in ranks:
+            places_in_pipeline.append(pipeline.index(rank) if rank in pipeline else f"rank {rank}")
+        places.append(places_in_pipeline)
     if places.count(places[0]) == len(places):
         return f"places {places[0]} of each pipeline"
     return [list(ranks) for ranks in chosen[:16]]
@@ -169,11 +170,14 @@ def _options(request: Request, row: Row) -> dict[str, Any] | None:
 def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     if row.check:
         _CHECKS[row.check](request, row)
+    # In upstream's order of refusals.
     backend = getattr(request, row.backend) if row.backend else None
     if backend == "ucc":
         communicators.check_ucc()
     chosen = _chosen(request, row, *row.chooser) if row.chooser else None
-    options = None if backend == "ucc" else _options(request, row)
+    options = None
+    if backend != "ucc":  # which has no options
+        options = _options(request, row)
     if backend not in (None, "nccl", "ucc"):
         raise AssertionError(
             f"{row.backend}={shown(backend)} is not supported: use 'nccl', 'ucc' or None."
@@ -182,7 +186,6 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         label=row.label,
         layout=row.grid,
         dims=tuple(row.dims.split("-")),
-        chunk=_members(request) // request.instances if row.chunk == "instance" else None,
         pick=row.pick,
         backend=backend,
         timeout=request.timeout.total_seconds(),
@@ -190,12 +193,15 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         traffic=row.traffic,
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
+    if row.chunk == "instance":
+        plan_row = replace(plan_row, chunk=_members(request) // request.instances)
     if chosen is not None:
         plan_row = replace(plan_row, pick="all", explicit=tuple(map(tuple, chosen)))
     # Upstream leaves the timeout to torch: always, or in releases of a fact.
     if RELEASE_HAS.get(str(row.torch_timeout), row.torch_timeout is True):
         plan_row = replace(plan_row, timeout=None)
     if row.holds == "sizes":
+        # Of 16 ranks from 2 on: groups of 2, 4 and 8.
         smallest = getattr(request, row.least) if row.least else 2
         for size in run_sizes(_members(request), smallest):
             of_size = replace(plan_row, label=row.label.format(size), chunk=size)

@@ -32,7 +32,7 @@ def speaking(request, monkeypatch):
     source = sources.read(source_dir(request.param))
     monkeypatch.setattr(releases, "SOURCE", source)
     monkeypatch.setattr(releases, "EVERY", False)
-    monkeypatch.setattr(releases, "RELEASE", releases._nearest(source, releases.NEWEST))
+    monkeypatch.setattr(releases, "RELEASE", releases._most_alike(source, releases.NEWEST))
     for fact, holds in releases.facts().items():
         monkeypatch.setitem(releases.RELEASE_HAS, fact, holds)
     # What the module tells of itself when it is loaded.
