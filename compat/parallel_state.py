@@ -169,6 +169,7 @@ def initialize_model_parallel(
     request = Request(
         **arguments, init_count=next(init_counts), helpers=helpers, order_source=source
     )
+    planned = PlannedRows(request)
     before = current()
     with request.telling_others():
         request.check()
@@ -177,8 +178,8 @@ def initialize_model_parallel(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
             )
+        _ = planned.plan
         if before._GLOBAL_MEMORY_BUFFER is not None and "_set_global_memory_buffer" not in helpers:
-            _ = PlannedRows(request).plan  # refused first
             raise AssertionError(
                 "there is a global memory buffer already, which initialize_model_parallel() makes: "
                 "call destroy_global_memory_buffer() first."
@@ -188,14 +189,14 @@ def initialize_model_parallel(
     with environment_restored_on_failure():
         try:
             make_current(state)  # functions that outside code has replaced may ask for it
-            wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
-            if wanted:
+            reports = os.environ.get("HYPERGRID_REPORT", "0") != "0"
+            if reports:
                 from compat.report import report, tell_host  # here: few jobs ask for it
 
                 tell_host()
-            state.initialize(request)
+            state.initialize(planned)
             warn_of_a_second_state()
-            if wanted and dist.get_rank() == request.rank_offset:
+            if reports and dist.get_rank() == request.rank_offset:
                 print(report(state), flush=True)
             if before.grid is not None:  # outside code has emptied its globals
                 before.grid.destroy()

@@ -21,13 +21,7 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron import helpers as group_helpers
 from compat.megatron.buffers import release_megatrons
-from compat.megatron.build import (
-    GETTERS_OWN,
-    build,
-    build_extra,
-    empty_values,
-    environment_restored_on_failure,
-)
+from compat.megatron.build import build, build_extra, environment_restored_on_failure
 from compat.megatron.communicators import Configs
 from compat.megatron.getters import (
     FUNCTIONS,
@@ -36,7 +30,7 @@ from compat.megatron.getters import (
     answering,
     bind_getters_to,
 )
-from compat.megatron.releases import ALL, RELEASE, has
+from compat.megatron.releases import ALL, RELEASE, RELEASE_HAS, has
 from compat.megatron.request import Request, replaced_functions
 from compat.megatron.rows import PlannedRows, aliases
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
@@ -54,15 +48,9 @@ before_closing.add(te_process.release)
 _states: WeakSet[ParallelState] = WeakSet()
 
 
-def _group_slots() -> tuple[str, ...]:
-    names: dict[str, None] = {}
-    rows: list[Row | Alias] = [*ROWS, *ALIASES]
-    for row in rows:
-        names.update(dict.fromkeys(slots(row)))
-    return tuple(filter(has, names))
-
-
-GROUP_SLOTS = _group_slots()
+_rows: list[Row | Alias] = [*ROWS, *ALIASES]
+# Once each: a global may be a row's for some requests, and an alias for others.
+GROUP_SLOTS = tuple(filter(has, dict.fromkeys(itertools.chain(*map(slots, _rows)))))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
@@ -81,7 +69,10 @@ OVERRIDE_SLOTS = tuple(
     for number in ("RANK", "WORLD_SIZE")
 )
 SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS)))
-_KEPT = SLOTS | frozenset(GETTERS_OWN)  # a state's own among the names of a module
+# The getters' own, see ``empty_values``.
+_GETTERS_OWN = ("_numbers", "_tp", "_pp", "_several", "_gtp_remat", "_expert_gtp_remat")
+_NO_GROUP = (object(), 0, 0)
+_KEPT = SLOTS | frozenset(_GETTERS_OWN)  # a state's own among the names of a module
 _current: Any = None  # the state that compat.parallel_state answers from
 _module_values: dict[str, Any] = {"__builtins__": __builtins__}  # where its values are
 _activated: list[ParallelState] = []  # by activate(), the innermost last
@@ -90,6 +81,29 @@ _state_numbers = itertools.count(1)
 init_counts = itertools.count(1)  # of the module: a reload does not begin to count anew
 _switching = threading.RLock()  # held while the values of one state replace those of another
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def empty_values(request: Request | None = None) -> dict[str, Any]:
+    """The values of a state that has no group yet, besides upstream's globals that are None.
+
+    Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
+    size; ``_tp`` and ``_pp``, the group with both; whether a rank may be in several pipelines; and
+    whether each grid has an axis gtp_remat. Releases without it have one global where later ones
+    have two, and code for them writes that one: only a state with the axis has the other there.
+    """
+    values: dict[str, Any] = {row.slot: {} for row in ROWS if row.holds == "sizes"}
+    for row in ROWS:
+        if row.holds == "levels" and RELEASE_HAS["plain_levels"]:
+            values[row.slot] = []
+    values["_numbers"] = {}
+    values["_tp"] = values["_pp"] = _NO_GROUP
+    values["_several"] = RELEASE_HAS["splits"]
+    values["_gtp_remat"] = values["_expert_gtp_remat"] = RELEASE_HAS["gtp_remat"]
+    if request is not None:
+        values["_several"] |= request.encoder is not None
+        values["_gtp_remat"] |= request.gtp_remat_size > 1
+        values["_expert_gtp_remat"] |= request.expert_gtp_remat_size > 1
+    return values
 
 
 class ParallelState:
@@ -171,19 +185,22 @@ class ParallelState:
         As ``compat.parallel_state.initialize_model_parallel``.
         """
         request = request_of(arguments)
+        planned = PlannedRows(request)
         with request.telling_others():
             request.check()
+            _ = planned.plan
         state = cls(name)
-        state.initialize(request)
+        with environment_restored_on_failure():
+            state.initialize(planned)
         return state
 
-    def initialize(self, request: Request) -> None:
-        """Build the groups of ``request``, which was checked already, in this fresh state.
+    def initialize(self, planned: PlannedRows) -> None:
+        """Build the groups of a request that was checked and planned, in this fresh state.
 
         *Collective* and all or nothing, as ``create``.
         """
-        with environment_restored_on_failure(), abortable():
-            planned = PlannedRows(request)
+        request = planned.request
+        with abortable():
             values = empty_values(request)
             grid = build(planned, values)
             try:
@@ -251,9 +268,8 @@ class ParallelState:
 
     def take_over(self, before: ParallelState) -> None:
         """Keep what was written before initialisation and is no group's, as upstream does."""
-        for slot in (*OVERRIDE_SLOTS, *OTHER_SLOTS):
-            if slot in SLOTS:
-                setattr(self, slot, getattr(before, slot))
+        kept = SLOTS.intersection((*OVERRIDE_SLOTS, *OTHER_SLOTS))
+        self._put({slot: getattr(before, slot) for slot in kept})
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
@@ -350,8 +366,9 @@ class ParallelState:
         """Whether it has groups or this rank is outside its window; not if all were set to None."""
         # Aliases do not count: some releases lack them. The global that they are the same as does.
         alias_slots: set[str] = set()
-        for alias in aliases(self.request) if self.request is not None else ():
-            alias_slots.update(slots(alias))
+        if self.request is not None:
+            for alias in aliases(self.request):
+                alias_slots.update(slots(alias))
         for slot in GROUP_SLOTS:
             if slot not in alias_slots and getattr(self, slot):
                 return True
@@ -362,8 +379,9 @@ class ParallelState:
 
         A warning names the groups that share the communicator of ``pg``: theirs changes too.
         """
-        pooled_groups = self.pool.groups if self.pool and pg is not None else []
-        labels = [pooled.label for pooled in pooled_groups if pooled.group is pg]
+        labels = []
+        if self.pool is not None and pg is not None:
+            labels = [pooled.label for pooled in self.pool.groups if pooled.group is pg]
         if len(labels) > 1:
             warnings.warn(
                 f"update_pg_timeout({timeout}) changes the timeout of {' and '.join(labels)}: they "
@@ -398,22 +416,19 @@ class ParallelState:
             )
         if self.pool is None:
             return None, None
-        rows = EXTRA_ALL_GATHER[:1]
-        if for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1:
-            rows = EXTRA_ALL_GATHER
-        groups: list[ProcessGroup | None] = []
-        for row in rows:
-            groups.append(
-                build_extra(
-                    row, self.planned, self.pool, self.note_group, timeout, nccl_comm_cfgs or {}
-                )
-            )
-        return groups[0], groups[1] if len(groups) > 1 else None
+        dense_row, expert_row = EXTRA_ALL_GATHER
+        arguments = (self.planned, self.pool, self.note_group, timeout, nccl_comm_cfgs or {})
+        dense_group = build_extra(dense_row, *arguments)
+        if not for_expert_parallelism or self.get_expert_model_parallel_world_size() == 1:
+            return dense_group, None
+        return dense_group, build_extra(expert_row, *arguments)
 
 
 def _unswitched() -> AbstractContextManager[Any]:
     """Inside, no state becomes current or ceases to be; compiled code has guards instead."""
-    return nullcontext() if torch.compiler.is_compiling() else _switching
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return _switching
 
 
 def _method(name: str, function: FunctionType) -> Any:

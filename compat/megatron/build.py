@@ -31,33 +31,7 @@ DECODER = "decoder"  # the layout that is the grid's own; the others are its vie
 _COLLNET = "NCCL_COLLNET_ENABLE"
 # The groups whose place and size the getters find without a lookup: the global, and theirs.
 _AT_HAND = {"_TENSOR_MODEL_PARALLEL_GROUP": "_tp", "_PIPELINE_MODEL_PARALLEL_GROUP": "_pp"}
-_NO_GROUP = (object(), 0, 0)
-# Names of values that the getters use besides upstream's private globals.
-GETTERS_OWN = ("_numbers", "_tp", "_pp", "_several", "_gtp_remat", "_expert_gtp_remat")
 Values = dict[str, Any]  # by the names of private globals
-
-
-def empty_values(request: Request | None = None) -> Values:
-    """The values of a state that has no group yet, besides upstream's globals that are None.
-
-    Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
-    size; ``_tp`` and ``_pp``, the group with both; whether a rank may be in several pipelines; and
-    whether each grid has an axis gtp_remat. Releases without it have one global where later ones
-    have two, and code for them writes that one: only a state with the axis has the other there.
-    """
-    values: Values = {row.slot: {} for row in ROWS if row.holds == "sizes"}
-    for row in ROWS:
-        if row.holds == "levels" and RELEASE_HAS["plain_levels"]:
-            values[row.slot] = []
-    values["_numbers"] = {}
-    values["_tp"] = values["_pp"] = _NO_GROUP
-    values["_several"] = RELEASE_HAS["splits"]
-    values["_gtp_remat"] = values["_expert_gtp_remat"] = RELEASE_HAS["gtp_remat"]
-    if request is not None:
-        values["_several"] |= request.encoder is not None
-        values["_gtp_remat"] |= request.gtp_remat_size > 1
-        values["_expert_gtp_remat"] |= request.expert_gtp_remat_size > 1
-    return values
 
 
 def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
@@ -68,15 +42,14 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     """
     request = planned_rows.request
     rank = dist.get_rank()
-    pg_options: list[Any] = []
-    # Plan and options first: their errors must be raised before a group exists.
-    with request.telling_others():
-        _ = planned_rows.plan
-        pretended_size = request.pretended_world
-        # Outside code takes part in creating groups, or says that ranks are there which are not.
-        through_helpers = pretended_size is not None or creates(request.helpers)
-        for planned in planned_rows.rows:
-            pg_options.append(None if through_helpers else _options(planned_rows, planned))
+    pretended_size = request.pretended_world
+    # Outside code takes part in creating groups, or says that ranks are there which are not.
+    through_helpers = pretended_size is not None or creates(request.helpers)
+    pg_options: list[Any] = [None] * len(planned_rows.rows)
+    if not through_helpers and (request.nccl_configs or "get_nccl_options" in request.helpers):
+        # First: their errors must be raised before a group exists.
+        with request.telling_others():
+            pg_options = [_options(planned_rows, planned) for planned in planned_rows.rows]
     if RELEASE_HAS["sharp_switched"]:
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
@@ -140,20 +113,18 @@ def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
         )
 
 
-def place(planned_rows: PlannedRows) -> Values:
-    """The values as after ``build``, through helpers that only look up groups of others. *Local*.
+def place(planned_rows: PlannedRows, values: Values) -> None:
+    """Fill ``values`` as ``build``, through helpers that only look up groups of others. *Local*.
 
     The caller has replaced ``torch.distributed.new_group``, and the helpers that outside code has
     replaced.
     """
     request = planned_rows.request
-    values = empty_values(request)
     through = calls.Calls(planned_rows, request.helpers, dist.get_rank(), "shadow", "")
     with group_helpers.collecting():  # or the current state would note groups of others
         for planned, ranks, group in through.groups():
             _place(values, planned, group, ranks)
     _assign_aliases(request, values)
-    return values
 
 
 def _grid_over(request: Request) -> HyperCommGrid:
@@ -162,7 +133,9 @@ def _grid_over(request: Request) -> HyperCommGrid:
     views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
     for name, layout in request.layouts.items():
         if name != DECODER:
-            views[name] = (layout, ("pp",) if layout.stride("pp") == stride else ())
+            views[name] = (layout, ())
+            if layout.stride("pp") == stride:
+                views[name] = (layout, ("pp",))
     return HyperCommGrid.over(request.decoder, views)
 
 
@@ -227,7 +200,7 @@ def _call_helpers(planned_rows: PlannedRows, values: Values, pool: GroupPool) ->
             if is_torchs and all(group is not pooled.group for pooled in pool.groups):
                 pool.adopt(group.group_desc, dist.get_process_group_ranks(group), group)
     # Upstream's own create_group keeps the list: without it there is none.
-    values["_global_process_group_list"] = [None, *collected] if collected else None
+    values["_global_process_group_list"] = collected and [None, *collected]
 
 
 def build_extra(
@@ -272,8 +245,8 @@ def build_extra(
 
 def _hold(grid: HyperCommGrid, row: GroupRow, group: ProcessGroup) -> None:
     """Let the grid answer with ``group``, also for its dims without a gtp_remat of size 1."""
-    view = None if row.layout == DECODER else row.layout
-    layout = grid.views[view or BASE]
+    view = BASE if row.layout == DECODER else row.layout
+    layout = grid.views[view]
     grid.hold(row.dims, group, view=view)
     dims = [dim for dim in row.dims if dim != "gtp_remat" or layout.dim_size(dim) > 1]
     if dims:
@@ -309,8 +282,6 @@ def _options(planned_rows: PlannedRows, planned: PlannedRow) -> Any:
     """The communicator options of a row's groups; None without any."""
     request = planned_rows.request
     is_replaced = "get_nccl_options" in request.helpers
-    if not request.nccl_configs and not is_replaced:
-        return None
     # What is in place of ours is called for this rank's own groups; ours refuses on every rank.
     if is_replaced and not planned_rows.plan.mine(planned.plan_row, dist.get_rank()):
         return None

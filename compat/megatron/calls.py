@@ -41,10 +41,6 @@ def takes_options(planned: PlannedRow) -> bool:
     return planned.plan_row.backend != "ucc"
 
 
-def _nothing_around(rows: Sequence[PlannedRow]) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True, eq=False)
 class Calls:
     """Creates groups through the helpers of parallel_state, as upstream calls them.
@@ -57,7 +53,9 @@ class Calls:
     rank: int
     purpose: str
     epoch: str
-    around: Callable[[Sequence[PlannedRow]], AbstractContextManager[None]] = _nothing_around
+    around: Callable[[Sequence[PlannedRow]], AbstractContextManager[None]] = lambda rows: (
+        nullcontext()
+    )
     numbers: Iterator[int] = field(default_factory=count)
 
     @property
@@ -159,7 +157,9 @@ class Calls:
         row = rows[0]
         planned_rows = self._planned(rows)
         if row.holds == "sizes":
-            smallest = {"min_cp_size": getattr(request, row.least)} if row.least else {}
+            smallest = {}
+            if row.least:
+                smallest["min_cp_size"] = getattr(request, row.least)
             pg_options = options(request, row.options)
             by_size = self._helper(row.creator)(self.rank, ranks, pg_options, **smallest)
             return [
@@ -176,12 +176,15 @@ class Calls:
             )
         else:
             pg_options = [options(request, level.options) for level in rows]
+            # Upstream passes one for a single level, and a list for several.
+            if len(pg_options) == 1:
+                (pg_options,) = pg_options
             groups, twins = self._helper(LEVELS[0])(
                 self.rank,
                 ranks,
                 sizes,
                 create_gloo_process_groups=row.gloo and request.create_gloo_process_groups,
-                pg_options=pg_options if len(pg_options) > 1 else pg_options[0],
+                pg_options=pg_options,
                 timeout=request.timeout,
                 group_desc=row.levels,
             )

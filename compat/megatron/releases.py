@@ -38,10 +38,6 @@ def _until(last: Version) -> Span:
     return OLDEST, last
 
 
-def _since(first: Version) -> Span:
-    return first, NEWEST
-
-
 # Names that not all releases have: functions, private globals, arguments. "function.argument" is
 # the argument of this function alone.
 _FIRST: dict[Version, str] = {  # ... and from which release on
@@ -130,7 +126,7 @@ def _by_name(table: dict[Version, str]) -> dict[str, Version]:
 
 def _spans() -> dict[str, Span]:
     first_releases = _by_name(_FIRST)
-    spans = {name: _since(first) for name, first in first_releases.items()}
+    spans = {name: (first, NEWEST) for name, first in first_releases.items()}
     for name, last in _by_name(_LAST).items():
         spans[name] = (first_releases.get(name, OLDEST), last)
     return spans
@@ -166,9 +162,9 @@ FACTS: dict[str, Span | str] = {
     # the stage asks torch for the rank first, which raises its own error without a world
     "stage_asks_torch": _until((0, 13)),
     # ... and later for the stage, which raises an error for a group that torch did not create
-    "stage_from_torch": _since((0, 14)),
+    "stage_from_torch": ((0, 14), NEWEST),
     # functions about encoder and decoder warn that they are deprecated
-    "encoder_deprecated": _since((0, 13)),
+    "encoder_deprecated": ((0, 13), NEWEST),
     # SHARP's variable is set to 1 and 0; before, use_sharp only set it to 0
     "sharp_switched": "sharp_enabled_group",
     # the expert-parallel group has torch's timeout and not the one asked for
@@ -246,7 +242,9 @@ _DECIDED = RELEASE, SOURCE, ORIGIN = _decide()
 
 def present(name: str) -> bool:
     """Whether the release, or the source that decides, has a name of ``SPANS``."""
-    return name in SOURCE.names if SOURCE is not None else _is_in(SPANS[name], RELEASE)
+    if SOURCE is not None:
+        return name in SOURCE.names
+    return _is_in(SPANS[name], RELEASE)
 
 
 def has(name: str) -> bool:

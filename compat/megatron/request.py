@@ -99,7 +99,9 @@ def _names(value: Any) -> list[Any]:
 
 
 def _minutes(value: Any) -> float:
-    return value if isinstance(value, float) else operator.index(value)
+    if isinstance(value, float):
+        return value
+    return operator.index(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +174,10 @@ class Request:
                 "before initialize_model_parallel()."
             )
         self._check_encoder()
-        if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and self.instances > 1:
+        instances = self.num_distributed_optimizer_instances
+        if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and instances > 1:
             raise AssertionError(
-                f"gtp_remat with num_distributed_optimizer_instances={self.instances} is not "
+                f"gtp_remat with num_distributed_optimizer_instances={instances} is not "
                 f"supported: set one of them to 1."
             )
         if self.local_world_size is not None:
@@ -224,10 +227,10 @@ class Request:
             raise AssertionError(
                 f"sharp_enabled_group={shown(group)} is not supported: use 'dp' or 'dp_replica'."
             )
-        if group == "dp_replica" and self.instances <= 1:
+        if group == "dp_replica" and self.num_distributed_optimizer_instances <= 1:
             raise AssertionError(
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
-                f"got {self.instances}."
+                f"got {self.num_distributed_optimizer_instances}."
             )
 
     def _check_encoder(self) -> None:
@@ -278,8 +281,20 @@ class Request:
 
         Nobody is there to agree with.
         """
+        from hypergrid.groups import creation  # here, for plans on machines without torch
+
+        dist = _dist()
+        asking = (dist.get_rank, dist.get_world_size, dist.is_initialized)
         # Where outside code decides the ranks too, it may count more than there are processes.
-        return None if self.decides_ranks else _pretended_world()
+        if self.decides_ranks or not any(map(creation.is_replaced, asking)):
+            return None
+        if not dist.is_initialized():
+            return None
+        default_group = dist.group.WORLD
+        size: int = dist.get_world_size()
+        if default_group is None or size > default_group.size():
+            return size
+        return None
 
     def telling_others(self) -> AbstractContextManager[None]:
         """Tell the other ranks of the window when this one refuses, so that none waits for it."""
@@ -301,14 +316,11 @@ class Request:
         return _dist().get_world_size() if self.job_size is None else self.job_size
 
     @cached_property
-    def instances(self) -> int:
-        """Instances of the distributed optimizer."""
-        return self.num_distributed_optimizer_instances
-
-    @cached_property
     def sharp_group(self) -> str | None:
         """The rows that SHARP serves: "dp", "dp_replica" or None."""
-        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
+        if not self.use_sharp:
+            return None
+        return self.sharp_enabled_group or "dp"
 
     @property
     def world_size(self) -> int:
@@ -361,7 +373,9 @@ class Request:
     def encoder(self) -> RankLayout | None:
         """The grid of the encoder, which lies in front of the decoder's; None without one."""
         _, stages = self._encoder_sizes
-        return self._lay_out("encoder") if stages else None
+        if not stages:
+            return None
+        return self._lay_out("encoder")
 
     @cached_property
     def expert(self) -> RankLayout:
@@ -373,8 +387,8 @@ class Request:
         """Every layout that the table's rows refer to."""
         layouts = {"decoder": self.decoder, "expert": self.expert}
         if RELEASE_HAS["instances_in_expert"]:
-            within = self.expert.dim_size("dp") // self.instances
-            parts = {"dp_intra": within, "dp_inter": self.instances}
+            within = self.expert.dim_size("dp") // self.num_distributed_optimizer_instances
+            parts = {"dp_intra": within, "dp_inter": self.num_distributed_optimizer_instances}
             layouts["expert_instances"] = self.expert.split("dp", parts)
         if self.hierarchical_context_parallel_sizes:
             parts = {f"cp{i}": n for i, n in enumerate(self.hierarchical_context_parallel_sizes)}
@@ -419,11 +433,15 @@ class Request:
 
     def _order(self, grid: str) -> str:
         """The order of a grid's dims, with gtp_remat."""
-        return inject_gtp_remat_axis(self.order, "ep" if grid == "expert" else "tp")
+        if grid == "expert":
+            return inject_gtp_remat_axis(self.order, "ep")
+        return inject_gtp_remat_axis(self.order)
 
     def _offset(self, grid: str) -> int:
         """The first rank of a grid: the encoder's ranks come before the decoder's."""
-        return self.rank_offset + (0 if grid == "encoder" else self._encoder_size)
+        if grid == "encoder":
+            return self.rank_offset
+        return self.rank_offset + self._encoder_size
 
     def _lay_out(self, grid: str) -> RankLayout:
         sizes = self._sizes(grid)
@@ -457,7 +475,8 @@ class Request:
 
     def _data_parallel_size(self, grid: str) -> int:
         """The world divided by a grid's sizes; RuntimeError if a remainder is left."""
-        sizes = {name: self.positive(name) for name in (_EXPERT if grid == "expert" else _DENSE)}
+        names = _EXPERT if grid == "expert" else _DENSE
+        sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
         divisor = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
@@ -610,18 +629,6 @@ def replaced_functions() -> dict[str, Callable[..., Any]]:
     if creation.is_replaced(new_group) and not hasattr(new_group, MEMBERS_ONLY):
         replaced[NEW_GROUP] = new_group
     return replaced
-
-
-def _pretended_world() -> int | None:
-    from hypergrid.groups import creation  # here, for plans on machines without torch
-
-    dist = _dist()
-    asking = (dist.get_rank, dist.get_world_size, dist.is_initialized)
-    if not any(map(creation.is_replaced, asking)) or not dist.is_initialized():
-        return None
-    default_group = dist.group.WORLD
-    size: int = dist.get_world_size()
-    return size if default_group is None or size > default_group.size() else None
 
 
 def now(function: F) -> F:

@@ -89,7 +89,9 @@ class PlannedRows:
         for planned in self.rows:
             for ranks in planned.plan_row.explicit or ():
                 outside.update(rank for rank in ranks if rank not in window)
-        return sorted({*window, *outside}) if outside else window
+        if not outside:
+            return window
+        return sorted({*window, *outside})
 
     def proposal(self) -> dict[str, Any]:
         """Values that ranks compare before creation: arguments as plain values, and the plan."""
@@ -104,25 +106,13 @@ class PlannedRows:
         for planned in self.rows:
             label = planned.table_row.label
             if planned.chosen:
-                values[f"ranks chosen for {label}"] = _places(request, planned, planned.chosen)
+                # The first are enough to show a difference; the plan has all of them.
+                values[f"ranks chosen for {label}"] = list(map(list, planned.chosen[:16]))
             if planned.plan_row.options is not None:
                 values[f"options of {label}"] = planned.plan_row.options
         values["megatron-core"] = RELEASE
         values["plan"] = self.plan.fingerprint()
         return values
-
-
-def _places(request: Request, planned: PlannedRow, chosen: Sequence[Sequence[int]]) -> Any:
-    """The chosen ranks as places in their pipelines, if the same in all: short for any world."""
-    places = []
-    for pipeline, ranks in zip(loops(request, planned.table_row), chosen, strict=True):
-        places_in_pipeline: list[int | str] = []
-        for rank in ranks:
-            places_in_pipeline.append(pipeline.index(rank) if rank in pipeline else f"rank {rank}")
-        places.append(places_in_pipeline)
-    if places.count(places[0]) == len(places):
-        return f"places {places[0]} of each pipeline"
-    return [list(ranks) for ranks in chosen[:16]]
 
 
 def _conditions(request: Request) -> dict[str, bool]:
@@ -131,7 +121,7 @@ def _conditions(request: Request) -> dict[str, bool]:
         **RELEASE_HAS,
         "gtp_axis": request.gtp_remat_size > 1,
         "expert_gtp_axis": request.expert_gtp_remat_size > 1,
-        "instances": request.instances > 1,
+        "instances": request.num_distributed_optimizer_instances > 1,
         "all_gather": bool(request.create_all_gather_group),
         "hybrid": request.hybrid_context_parallel,
         "dynamic": request.dynamic_context_parallel,
@@ -141,7 +131,9 @@ def _conditions(request: Request) -> dict[str, bool]:
 
 def _holds(row: Row | Alias, conditions: Mapping[str, bool]) -> bool:
     """Whether a row is there: ``when`` is such as "instances", "not instances and gtp_axis"."""
-    for condition in row.when.split(" and ") if row.when else ():
+    if not row.when:
+        return True
+    for condition in row.when.split(" and "):
         name = condition.removeprefix("not ")
         if conditions[name] != (name == condition):
             return False
@@ -160,11 +152,14 @@ def aliases(request: Request) -> list[Alias]:
     return [alias for alias in ALIASES if has(alias.slot) and _holds(alias, conditions)]
 
 
-def _options(request: Request, row: Row) -> dict[str, Any] | None:
+def _options(request: Request, row: Row) -> tuple[tuple[str, Any], ...] | None:
     """The row's options in the NCCL configuration; None if it has none."""
     if not request.nccl_configs:
         return None
-    return communicators.section(row.options, request.nccl_configs)
+    options = communicators.section(row.options, request.nccl_configs)
+    if options is None:
+        return None
+    return tuple(options.items())
 
 
 def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
@@ -174,7 +169,9 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     backend = getattr(request, row.backend) if row.backend else None
     if backend == "ucc":
         communicators.check_ucc()
-    chosen = _chosen(request, row, *row.chooser) if row.chooser else None
+    chosen = None
+    if row.chooser:
+        chosen = _chosen(request, row, *row.chooser)
     options = None
     if backend != "ucc":  # which has no options
         options = _options(request, row)
@@ -189,12 +186,14 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         pick=row.pick,
         backend=backend,
         timeout=request.timeout.total_seconds(),
-        options=None if options is None else tuple(options.items()),
+        options=options,
         traffic=row.traffic,
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
     )
     if row.chunk == "instance":
-        plan_row = replace(plan_row, chunk=_members(request) // request.instances)
+        plan_row = replace(
+            plan_row, chunk=_members(request) // request.num_distributed_optimizer_instances
+        )
     if chosen is not None:
         plan_row = replace(plan_row, pick="all", explicit=tuple(map(tuple, chosen)))
     # Upstream leaves the timeout to torch: always, or in releases of a fact.
@@ -303,10 +302,10 @@ def _plain_ranks(argument: str, returned: Any, world: int) -> Sequence[int]:
 
 
 def _check_instances(request: Request, what: str, size: int) -> None:
-    if size % request.instances:
+    instances = request.num_distributed_optimizer_instances
+    if size % instances:
         raise AssertionError(
-            f"num_distributed_optimizer_instances={request.instances} does not divide the "
-            f"{what} {size}."
+            f"num_distributed_optimizer_instances={instances} does not divide the {what} {size}."
         )
 
 
@@ -372,7 +371,9 @@ def loops(request: Request, row: Row) -> list[list[int]]:
     lists = request.rank_lists(grid, token)
     if request.encoder is not None:
         encoder_lists = request.rank_lists("encoder", token)
-        lists = _with_encoder(row, encoder_lists, lists, request.instances)
+        lists = _with_encoder(
+            row, encoder_lists, lists, request.num_distributed_optimizer_instances
+        )
     if not row.join:
         return lists
     if max(request.gtp_remat_size, request.expert_gtp_remat_size) > 1:
@@ -420,13 +421,13 @@ def cut(
         return [planned.chosen[number]]
     if row.chunk == "between instances":
         # Two instances of [0, 1, 2, 3] are [0, 1] and [2, 3]: between them are [0, 2] and [1, 3].
-        size = len(ranks) // request.instances
+        size = len(ranks) // request.num_distributed_optimizer_instances
         return [ranks[place::size] for place in range(size)]
     if row.levels:
         return of_level(ranks, level_sizes(request, row), level_of(planned))
     chunk = planned.key if row.holds == "sizes" else None
     if row.chunk == "instance":
-        chunk = len(ranks) // request.instances
+        chunk = len(ranks) // request.num_distributed_optimizer_instances
     rule = GroupRow("", "", (), chunk=chunk, pick=row.pick)
     return [list(members) for members in rule.cuts([ranks])]
 
@@ -441,7 +442,7 @@ def level_sizes(request: Request, row: Row) -> list[int]:
     """The sizes of the levels that the groups over a dim are cut into, innermost first."""
     if row.holds == "levels":
         return request.hierarchical_context_parallel_sizes or []
-    return [instance_size(request), request.instances]
+    return [instance_size(request), request.num_distributed_optimizer_instances]
 
 
 def level_of(planned: PlannedRow) -> int:
@@ -451,7 +452,7 @@ def level_of(planned: PlannedRow) -> int:
 
 def instance_size(request: Request) -> int:
     """Ranks over the experts' dp in one instance of the distributed optimizer."""
-    return request.expert.dim_size("dp") // request.instances
+    return request.expert.dim_size("dp") // request.num_distributed_optimizer_instances
 
 
 def run_sizes(members: int, smallest: int = 2) -> list[int]:

@@ -28,7 +28,7 @@ from compat.megatron.request import (
     replaced_functions,
 )
 from compat.megatron.rows import PlannedRows
-from compat.state import GROUP_SLOTS, OTHER_SLOTS, RANK_SLOTS, SLOTS
+from compat.state import GROUP_SLOTS, OTHER_SLOTS, RANK_SLOTS, SLOTS, empty_values
 from compat.swap import REPLACEMENTS
 from compat.swap.drift import refuse_drift
 from hypergrid import of_torch
@@ -224,7 +224,8 @@ def compare(
             request.check()
             planned_rows = PlannedRows(request)
             ranks = planned_rows.participants
-            values = build.place(planned_rows)
+            values = empty_values(request)
+            build.place(planned_rows, values)
         for what, theirs, planned in _values(record.stock, values, planned_rows):
             record.note(what, theirs, planned)
     except Exception as error:
