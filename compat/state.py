@@ -21,7 +21,12 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron import helpers as group_helpers
 from compat.megatron.buffers import release_megatrons
-from compat.megatron.build import build, build_extra, environment_restored_on_failure
+from compat.megatron.build import (
+    Values,
+    build,
+    build_extra,
+    environment_restored_on_failure,
+)
 from compat.megatron.communicators import Configs
 from compat.megatron.getters import (
     FUNCTIONS,
@@ -69,12 +74,9 @@ OVERRIDE_SLOTS = tuple(
     for number in ("RANK", "WORLD_SIZE")
 )
 SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS)))
-# The getters' own, see ``empty_values``.
-_GETTERS_OWN = ("_numbers", "_tp", "_pp", "_several", "_gtp_remat", "_expert_gtp_remat")
 _NO_GROUP = (object(), 0, 0)
-_KEPT = SLOTS | frozenset(_GETTERS_OWN)  # a state's own among the names of a module
 _current: Any = None  # the state that compat.parallel_state answers from
-_module_values: dict[str, Any] = {"__builtins__": __builtins__}  # where its values are
+_module_values: Values = {"__builtins__": __builtins__}  # where its values are
 _activated: list[ParallelState] = []  # by activate(), the innermost last
 _last_ended = ""  # the name of the state whose activation ended last
 _state_numbers = itertools.count(1)
@@ -83,7 +85,7 @@ _switching = threading.RLock()  # held while the values of one state replace tho
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def empty_values(request: Request | None = None) -> dict[str, Any]:
+def empty_values(request: Request | None = None) -> Values:
     """The values of a state that has no group yet, besides upstream's globals that are None.
 
     Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
@@ -91,7 +93,7 @@ def empty_values(request: Request | None = None) -> dict[str, Any]:
     whether each grid has an axis gtp_remat. Releases without it have one global where later ones
     have two, and code for them writes that one: only a state with the axis has the other there.
     """
-    values: dict[str, Any] = {row.slot: {} for row in ROWS if row.holds == "sizes"}
+    values: Values = {row.slot: {} for row in ROWS if row.holds == "sizes"}
     for row in ROWS:
         if row.holds == "levels" and RELEASE_HAS["plain_levels"]:
             values[row.slot] = []
@@ -104,6 +106,10 @@ def empty_values(request: Request | None = None) -> dict[str, Any]:
         values["_gtp_remat"] |= request.gtp_remat_size > 1
         values["_expert_gtp_remat"] |= request.expert_gtp_remat_size > 1
     return values
+
+
+# A state's own among the names of a module: upstream's, and the getters', which are lower case.
+_KEPT = SLOTS | frozenset(filter(str.islower, empty_values()))
 
 
 class ParallelState:
@@ -123,7 +129,7 @@ class ParallelState:
     def __init__(self, name: str = "") -> None:
         self.name = name
         # Without __name__: torch.compile would ask the module of that name instead.
-        self._values: dict[str, Any] = {"__builtins__": __builtins__}
+        self._values: Values = {"__builtins__": __builtins__}
         self._forget()
         _states.add(self)
 
@@ -141,7 +147,7 @@ class ParallelState:
         else:
             object.__setattr__(self, name, value)
 
-    def _put(self, values: dict[str, Any]) -> None:
+    def _put(self, values: Values) -> None:
         # A release that lacks one of upstream's private globals has no value of it.
         kept = {name: value for name, value in values.items() if name in _KEPT}
         with _switching:
@@ -497,7 +503,7 @@ def all_states() -> list[ParallelState]:
     return [state for state in [*_states] if state.request is not None]
 
 
-def namespace() -> dict[str, Any]:
+def namespace() -> Values:
     """Where the values of the current state are: the globals of ``compat.parallel_state``."""
     return _module_values
 
@@ -517,7 +523,7 @@ def make_current(state: ParallelState) -> None:
             _module_values[name] = state._values.get(name)
 
 
-def publish_into(names: dict[str, Any]) -> None:
+def publish_into(names: Values) -> None:
     """Move the values of the current state into ``names``, the globals of a module.
 
     If a module had them before, it was reloaded, or deleted and imported again: the state ends

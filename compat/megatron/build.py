@@ -57,7 +57,12 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     values["_global_process_group_list"] = [None]  # the default group
     grid = _grid_over(request)
     if pretended_size is not None:
-        _warn_of_a_pretended_world(pretended_size)
+        warnings.warn(
+            f"outside code has replaced functions of torch.distributed and says that there are "
+            f"{pretended_size} ranks, which are not there: groups are created as megatron-core "
+            f"does, without an agreement of the ranks.",
+            stacklevel=4,
+        )
     if rank not in planned_rows.participants:
         return grid
     owner = f"ParallelState over {request.decoder!r}"
@@ -92,15 +97,6 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     return grid
 
 
-def _warn_of_a_pretended_world(size: int) -> None:
-    warnings.warn(
-        f"outside code has replaced functions of torch.distributed and says that there are "
-        f"{size} ranks, which are not there: groups are created as megatron-core does, without an "
-        f"agreement of the ranks.",
-        stacklevel=5,
-    )
-
-
 def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
     """Refuse a window that is a part of the world, where members alone cannot create."""
     world = dist.get_world_size()
@@ -133,9 +129,7 @@ def _grid_over(request: Request) -> HyperCommGrid:
     views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
     for name, layout in request.layouts.items():
         if name != DECODER:
-            views[name] = (layout, ())
-            if layout.stride("pp") == stride:
-                views[name] = (layout, ("pp",))
+            views[name] = (layout, ("pp",) if layout.stride("pp") == stride else ())
     return HyperCommGrid.over(request.decoder, views)
 
 

@@ -1050,7 +1050,9 @@ def answer_from(names: dict[str, Any]) -> None:
     answering.update(bind_getters_to(names))
 
 
-def _asking_the_current_state(name: str, written: FunctionType) -> Any:
+def _asking_the_current_state(written: FunctionType) -> Any:
+    name = written.__name__
+
     @functools.wraps(written)
     def function(*args: Any, **kwargs: Any) -> Any:
         if name not in answering:
@@ -1063,4 +1065,4 @@ def _asking_the_current_state(name: str, written: FunctionType) -> Any:
 
 
 for _name, _function in FUNCTIONS.items():
-    globals()[_name] = _asking_the_current_state(_name, _function)
+    globals()[_name] = _asking_the_current_state(_function)

@@ -93,11 +93,11 @@ class RankGenerator:
     def get_ranks(self, token: str) -> list[list[int]]:
         """All groups over the dims of ``token``, such as ``"tp-dp"``, as lists of ranks."""
         generate = now(generate_masked_orthogonal_rank_groups)
-        if generate is not generate_masked_orthogonal_rank_groups:  # outside code's own
+        # Outside code's own function has no offset.
+        if generate is not generate_masked_orthogonal_rank_groups:
             mask = self.get_mask(self.order, token)
             lists = generate(self.world_size, self.ordered_size, mask)
-            offset = self.rank_offset
-            return [[rank + offset for rank in ranks] for ranks in lists]
+            return [[rank + self.rank_offset for rank in ranks] for ranks in lists]
         groups: list[list[int]] = self.layout.groups(token.split("-")).tolist()
         return groups
 

@@ -34,10 +34,6 @@ NEWEST: Version = (0, 20)  # the branch main of August 2026, whose parallel_stat
 _BRANCH: Version = (1_000, 0)  # for what branches have and no release
 
 
-def _until(last: Version) -> Span:
-    return OLDEST, last
-
-
 # Names that not all releases have: functions, private globals, arguments. "function.argument" is
 # the argument of this function alone.
 _FIRST: dict[Version, str] = {  # ... and from which release on
@@ -124,27 +120,24 @@ def _by_name(table: dict[Version, str]) -> dict[str, Version]:
     return versions
 
 
-def _spans() -> dict[str, Span]:
-    first_releases = _by_name(_FIRST)
-    spans = {name: (first, NEWEST) for name, first in first_releases.items()}
-    for name, last in _by_name(_LAST).items():
-        spans[name] = (first_releases.get(name, OLDEST), last)
-    return spans
-
-
-SPANS = _spans()
+SPANS: dict[str, Span] = {}
+for _name, _release in _by_name(_FIRST).items():
+    SPANS[_name] = (_release, NEWEST)
+for _name, _release in _by_name(_LAST).items():
+    _first, _ = SPANS.get(_name, (OLDEST, NEWEST))
+    SPANS[_name] = (_first, _release)
 
 # Arguments that are written last, since most releases lack them, and what they stand before: the
 # signature of most releases then needs no wrapper.
 BEFORE = {"with_gtp_remat": "partial_"}
 
 # Defaults that differ from those in parallel_state.py, and in which releases.
-DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": (_until((0, 12)), False)}
+DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": ((OLDEST, (0, 12)), False)}
 
 # Other behaviour of releases, by name; or the name above that comes and goes with it.
 FACTS: dict[str, Span | str] = {
     # the data-parallel group is created before the one with cp, and without SHARP
-    "dp_first": _until((0, 12)),
+    "dp_first": (OLDEST, (0, 12)),
     # optimizer instances: groups between them are dense (later releases use the experts') ...
     "instances_in_dense": "get_inter_partial_data_parallel_group",
     # ... or the expert grid is split too, and an instance has a group of all its ranks
@@ -154,13 +147,13 @@ FACTS: dict[str, Span | str] = {
     # a pipeline's default embedding ranks depend on the stage at which it splits
     "splits": "split_rank",
     # NCCL options that a section leaves out are set for Hopper; priorities are not read
-    "nccl_defaults": _until((0, 12)),
+    "nccl_defaults": (OLDEST, (0, 12)),
     # ranks and sizes come from torch, for which None is the world; later from the group itself
-    "numbers_from_torch": _until((0, 12)),
+    "numbers_from_torch": (OLDEST, (0, 12)),
     # the virtual stage is an argument; before, the one that was set last
     "vp_stage": "vp_stage",
     # the stage asks torch for the rank first, which raises its own error without a world
-    "stage_asks_torch": _until((0, 13)),
+    "stage_asks_torch": (OLDEST, (0, 13)),
     # ... and later for the stage, which raises an error for a group that torch did not create
     "stage_from_torch": ((0, 14), NEWEST),
     # functions about encoder and decoder warn that they are deprecated
@@ -168,7 +161,7 @@ FACTS: dict[str, Span | str] = {
     # SHARP's variable is set to 1 and 0; before, use_sharp only set it to 0
     "sharp_switched": "sharp_enabled_group",
     # the expert-parallel group has torch's timeout and not the one asked for
-    "plain_ep": _until((0, 15)),
+    "plain_ep": (OLDEST, (0, 15)),
     # two more axes for weights, also in get_all_ranks() and RankGenerator
     "gtp_remat": "gtp_remat_size",
     # HyperCommGrid has views, which copy its shape and names; groups are created from the copies
@@ -268,15 +261,10 @@ RELEASE_HAS = facts()
 
 def in_words() -> str:
     """The release that is followed, and how the source that decides differs from it."""
-    more = []
-    fewer = []
-    for name, span in SPANS.items():
-        is_usual = _is_in(span, RELEASE)
-        if name[0] != "_" and present(name) and not is_usual:
-            more.append(name)
-        elif name[0] != "_" and is_usual and not present(name):
-            fewer.append(name)
     words = f"{RELEASE[0]}.{RELEASE[1]}"
+    public = [name for name in SPANS if name[0] != "_"]
+    more = [name for name in public if present(name) > _is_in(SPANS[name], RELEASE)]
+    fewer = [name for name in public if present(name) < _is_in(SPANS[name], RELEASE)]
     if more:
         words += f", with {', '.join(more)}"
     if fewer:

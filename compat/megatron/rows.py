@@ -122,7 +122,7 @@ def _conditions(request: Request) -> dict[str, bool]:
         "gtp_axis": request.gtp_remat_size > 1,
         "expert_gtp_axis": request.expert_gtp_remat_size > 1,
         "instances": request.num_distributed_optimizer_instances > 1,
-        "all_gather": bool(request.create_all_gather_group),
+        "all_gather": request.create_all_gather_group is True,
         "hybrid": request.hybrid_context_parallel,
         "dynamic": request.dynamic_context_parallel,
         "hierarchical": bool(request.hierarchical_context_parallel_sizes),

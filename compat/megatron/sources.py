@@ -110,8 +110,8 @@ def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             wrapper = ""
             for decorator in node.decorator_list:
-                if ast.unparse(decorator) in _WRAPPERS:
-                    wrapper += f"@{ast.unparse(decorator)} "
+                if isinstance(decorator, ast.Name) and decorator.id in _WRAPPERS:
+                    wrapper += f"@{decorator.id} "
             yield _function(prefix + node.name, wrapper, node.args)
         elif isinstance(node, ast.ClassDef):
             name = prefix + node.name
