@@ -13,15 +13,14 @@ from hypergrid.groups.grid import BASE
 
 # Field: the private global that holds its group. Newer releases have more fields. The second
 # all-gather groups are in none: create_all_gather_groups() returns them to its caller.
-SLOTS = {row.field: row.slot for row in ROWS if row.field} | {
-    row.field: None for row in EXTRA_ALL_GATHER
-}
+SLOTS: dict[str, str | None] = {row.field: row.slot for row in ROWS if row.field}
+for _row in EXTRA_ALL_GATHER:
+    SLOTS[_row.field] = None
 # A grid has the groups that are all ranks of some dims.
-_ROWS = {
-    row.field: row
-    for row in ROWS
-    if row.grid in ("decoder", "expert") and row.pick == "all" and not row.chunk
-}
+_ROWS = {}
+for _row in ROWS:
+    if _row.grid in ("decoder", "expert") and _row.pick == "all" and not _row.chunk:
+        _ROWS[_row.field] = _row
 
 
 def build(*, name: str = "", **arguments: Any) -> Any:
@@ -60,8 +59,11 @@ def from_state(state: ParallelState, required: Iterable[str] | None = None) -> A
     collection, names = _fields(required)
     if required is None:
         _check_fields(collection)
-    slots = {name: SLOTS[name] for name in names}
-    return collection(**{name: slot and getattr(state, slot) for name, slot in slots.items()})
+    groups = {}
+    for name in names:
+        slot = SLOTS[name]
+        groups[name] = getattr(state, slot) if slot else None
+    return collection(**groups)
 
 
 def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str = "expert") -> Any:
@@ -91,11 +93,13 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
                     f"the group of {name!r} is not one over dims: set it on the collection "
                     f"yourself."
                 )
-            where = view if row.grid == "expert" and view in grid.views else BASE
-            dims = [dim for dim in row.dims.split("-") if dim in grid.views[where].dims]
+            row_view = BASE
+            if row.grid == "expert" and view in grid.views:
+                row_view = view
+            dims = [dim for dim in row.dims.split("-") if dim in grid.views[row_view].dims]
             if not dims:
                 raise KeyError(f"the grid has no dim of {row.dims!r}, which {name!r} is over.")
-            groups[name] = grid.get_pg(dims, view=where)
+            groups[name] = grid.get_pg(dims, view=row_view)
         except (KeyError, ValueError):
             if required is not None:
                 raise
@@ -105,13 +109,13 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
 def _fields(required: Iterable[str] | None) -> tuple[Any, list[str]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    known = [field.name for field in fields(ProcessGroupCollection) if field.name in SLOTS]
-    names = known if required is None else list(required)
+    allowed = [field.name for field in fields(ProcessGroupCollection) if field.name in SLOTS]
+    names = allowed if required is None else list(required)
     for name in names:
-        if name not in known:
+        if name not in allowed:
             raise ValueError(
                 f"invalid field {name!r} of this megatron-core's ProcessGroupCollection; allowed: "
-                f"{known}."
+                f"{allowed}."
             )
     return ProcessGroupCollection, names
 

@@ -20,7 +20,6 @@ import torch as torch  # outside code reaches it, and `logger`, through upstream
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron import replaced
 from compat.megatron.build import environment_restored_on_failure
 from compat.megatron.communicators import get_nccl_options as get_nccl_options
 from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
@@ -32,7 +31,6 @@ from compat.megatron.helpers import (
     create_hierarchical_parallel_groups as create_hierarchical_parallel_groups,
 )
 from compat.megatron.helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
-from compat.megatron.planning import Request
 from compat.megatron.rank_generator import RankGenerator as RankGenerator
 from compat.megatron.rank_generator import default_embedding_ranks as default_embedding_ranks
 from compat.megatron.rank_generator import (
@@ -41,11 +39,13 @@ from compat.megatron.rank_generator import (
 from compat.megatron.rank_generator import (
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
-from compat.megatron.rank_generator import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.releases import as_released, drop_absent
+from compat.megatron.request import Request, replaced_functions, watch
+from compat.megatron.request import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
+from compat.megatron.rows import PlannedRows
 from compat.state import ParallelState, current, init_counts, make_current, publish_into
 from compat.swap import warn_of_a_second_state
-from compat.swap.order import resolve_order
+from hypergrid.policy import outermost
 
 logger = logging.getLogger(__name__)
 HAVE_EINOPS = find_spec("einops") is not None
@@ -164,11 +164,12 @@ def initialize_model_parallel(
         A wrong type; a size below 1; a window outside the world; an unknown dim in the order.
     """
     arguments = dict(locals())
-    arguments["order"], source = resolve_order(order)
-    helpers = replaced.replaced_functions()
+    arguments["order"], source = outermost("order", order)
+    helpers = replaced_functions()
     request = Request(
         **arguments, init_count=next(init_counts), helpers=helpers, order_source=source
     )
+    planned = PlannedRows(request)
     before = current()
     with request.telling_others():
         request.check()
@@ -177,8 +178,8 @@ def initialize_model_parallel(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
             )
+        _ = planned.plan
         if before._GLOBAL_MEMORY_BUFFER is not None and "_set_global_memory_buffer" not in helpers:
-            _ = request.plan  # refused first
             raise AssertionError(
                 "there is a global memory buffer already, which initialize_model_parallel() makes: "
                 "call destroy_global_memory_buffer() first."
@@ -188,14 +189,14 @@ def initialize_model_parallel(
     with environment_restored_on_failure():
         try:
             make_current(state)  # functions that outside code has replaced may ask for it
-            wanted = os.environ.get("HYPERGRID_REPORT", "0") != "0"
-            if wanted:
+            reports = os.environ.get("HYPERGRID_REPORT", "0") != "0"
+            if reports:
                 from compat.report import report, tell_host  # here: few jobs ask for it
 
                 tell_host()
-            state.initialize(request)
+            state.initialize(planned)
             warn_of_a_second_state()
-            if wanted and dist.get_rank() == request.rank_offset:
+            if reports and dist.get_rank() == request.rank_offset:
                 print(report(state), flush=True)
             if before.grid is not None:  # outside code has emptied its globals
                 before.grid.destroy()
@@ -232,7 +233,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 drop_absent(globals())
 publish_into(globals())  # the getters too: their globals are this module's
-replaced.watch(globals())
+watch(globals())
 if "compat.audit.watch" in sys.modules:
     sys.modules["compat.audit.watch"].renew()
 if os.environ.get("HYPERGRID_AUDIT"):

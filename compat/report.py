@@ -10,8 +10,8 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from compat.megatron.planning import Request
-from compat.megatron.replaced import in_words
+from compat.megatron.request import Request, in_words
+from compat.megatron.rows import PlannedRows
 from compat.planned.layouts import most_hosts
 from compat.state import ParallelState
 from hypergrid import of_torch
@@ -19,16 +19,18 @@ from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
+from hypergrid.plan import GroupPlan
 from hypergrid.summary import dims_in_words, long_dims
 from hypergrid.topology import Topology
 
 
 def report(state: ParallelState) -> str:
     """How groups were made, and one line for each of this rank's: name, dims, ranks, sharing."""
-    request = state.request
+    planned_rows = state.planned
     pool = state.pool
-    if request is None or pool is None:
+    if planned_rows is None or pool is None:
         return "hypergrid: no groups on this rank"
+    request = planned_rows.request
     lines = [
         _layouts(request),
         _creation(pool),
@@ -36,8 +38,10 @@ def report(state: ParallelState) -> str:
     ]
     if request.helpers:
         lines.append(f"outside code has replaced {in_words(request.helpers)}")
-    lines = [f"hypergrid: {line}" for line in (*lines, *of_torch.lacking(), *_on_hosts(request))]
-    return "\n".join([*lines, *_groups(request, pool)])
+    lines += of_torch.lacking()
+    lines += _on_hosts(planned_rows.plan)
+    lines = [f"hypergrid: {line}" for line in lines]
+    return "\n".join([*lines, *_groups(planned_rows, pool)])
 
 
 def _layouts(request: Request) -> str:
@@ -68,16 +72,17 @@ def _choices(request: Request) -> str:
     return ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in choices.items())
 
 
-def _groups(request: Request, pool: GroupPool) -> Iterator[str]:
-    planned_groups = {planned.group.label: planned for planned in request.planned}
+def _groups(planned_rows: PlannedRows, pool: GroupPool) -> Iterator[str]:
+    rows = {planned.plan_row.label: planned for planned in planned_rows.rows}
     for pooled in pool.groups:
         dims = ""
         backend = "default"
-        planned = planned_groups.get(pooled.label)
+        planned = rows.get(pooled.label)
         # create_group() and its like create groups that are not planned.
         if planned is not None:
-            backend = planned.group.backend or "default"
-            dims = dims_in_words(long_dims(request.plan, planned.group), planned.row.pick)
+            plan_row = planned.plan_row
+            backend = plan_row.backend or "default"
+            dims = dims_in_words(long_dims(planned_rows.plan, plan_row), planned.table_row.pick)
             if planned.chosen is not None:
                 dims = "chosen"
         line = f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
@@ -98,9 +103,9 @@ def _host_key(rank: int) -> str:
     return f"hypergrid/machine/{rank}"
 
 
-def _on_hosts(request: Request) -> Iterator[str]:
+def _on_hosts(plan: GroupPlan) -> Iterator[str]:
     """A sentence if ranks are interleaved over hosts, and all ranks have reported their hosts."""
-    ranks = range(request.plan.window.stop)
+    ranks = range(plan.window.stop)
     keys = [_host_key(rank) for rank in ranks]
     store = shared_store()
     if store is None or not store.check(keys):
@@ -115,8 +120,8 @@ def _on_hosts(request: Request) -> Iterator[str]:
     ranks_of_host = [rank for rank in ranks if hosts[rank] == host]
     sentence = f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}"
     world = RankLayout(("rank",), (len(hosts),))
-    touched = most_hosts(request.layouts, Topology(world, hosts))
-    in_blocks = most_hosts(request.layouts, Topology(world, dict(Counter(hosts))))
+    touched = most_hosts(plan.layouts, Topology(world, hosts))
+    in_blocks = most_hosts(plan.layouts, Topology(world, dict(Counter(hosts))))
     for kind, number in touched.items():
         if number > in_blocks[kind]:
             sentence += (

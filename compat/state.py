@@ -20,15 +20,25 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.megatron import helpers as group_helpers
-from compat.megatron import replaced
 from compat.megatron.buffers import release_megatrons
-from compat.megatron.build import Built, build, build_extra, environment_restored_on_failure
+from compat.megatron.build import (
+    Values,
+    build,
+    build_extra,
+    environment_restored_on_failure,
+)
 from compat.megatron.communicators import Configs
-from compat.megatron.getters import FUNCTIONS, SETTERS, bind_getters_to, cached_sizes
-from compat.megatron.planning import Request, aliases
-from compat.megatron.releases import ALL, RELEASE, has
+from compat.megatron.getters import (
+    FUNCTIONS,
+    SETTERS,
+    answer_from,
+    answering,
+    bind_getters_to,
+)
+from compat.megatron.releases import ALL, RELEASE, RELEASE_HAS, has
+from compat.megatron.request import Request, replaced_functions
+from compat.megatron.rows import PlannedRows, aliases
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
-from compat.swap.order import resolve_order
 from compat.transformer_engine import process as te_process
 from hypergrid import of_torch
 from hypergrid.agreement.store import abortable, raise_if_waits_ended
@@ -37,15 +47,21 @@ from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.groups.suspension import Suspended
 from hypergrid.plan import GroupPlan
+from hypergrid.policy import outermost
 
 before_closing.add(te_process.release)
 _states: WeakSet[ParallelState] = WeakSet()
-_HOLDERS: list[Row | Alias] = [*ROWS, *ALIASES]
-GROUP_SLOTS = tuple(dict.fromkeys(s for row in _HOLDERS for s in slots(row) if has(s)))
+
+
+_rows: list[Row | Alias] = [*ROWS, *ALIASES]
+# Once each: a global may be a row's for some requests, and an alias for others.
+GROUP_SLOTS = tuple(filter(has, dict.fromkeys(itertools.chain(*map(slots, _rows)))))
 RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
 OTHER_SLOTS = (
-    *("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"),
-    *("_PIPELINE_MODEL_PARALLEL_SPLIT_RANK", "_PIPELINE_MODEL_PARALLEL_DECODER_START"),
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
+    "_PIPELINE_MODEL_PARALLEL_DECODER_START",
     "_MOE_LAYER_WISE_LOGGING_TRACKER",
     "_GLOBAL_MEMORY_BUFFER",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
@@ -58,18 +74,42 @@ OVERRIDE_SLOTS = tuple(
     for number in ("RANK", "WORLD_SIZE")
 )
 SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS)))
-_KEPT = frozenset(
-    (*SLOTS, *cached_sizes({}, None))
-)  # what is a state's own among the names of a module
+_NO_GROUP = (object(), 0, 0)
 _current: Any = None  # the state that compat.parallel_state answers from
-_module_values: dict[str, Any] = {"__builtins__": __builtins__}  # where its values are
-_module_functions = bind_getters_to(_module_values)  # the functions over them
+_module_values: Values = {"__builtins__": __builtins__}  # where its values are
 _activated: list[ParallelState] = []  # by activate(), the innermost last
-_ended = ""  # the name of the one whose activation ended last
-_counted = itertools.count(1)
+_last_ended = ""  # the name of the state whose activation ended last
+_state_numbers = itertools.count(1)
 init_counts = itertools.count(1)  # of the module: a reload does not begin to count anew
 _switching = threading.RLock()  # held while the values of one state replace those of another
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def empty_values(request: Request | None = None) -> Values:
+    """The values of a state that has no group yet, besides upstream's globals that are None.
+
+    Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
+    size; ``_tp`` and ``_pp``, the group with both; whether a rank may be in several pipelines; and
+    whether each grid has an axis gtp_remat. Releases without it have one global where later ones
+    have two, and code for them writes that one: only a state with the axis has the other there.
+    """
+    values: Values = {row.slot: {} for row in ROWS if row.holds == "sizes"}
+    for row in ROWS:
+        if row.holds == "levels" and RELEASE_HAS["plain_levels"]:
+            values[row.slot] = []
+    values["_numbers"] = {}
+    values["_tp"] = values["_pp"] = _NO_GROUP
+    values["_several"] = RELEASE_HAS["splits"]
+    values["_gtp_remat"] = values["_expert_gtp_remat"] = RELEASE_HAS["gtp_remat"]
+    if request is not None:
+        values["_several"] |= request.encoder is not None
+        values["_gtp_remat"] |= request.gtp_remat_size > 1
+        values["_expert_gtp_remat"] |= request.expert_gtp_remat_size > 1
+    return values
+
+
+# A state's own among the names of a module: upstream's, and the getters', which are lower case.
+_KEPT = SLOTS | frozenset(filter(str.islower, empty_values()))
 
 
 class ParallelState:
@@ -79,8 +119,8 @@ class ParallelState:
     (``_TENSOR_MODEL_PARALLEL_GROUP`` ...) as attributes that may be written, as outside code does:
     the getters see it. A fresh object has no groups; ``create`` gives one that has.
 
-    Each state has names of its own with functions over them, as a module has. While it is current
-    its values are those of ``compat.parallel_state``, where outside code may write them.
+    While it is current its values are those of ``compat.parallel_state``, where outside code may
+    write them; else it has names of its own with functions over them, as a module has.
 
     ``name`` is what messages call it; "state 1" and so on, in the order of creation, if the caller
     gives none.
@@ -89,17 +129,16 @@ class ParallelState:
     def __init__(self, name: str = "") -> None:
         self.name = name
         # Without __name__: torch.compile would ask the module of that name instead.
-        self._values: dict[str, Any] = {"__builtins__": __builtins__}
-        bind_getters_to(self._values)
+        self._values: Values = {"__builtins__": __builtins__}
         self._forget()
         _states.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in SLOTS:
             with _unswitched():
-                names = _module_values if self is _current else self._values
-                if name in names:
-                    return names[name]
+                values = _module_values if self is _current else self._values
+                if name in values:
+                    return values[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -108,12 +147,13 @@ class ParallelState:
         else:
             object.__setattr__(self, name, value)
 
-    def _put(self, values: dict[str, Any]) -> None:
-        values = {name: value for name, value in values.items() if name in _KEPT}
+    def _put(self, values: Values) -> None:
+        # A release that lacks one of upstream's private globals has no value of it.
+        kept = {name: value for name, value in values.items() if name in _KEPT}
         with _switching:
-            self._values.update(values)
+            self._values.update(kept)
             if self is _current:
-                _module_values.update(values)
+                _module_values.update(kept)
 
     def __delattr__(self, name: str) -> None:
         if name not in SLOTS:
@@ -124,15 +164,18 @@ class ParallelState:
             if self is _current:
                 _module_values.pop(name, None)
 
+    def _bind(self) -> None:
+        """Make the getters over this state's values, which answer while it is not current."""
+        if "is_initialized" not in self._values:
+            bind_getters_to(self._values)
+
     def _forget(self) -> None:
         self.request: Request | None = None
+        self.planned: PlannedRows | None = None
+        self._grid: HyperCommGrid | None = None
         self._global_process_group_list: list[ProcessGroup | None] | None = None
         self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
-        self._take(Built())
-
-    def _take(self, built: Built) -> None:
-        self._grid = built.grid
-        self._put(built.slots | cached_sizes(built.numbers, self.request))
+        self._put(empty_values())
 
     @classmethod
     def create(cls, *, name: str = "", **arguments: Any) -> ParallelState:
@@ -148,48 +191,62 @@ class ParallelState:
         As ``compat.parallel_state.initialize_model_parallel``.
         """
         request = request_of(arguments)
+        planned = PlannedRows(request)
         with request.telling_others():
             request.check()
+            _ = planned.plan
         state = cls(name)
-        state.initialize(request)
+        with environment_restored_on_failure():
+            state.initialize(planned)
         return state
 
-    def initialize(self, request: Request) -> None:
-        """Build the groups of ``request``, which was checked already, in this fresh state.
+    def initialize(self, planned: PlannedRows) -> None:
+        """Build the groups of a request that was checked and planned, in this fresh state.
 
         *Collective* and all or nothing, as ``create``.
         """
-        with environment_restored_on_failure(), abortable():
-            built = build(request)
+        request = planned.request
+        with abortable():
+            values = empty_values(request)
+            grid = build(planned, values)
             try:
-                self.name = self.name or f"state {next(_counted)}"
+                self.name = self.name or f"state {next(_state_numbers)}"
                 self.request = request
-                self._take(built)
-                if built.groups:  # behind those that create_group made before
+                self.planned = planned
+                self._grid = grid
+                created = values.pop("_global_process_group_list")
+                self._put(values)
+                if created:  # behind those that create_group made before
                     earlier = self._global_process_group_list or [None]
-                    self._global_process_group_list = [*earlier, *built.groups[1:]]
-                stages = request.virtual_pipeline_model_parallel_size
-                if stages is not None:
-                    self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
-                    self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
-                split = request.pipeline_model_parallel_split_rank
-                if split is not None:
-                    self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = split
-                if request.encoder is not None:
-                    start = request.encoder_pipeline_model_parallel_size
-                    self._PIPELINE_MODEL_PARALLEL_DECODER_START = start
-                own = self._set_global_memory_buffer
-                request.helpers.get("_set_global_memory_buffer", own)()
+                    self._global_process_group_list = [*earlier, *created[1:]]
+                self._put_stages(request)
+                if self is not _current:
+                    self._bind()  # now, since torch.compile cannot trace it in a method
+                set_buffer = request.helpers.get("_set_global_memory_buffer")
+                if set_buffer is None:
+                    set_buffer = self._set_global_memory_buffer
+                set_buffer()
                 raise_if_waits_ended()
             except BaseException:
-                if built.grid is not None:
-                    built.grid.destroy(abort=True)
+                grid.destroy(abort=True)
                 raise
+
+    def _put_stages(self, request: Request) -> None:
+        stages = request.virtual_pipeline_model_parallel_size
+        if stages is not None:
+            self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
+            self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
+        split_rank = request.pipeline_model_parallel_split_rank
+        if split_rank is not None:
+            self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = split_rank
+        if request.encoder is not None:
+            decoder_start = request.encoder_pipeline_model_parallel_size
+            self._PIPELINE_MODEL_PARALLEL_DECODER_START = decoder_start
 
     @property
     def plan(self) -> GroupPlan | None:
         """The groups of this state as data."""
-        return None if self.request is None else self.request.plan
+        return None if self.planned is None else self.planned.plan
 
     @property
     def pool(self) -> GroupPool | None:
@@ -206,15 +263,18 @@ class ParallelState:
             return "ParallelState(not initialized)"
         rank = dist.get_rank() if dist.is_initialized() else -1
         layout = self.request.decoder
-        here = layout.coordinate(rank) if rank in layout else "outside the window"
-        if self.request.encoder is not None and rank in self.request.encoder:
-            here = f"{self.request.encoder.coordinate(rank)} of the encoder"
+        encoder = self.request.encoder
+        place = "outside the window"
+        if encoder is not None and rank in encoder:
+            place = f"{encoder.coordinate(rank)} of the encoder"
+        elif rank in layout:
+            place = f"{layout.coordinate(rank)}"
         suspended = ", suspended" if self._is_suspended else ""
-        return f"ParallelState(rank {rank} at {here} of {layout!r}{suspended})"
+        return f"ParallelState(rank {rank} at {place} of {layout!r}{suspended})"
 
     def take_over(self, before: ParallelState) -> None:
         """Keep what was written before initialisation and is no group's, as upstream does."""
-        kept = (slot for slot in (*OVERRIDE_SLOTS, *OTHER_SLOTS) if slot in SLOTS)
+        kept = SLOTS.intersection((*OVERRIDE_SLOTS, *OTHER_SLOTS))
         self._put({slot: getattr(before, slot) for slot in kept})
 
     def note_group(self, group: ProcessGroup) -> None:
@@ -252,7 +312,7 @@ class ParallelState:
         RuntimeError
             At the end, if an activation by another thread has not ended before this one.
         """
-        global _ended
+        global _last_ended
         before = _current
         make_current(self)
         _activated.append(self)
@@ -263,12 +323,13 @@ class ParallelState:
             raise
         finally:
             _activated.remove(self)
-            _ended = self.name
-        inside = _current
+            _last_ended = self.name
+        left = _current
         make_current(before)
-        if inside is not self:
+        # Another thread has begun an activation inside this one, and is still in it.
+        if left is not self:
             raise RuntimeError(
-                f"{inside!r} was activated after {self!r} and has not ended before it: "
+                f"{left!r} was activated after {self!r} and has not ended before it: "
                 f"activations must nest. For two states at the same time, call their methods."
             )
 
@@ -286,9 +347,9 @@ class ParallelState:
         RuntimeError
             There are no groups to suspend.
         """
-        if self.request is None or self._grid is None or self.pool is None:
+        if self.planned is None or self._grid is None or self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
-        return self._grid.suspend(how, self.request.participants)
+        return self._grid.suspend(how, self.planned.participants)
 
     def resume(self) -> None:
         """Let the groups work again, as ``GroupPool.resume``: the same objects.
@@ -310,10 +371,13 @@ class ParallelState:
     def is_in_use(self) -> bool:
         """Whether it has groups or this rank is outside its window; not if all were set to None."""
         # Aliases do not count: some releases lack them. The global that they are the same as does.
-        known = aliases(self.request) if self.request is not None else []
-        second = {slot for alias in known for slot in slots(alias)}
-        if any(getattr(self, slot) for slot in GROUP_SLOTS if slot not in second):
-            return True
+        alias_slots: set[str] = set()
+        if self.request is not None:
+            for alias in aliases(self.request):
+                alias_slots.update(slots(alias))
+        for slot in GROUP_SLOTS:
+            if slot not in alias_slots and getattr(self, slot):
+                return True
         return self.request is not None and self.pool is None
 
     def update_pg_timeout(self, timeout: timedelta, pg: ProcessGroup | None = None) -> None:
@@ -321,11 +385,12 @@ class ParallelState:
 
         A warning names the groups that share the communicator of ``pg``: theirs changes too.
         """
-        pool = self.pool.groups if self.pool else []
-        served = [pooled.label for pooled in pool if pg is not None and pooled.group is pg]
-        if len(served) > 1:
+        labels = []
+        if self.pool is not None and pg is not None:
+            labels = [pooled.label for pooled in self.pool.groups if pooled.group is pg]
+        if len(labels) > 1:
             warnings.warn(
-                f"update_pg_timeout({timeout}) changes the timeout of {' and '.join(served)}: they "
+                f"update_pg_timeout({timeout}) changes the timeout of {' and '.join(labels)}: they "
                 f"share one communicator. Initialise with share='none' to change one alone.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -350,22 +415,26 @@ class ParallelState:
         In the order and window of this state. The second is None without
         ``for_expert_parallelism`` or expert parallelism. *Collective* over the window.
         """
-        if self.request is None:
+        if self.planned is None:
             raise RuntimeError(
                 "create_all_gather_groups() needs an initialized state: call "
                 "initialize_model_parallel() first."
             )
         if self.pool is None:
             return None, None
-        wanted = for_expert_parallelism and self.get_expert_model_parallel_world_size() > 1
-        about = self.request, self.pool, self.note_group, timeout, nccl_comm_cfgs or {}
-        made = [build_extra(row, *about) for row in EXTRA_ALL_GATHER[: 1 + wanted]]
-        return made[0], made[1] if wanted else None
+        dense_row, expert_row = EXTRA_ALL_GATHER
+        arguments = (self.planned, self.pool, self.note_group, timeout, nccl_comm_cfgs or {})
+        dense_group = build_extra(dense_row, *arguments)
+        if not for_expert_parallelism or self.get_expert_model_parallel_world_size() == 1:
+            return dense_group, None
+        return dense_group, build_extra(expert_row, *arguments)
 
 
 def _unswitched() -> AbstractContextManager[Any]:
     """Inside, no state becomes current or ceases to be; compiled code has guards instead."""
-    return nullcontext() if torch.compiler.is_compiling() else _switching
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return _switching
 
 
 def _method(name: str, function: FunctionType) -> Any:
@@ -375,13 +444,18 @@ def _method(name: str, function: FunctionType) -> Any:
     @functools.wraps(function)
     def method(self: ParallelState, *args: Any, **kwargs: Any) -> Any:
         if self is not _current and not changes:  # no activation changes these values
+            if name not in self._values:
+                self._bind()
             return self._values[name](*args, **kwargs)
         with _switching if changes else _unswitched():
-            return (_module_functions if self is _current else self._values)[name](*args, **kwargs)
+            if self is _current:
+                return answering[name](*args, **kwargs)
+            self._bind()
+            return self._values[name](*args, **kwargs)
 
     signature = inspect.signature(function)
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [this, *signature.parameters.values()]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [self_parameter, *signature.parameters.values()]
     method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return method
 
@@ -399,19 +473,19 @@ def _forget_all() -> None:
 after_abort.add(_forget_all)
 
 
-def request_of(arguments: dict[str, Any], **own: Any) -> Request:
+def request_of(arguments: dict[str, Any]) -> Request:
     """The request of a state that is not current: with the order and the helpers that count now."""
-    helpers = replaced.replaced_functions()
+    helpers = replaced_functions()
     helpers.pop("_set_global_memory_buffer", None)  # that is for the current state
     # A window needs no getter and no global of its own: states over windows work in any release.
-    absent = [n for n in arguments if not has(n) and n not in ("rank_offset", "local_world_size")]
-    if absent:
-        raise TypeError(
-            f"{absent[0]} is no argument of megatron-core {RELEASE[0]}.{RELEASE[1]}, which is "
-            f"followed here. Leave it out, or set {ALL}=1 to have those of all releases."
-        )
-    arguments["order"], source = resolve_order(arguments.get("order", Request.order))
-    return Request(**arguments, **own, helpers=helpers, order_source=source)
+    for name in arguments:
+        if not has(name) and name not in ("rank_offset", "local_world_size"):
+            raise TypeError(
+                f"{name} is no argument of megatron-core {RELEASE[0]}.{RELEASE[1]}, which is "
+                f"followed here. Leave it out, or set {ALL}=1 to have those of all releases."
+            )
+    arguments["order"], source = outermost("order", arguments.get("order", Request.order))
+    return Request(**arguments, helpers=helpers, order_source=source)
 
 
 def current() -> ParallelState:
@@ -421,7 +495,7 @@ def current() -> ParallelState:
 
 def activations() -> tuple[bool, str]:
     """Whether an ``activate()`` is open, in any thread; and the state of which one ended last."""
-    return bool(_activated), _ended
+    return bool(_activated), _last_ended
 
 
 def all_states() -> list[ParallelState]:
@@ -429,7 +503,7 @@ def all_states() -> list[ParallelState]:
     return [state for state in [*_states] if state.request is not None]
 
 
-def namespace() -> dict[str, Any]:
+def namespace() -> Values:
     """Where the values of the current state are: the globals of ``compat.parallel_state``."""
     return _module_values
 
@@ -439,28 +513,32 @@ def make_current(state: ParallelState) -> None:
     global _current
     with _switching:
         if _current is not None:
-            # Outside code may have written its values, or deleted one.
-            _current._values.update(
-                {name: _module_values[name] for name in _KEPT if name in _module_values}
-            )
+            for name in _KEPT:
+                if name in _module_values:  # outside code may have deleted one
+                    _current._values[name] = _module_values[name]
+            if _current.request is not None:
+                _current._bind()  # now, since torch.compile cannot trace it in a method
         _current = state
-        _module_values.update({name: state._values.get(name) for name in _KEPT})
+        for name in _KEPT:
+            _module_values[name] = state._values.get(name)
 
 
-def publish_into(names: dict[str, Any]) -> None:
+def publish_into(names: Values) -> None:
     """Move the values of the current state into ``names``, the globals of a module.
 
     If a module had them before, it was reloaded, or deleted and imported again: the state ends
     without waiting for anybody, and a fresh one is current, as upstream's module begins anew.
     """
-    global _module_values, _module_functions
+    global _module_values
     if "__name__" in _module_values:
         _current.destroy(abort=True)
         make_current(ParallelState())
     with _switching:
         names.update({name: _module_values[name] for name in _KEPT})
-        _module_values, _module_functions = names, bind_getters_to(names)
+        _module_values = names
+        answer_from(names)
 
 
+answer_from(_module_values)
 make_current(ParallelState())
 group_helpers.tell.append(lambda group: _current.note_group(group))

@@ -62,8 +62,9 @@ def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
         if layout.dim_size(_STOCK_DIMS) != layout.size:
             raise JobError("remat axes are laid out by newer releases only; leave them out here.")
         generator = RankGenerator(**sizes, order=request.order)
+        plan = job.plan()
         combinations: dict[tuple[str, ...], None] = {}
-        for row in request.plan.rows:
+        for row in plan.rows:
             if row.layout == grid:
                 dims = tuple(dim for dim in row.dims if dim in _STOCK_DIMS)
                 combinations[dims] = None

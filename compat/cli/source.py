@@ -15,7 +15,7 @@ from compat.cli.kubernetes import is_manifest, pods_of
 from compat.cli.launch import job_of, rank_of
 from compat.cli.world import head_of
 from compat.megatron import releases
-from compat.megatron.planning import Request
+from compat.megatron.request import Request
 from compat.planned.job import MOST_RANKS, RANKS_PER_HOST, Job, JobError, check_hosts
 from compat.planned.layouts import SHARDS
 from hypergrid.files import bytes_of, decoded, text_of

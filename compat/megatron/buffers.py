@@ -13,8 +13,9 @@ class GlobalMemoryBuffer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _memory_buffer()
-        self.__class__, self.__dict__ = type(made), vars(made)
+        megatrons = _memory_buffer()
+        self.__class__ = type(megatrons)
+        self.__dict__ = vars(megatrons)
         return getattr(self, name)
 
 
@@ -30,7 +31,9 @@ def _memory_buffer() -> Any:
 
 def memory_buffer() -> Any:
     """Megatron's ``GlobalMemoryBuffer``, or what becomes it."""
-    return _memory_buffer() if "megatron.core.utils" in sys.modules else GlobalMemoryBuffer()
+    if "megatron.core.utils" in sys.modules:
+        return _memory_buffer()
+    return GlobalMemoryBuffer()
 
 
 def symmetric_memory_buffer(group: Any) -> Any:
@@ -41,11 +44,11 @@ def symmetric_memory_buffer(group: Any) -> Any:
 
 def release_megatrons(abort: bool) -> None:
     """Release the buffers that megatron itself keeps on groups, as upstream's teardown does."""
-    fused = sys.modules.get("megatron.core.transformer.moe.fused_a2a")
-    symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
-    for owner, name in (
-        (None if abort else fused, "nccl_ep_finalize"),  # may wait for other ranks
-        (getattr(symmetric, "SymmetricMemoryManager", None), "destroy"),
-    ):
-        with suppress(Exception):  # what cannot be released must not keep groups alive
-            getattr(owner, name, lambda: None)()
+    # Not imported: without the module there is no buffer. What cannot be released must not keep
+    # groups alive.
+    if not abort:  # it may wait for other ranks
+        with suppress(Exception):
+            sys.modules["megatron.core.transformer.moe.fused_a2a"].nccl_ep_finalize()
+    with suppress(Exception):
+        symmetric = sys.modules["megatron.core.inference.symmetric_memory"]
+        symmetric.SymmetricMemoryManager.destroy()

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,101 +14,92 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron import calls, communicators, replaced
+from compat.megatron import calls, communicators
 from compat.megatron import helpers as group_helpers
-from compat.megatron.planning import Request, aliases, rows_of
 from compat.megatron.releases import RELEASE_HAS
-from compat.megatron.table import ROWS, PlannedGroup, Row, slots
+from compat.megatron.request import Request, creates, in_words, replaced_functions
+from compat.megatron.rows import PlannedRow, PlannedRows, aliases, rows_of
+from compat.megatron.table import ROWS, Row, slots
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
-from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.plan import GroupRow
 from hypergrid.policy import Agreement
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
 _COLLNET = "NCCL_COLLNET_ENABLE"
+# The groups whose place and size the getters find without a lookup: the global, and theirs.
+_AT_HAND = {"_TENSOR_MODEL_PARALLEL_GROUP": "_tp", "_PIPELINE_MODEL_PARALLEL_GROUP": "_pp"}
+Values = dict[str, Any]  # by the names of private globals
 
 
-def _empty() -> dict[str, Any]:
-    levels = [row.slot for row in ROWS if row.holds == "levels" and RELEASE_HAS["plain_levels"]]
-    return {row.slot: {} for row in ROWS if row.holds == "sizes"} | {slot: [] for slot in levels}
+def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
+    """Create every group that this rank belongs to, and put it into ``values``.
 
-
-@dataclass
-class Built:
-    """The result: values of upstream's private globals, and the grid that owns the groups.
-
-    ``numbers`` has, for a global that holds one group, that group, this rank's place in it and
-    its size.
+    ``values["_global_process_group_list"]`` lists the groups. *Collective* over the request's
+    participants; a rank that is none of them gets no groups. After a failure no group is left.
     """
-
-    slots: dict[str, Any] = field(default_factory=_empty)
-    numbers: dict[str, tuple[ProcessGroup, int, int]] = field(default_factory=dict)
-    groups: list[ProcessGroup | None] = field(default_factory=lambda: [None])  # None: the default
-    grid: HyperCommGrid | None = None
-
-
-def build(request: Request) -> Built:
-    """Create every group of ``request`` that this rank belongs to.
-
-    *Collective* over the request's participants; a rank that is none of them gets no groups.
-    After a failure no group is left.
-    """
-    rank, built = dist.get_rank(), Built()
-    # Plan and options first: their errors must be raised before a group exists.
-    with request.telling_others():
-        plan, pretended_size = request.plan, request.pretended_world
-        alone = pretended_size is None and not replaced.creates(request.helpers)
-        some = alone and (request.nccl_configs or "get_nccl_options" in request.helpers)
-        options = [_options(p, request, rank) if some else None for p in request.planned]
+    request = planned_rows.request
+    rank = dist.get_rank()
+    pretended_size = request.pretended_world
+    # Outside code takes part in creating groups, or says that ranks are there which are not.
+    through_helpers = pretended_size is not None or creates(request.helpers)
+    pg_options: list[Any] = [None] * len(planned_rows.rows)
+    if not through_helpers and (request.nccl_configs or "get_nccl_options" in request.helpers):
+        # First: their errors must be raised before a group exists.
+        with request.telling_others():
+            pg_options = [_options(planned_rows, planned) for planned in planned_rows.rows]
     if RELEASE_HAS["sharp_switched"]:
         os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.prepare_ucc()
-    grid = built.grid = _grid_over(request)
+    values["_global_process_group_list"] = [None]  # the default group
+    grid = _grid_over(request)
     if pretended_size is not None:
-        _warn_of_a_pretended_world(pretended_size)
-    if rank not in request.participants:
-        return built
-    policy, owner = request.policy, f"ParallelState over {request.decoder!r}"
+        warnings.warn(
+            f"outside code has replaced functions of torch.distributed and says that there are "
+            f"{pretended_size} ranks, which are not there: groups are created as megatron-core "
+            f"does, without an agreement of the ranks.",
+            stacklevel=4,
+        )
+    if rank not in planned_rows.participants:
+        return grid
+    owner = f"ParallelState over {request.decoder!r}"
     if request.helpers:
-        owner += f", with {replaced.in_words(request.helpers)} replaced"
-    pool = grid.begin(policy, owner)
+        owner += f", with {in_words(request.helpers)} replaced"
+    pool = grid.begin(request.policy, owner)
     try:
-        agreed = request.participants, request.proposal(), request.timeout, request.init_count
-        agreement: AbstractContextManager[None] = pool.agreed(*agreed, one_device=alone)
-        if pretended_size is not None:
-            agreement = nullcontext()  # the ranks of a pretended world are not there to agree
+        agreement: AbstractContextManager[None] = nullcontext()
+        # The ranks of a pretended world are not there to agree.
+        if pretended_size is None:
+            agreement = pool.agreed(
+                planned_rows.participants,
+                planned_rows.proposal(),
+                request.timeout,
+                request.init_count,
+                one_device=not through_helpers,
+            )
         with agreement:
-            _check_window(request, pool.agreement)
-            if alone:
-                for p, pg_options in zip(request.planned, options, strict=True):
-                    with _sharp([p], request, built):
-                        _make(built, pool.make, plan, p, pg_options)
+            _check_window(planned_rows, pool.agreement)
+            if through_helpers:
+                _call_helpers(planned_rows, values, pool)
             else:
-                _call_helpers(built, pool, request)
-            _assign_aliases(built, request)
-        _barrier_on_each(built, request)  # when all ranks have all groups
+                for planned, options in zip(planned_rows.rows, pg_options, strict=True):
+                    with _sharp([planned], planned_rows, values):
+                        _make(pool, grid, planned_rows, planned, options, values)
+            _assign_aliases(request, values)
+        _barrier_on_each(request, values)  # when all ranks have all groups
     except BaseException:
         grid.destroy(abort=True)
-        for groups in (built.slots, built.numbers, built.groups):
-            groups.clear()  # the error's traceback holds ``built``
+        values.clear()  # the error's traceback holds them
         raise
-    return built
+    return grid
 
 
-def _warn_of_a_pretended_world(size: int) -> None:
-    warnings.warn(
-        f"outside code has replaced functions of torch.distributed and says that there are "
-        f"{size} ranks, which are not there: groups are created as megatron-core does, without an "
-        f"agreement of the ranks.",
-        stacklevel=5,
-    )
-
-
-def _check_window(request: Request, agreement: Agreement) -> None:
+def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
     """Refuse a window that is a part of the world, where members alone cannot create."""
-    world, window = dist.get_world_size(), len(request.participants)
+    world = dist.get_world_size()
+    window = len(planned_rows.participants)
     if agreement.way != "members" and window < world:
         raise RuntimeError(
             f"a window of {window} of {world} ranks is only possible where the members of a group "
@@ -118,52 +108,51 @@ def _check_window(request: Request, agreement: Agreement) -> None:
         )
 
 
-def place(request: Request) -> Built:
-    """As ``build``, through helpers that only look up groups of others. *Local*.
+def place(planned_rows: PlannedRows, values: Values) -> None:
+    """Fill ``values`` as ``build``, through helpers that only look up groups of others. *Local*.
 
     The caller has replaced ``torch.distributed.new_group``, and the helpers that outside code has
     replaced.
     """
-    built = Built()
-    through = calls.Calls(request, request.helpers, dist.get_rank(), "shadow", "")
+    request = planned_rows.request
+    through = calls.Calls(planned_rows, request.helpers, dist.get_rank(), "shadow", "")
     with group_helpers.collecting():  # or the current state would note groups of others
-        for p, ranks, group in through.groups():
-            _place(built, p, group, ranks if p.chosen else list(ranks))
-    _assign_aliases(built, request)
-    return built
+        for planned, ranks, group in through.groups():
+            _place(values, planned, group, ranks)
+    _assign_aliases(request, values)
 
 
 def _grid_over(request: Request) -> HyperCommGrid:
     # The other layouts are views; same pipelines share their groups.
-    step = request.decoder.stride("pp")
-    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {
-        name: (layout, ("pp",) if layout.stride("pp") == step else ())
-        for name, layout in request.layouts.items()
-        if name != DECODER
-    }
+    stride = request.decoder.stride("pp")
+    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
+    for name, layout in request.layouts.items():
+        if name != DECODER:
+            views[name] = (layout, ("pp",) if layout.stride("pp") == stride else ())
     return HyperCommGrid.over(request.decoder, views)
 
 
-def _assign_aliases(built: Built, request: Request) -> None:
+def _assign_aliases(request: Request, values: Values) -> None:
     for alias in aliases(request):
         for slot in slots(alias):
-            built.slots[slot] = built.slots.get(slot.replace(alias.slot, alias.same_as))
-        if alias.same_as in built.numbers:
-            built.numbers[alias.slot] = built.numbers[alias.same_as]
+            values[slot] = values.get(slot.replace(alias.slot, alias.same_as))
 
 
 def _make(
-    built: Built,
-    make: Callable[..., list[Any]],
-    plan: GroupPlan,
-    p: PlannedGroup,
+    pool: GroupPool,
+    grid: HyperCommGrid,
+    planned_rows: PlannedRows,
+    planned: PlannedRow,
     pg_options: Any,
+    values: Values,
 ) -> None:
-    rank, row = dist.get_rank(), p.group
-    mine = plan.mine(row, rank)
-    made = make(
+    rank = dist.get_rank()
+    row = planned.plan_row
+    plan = planned_rows.plan
+    ranks_by_name = plan.mine(row, rank)
+    groups = pool.make(
         row.label,
-        mine,
+        ranks_by_name,
         lambda: plan.all(row),
         dims=row.dims,
         kind=row.kind,
@@ -171,102 +160,131 @@ def _make(
         timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
         pg_options=pg_options,
     )
-    for group, (name, ranks) in zip(made, mine.items(), strict=True):
-        chosen = p.chosen and p.chosen[int(name.rpartition("#")[2])]
-        _place(built, p, group, chosen or list(ranks))
-        if p.key is None and p.slot in built.slots and len(set(ranks)) == len(ranks):
-            place = sorted(ranks).index(rank), len(ranks)
-            built.numbers[p.slot] = (built.slots[p.slot], *place)
+    for group, (name, ranks) in zip(groups, ranks_by_name.items(), strict=True):
+        values["_global_process_group_list"].append(group)
+        known_ranks: Sequence[int] = ranks
+        if planned.chosen:
+            # The name ends in the number of the pipeline: "EMBEDDING_GROUP#3".
+            known_ranks = planned.chosen[int(name.rpartition("#")[2])]
+        _place(values, planned, group, known_ranks)
+        # A rank that is in a group twice has no one place.
+        if planned.key is None and len(set(ranks)) == len(ranks):
+            place_and_size = sorted(ranks).index(rank), len(ranks)
+            values["_numbers"][group] = place_and_size
+            if planned.slot in _AT_HAND:
+                values[_AT_HAND[planned.slot]] = (values[planned.slot], *place_and_size)
         if row.chunk is None and row.pick == "all" and row.explicit is None:
-            _hold(built, row, group)
+            _hold(grid, row, group)
 
 
-def _call_helpers(built: Built, pool: GroupPool, request: Request) -> None:
-    around = functools.partial(_sharp, request=request, built=built)
-    what, epoch = "helpers", pool.agreement.epoch
-    with pool.connecting(), group_helpers.collecting() as made:
-        through = calls.Calls(request, request.helpers, dist.get_rank(), what, epoch, around)
-        for p, ranks, group in through.groups():
-            pool.adopt(p.group.label, ranks, group, p.group.dims)
-            _place(built, p, group, ranks if p.chosen else list(ranks))
-        for group in made:  # also those that upstream makes and keeps in no global
+def _call_helpers(planned_rows: PlannedRows, values: Values, pool: GroupPool) -> None:
+    around = functools.partial(_sharp, planned_rows=planned_rows, values=values)
+    helpers = planned_rows.request.helpers
+    epoch = pool.agreement.epoch
+    with pool.connecting(), group_helpers.collecting() as collected:
+        through = calls.Calls(planned_rows, helpers, dist.get_rank(), "helpers", epoch, around)
+        for planned, ranks, group in through.groups():
+            pool.adopt(planned.plan_row.label, ranks, group, planned.plan_row.dims)
+            _place(values, planned, group, ranks)
+        # Upstream creates groups too that it keeps in no global.
+        for group in collected:
             # A replaced new_group may return an object of its own, which torch does not know.
             is_torchs = isinstance(group, ProcessGroup)
             if is_torchs and all(group is not pooled.group for pooled in pool.groups):
                 pool.adopt(group.group_desc, dist.get_process_group_ranks(group), group)
-    built.groups = [None, *made] if made else []  # upstream's own create_group keeps the list
+    # Upstream's own create_group keeps the list: without it there is none.
+    values["_global_process_group_list"] = collected and [None, *collected]
 
 
 def build_extra(
     row: Row,
-    request: Request,
+    planned_rows: PlannedRows,
     pool: GroupPool,
     note: Callable[[ProcessGroup], None],
     timeout: timedelta | None,
     configs: communicators.Configs,
 ) -> ProcessGroup | None:
-    """One more group for ``row``, in the order and window of ``request``. *Collective* over it.
+    """One more group for ``row``, in the order and window of a request. *Collective* over it.
 
     Calls ``note`` with the group, unless replaced helpers create it: ``create_group`` does then.
     """
-    rank, helpers = dist.get_rank(), replaced.replaced_functions()
-    options = helpers.get("get_nccl_options", communicators.get_nccl_options)
-    known = [pooled.label.rpartition("#")[0] for pooled in pool.groups]
-    name, dims = f"{row.label}#{known.count(row.label) + 1}", tuple(row.dims.split("-"))
-    lists, made = functools.partial(request.rank_lists, row.grid, row.dims), None
+    request = planned_rows.request
+    rank = dist.get_rank()
+    helpers = replaced_functions()
+    options_for = helpers.get("get_nccl_options", communicators.get_nccl_options)
+    labels = [pooled.label.rpartition("#")[0] for pooled in pool.groups]
+    name = f"{row.label}#{labels.count(row.label) + 1}"
+    dims = tuple(row.dims.split("-"))
+    lists = functools.partial(request.rank_lists, row.grid, row.dims)
 
     def arguments() -> dict[str, Any]:
-        pg_options = options(row.options, configs)
+        pg_options = options_for(row.options, configs)
         return {"timeout": timeout, "pg_options": pg_options, "group_desc": row.label}
 
-    if not replaced.creates(helpers):
-        mine = {name: tuple(request.layouts[row.grid].group(rank, row.dims))}
-        (made,) = pool.make(name, mine, lists, dims=dims, **arguments())
-        note(made)
-        return made
-    through = calls.Calls(request, helpers, rank, name, pool.agreement.epoch)
+    if not creates(helpers):
+        ranks_by_name = {name: tuple(request.layouts[row.grid].group(rank, row.dims))}
+        (created,) = pool.make(name, ranks_by_name, lists, dims=dims, **arguments())
+        note(created)
+        return created
+    through = calls.Calls(planned_rows, helpers, rank, name, pool.agreement.epoch)
+    own_group = None
     for ranks in lists():
         group = through.create(name, ranks, arguments)
         if rank in ranks:
             pool.adopt(name, ranks, group, dims)
-            made = group
-    return made
+            own_group = group
+    return own_group
 
 
-def _hold(built: Built, row: GroupRow, group: ProcessGroup) -> None:
+def _hold(grid: HyperCommGrid, row: GroupRow, group: ProcessGroup) -> None:
     """Let the grid answer with ``group``, also for its dims without a gtp_remat of size 1."""
-    assert built.grid is not None
-    view = None if row.layout == DECODER else row.layout
-    layout = built.grid.views[view or BASE]
-    asked = [dim for dim in row.dims if dim != "gtp_remat" or layout.dim_size(dim) > 1]
-    for dims in (row.dims, asked or row.dims):
-        built.grid.hold(dims, group, view=view)
+    view = BASE if row.layout == DECODER else row.layout
+    layout = grid.views[view]
+    grid.hold(row.dims, group, view=view)
+    dims = [dim for dim in row.dims if dim != "gtp_remat" or layout.dim_size(dim) > 1]
+    if dims:
+        grid.hold(dims, group, view=view)
 
 
-def _place(built: Built, p: PlannedGroup, group: Any, known: Any) -> None:
-    built.groups.append(group)
-    if p.row.holds == "sizes":
-        built.slots[p.slot][p.key] = group
-    elif p.row.holds == "levels":
-        built.slots.setdefault(p.slot, []).append(group)
+def _place(values: Values, planned: PlannedRow, group: Any, ranks: Sequence[int]) -> None:
+    """Put a group, and its ranks, where upstream's private globals have them."""
+    row = planned.table_row
+    slot = planned.slot
+    # Upstream keeps what the caller's function returned, or else a list.
+    known: Any = ranks if planned.chosen else list(ranks)
+    if row.holds == "sizes":
+        values[slot][planned.key] = group
+    elif row.holds == "levels":
+        values.setdefault(slot, []).append(group)
     else:
-        before, ranks = built.slots.get(p.slot), p.row.ranks
-        if before is not None and p.row.holds == "several":
-            several, earlier = isinstance(before, list), built.slots[ranks]
-            group = [*before, group] if several else [before, group]
-            known = [*earlier, known] if several else [earlier, known]
-        built.slots[p.slot] = group
-        if ranks and not p.is_twin:
-            built.slots[ranks] = known
+        earlier_group = values.get(slot)
+        if earlier_group is not None and row.holds == "several":
+            earlier_ranks = values[row.ranks]
+            # The second of several: from now on there are lists.
+            if not isinstance(earlier_group, list):
+                earlier_group = [earlier_group]
+                earlier_ranks = [earlier_ranks]
+            group = [*earlier_group, group]
+            known = [*earlier_ranks, known]
+        values[slot] = group
+        if row.ranks and not planned.is_twin:
+            values[row.ranks] = known
 
 
-def _options(p: PlannedGroup, request: Request, rank: int) -> Any:
-    asked = "get_nccl_options" not in request.helpers or request.plan.mine(p.group, rank)
-    return calls.options(request, p.row.options) if asked and calls.takes_options(p) else None
+def _options(planned_rows: PlannedRows, planned: PlannedRow) -> Any:
+    """The communicator options of a row's groups; None without any."""
+    request = planned_rows.request
+    is_replaced = "get_nccl_options" in request.helpers
+    # What is in place of ours is called for this rank's own groups; ours refuses on every rank.
+    if is_replaced and not planned_rows.plan.mine(planned.plan_row, dist.get_rank()):
+        return None
+    if not calls.takes_options(planned):
+        return None
+    return calls.options(request, planned.table_row.options)
 
 
 @contextmanager
-def _sharp(rows: Sequence[PlannedGroup], request: Request, built: Built) -> Iterator[None]:
+def _sharp(rows: Sequence[PlannedRow], planned_rows: PlannedRows, values: Values) -> Iterator[None]:
     """Switch SHARP on while the rows that it serves are created, and off after the last of them.
 
     With older releases the user switches it on, and only the 0 is written here.
@@ -274,29 +292,29 @@ def _sharp(rows: Sequence[PlannedGroup], request: Request, built: Built) -> Iter
     NCCL connects on first use, and uses SHARP if it is on at that time: so there is a barrier on
     the group before it is switched off.
     """
-    served = request.sharp_rows
-    if not any(p in served for p in rows):
+    served = planned_rows.sharp_rows
+    if not any(planned in served for planned in rows):
         yield
         return
     if RELEASE_HAS["sharp_switched"]:
         os.environ[_COLLNET] = "1"
     yield
     if served[-1] in rows:
-        sharp = served[-1].row.sharp
+        sharp = served[-1].table_row.sharp
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
-        if slot in built.slots:  # not on a rank outside the window that a function chose
-            _barrier(built.slots[slot])
+        if slot in values:  # not on a rank outside the window that a function chose
+            _barrier(values[slot])
         os.environ[_COLLNET] = "0"
         if RELEASE_HAS["sharp_switched"]:
             del os.environ[_COLLNET]
 
 
-def _barrier_on_each(built: Built, request: Request) -> None:
+def _barrier_on_each(request: Request, values: Values) -> None:
     """Connect the groups of the rows that want it, from the smallest to all of dp x cp."""
     for row in rows_of(request):
-        everyone = built.slots.get(row.barrier_with)
+        everyone = values.get(row.barrier_with)
         if everyone is not None:
-            for group in (*built.slots[row.slot].values(), everyone):
+            for group in (*values[row.slot].values(), everyone):
                 _barrier(group)
 
 
@@ -308,12 +326,12 @@ def _barrier(group: ProcessGroup) -> None:
 @contextmanager
 def environment_restored_on_failure() -> Iterator[None]:
     """Restore, after an error, the variables that ``build`` sets."""
-    before = {name: os.environ.get(name) for name in (_COLLNET, *communicators.UCC_ENVIRONMENT)}
+    names = (_COLLNET, *communicators.UCC_ENVIRONMENT)
+    before = {name: os.environ[name] for name in names if name in os.environ}
     try:
         yield
     except BaseException:
-        for name, value in before.items():
+        for name in names:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
         raise

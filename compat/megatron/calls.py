@@ -8,42 +8,58 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
 
-from compat.megatron import communicators, helpers, rank_lists
-from compat.megatron.planning import Request, rows_of
+from compat.megatron import communicators, helpers
 from compat.megatron.releases import RELEASE_HAS
-from compat.megatron.replaced import LEVELS, by_members
-from compat.megatron.table import PlannedGroup, Row
+from compat.megatron.request import LEVELS, Request, by_members
+from compat.megatron.rows import (
+    PlannedRow,
+    PlannedRows,
+    cut,
+    level_of,
+    level_sizes,
+    loops,
+    origin,
+    rows_of,
+)
+from compat.megatron.table import Row
 from hypergrid.groups import creation
 
 # A row of the plan, the ranks of one of its groups, and the group that a helper created.
-Made = tuple[PlannedGroup, Sequence[int], Any]
+Created = tuple[PlannedRow, Sequence[int], Any]
 
 
 def options(request: Request, section: str) -> Any:
     """The communicator options of a section, from the helper in use."""
-    give = request.helpers.get("get_nccl_options", communicators.get_nccl_options)
-    return give(section, request.nccl_configs)
+    options_for = request.helpers.get("get_nccl_options", communicators.get_nccl_options)
+    return options_for(section, request.nccl_configs)
+
+
+def takes_options(planned: PlannedRow) -> bool:
+    """Whether upstream asks for communicator options for this group."""
+    if planned.is_twin:
+        return planned.table_row.twin_options
+    return planned.plan_row.backend != "ucc"
 
 
 @dataclass(frozen=True, eq=False)
 class Calls:
     """Creates groups through the helpers of parallel_state, as upstream calls them.
 
-    Names of groups begin with ``what``; ``around`` surrounds the calls that belong together.
+    Names of groups begin with ``purpose``; ``around`` surrounds the calls that belong together.
     """
 
-    request: Request
+    planned_rows: PlannedRows
     replaced: Mapping[str, Callable[..., Any]]  # the helpers that outside code has replaced
     rank: int
-    what: str
+    purpose: str
     epoch: str
-    around: Callable[[Sequence[PlannedGroup]], AbstractContextManager[None]] = lambda rows: (
+    around: Callable[[Sequence[PlannedRow]], AbstractContextManager[None]] = lambda rows: (
         nullcontext()
     )
     numbers: Iterator[int] = field(default_factory=count)
 
     @property
-    def alone(self) -> bool:
+    def by_members(self) -> bool:
         """Whether only the members of a group make its call."""
         return by_members(self.replaced)
 
@@ -51,7 +67,7 @@ class Calls:
         self, label: str, members: Sequence[int], arguments: Callable[[], dict[str, Any]]
     ) -> Any:
         """Call ``create_group``, with ``arguments`` made for each call, as upstream does."""
-        if self.alone and self.rank not in members:
+        if self.by_members and self.rank not in members:
             return None
         with self._named(label, members):
             return self._helper("create_group")(members, **arguments())
@@ -60,93 +76,123 @@ class Calls:
         return self.replaced.get(name) or getattr(helpers, name)  # type: ignore[no-any-return]
 
     def _named(self, label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        if self.alone:  # the others do not count this call
+        if self.by_members:  # the others do not count this call
             return creation.named_from(label, ranks, self.epoch)
-        return creation.named_from(f"{self.what}, {next(self.numbers)}", (), self.epoch)
+        return creation.named_from(f"{self.purpose}, {next(self.numbers)}", (), self.epoch)
 
-    def groups(self) -> Iterator[Made]:
+    def groups(self) -> Iterator[Created]:
         """Every group that this rank is in, in upstream's order.
 
         *Collective* over all ranks that initialise; over the members of each group where the
         helpers were declared with ``compat.members_only``.
         """
-        for _, of_one_loop in groupby(
-            rows_of(self.request), lambda row: (*rank_lists.origin(row), row.creator)
-        ):
-            rows = list(of_one_loop)
-            with self.around(self._planned(rows)) if rows[0].sharp == "dp" else nullcontext():
-                for number, ranks in enumerate(rank_lists.loops(self.request, rows[0])):
-                    for p, members, group in self._of_one(rows, number, ranks):
+        request = self.planned_rows.request
+        for _, same_loop in groupby(rows_of(request), lambda row: (*origin(row), row.creator)):
+            rows = list(same_loop)
+            around: AbstractContextManager[None] = nullcontext()
+            if rows[0].sharp == "dp":
+                around = self.around(self._planned(rows))
+            with around:
+                for number, ranks in enumerate(loops(request, rows[0])):
+                    for planned, members, group in self._of_one(rows, number, ranks):
                         if self.rank in members:
-                            yield p, members, group
+                            yield planned, members, group
 
-    def _planned(self, rows: Iterable[Row]) -> list[PlannedGroup]:
-        return [p for row in rows for p in self.request.planned if p.row is row]
+    def _planned(self, rows: Iterable[Row]) -> list[PlannedRow]:
+        planned_rows = []
+        for row in rows:
+            for planned in self.planned_rows.rows:
+                if planned.table_row is row:
+                    planned_rows.append(planned)
+        return planned_rows
 
-    def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Made]:
+    def _of_one(self, rows: list[Row], number: int, ranks: list[int]) -> Iterator[Created]:
         """The groups that upstream creates from one list of ranks of a loop."""
+        request = self.planned_rows.request
         # One of upstream's helpers creates all levels, or all sizes, from one list.
-        leveled = [r for r in rows if (r.levels or r.holds == "sizes") and not self.alone]
-        single = [row for row in rows if row not in leveled and not row.chunk]
-        for p in sorted(self._planned(single), key=lambda p: p.is_twin):
-            for each in rank_lists.cut(self.request, p, number, ranks):
-                yield self._create(p, each)
+        several = [row for row in rows if row.levels or row.holds == "sizes"]
+        if self.by_members:
+            several = []
+        single = [row for row in rows if row not in several and not row.chunk]
+        # All groups first, then their twins.
+        for planned in sorted(self._planned(single), key=lambda planned: planned.is_twin):
+            for members in cut(request, planned, number, ranks):
+                yield self._create(planned, members)
+        # Of chunks, each is followed by its twin.
         for row in rows:
             if row.chunk:
-                both = self._planned([row])  # and its twin
-                for each in rank_lists.cut(self.request, both[0], number, ranks):
-                    yield from (self._create(p, each) for p in both)
-        if leveled:
-            with self.around(self._planned(leveled)):
-                with self._named(f"{leveled[0].label}#", ranks):
-                    made = self._call(leveled, ranks)
-                for p, group in made:
-                    groups = rank_lists.cut(self.request, p, number, ranks)
-                    yield p, next(each for each in groups if self.rank in each), group
+                planned_rows = self._planned([row])
+                for members in cut(request, planned_rows[0], number, ranks):
+                    for planned in planned_rows:
+                        yield self._create(planned, members)
+        if several:
+            with self.around(self._planned(several)):
+                with self._named(f"{several[0].label}#", ranks):
+                    created = self._create_several(several, ranks)
+                for planned, group in created:
+                    cuts = cut(request, planned, number, ranks)
+                    yield planned, next(cut for cut in cuts if self.rank in cut), group
 
-    def _create(self, p: PlannedGroup, members: Sequence[int]) -> Made:
+    def _create(self, planned: PlannedRow, members: Sequence[int]) -> Created:
+        request = self.planned_rows.request
+
         def arguments() -> dict[str, Any]:
             """Exactly those that upstream passes to ``create_group`` besides the ranks."""
-            given: dict[str, Any] = {"group_desc": p.group.label}
-            if p.group.timeout is not None:
-                given["timeout"] = self.request.timeout
-            if p.row.backend or p.is_twin:
-                given["backend"] = p.group.backend
-            if takes_options(p):
-                given["pg_options"] = options(self.request, p.row.options)
-            elif not p.is_twin:
-                given["pg_options"] = None
-            return given
+            passed: dict[str, Any] = {"group_desc": planned.plan_row.label}
+            if planned.plan_row.timeout is not None:
+                passed["timeout"] = request.timeout
+            if planned.table_row.backend or planned.is_twin:
+                passed["backend"] = planned.plan_row.backend
+            if takes_options(planned):
+                passed["pg_options"] = options(request, planned.table_row.options)
+            elif not planned.is_twin:
+                passed["pg_options"] = None
+            return passed
 
-        return p, members, self.create(p.group.label, members, arguments)
+        return planned, members, self.create(planned.plan_row.label, members, arguments)
 
-    def _call(self, rows: list[Row], ranks: list[int]) -> list[tuple[PlannedGroup, Any]]:
+    def _create_several(self, rows: list[Row], ranks: list[int]) -> list[tuple[PlannedRow, Any]]:
         """Call the helper that creates the groups of all sizes or levels at once."""
-        request, row, planned = self.request, rows[0], self._planned(rows)
+        request = self.planned_rows.request
+        row = rows[0]
+        planned_rows = self._planned(rows)
         if row.holds == "sizes":
-            least = {"min_cp_size": getattr(request, row.least)} if row.least else {}
-            given = options(request, row.options)
-            made = self._helper(row.creator)(self.rank, ranks, given, **least)
-            return [(p, made[p.key]) for p in planned if p.key in made]
-        sizes, twins = rank_lists.level_sizes(request, row), []
+            smallest = {}
+            if row.least:
+                smallest["min_cp_size"] = getattr(request, row.least)
+            pg_options = options(request, row.options)
+            by_size = self._helper(row.creator)(self.rank, ranks, pg_options, **smallest)
+            return [
+                (planned, by_size[planned.key])
+                for planned in planned_rows
+                if planned.key in by_size
+            ]
+        sizes = level_sizes(request, row)
+        twins: list[Any] = []
         if RELEASE_HAS["plain_levels"]:
-            size, given = request.context_parallel_size, options(request, row.options)
-            levels = self._helper(LEVELS[1])(self.rank, ranks, size, sizes, given)
+            pg_options = options(request, row.options)
+            groups = self._helper(LEVELS[1])(
+                self.rank, ranks, request.context_parallel_size, sizes, pg_options
+            )
         else:
-            several = [options(request, each.options) for each in rows]
-            both = row.gloo and request.create_gloo_process_groups
-            levels, twins = self._helper(LEVELS[0])(
-                *(self.rank, ranks, sizes),
-                create_gloo_process_groups=both,
-                pg_options=several if len(several) > 1 else several[0],
+            pg_options = [options(request, level.options) for level in rows]
+            # Upstream passes one for a single level, and a list for several.
+            if len(pg_options) == 1:
+                (pg_options,) = pg_options
+            groups, twins = self._helper(LEVELS[0])(
+                self.rank,
+                ranks,
+                sizes,
+                create_gloo_process_groups=row.gloo and request.create_gloo_process_groups,
+                pg_options=pg_options,
                 timeout=request.timeout,
                 group_desc=row.levels,
             )
+        # The lists are of this rank's groups: without any there are no levels to look up.
         if self.rank not in ranks:
             return []
-        return [(p, (twins if p.is_twin else levels)[rank_lists.level(p)]) for p in planned]
-
-
-def takes_options(p: PlannedGroup) -> bool:
-    """Whether upstream asks for communicator options for this group."""
-    return p.row.twin_options if p.is_twin else p.group.backend != "ucc"
+        created = []
+        for planned in planned_rows:
+            of_levels = twins if planned.is_twin else groups
+            created.append((planned, of_levels[level_of(planned)]))
+        return created

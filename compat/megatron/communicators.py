@@ -16,8 +16,9 @@ from hypergrid.messages import install_command, shown
 Configs = dict[str, dict[str, Any]]
 
 # The options of a section, in the order in which torch gets them, and the values torch takes.
-_PRIORITY, _NETWORK = "is_high_priority_stream", "net_name"
-_TAKES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_PRIORITY = "is_high_priority_stream"
+_NETWORK = "net_name"
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     _PRIORITY: ("true or false", lambda value: value is None or isinstance(value, int | float)),
     **dict.fromkeys(
         ("cga_cluster_size", "max_ctas", "min_ctas"),
@@ -33,7 +34,7 @@ _LONGEST = 1 << 20  # characters
 _MOST_ALIASES = 40
 
 
-class _Asked(int):
+class _RequestedPriority(int):
     """A priority from ``high_priority_stream_groups``; some releases ignore those of the file."""
 
 
@@ -49,8 +50,8 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
     AttributeError
         This torch was built without NCCL.
     """
-    said = section(pg_name, nccl_comm_cfgs)
-    if said is None:
+    values = section(pg_name, nccl_comm_cfgs)
+    if values is None:
         return None
     import torch  # here, for plans on machines without torch
 
@@ -59,11 +60,11 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
             f"NCCL options for {shown(pg_name)} need a torch that was built with NCCL. Leave out "
             f"nccl_communicator_config_path and high_priority_stream_groups."
         )
-    priority = said.pop(_PRIORITY, False)
-    options = torch.distributed.ProcessGroupNCCL.Options(
-        is_high_priority_stream=bool(priority) if isinstance(priority, _Asked) else priority
-    )
-    for key, value in said.items():
+    priority = values.pop(_PRIORITY, False)
+    if isinstance(priority, _RequestedPriority):
+        priority = bool(priority)
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
+    for key, value in values.items():
         setattr(options.config, key, value)
     return options
 
@@ -72,25 +73,26 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
     """The known options of the group ``pg_name``; None if it has no section."""
     if pg_name not in configs:
         return None
-    given = _mapping(pg_name, configs)
-    said = {key: given[key] for key in _TAKES if key in given}
+    written = _mapping(pg_name, configs)
+    values = {key: written[key] for key in _ALLOWED if key in written}
     if RELEASE_HAS["nccl_defaults"]:
-        if not isinstance(said.get(_PRIORITY), _Asked):
-            said.pop(_PRIORITY, None)
-        said = _HOPPER | said
-    for key, value in said.items():
-        what, is_taken = _TAKES[key]
-        if not is_taken(value):
+        # These releases read no priorities from the file.
+        if not isinstance(values.get(_PRIORITY), _RequestedPriority):
+            values.pop(_PRIORITY, None)
+        values = _HOPPER | values
+    for key, value in values.items():
+        kind, is_allowed = _ALLOWED[key]
+        if not is_allowed(value):
             raise ValueError(
-                f"{key} of {shown(pg_name)} in the NCCL configuration must be {what}, got "
+                f"{key} of {shown(pg_name)} in the NCCL configuration must be {kind}, got "
                 f"{shown(value)}."
             )
-    if _NETWORK in said and said[_NETWORK].lower() not in ("ib", "socket"):
+    if _NETWORK in values and values[_NETWORK].lower() not in ("ib", "socket"):
         raise RuntimeError(
-            f"net_name {shown(said[_NETWORK])} of {shown(pg_name)} is not supported: use 'IB' or "
+            f"net_name {shown(values[_NETWORK])} of {shown(pg_name)} is not supported: use 'IB' or "
             f"'Socket'."
         )
-    return said
+    return values
 
 
 def overwrite_nccl_comm_cfgs(
@@ -118,10 +120,12 @@ def read_configs(
 ) -> Configs:
     """The options in the file at ``path``, with the high-priority groups set on top."""
     configs = {} if path is None else _read(path)
-    if high_priority:
-        check_mapping(path, configs)
-    for name in high_priority or ():
-        overwrite(configs, name, (_PRIORITY, _Asked(1) if RELEASE_HAS["nccl_defaults"] else True))
+    if not high_priority:
+        return configs
+    check_mapping(path, configs)
+    priority = _RequestedPriority(1) if RELEASE_HAS["nccl_defaults"] else True
+    for name in high_priority:
+        overwrite(configs, name, (_PRIORITY, priority))
     return configs
 
 
@@ -142,9 +146,9 @@ def _read(path: str) -> Any:
             f"reading the NCCL configuration {shown(path)} needs PyYAML: "
             f"{install_command('megatron')}."
         ) from None
-    named = f"nccl_communicator_config_path={shown(path)}"
     try:
         file = Path(path)
+        # A pipe would keep the reader waiting.
         if file.exists() and not file.is_file():
             raise OSError("not a regular file")
         with file.open() as stream:
@@ -152,22 +156,26 @@ def _read(path: str) -> Any:
         if len(text) > _LONGEST:
             raise ValueError(f"longer than {_LONGEST} characters")
         check_yaml(text, _MOST_ALIASES)
-        configs = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except Exception as error:
-        kinds = (FileNotFoundError, OSError)
-        kind = next((each for each in kinds if isinstance(error, each)), ValueError)
+        kind: type[Exception] = ValueError
+        if isinstance(error, FileNotFoundError):
+            kind = FileNotFoundError
+        elif isinstance(error, OSError):
+            kind = OSError
         raise kind(
-            f"{named} cannot be read: {_reason(error)}. Give a YAML file that maps names of groups "
-            f"to options."
+            f"nccl_communicator_config_path={shown(path)} cannot be read: {_reason(error)}. Give a "
+            f"YAML file that maps names of groups to options."
         ) from error
-    return configs
 
 
 def _reason(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = "" if mark is None else f"line {mark.line + 1}: "
     text = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
-    return where + " ".join(text[:200].split())
+    reason = " ".join(text[:200].split())
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"line {mark.line + 1}: {reason}"
+    return reason
 
 
 # Variable: the value that UCC needs, and whether a value that the user has set is kept.
@@ -194,4 +202,5 @@ def check_ucc() -> None:
 def prepare_ucc() -> None:
     """Set the environment that UCC needs."""
     for name, (value, is_kept) in UCC_ENVIRONMENT.items():
-        os.environ[name] = os.environ.get(name, value) if is_kept else value
+        if not is_kept or name not in os.environ:
+            os.environ[name] = value

@@ -1,11 +1,19 @@
 """Every getter and setter of the module, each written out: a plain function over globals.
 
-Their globals are not this module's. ``bind_getters_to`` gives them those of
-``compat.parallel_state``, where the current state's values are, or those of another state. So
-outside code reads, writes and replaces there what it likes, as on stock, and a getter costs what a
-global costs. Functions call each other by name: one that outside code has replaced counts.
+How it works. The same function runs over several namespaces, which are dicts with upstream's
+private globals. ``bind_getters_to(names)`` makes functions of the same code whose globals are
+``names``; they call each other by the names that are there:
 
-All are *local*: no communication.
+    names = {"_TENSOR_MODEL_PARALLEL_GROUP": group, "_MPU_TENSOR_MODEL_PARALLEL_RANK": None}
+    bind_getters_to(names)
+    names["get_tensor_model_parallel_group"]()       # group
+    names["_MPU_TENSOR_MODEL_PARALLEL_RANK"] = 3     # as outside code writes it
+    names["get_tensor_model_parallel_rank"]()        # 3
+
+The globals of ``compat.parallel_state`` are such a namespace: there are the values of the current
+state, and outside code reads, writes and replaces there what it likes, as on stock. A state that is
+not current has a namespace of its own, bound when it is first asked. A function that is called in
+this module asks the current state. All are *local*: no communication.
 """
 
 # ruff: noqa: F821 - upstream's private globals are in the namespaces, see ``bind_getters_to``
@@ -13,6 +21,7 @@ All are *local*: no communication.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from types import FunctionType
 from typing import Any
@@ -21,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from compat.megatron.buffers import memory_buffer, symmetric_memory_buffer
-from compat.megatron.encoder import warn_of_its_end
 from compat.megatron.releases import RELEASE_HAS, as_released, drop_absent
+from compat.megatron.request import warn_of_removal
 from hypergrid.agreement.store import was_aborted
 from hypergrid.errors import NoGroupsError
 
@@ -207,12 +216,14 @@ def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
     """Group over which FP8 scaling factors are reduced."""
-    if tp_only_amax_red:
+    if tp_only_amax_red and with_context_parallel:
+        group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    elif tp_only_amax_red:
         group = _TENSOR_MODEL_PARALLEL_GROUP
-        group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP if with_context_parallel else group
+    elif with_context_parallel:
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
     else:
         group = _TENSOR_AND_DATA_PARALLEL_GROUP
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP if with_context_parallel else group
     if group is None:
         raise missing("_FP8_AMAX_REDUCTION_GROUP")
     return group
@@ -421,13 +432,15 @@ def get_pipeline_model_parallel_last_rank() -> int | list[int]:
 
 def get_pipeline_model_parallel_next_rank() -> int | list[int]:
     """Global rank of the next stage; the first follows the last."""
-    ranks, stage = _pipeline(), get_pipeline_model_parallel_rank()
+    ranks = _pipeline()
+    stage = get_pipeline_model_parallel_rank()
     return _at(ranks, (stage + 1) % get_pipeline_model_parallel_world_size())
 
 
 def get_pipeline_model_parallel_prev_rank() -> int | list[int]:
     """Global rank of the previous stage; the last precedes the first."""
-    ranks, stage = _pipeline(), get_pipeline_model_parallel_rank()
+    ranks = _pipeline()
+    stage = get_pipeline_model_parallel_rank()
     return _at(ranks, (stage - 1) % get_pipeline_model_parallel_world_size())
 
 
@@ -495,68 +508,88 @@ def get_data_parallel_rank(
 
 def get_context_parallel_world_size() -> int:
     """Context-parallel size."""
-    return _size_of(get_context_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _size_of(get_context_parallel_group())
 
 
 def get_context_parallel_rank() -> int:
     """This rank's place in the context-parallel group."""
-    return _rank_in(get_context_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _rank_in(get_context_parallel_group())
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """Size of the tensor x context parallel group."""
-    return _size_of(get_tensor_and_context_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _size_of(get_tensor_and_context_parallel_group())
 
 
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's place in the tensor x context parallel group."""
-    return _rank_in(get_tensor_and_context_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _rank_in(get_tensor_and_context_parallel_group())
 
 
 def get_gtp_weight_remat_world_size() -> int:
     """gtp_remat size; 0 where there is no such group."""
-    group = None
-    if _numbers or _answers():
-        group = get_gtp_weight_remat_group(check_initialized=False)
-    return 0 if group is None else _size_of(group)
+    if not _numbers and not _answers():
+        return 0
+    group = get_gtp_weight_remat_group(check_initialized=False)
+    if group is None:
+        return 0
+    return _size_of(group)
 
 
 def get_gtp_weight_remat_rank() -> int:
     """This rank's place in the gtp_remat group; 0 where there is none."""
-    group = None
-    if _numbers or _answers():
-        group = get_gtp_weight_remat_group(check_initialized=False)
-    return 0 if group is None else _rank_in(group)
+    if not _numbers and not _answers():
+        return 0
+    group = get_gtp_weight_remat_group(check_initialized=False)
+    if group is None:
+        return 0
+    return _rank_in(group)
 
 
 def get_expert_gtp_weight_remat_world_size() -> int:
     """Expert gtp_remat size; 0 where there is no such group."""
-    group = None
-    if _numbers or _answers():
-        group = get_expert_gtp_weight_remat_group(check_initialized=False)
-    return 0 if group is None else _size_of(group)
+    if not _numbers and not _answers():
+        return 0
+    group = get_expert_gtp_weight_remat_group(check_initialized=False)
+    if group is None:
+        return 0
+    return _size_of(group)
 
 
 def get_expert_gtp_weight_remat_rank() -> int:
     """This rank's place in the expert gtp_remat group; 0 where there is none."""
-    group = None
-    if _numbers or _answers():
-        group = get_expert_gtp_weight_remat_group(check_initialized=False)
-    return 0 if group is None else _rank_in(group)
+    if not _numbers and not _answers():
+        return 0
+    group = get_expert_gtp_weight_remat_group(check_initialized=False)
+    if group is None:
+        return 0
+    return _rank_in(group)
 
 
 def get_expert_model_parallel_world_size() -> int:
     """Expert-parallel size."""
     if _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
-    return _size_of(get_expert_model_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _size_of(get_expert_model_parallel_group())
 
 
 def get_expert_model_parallel_rank() -> int:
     """This rank's place in the expert-parallel group."""
     if _MPU_EXPERT_MODEL_PARALLEL_RANK is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_RANK
-    return _rank_in(get_expert_model_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _rank_in(get_expert_model_parallel_group())
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
@@ -579,12 +612,16 @@ def get_expert_tensor_parallel_rank() -> int | None:
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
     """Size of the expert tensor x expert parallel group."""
-    return _size_of(get_expert_tensor_and_model_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _size_of(get_expert_tensor_and_model_parallel_group())
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
     """This rank's place in the expert tensor x expert parallel group."""
-    return _rank_in(get_expert_tensor_and_model_parallel_group()) if _numbers or _answers() else 0
+    if not _numbers and not _answers():
+        return 0
+    return _rank_in(get_expert_tensor_and_model_parallel_group())
 
 
 @as_released
@@ -609,9 +646,10 @@ def get_expert_data_parallel_rank(
 
 def get_all_ranks() -> str:
     """This rank's places on the dims, joined by underscores; for names of files."""
-    ranks = [
-        get_tensor_model_parallel_rank(),
-        *([get_gtp_weight_remat_rank()] if RELEASE_HAS["gtp_remat"] else []),
+    ranks = [get_tensor_model_parallel_rank()]
+    if RELEASE_HAS["gtp_remat"]:
+        ranks.append(get_gtp_weight_remat_rank())
+    ranks += [
         get_data_parallel_rank(),
         get_context_parallel_rank(),
         get_pipeline_model_parallel_rank(),
@@ -696,14 +734,16 @@ def get_pipeline_model_parallel_decoder_start() -> int | None:
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     """Whether a stage, this rank's unless given, comes before the split."""
     _of_encoder("is_pipeline_stage_before_split")
-    stage, split = _stage(rank), _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+    stage = _stage(rank)
+    split = _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
     return stage is None or split is None or stage < split
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
     """Whether a stage comes after the split."""
     _of_encoder("is_pipeline_stage_after_split")
-    stage, split = _stage(rank), _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
+    stage = _stage(rank)
+    split = _PIPELINE_MODEL_PARALLEL_SPLIT_RANK
     return stage is None or split is None or stage >= split
 
 
@@ -717,15 +757,20 @@ def is_pipeline_stage_at_split() -> bool:
 def is_inside_encoder(rank: int | None = None) -> bool:
     """Whether a stage, this rank's unless given, belongs to the encoder."""
     _of_encoder("is_inside_encoder")
-    stage, start = _stage(rank), _PIPELINE_MODEL_PARALLEL_DECODER_START
-    # Without an encoder on ranks of its own, it is in the first stage.
-    return stage is None or (stage == 0 if start is None else stage < start)
+    stage = _stage(rank)
+    start = _PIPELINE_MODEL_PARALLEL_DECODER_START
+    if stage is None:
+        return True
+    if start is None:  # without an encoder on ranks of its own, it is in the first stage
+        return stage == 0
+    return stage < start
 
 
 def is_inside_decoder(rank: int | None = None) -> bool:
     """Whether a stage belongs to the decoder."""
     _of_encoder("is_inside_decoder")
-    stage, start = _stage(rank), _PIPELINE_MODEL_PARALLEL_DECODER_START
+    stage = _stage(rank)
+    start = _PIPELINE_MODEL_PARALLEL_DECODER_START
     return stage is None or start is None or stage >= start
 
 
@@ -862,12 +907,14 @@ def _of_size(kind: str, groups: Any, check_initialized: bool, size: int | None) 
 def _data_parallel_with_remat(with_cp: bool, partial: bool, all_gather: bool) -> ProcessGroup:
     if partial and not with_cp:
         raise _partial_without_cp()
-    group = _DATA_PARALLEL_GROUP_WITH_GTP_REMAT
     if partial:
         group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
+    elif with_cp and all_gather:
+        group = _DATA_PARALLEL_GROUP_WITH_CP_AG
     elif with_cp:
         group = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
-        group = _DATA_PARALLEL_GROUP_WITH_CP_AG if all_gather else group
+    else:
+        group = _DATA_PARALLEL_GROUP_WITH_GTP_REMAT
     if group is None:
         raise missing("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
     return group
@@ -883,7 +930,7 @@ def _expert_data_parallel_with_remat(check_initialized: bool, partial: bool) -> 
 
 
 def _of_encoder(name: str) -> None:
-    warn_of_its_end(f"{name} is", stacklevel=3)
+    warn_of_removal(f"{name} is", stacklevel=3)
 
 
 def _data_parallel(with_cp: bool, partial: bool, remat: bool) -> ProcessGroup:
@@ -906,21 +953,28 @@ def _expert_data_parallel(partial: bool, remat: bool) -> ProcessGroup:
 
 
 def _rank_in(group: Any, from_torch: bool = False) -> int:
-    """Known of groups that the state made; of others only the group can tell."""
+    """This rank's place in a group: known of those that the state made."""
     try:
         return _numbers[group][0]
-    except (KeyError, TypeError):  # not ours; not hashable
-        group = group[0] if isinstance(group, list) else group
-    return dist.get_rank(group) if from_torch or RELEASE_HAS["numbers_from_torch"] else group.rank()
+    except (KeyError, TypeError):
+        # Outside code's own group, or a list of pipelines: an encoder's rank is at the same stage
+        # of each.
+        if isinstance(group, list):
+            group = group[0]
+    if from_torch or RELEASE_HAS["numbers_from_torch"]:
+        return dist.get_rank(group)
+    return group.rank()
 
 
 def _size_of(group: Any) -> int:
     try:
         return _numbers[group][1]
     except (KeyError, TypeError):
-        # An encoder's rank is in several pipelines, at the same stage of each.
-        group = group[0] if isinstance(group, list) else group
-    return dist.get_world_size(group) if RELEASE_HAS["numbers_from_torch"] else group.size()
+        if isinstance(group, list):
+            group = group[0]
+    if RELEASE_HAS["numbers_from_torch"]:
+        return dist.get_world_size(group)
+    return group.size()
 
 
 def _pipeline() -> list[Any]:
@@ -930,26 +984,33 @@ def _pipeline() -> list[Any]:
 
 
 def _first_of_several() -> int:
-    first = _pipeline()[0]
-    return first[0] if isinstance(first, list) else first
+    pipeline = _pipeline()
+    if isinstance(pipeline[0], list):
+        pipeline = pipeline[0]
+    return pipeline[0]
 
 
 def _at(ranks: list[Any], stage: int) -> Any:
     """The rank at a stage; one for each pipeline where there are several."""
-    return [each[stage] for each in ranks] if isinstance(ranks[0], list) else ranks[stage]
+    if isinstance(ranks[0], list):
+        return [pipeline[stage] for pipeline in ranks]
+    return ranks[stage]
 
 
 def _stage(rank: int | None) -> int | None:
     """``rank``, or else this rank's stage; None if the pipeline has one stage."""
     if get_pipeline_model_parallel_world_size() == 1:
         return None
-    return get_pipeline_model_parallel_rank() if rank is None else rank
+    if rank is None:
+        return get_pipeline_model_parallel_rank()
+    return rank
 
 
 def _virtual_stage(vp_stage: int | None) -> tuple[int | None, int | None]:
     """Virtual stages per rank, and the one that is asked about."""
     stages = get_virtual_pipeline_model_parallel_world_size()
     if stages is not None and vp_stage is None:
+        # Before the argument, the stage that was set last counts.
         if not RELEASE_HAS["vp_stage"]:
             return stages, get_virtual_pipeline_model_parallel_rank()
         raise AssertionError(
@@ -960,43 +1021,48 @@ def _virtual_stage(vp_stage: int | None) -> tuple[int | None, int | None]:
 
 
 drop_absent(globals())
-_HERE = {name: value for name, value in globals().items() if not name.startswith("__")}
+_WRITTEN = {name: value for name, value in globals().items() if not name.startswith("__")}
 FUNCTIONS = {
     name: value
-    for name, value in _HERE.items()
+    for name, value in _WRITTEN.items()
     if isinstance(value, FunctionType) and value.__module__ == __name__
 }
 SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that change something
-_NO_GROUP = (object(), 0, 0)
+answering: dict[str, FunctionType] = {}  # the functions over the values of the current state
 
 
 def bind_getters_to(names: dict[str, Any]) -> dict[str, FunctionType]:
     """Put the functions into ``names``, which become their globals; and give them by name."""
-    made = {}
-    for name, own in FUNCTIONS.items():
-        function = made[name] = FunctionType(own.__code__, names, name, own.__defaults__)
-        function.__kwdefaults__, function.__annotations__ = own.__kwdefaults__, own.__annotations__
-        function.__doc__, function.__qualname__ = own.__doc__, own.__qualname__
-        vars(function).update(vars(own))
-    names.update({**_HERE, **names, **made})
-    return made
+    functions = {}
+    for name, written in FUNCTIONS.items():
+        function = FunctionType(written.__code__, names, name, written.__defaults__)
+        function.__kwdefaults__ = written.__kwdefaults__
+        functools.update_wrapper(function, written, ("__annotations__", "__doc__", "__qualname__"))
+        del function.__wrapped__  # type: ignore[attr-defined]
+        functions[name] = function
+    # The modules that the functions use are among their globals too. What ``names`` has stays.
+    names.update({**_WRITTEN, **names, **functions})
+    return functions
 
 
-def cached_sizes(numbers: dict[str, tuple[Any, int, int]], request: Any) -> dict[str, Any]:
-    """The values that the functions use besides upstream's private globals.
+def answer_from(names: dict[str, Any]) -> None:
+    """Let the functions answer from ``names``, where the values of the current state are."""
+    answering.update(bind_getters_to(names))
 
-    The rank and size in each group that the state made, and for two groups at hand; whether a rank
-    may be in several pipelines; and whether each grid has an axis gtp_remat. Releases without it
-    have one global where later ones have two, and code for them writes that one: only a state with
-    the axis has the other there.
-    """
-    return {
-        "_numbers": {g: place for g, *place in numbers.values() if not isinstance(g, list)},
-        "_tp": numbers.get("_TENSOR_MODEL_PARALLEL_GROUP", _NO_GROUP),
-        "_pp": numbers.get("_PIPELINE_MODEL_PARALLEL_GROUP", _NO_GROUP),
-        "_several": RELEASE_HAS["splits"] or (request is not None and request.encoder is not None),
-        "_gtp_remat": RELEASE_HAS["gtp_remat"]
-        or (request is not None and request.gtp_remat_size > 1),
-        "_expert_gtp_remat": RELEASE_HAS["gtp_remat"]
-        or (request is not None and request.expert_gtp_remat_size > 1),
-    }
+
+def _asking_the_current_state(written: FunctionType) -> Any:
+    name = written.__name__
+
+    @functools.wraps(written)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if name not in answering:
+            raise AssertionError(
+                f"{name}() has no state to answer from: import compat.parallel_state first."
+            )
+        return answering[name](*args, **kwargs)
+
+    return function
+
+
+for _name, _function in FUNCTIONS.items():
+    globals()[_name] = _asking_the_current_state(_function)

@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron.rank_lists import of_level, run_sizes
 from compat.megatron.releases import RELEASE_HAS
-from compat.megatron.replaced import now
+from compat.megatron.request import now
+from compat.megatron.rows import of_level, run_sizes
 from hypergrid.groups import creation
 
-_made: list[ProcessGroup] | None = None  # their list, while a state is built
-tell: list[Callable[[ProcessGroup], None]] = []  # called with each other group
+_collected: list[ProcessGroup] | None = None  # the groups, while a state is built
+tell: list[Callable[[ProcessGroup], None]] = []  # called with each group at other times
 
 
 def create_group(
@@ -35,23 +35,24 @@ def create_group(
     group = dist.new_group(**creation.copied_options(dict(locals())))
     if ranks is not None and dist.get_rank() not in ranks:
         return group
-    if _made is not None:
-        _made.append(group)
+    if _collected is not None:
+        _collected.append(group)
     else:
-        for each in tell:
-            each(group)
+        for tell_of in tell:
+            tell_of(group)
     return group
 
 
 @contextmanager
 def collecting() -> Iterator[list[ProcessGroup]]:
     """List the groups of this rank that ``create_group`` creates inside."""
-    global _made
-    before, _made = _made, []
+    global _collected
+    outer_collection = _collected
+    _collected = []
     try:
-        yield _made
+        yield _collected
     finally:
-        _made = before
+        _collected = outer_collection
 
 
 def create_hierarchical_groups(
@@ -76,17 +77,19 @@ def create_hierarchical_groups(
         )
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
     # A release whose levels have torch's timeout does not pass one, nor to a replaced create_group.
-    unnamed = RELEASE_HAS["plain_levels"] and timeout is None
-    waiting = {} if unnamed else {"timeout": timeout}
+    timeouts = {"timeout": timeout}
+    if RELEASE_HAS["plain_levels"] and timeout is None:
+        timeouts = {}
     groups: list[ProcessGroup] = []
     twins: list[ProcessGroup | None] = []
-    for i in range(len(sizes)):
-        common = {**waiting, "pg_options": options[i]}
-        for members in of_level(ranks, sizes, i):
-            desc = f"HIERARCHICAL_{group_desc}_L{i}"
-            group, twin = now(create_group)(members, group_desc=desc, **common), None
+    for level in range(len(sizes)):
+        common = {**timeouts, "pg_options": options[level]}
+        for members in of_level(ranks, sizes, level):
+            desc = f"HIERARCHICAL_{group_desc}_L{level}"
+            group = now(create_group)(members, group_desc=desc, **common)
+            twin = None
             if create_gloo_process_groups:
-                desc = f"HIERARCHICAL_{group_desc}_GLOO_L{i}"
+                desc = f"HIERARCHICAL_{group_desc}_GLOO_L{level}"
                 twin = now(create_group)(members, backend="gloo", group_desc=desc, **common)
             if rank in members:
                 groups.append(group)
@@ -128,10 +131,10 @@ def create_dynamic_dp_cp_groups(
 
 
 def _runs(
-    kind: str, rank: int, ranks: list[int], pg_options: Any, least: int
+    kind: str, rank: int, ranks: list[int], pg_options: Any, smallest: int
 ) -> dict[int, ProcessGroup]:
     groups = {}
-    for size in run_sizes(len(ranks), least):
+    for size in run_sizes(len(ranks), smallest):
         for start in range(0, len(ranks), size):
             members = ranks[start : start + size]
             desc = f"{kind}_DP_CP_GROUP_{size}"

@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from compat.megatron.releases import RELEASE_HAS, as_released
-from compat.megatron.replaced import now
-from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import shown
-
-
-def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
-    """``RankLayout.from_order`` as upstream understands an order: a dim of size 1 may repeat.
-
-    RuntimeError if the order leaves out a dim larger than 1, TypeError if it is not a text.
-    """
-    if not isinstance(order, str):
-        raise TypeError(f"order must be a text such as 'tp-cp-ep-dp-pp', got {shown(order)}.")
-    once: list[str] = []
-    for token in order.lower().split("-"):
-        if sizes.get(token) != 1 or token not in once:
-            once.append(token)
-    try:
-        return RankLayout.from_order("-".join(once), sizes, offset)
-    except LayoutError as error:
-        if any(size != 1 and name not in once for name, size in sizes.items()):
-            raise RuntimeError(str(error)) from None
-        raise
-
-
-def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
-    """``order`` with gtp_remat inserted after ``after``, else after tp, else first."""
-    tokens = order.split("-")
-    if "gtp_remat" in tokens:  # lower case only, as upstream: GTP_REMAT gets a second
-        return order
-    anchor = next((name for name in (after, "tp") if name in tokens), None)
-    tokens.insert(0 if anchor is None else tokens.index(anchor) + 1, "gtp_remat")
-    return "-".join(tokens)
+from compat.megatron.request import lay_out, now
+from hypergrid.layout import RankLayout
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -53,17 +23,17 @@ def generate_masked_orthogonal_rank_groups(
     AssertionError
         ``world_size`` is larger than the product of the sizes.
     """
-    names = [str(i) for i in range(len(parallel_size))]
-    picked = [name for name, wanted in zip(names, mask, strict=True) if wanted]
-    layout = RankLayout(tuple(names), tuple(parallel_size))
-    groups: list[list[int]] = layout.groups(picked).tolist()
-    wanted = world_size // layout.dim_size(picked)
-    if wanted > len(groups):
+    dims = tuple(map(str, range(len(parallel_size))))
+    layout = RankLayout(dims, tuple(parallel_size))
+    group_dims = [dim for dim, is_picked in zip(dims, mask, strict=True) if is_picked]
+    groups: list[list[int]] = layout.groups(group_dims).tolist()
+    count = world_size // layout.dim_size(group_dims)
+    if count > len(groups):
         raise AssertionError(
             f"world size {world_size} is larger than {' x '.join(map(str, parallel_size))} = "
             f"{layout.size}. Make them equal."
         )
-    return groups[:wanted]
+    return groups[:count]
 
 
 class RankGenerator:
@@ -93,8 +63,13 @@ class RankGenerator:
                 f"one rank generator has ep={ep} and cp={cp}: ep belongs to the expert grid and cp "
                 f"to the decoder grid. Set one of them to 1."
             )
-        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
-        self.gtp_remat, self.rank_offset = gtp_remat, rank_offset
+        self.tp = tp
+        self.ep = ep
+        self.dp = dp
+        self.pp = pp
+        self.cp = cp
+        self.gtp_remat = gtp_remat
+        self.rank_offset = rank_offset
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
         if RELEASE_HAS["gtp_remat"]:
             self.name_to_size["gtp_remat"] = gtp_remat
@@ -107,9 +82,9 @@ class RankGenerator:
 
     def get_mask(self, order: str, token: str) -> list[bool]:
         """The dims of ``order`` that are in ``token``, such as ``"tp-dp"``, as a mask."""
-        dims, wanted = order.split("-"), token.split("-")
+        dims = order.split("-")
         mask = [False] * len(dims)
-        for name in wanted:
+        for name in token.split("-"):
             if name not in dims:
                 raise ValueError(f"{name!r} is not in the order {order!r}.")
             mask[dims.index(name)] = True
@@ -118,7 +93,8 @@ class RankGenerator:
     def get_ranks(self, token: str) -> list[list[int]]:
         """All groups over the dims of ``token``, such as ``"tp-dp"``, as lists of ranks."""
         generate = now(generate_masked_orthogonal_rank_groups)
-        if generate is not generate_masked_orthogonal_rank_groups:  # outside code's own
+        # Outside code's own function has no offset.
+        if generate is not generate_masked_orthogonal_rank_groups:
             mask = self.get_mask(self.order, token)
             lists = generate(self.world_size, self.ordered_size, mask)
             return [[rank + self.rank_offset for rank in ranks] for ranks in lists]

@@ -18,6 +18,8 @@ from hypergrid.messages import shown
 
 Version = tuple[int, int]
 Span = tuple[Version, Version]  # the first and the last release with a behaviour
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+REQUIRED = inspect.Parameter.empty
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 
@@ -30,14 +32,6 @@ PUBLISHED = (
 OLDEST: Version = (0, 12)
 NEWEST: Version = (0, 20)  # the branch main of August 2026, whose parallel_state.py is 0.19.2's
 _BRANCH: Version = (1_000, 0)  # for what branches have and no release
-
-
-def _until(last: Version) -> Span:
-    return OLDEST, last
-
-
-def _since(first: Version) -> Span:
-    return first, NEWEST
 
 
 # Names that not all releases have: functions, private globals, arguments. "function.argument" is
@@ -120,25 +114,30 @@ _LAST: dict[Version, str] = {  # ... and up to which release
 
 
 def _by_name(table: dict[Version, str]) -> dict[str, Version]:
-    return {name: version for version, names in table.items() for name in names.split()}
+    versions: dict[str, Version] = {}
+    for version, names in table.items():
+        versions.update(dict.fromkeys(names.split(), version))
+    return versions
 
 
-SPANS: dict[str, Span] = {
-    **{name: _since(first) for name, first in _by_name(_FIRST).items()},
-    **{name: (_by_name(_FIRST).get(name, OLDEST), last) for name, last in _by_name(_LAST).items()},
-}
+SPANS: dict[str, Span] = {}
+for _name, _release in _by_name(_FIRST).items():
+    SPANS[_name] = (_release, NEWEST)
+for _name, _release in _by_name(_LAST).items():
+    _first, _ = SPANS.get(_name, (OLDEST, NEWEST))
+    SPANS[_name] = (_first, _release)
 
 # Arguments that are written last, since most releases lack them, and what they stand before: the
 # signature of most releases then needs no wrapper.
 BEFORE = {"with_gtp_remat": "partial_"}
 
 # Defaults that differ from those in parallel_state.py, and in which releases.
-DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": (_until((0, 12)), False)}
+DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": ((OLDEST, (0, 12)), False)}
 
 # Other behaviour of releases, by name; or the name above that comes and goes with it.
 FACTS: dict[str, Span | str] = {
     # the data-parallel group is created before the one with cp, and without SHARP
-    "dp_first": _until((0, 12)),
+    "dp_first": (OLDEST, (0, 12)),
     # optimizer instances: groups between them are dense (later releases use the experts') ...
     "instances_in_dense": "get_inter_partial_data_parallel_group",
     # ... or the expert grid is split too, and an instance has a group of all its ranks
@@ -148,21 +147,21 @@ FACTS: dict[str, Span | str] = {
     # a pipeline's default embedding ranks depend on the stage at which it splits
     "splits": "split_rank",
     # NCCL options that a section leaves out are set for Hopper; priorities are not read
-    "nccl_defaults": _until((0, 12)),
+    "nccl_defaults": (OLDEST, (0, 12)),
     # ranks and sizes come from torch, for which None is the world; later from the group itself
-    "numbers_from_torch": _until((0, 12)),
+    "numbers_from_torch": (OLDEST, (0, 12)),
     # the virtual stage is an argument; before, the one that was set last
     "vp_stage": "vp_stage",
     # the stage asks torch for the rank first, which raises its own error without a world
-    "stage_asks_torch": _until((0, 13)),
+    "stage_asks_torch": (OLDEST, (0, 13)),
     # ... and later for the stage, which raises an error for a group that torch did not create
-    "stage_from_torch": _since((0, 14)),
+    "stage_from_torch": ((0, 14), NEWEST),
     # functions about encoder and decoder warn that they are deprecated
-    "encoder_deprecated": _since((0, 13)),
+    "encoder_deprecated": ((0, 13), NEWEST),
     # SHARP's variable is set to 1 and 0; before, use_sharp only set it to 0
     "sharp_switched": "sharp_enabled_group",
     # the expert-parallel group has torch's timeout and not the one asked for
-    "plain_ep": _until((0, 15)),
+    "plain_ep": (OLDEST, (0, 15)),
     # two more axes for weights, also in get_all_ranks() and RankGenerator
     "gtp_remat": "gtp_remat_size",
     # HyperCommGrid has views, which copy its shape and names; groups are created from the copies
@@ -178,61 +177,67 @@ def _is_in(span: Span, release: Version) -> bool:
     return span[0] <= release <= span[1]
 
 
-def _known(text: str, origin: str) -> Version:
+def _nearest_known(text: str, origin: str) -> Version:
     """The release of a version number, or the nearest that is known, with a warning."""
-    found = re.match(r"v?(\d{1,9})\.(\d{1,9})", text)
-    if found is None:
+    numbers = re.match(r"v?(\d{1,9})\.(\d{1,9})", text)
+    if numbers is None:
         raise ValueError(f"{origin}={shown(text)} is not a release: write it as in '0.16.1'.")
-    release = (int(found[1]), int(found[2]))
-    known = min(max(release, OLDEST), NEWEST)
-    if release != known:
-        follows = "{}.{}".format(*known)
-        word = "newer" if release > known else "older"
+    release = (int(numbers[1]), int(numbers[2]))
+    nearest = min(max(release, OLDEST), NEWEST)
+    if release != nearest:
+        follows = "{}.{}".format(*nearest)
+        word = "newer" if release > nearest else "older"
         warnings.warn(
             f"megatron-core {text} is {word} than every release that hypergrid knows: it behaves "
             f"as {follows}. Compare the two releases' parallel_state, or use a hypergrid that "
             f"knows yours; {ASKED}={follows} silences this.",
             stacklevel=3,
         )
-    return known
+    return nearest
 
 
-def _nearest(source: Source, stated: Version) -> Version:
+def _most_alike(source: Source, stated: Version) -> Version:
     """The release whose names are the most like those of ``source``; of equal ones the stated."""
     releases = [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
 
-    def alike(release: Version) -> tuple[int, bool, Version]:
-        same = sum((name in source.names) == _is_in(span, release) for name, span in SPANS.items())
+    def likeness(release: Version) -> tuple[int, bool, Version]:
+        same = 0
+        for name, span in SPANS.items():
+            same += (name in source.names) == _is_in(span, release)
         return same, release == stated, release
 
-    return max(releases, key=alike)
+    return max(releases, key=likeness)
 
 
 def _decide() -> tuple[Version, Source | None, str]:
     """The release to follow, the source whose names count unless one is asked for, and why."""
     if text := os.environ.get(ASKED):
-        return _known(text, ASKED), None, ASKED
+        return _nearest_known(text, ASKED), None, ASKED
     source = imported_source()
-    text, origin = source.version if source is not None else "", "installed"
+    text = "" if source is None else source.version
+    origin = "installed"
     if not text:
         from importlib import metadata  # 10 ms, which a source saves
 
         try:
             text = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
-            text, origin = PUBLISHED[-1], "none installed"
-    stated = _known(text, origin)
+            text = PUBLISHED[-1]
+            origin = "none installed"
+    stated = _nearest_known(text, origin)
     if source is None or not source.functions:
         return stated, None, origin
-    return _nearest(source, stated), source, origin
+    return _most_alike(source, stated), source, origin
 
 
-_FOUND = RELEASE, SOURCE, ORIGIN = _decide()
+_DECIDED = RELEASE, SOURCE, ORIGIN = _decide()
 
 
 def present(name: str) -> bool:
     """Whether the release, or the source that decides, has a name of ``SPANS``."""
-    return name in SOURCE.names if SOURCE is not None else _is_in(SPANS[name], RELEASE)
+    if SOURCE is not None:
+        return name in SOURCE.names
+    return _is_in(SPANS[name], RELEASE)
 
 
 def has(name: str) -> bool:
@@ -242,10 +247,13 @@ def has(name: str) -> bool:
 
 def facts() -> dict[str, bool]:
     """Each of ``FACTS`` as it is in the release."""
-    return {
-        fact: present(where) if isinstance(where, str) else _is_in(where, RELEASE)
-        for fact, where in FACTS.items()
-    }
+    facts = {}
+    for fact, name_or_span in FACTS.items():
+        if isinstance(name_or_span, str):
+            facts[fact] = present(name_or_span)
+        else:
+            facts[fact] = _is_in(name_or_span, RELEASE)
+    return facts
 
 
 RELEASE_HAS = facts()
@@ -253,40 +261,49 @@ RELEASE_HAS = facts()
 
 def in_words() -> str:
     """The release that is followed, and how the source that decides differs from it."""
-    said = f"{RELEASE[0]}.{RELEASE[1]}"
-    public = {name: _is_in(span, RELEASE) for name, span in SPANS.items() if name[0] != "_"}
-    for word, has_it in (("with", True), ("without", False)):
-        names = [n for n, usual in public.items() if usual is not has_it and present(n) is has_it]
-        said += f", {word} {', '.join(names)}" if names else ""
-    return said
+    words = f"{RELEASE[0]}.{RELEASE[1]}"
+    public = [name for name in SPANS if name[0] != "_"]
+    more = [name for name in public if present(name) > _is_in(SPANS[name], RELEASE)]
+    fewer = [name for name in public if present(name) < _is_in(SPANS[name], RELEASE)]
+    if more:
+        words += f", with {', '.join(more)}"
+    if fewer:
+        words += f", without {', '.join(fewer)}"
+    return words
 
 
 def drop_absent(names: dict[str, Any]) -> None:
     """Remove from a module's names those that the release does not have."""
-    for name in [name for name in names if not has(name)]:
-        del names[name]
+    for name in list(names):
+        if not has(name):
+            del names[name]
 
 
 def follow(text: str | None = None) -> None:
     """Plan as that release, or again as the one found at import. Signatures stay as they are."""
     global RELEASE, SOURCE, ORIGIN
-    asked = "--megatron"
-    RELEASE, SOURCE, ORIGIN = _FOUND if text is None else (_known(text, asked), None, asked)
+    RELEASE, SOURCE, ORIGIN = _DECIDED
+    if text is not None:
+        ORIGIN = "--megatron"
+        SOURCE = None
+        RELEASE = _nearest_known(text, ORIGIN)
     RELEASE_HAS.update(facts())
 
 
-def _other_defaults(function: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The constant defaults of the source's initialisation that differ from the ``known`` ones.
+def _other_defaults(function: str, known_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The constant defaults of the source's initialisation that differ from ours.
 
     Of initialisation alone: a default of another function may be more than what a caller gets.
     """
     if SOURCE is None or function != "initialize_model_parallel":
         return {}
-    return {
-        name: default
-        for name, default in SOURCE.functions.get(function, {}).items()
-        if default is not UNREADABLE and name in known and known[name] != default
-    }
+    others = {}
+    for name, default in SOURCE.functions.get(function, {}).items():
+        if default is UNREADABLE or name not in known_defaults:
+            continue
+        if known_defaults[name] != default:
+            others[name] = default
+    return others
 
 
 def take_defaults(fields: type[T]) -> type[T]:
@@ -302,58 +319,79 @@ def as_released(function: F) -> F:
     The function is written with the arguments of all releases in their common order. Its signature
     shows those of this release; the others it refuses, or takes by keyword where ``ALL`` is set.
     """
-    signature, name = inspect.signature(function), function.__name__
+    name = function.__name__
+    signature = inspect.signature(function)
     parameters = signature.parameters
-    always = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    placed = [*SOURCE.functions.get(name, [""])] if SOURCE is not None else [""]
-    if not {*placed} <= {*always}:
-        in_table = {n: f"{name}.{n}" if f"{name}.{n}" in SPANS else n for n in always}
-        placed = [n for n, row in in_table.items() if row not in SPANS or present(row)]
-        for late in BEFORE.keys() & {*placed}:
-            placed.remove(late)
-            placed.insert([n.startswith(BEFORE[late]) for n in placed].index(True), late)
-    written = {n: p.default for n, p in parameters.items()}
-    now = written | {
-        n: default
-        for n, (span, default) in DEFAULTS.items()
-        if n in written and _is_in(span, RELEASE)
-    }
-    now |= _other_defaults(name, now)
-    named = [n for n in parameters if n not in placed and (EVERY or n not in always)]
+    positional = [n for n, parameter in parameters.items() if parameter.kind is not KEYWORD_ONLY]
+    placed = _placed(name, positional)
+    written = {n: parameter.default for n, parameter in parameters.items()}
+    defaults = dict(written)
+    for argument, (span, default) in DEFAULTS.items():
+        if argument in written and _is_in(span, RELEASE):
+            defaults[argument] = default
+    defaults |= _other_defaults(name, defaults)
+    # By name alone: what only we have, and what this release lacks where all are kept.
+    named = [n for n in parameters if n not in placed and (EVERY or n not in positional)]
     released: Any = function
-    if now != written or [*placed, *named] != [*parameters]:
-        released = _rewritten(function, placed, named, now)
-    shown = [parameters[n].replace(default=now[n]) for n in placed]
-    released.__signature__ = signature.replace(parameters=shown)
+    if defaults != written or [*placed, *named] != [*parameters]:
+        released = _rewritten(function, placed, named, defaults)
+    shown_parameters = [parameters[n].replace(default=defaults[n]) for n in placed]
+    released.__signature__ = signature.replace(parameters=shown_parameters)
     return released  # type: ignore[no-any-return]
 
 
-def _rewritten(function: Any, placed: list[str], named: list[str], given: dict[str, Any]) -> Any:
+def _placed(function: str, positional: list[str]) -> list[str]:
+    """The arguments that the release has, in its order."""
+    if SOURCE is not None and function in SOURCE.functions:
+        of_source = [*SOURCE.functions[function]]
+        # A source with arguments that are not known is refused elsewhere.
+        if {*of_source} <= {*positional}:
+            return of_source
+    placed = []
+    for argument in positional:
+        special = f"{function}.{argument}"
+        row = special if special in SPANS else argument
+        if row not in SPANS or present(row):
+            placed.append(argument)
+    for late, prefix in BEFORE.items():
+        if late in placed:
+            placed.remove(late)
+            follower = next(argument for argument in placed if argument.startswith(prefix))
+            placed.insert(placed.index(follower), late)
+    return placed
+
+
+def _rewritten(function: Any, placed: list[str], named: list[str], defaults: dict[str, Any]) -> Any:
     """``function`` compiled anew: arguments by position and by name alone, the others constants.
 
     A wrapper would double the cost of a call.
     """
+    name = function.__name__
     code = function.__code__
     lines = linecache.getlines(code.co_filename, function.__globals__)  # also in a zip
+    start = code.co_firstlineno - 1
     end = max(line for *_, line in code.co_lines() if line)  # or where its last statement ends
     while end < len(lines) and lines[end][0].isspace():
         end += 1
-    first = code.co_firstlineno - 1
-    tree = ast.parse("\n" * first + "".join(lines[first:end]))
-    written: Any = tree.body[0]
-    written.decorator_list, written.returns = [], None
-    header = ", ".join([*placed, *(["*", *named] if named else [])])
-    constants = [f"{name} = {given[name]!r}" for name in given if name not in (*placed, *named)]
-    outline: Any = ast.parse(f"def outline({header}):\n    {'; '.join(constants) or 'pass'}")
-    written.args = outline.body[0].args
-    written.body[:0] = outline.body[0].body
+    # Behind empty lines, so that the lines of a traceback are those of the file.
+    tree = ast.parse("\n" * start + "".join(lines[start:end]))
+    definition: Any = tree.body[0]
+    definition.decorator_list = []
+    definition.returns = None
+    arguments = [*placed, "*", *named] if named else placed
+    body = ["pass"]
+    for argument, default in defaults.items():
+        if argument not in arguments:
+            body.append(f"{argument} = {default!r}")
+    outline: Any = ast.parse(f"def outline({', '.join(arguments)}):\n    {'; '.join(body)}")
+    definition.args = outline.body[0].args
+    definition.body[:0] = outline.body[0].body
     compiled = compile(tree, code.co_filename, "exec", dont_inherit=True)
-    name = function.__name__
-    new = next(each for each in compiled.co_consts if getattr(each, "co_name", "") == name)
-    made = FunctionType(new, function.__globals__, name)
-    functools.update_wrapper(made, function)
-    del made.__wrapped__  # type: ignore[attr-defined]
-    have = {name: value for name, value in given.items() if value is not inspect.Parameter.empty}
-    made.__defaults__ = tuple(have[name] for name in placed if name in have)
-    made.__kwdefaults__ = {name: have[name] for name in named}
-    return made
+    (new_code,) = (c for c in compiled.co_consts if getattr(c, "co_name", "") == name)
+    rewritten = FunctionType(new_code, function.__globals__, name)
+    functools.update_wrapper(rewritten, function)
+    del rewritten.__wrapped__  # type: ignore[attr-defined]
+    with_default = [n for n in placed if n in defaults and defaults[n] is not REQUIRED]
+    rewritten.__defaults__ = tuple(defaults[n] for n in with_default)
+    rewritten.__kwdefaults__ = {n: defaults[n] for n in named}
+    return rewritten

@@ -60,12 +60,14 @@ def read(core: Path) -> Source:
     definitions = {name: defined(core / f"{name}.py") for name in _MODULES}
     state = definitions["parallel_state"]
     numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
-    functions = {
-        row.name: row.defaults for row in state if row.kind == "function" and "." not in row.name
-    }
-    names = {row.name for row in state} | {row.name for row in definitions["hyper_comm_grid"]}
-    for function, arguments in functions.items():
-        names |= {*arguments, *(f"{function}.{name}" for name in arguments)}
+    functions = {}
+    names = {definition.name for definition in definitions["hyper_comm_grid"]}
+    for definition in state:
+        names.add(definition.name)
+        if definition.kind == "function" and "." not in definition.name:
+            functions[definition.name] = definition.defaults
+            for argument in definition.defaults:
+                names |= {argument, f"{definition.name}.{argument}"}
     return Source(
         path=core / "parallel_state.py",
         version=".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers),
@@ -91,10 +93,12 @@ def defined(path: Path) -> list[Definition]:
             raise RuntimeError(f"{path} cannot be read as Python: {error}.") from None
     definitions = list(_defined_by(tree))
     # A global may be set in functions alone.
-    known = {row.name for row in definitions}
-    declared = re.findall(r"\w+", " ".join(_GLOBAL.findall(text)))
-    new = dict.fromkeys(name for name in declared if name not in known)
-    return definitions + [Definition(name, "value", name) for name in new]
+    names = {definition.name for definition in definitions}
+    for name in re.findall(r"\w+", " ".join(_GLOBAL.findall(text))):
+        if name not in names:
+            names.add(name)
+            definitions.append(Definition(name, "value", name))
+    return definitions
 
 
 def _text(path: Path) -> str:
@@ -104,15 +108,19 @@ def _text(path: Path) -> str:
 def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-            wrapper = "".join(f"@{name} " for name in decorators if name in _WRAPPERS)
+            wrapper = ""
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Name) and decorator.id in _WRAPPERS:
+                    wrapper += f"@{decorator.id} "
             yield _function(prefix + node.name, wrapper, node.args)
         elif isinstance(node, ast.ClassDef):
             name = prefix + node.name
             yield Definition(name, "class", f"class {name}")
             yield from _defined_by(node, f"{name}.")
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            value = f" = {ast.unparse(node.value)}" if isinstance(node.value, ast.Constant) else ""
+            value = ""
+            if isinstance(node.value, ast.Constant):
+                value = f" = {ast.unparse(node.value)}"
             for target in ast.walk(node):
                 if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
                     name = prefix + target.id
@@ -147,7 +155,9 @@ def _package(name: str, inside: list[str] | None = None) -> list[str]:
     if loaded is not None:
         return [*loaded]
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, inside) if hasattr(finder, "find_spec") else None
+        if not hasattr(finder, "find_spec"):
+            continue
+        spec = finder.find_spec(name, inside)
         if spec is not None:
             return [*(spec.submodule_search_locations or ())]
     return []

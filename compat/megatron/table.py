@@ -3,40 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
-from compat.megatron.releases import RELEASE_HAS
-from hypergrid.plan import GroupRow
-
-
-@dataclass(frozen=True, eq=False)
-class Fact:
-    """A fact about a request, true or false; ``~a`` and ``a & b`` are facts too."""
-
-    holds: Callable[[Any], object]
-
-    def __invert__(self) -> Fact:
-        return Fact(lambda request: not self.holds(request))
-
-    def __and__(self, other: Fact) -> Fact:
-        return Fact(lambda request: self.holds(request) and other.holds(request))
-
-
-ALWAYS = Fact(lambda request: True)
-DP_FIRST = Fact(lambda request: RELEASE_HAS["dp_first"])
-GTP = Fact(lambda request: RELEASE_HAS["gtp_remat"])
-GTP_AXIS = Fact(lambda request: request.gtp_remat_size > 1)
-EGTP_AXIS = Fact(lambda request: request.expert_gtp_remat_size > 1)
-INSTANCES = Fact(lambda request: request.instances > 1)
-IN_DENSE = Fact(lambda request: RELEASE_HAS["instances_in_dense"])
-IN_EXPERT = Fact(lambda request: RELEASE_HAS["instances_in_expert"])
-ALL_GATHER = Fact(lambda request: request.create_all_gather_group)
-HYBRID = Fact(lambda request: request.hybrid_context_parallel)
-DYNAMIC = Fact(lambda request: request.dynamic_context_parallel)
-HIERARCHICAL = Fact(lambda request: request.hierarchical_context_parallel_sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +26,10 @@ class Row:
     traffic: str
     options: str  # key of its section in the NCCL configuration file
     grid: str = "decoder"
-    when: Fact = ALWAYS  # the row is made for requests of which this is true
-    check: Literal["", "even dp x cp", "levels", "expert instances"] = ""  # see planning
+    # The row is made for requests of which this is true: "instances", "not instances and gtp_axis".
+    # The words are in ``rows._conditions``.
+    when: str = ""
+    check: Literal["", "even dp x cp", "levels", "expert instances"] = ""  # see rows
     field: str = ""  # of ProcessGroupCollection
     ranks: str = ""  # private global with the group's ranks, where upstream keeps them
     desc: str = ""
@@ -112,29 +85,13 @@ class Alias:
 
     slot: str
     same_as: str
-    when: Fact
+    when: str
     gloo: bool = False  # and its twin the other's twin
 
 
 def slots(row: Row | Alias) -> tuple[str, ...]:
     """The private globals of a row: its group's, and its gloo twin's."""
     return (row.slot, row.slot + "_GLOO") if row.gloo else (row.slot,)
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedGroup:
-    """A row of the plan and where its group goes: a private global of upstream's."""
-
-    row: Row
-    slot: str
-    key: int | None  # place in the slot's list or dict, where it holds several groups
-    group: GroupRow
-    chosen: list[Sequence[int]] | None = None  # as the caller's function gave them
-
-    @property
-    def is_twin(self) -> bool:
-        """Whether it is the gloo twin of its row's group."""
-        return self.slot != self.row.slot
 
 
 TWINS = "checkpoint"  # the traffic of the gloo twins
@@ -145,44 +102,44 @@ ROWS: tuple[Row, ...] = (
     # slot, dims
     #     traffic, options, the rest
     Row("_GTP_WEIGHT_REMAT_GROUP", "gtp_remat",
-        "weights",                     "gtp_remat",       when=GTP, field="gtp_remat",
+        "weights",                     "gtp_remat",       when="gtp_remat", field="gtp_remat",
         ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
     Row("_DATA_PARALLEL_GROUP", "dp",
-        "gradients",                   "dp",              when=DP_FIRST, field="dp", gloo=True,
+        "gradients",                   "dp",              when="dp_first", field="dp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
     Row("_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
         "gradients",                   "dp_cp",           field="dp_cp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", sharp="dp", sharp_barrier=True),
     Row("_DATA_PARALLEL_GROUP_WITH_CP_AG", "dp-cp",
-        "parameters",                  "dp_cp",           when=ALL_GATHER, separate=True,
+        "parameters",                  "dp_cp",           when="all_gather", separate=True,
         sharp="dp"),
     Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
-        "gradients",                   "intra_dp_cp",     when=INSTANCES, field="intra_dp_cp",
+        "gradients",                   "intra_dp_cp",     when="instances", field="intra_dp_cp",
         chunk="instance", gloo=True, sharp="dp"),
     Row("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
-        "gradients between instances", "inter_dp_cp",     when=INSTANCES & IN_DENSE,
+        "gradients between instances", "inter_dp_cp",     when="instances and instances_in_dense",
         chunk="between instances", sharp="dp"),
     Row("_HYBRID_DP_CP_GROUPS", "dp-cp",
-        "context",                     "dp_cp",           when=HYBRID, check="even dp x cp",
+        "context",                     "dp_cp",           when="hybrid", check="even dp x cp",
         holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=True,
         creator="create_hybrid_dp_cp_groups"),
     Row("_DYNAMIC_DP_CP_GROUPS", "dp-cp",
-        "context",                     "dp_cp",           when=DYNAMIC, check="even dp x cp",
+        "context",                     "dp_cp",           when="dynamic", check="even dp x cp",
         holds="sizes", desc="DYNAMIC_DP_CP_GROUP_{}", torch_timeout=True,
         barrier_with="_DATA_PARALLEL_GROUP_WITH_CP", creator="create_dynamic_dp_cp_groups",
         least="min_dynamic_context_parallel_size"),
     Row("_DATA_PARALLEL_GROUP", "dp",
-        "gradients",                   "dp",              when=~DP_FIRST, field="dp", gloo=True,
-        ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
+        "gradients",                   "dp",              when="not dp_first", field="dp",
+        gloo=True, ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
     Row("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
-        "statistics",                  "gtp_remat_dp",    when=GTP_AXIS),
+        "statistics",                  "gtp_remat_dp",    when="gtp_axis"),
     Row("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", "gtp_remat-dp-cp",
-        "statistics",                  "gtp_remat_dp_cp", when=GTP_AXIS, field="dp_cp_gtp_remat"),
+        "statistics",                  "gtp_remat_dp_cp", when="gtp_axis", field="dp_cp_gtp_remat"),
     Row("_CONTEXT_PARALLEL_GROUP", "cp",
         "context",                     "cp",              field="cp",
         ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "cp",
-        "context",                     "hcp",             when=HIERARCHICAL, check="levels",
+        "context",                     "hcp",             when="hierarchical", check="levels",
         grid="decoder_cp_levels", loop="cp", levels="CONTEXT_PARALLEL_GROUP", holds="levels",
         field="hcp", torch_timeout="plain_levels"),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp",
@@ -211,7 +168,7 @@ ROWS: tuple[Row, ...] = (
         "statistics",                  "tp_cp",           field="tp_cp"),
     Row("_EXPERT_GTP_WEIGHT_REMAT_GROUP", "gtp_remat",
         "expert weights",              "expt_gtp_remat",  grid="expert", field="expt_gtp_remat",
-        when=GTP, ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
+        when="gtp_remat", ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
     Row("_EXPERT_MODEL_PARALLEL_GROUP", "ep",
         "expert tokens",               "ep",              grid="expert", field="ep",
         ranks="_EXPERT_MODEL_PARALLEL_RANKS", torch_timeout="plain_ep"),
@@ -223,47 +180,49 @@ ROWS: tuple[Row, ...] = (
         "optimizer",                   "tp_ep_pp",        grid="expert", field="tp_ep_pp"),
     Row("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "tp-ep-gtp_remat-pp",
         "optimizer",                   "tp_ep_gtp_remat_pp",
-        grid="expert", when=GTP, field="tp_ep_pp_with_egtp_remat"),
+        grid="expert", when="gtp_remat", field="tp_ep_pp_with_egtp_remat"),
     Row("_EXPERT_DATA_PARALLEL_GROUP", "dp",
         "expert gradients",            "ep_dp",           grid="expert", field="expt_dp",
         check="expert instances", gloo=True, twin_torch_timeout=True),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra",
         "expert gradients",            "intra_ep_dp",     grid="expert_instances",
-        when=INSTANCES & IN_EXPERT, field="intra_expt_dp", gloo=True, twin_options=True,
-        loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=0, sharp="dp_replica"),
+        when="instances and instances_in_expert", field="intra_expt_dp", gloo=True,
+        twin_options=True, loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=0,
+        sharp="dp_replica"),
     Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter",
         "gradients between instances", "inter_ep_dp",     grid="expert_instances",
-        when=INSTANCES & IN_EXPERT, field="inter_dist_opt",
+        when="instances and instances_in_expert", field="inter_dist_opt",
         loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=1, sharp="dp_replica",
         sharp_barrier=True),
     Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
-        "statistics",                  "ep_gtp_remat_dp", grid="expert", when=EGTP_AXIS,
+        "statistics",                  "ep_gtp_remat_dp", grid="expert", when="expert_gtp_axis",
         field="expt_dp_gtp_remat"),
     Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp_intra-pp",
         "optimizer",                   "intra_dist_opt_instance",
-        grid="expert_instances", when=IN_EXPERT, field="intra_dist_opt",
+        grid="expert_instances", when="instances_in_expert", field="intra_dist_opt",
         loop="tp-ep-pp", join=True),
 )
 
 ALIASES: tuple[Alias, ...] = (
     Alias("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-          "_DATA_PARALLEL_GROUP_WITH_CP",                   ~INSTANCES, gloo=True),
+          "_DATA_PARALLEL_GROUP_WITH_CP",                   "not instances", gloo=True),
     Alias("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-          "_DATA_PARALLEL_GROUP",                           ~GTP_AXIS),
+          "_DATA_PARALLEL_GROUP",                           "not gtp_axis"),
     Alias("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-          "_DATA_PARALLEL_GROUP_WITH_CP",                   ~GTP_AXIS),
+          "_DATA_PARALLEL_GROUP_WITH_CP",                   "not gtp_axis"),
     Alias("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-          "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",     INSTANCES),
+          "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",     "instances"),
     Alias("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-          "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",    ~INSTANCES),
+          "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",    "not instances"),
     Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-          "_EXPERT_DATA_PARALLEL_GROUP",                    ~INSTANCES & IN_EXPERT, gloo=True),
+          "_EXPERT_DATA_PARALLEL_GROUP",
+          "not instances and instances_in_expert", gloo=True),
     Alias("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-          "_EXPERT_DATA_PARALLEL_GROUP",                    ~EGTP_AXIS),
+          "_EXPERT_DATA_PARALLEL_GROUP",                    "not expert_gtp_axis"),
     Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-          "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",      INSTANCES),
+          "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",      "instances"),
     Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-          "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",     ~INSTANCES),
+          "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",     "not instances"),
 )
 
 # Groups that create_all_gather_groups() makes for its caller: no private global holds them.

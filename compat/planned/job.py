@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from compat.megatron.planning import Request
+from compat.megatron.request import Request
+from compat.megatron.rows import PlannedRows
 from compat.planned.flags import flags_of
 from compat.swap import order
 from hypergrid.layout import RankLayout
@@ -43,17 +44,20 @@ class Job:
 
     def request(self) -> Request:
         """The request of ``initialize_model_parallel``; where that would raise, a JobError."""
-        request = Request(**self.arguments, job_size=self.world_size)
-        try:
-            request.check()
-            _ = request.plan
-        except Exception as error:
-            raise JobError(str(error)) from error
-        return request
+        return self._planned().request
 
     def plan(self) -> GroupPlan:
         """The groups that the job would create."""
-        return self.request().plan
+        return self._planned().plan
+
+    def _planned(self) -> PlannedRows:
+        planned = PlannedRows(Request(**self.arguments, job_size=self.world_size))
+        try:
+            planned.request.check()
+            _ = planned.plan
+        except Exception as error:
+            raise JobError(str(error)) from error
+        return planned
 
     def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
         """The job's layouts under another order, or None where Megatron refuses that order."""

@@ -17,10 +17,18 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from compat import parallel_state
-from compat.megatron import build, replaced
-from compat.megatron.getters import bind_getters_to, cached_sizes
-from compat.megatron.planning import Request
-from compat.state import GROUP_SLOTS, OTHER_SLOTS, RANK_SLOTS, SLOTS
+from compat.megatron import build
+from compat.megatron.getters import bind_getters_to
+from compat.megatron.request import (
+    CREATORS,
+    GENERATORS,
+    HELPERS,
+    Request,
+    creates,
+    replaced_functions,
+)
+from compat.megatron.rows import PlannedRows
+from compat.state import GROUP_SLOTS, OTHER_SLOTS, RANK_SLOTS, SLOTS, empty_values
 from compat.swap import REPLACEMENTS
 from compat.swap.drift import refuse_drift
 from hypergrid import of_torch
@@ -48,13 +56,13 @@ class Record:
 
     def __init__(self, stock: ModuleType, originals: Mapping[str, Any]) -> None:
         self.stock = stock
-        self.helpers = replaced.replaced_functions()
+        self.helpers = replaced_functions()
         self._signatures = {"new_group": of_torch.new_group_signature()}
-        for name in replaced.HELPERS:
+        for name in HELPERS:
             if name in originals and getattr(stock, name) is not originals[name]:
                 self.helpers[name] = getattr(stock, name)
                 self._signatures[name] = inspect.signature(originals[name])
-        self._is_replaced = replaced.creates(self.helpers)
+        self._is_replaced = creates(self.helpers)
         self._generators: dict[str, Any] = {}
         self._depth = 0  # of calls inside each other
         self._calls: list[Call] = []  # of stock
@@ -109,9 +117,9 @@ class Record:
 
             replace(dist, "new_group", self._stand_in("new_group", dist.new_group, is_plan))
             for name in self._signatures:
-                if name in replaced.CREATORS:
+                if name in CREATORS:
                     replace(module, name, self._stand_in(name, getattr(module, name), is_plan))
-            if any(name in self.helpers for name in replaced.GENERATORS):
+            if any(name in self.helpers for name in GENERATORS):
                 create = self.stock.RankGenerator
                 replace(module, "RankGenerator", functools.partial(self._generator, create))
             yield stand_ins
@@ -231,43 +239,47 @@ def compare(
         with record.replayed() as helpers:
             request = Request(**arguments, helpers=helpers)
             request.check()
-            ranks = request.participants
-            built = build.place(request)
-        for name, stock_value, planned_value in _values(record.stock, built, request):
+            planned_rows = PlannedRows(request)
+            ranks = planned_rows.participants
+            values = empty_values(request)
+            build.place(planned_rows, values)
+        for name, stock_value, planned_value in _values(record.stock, values, planned_rows):
             record.note(name, stock_value, planned_value)
     except Exception as error:
         return ranks, "", [f"the swap would refuse, {type(error).__name__}: {error}"]
     return ranks, record.summary(), record.differences
 
 
-def _values(stock: ModuleType, built: Any, request: Any) -> Iterator[tuple[str, Any, Any]]:
+def _values(
+    stock: ModuleType, values: build.Values, planned_rows: PlannedRows
+) -> Iterator[tuple[str, Any, Any]]:
     """Private globals and the results of getters: their names, of stock, and as planned."""
     for name in (*GROUP_SLOTS, *RANK_SLOTS):
-        planned = built.slots.get(name)
+        planned = values.get(name)
         yield name, getattr(stock, name, planned), planned
     planned_globals: dict[str, Any] = {"__name__": __name__, **dict.fromkeys(SLOTS)}
     # Those that are no groups and no ranks, such as buffers: as stock has them.
     for name in OTHER_SLOTS:
         planned_globals[name] = getattr(stock, name, None)
-    planned_globals.update(built.slots, **cached_sizes(built.numbers, request))
+    planned_globals.update(values)
     for name, getter in bind_getters_to(planned_globals).items():
         stock_getter = getattr(stock, name, None)
         if stock_getter is None or not name.startswith(_GETTERS):
             continue
-        for arguments in _arguments(stock_getter, request):
+        for arguments in _arguments(stock_getter, planned_rows):
             text = ", ".join(f"{flag}={value}" for flag, value in arguments.items())
             yield f"{name}({text})", _result(stock_getter, arguments), _result(getter, arguments)
 
 
-def _arguments(getter: Callable[..., Any], request: Any) -> Iterator[dict[str, Any]]:
+def _arguments(getter: Callable[..., Any], planned_rows: PlannedRows) -> Iterator[dict[str, Any]]:
     """Every combination of flags, virtual stages and sizes of groups.
 
     Of ``f(group_size, with_cp=False)``: ``{}``, ``{"with_cp": True}``, ``{"group_size": 2}`` ...
     """
     parameters = inspect.signature(getter).parameters
     values: dict[str, Sequence[Any]] = {
-        "vp_stage": range(request.virtual_pipeline_model_parallel_size or 0),
-        "group_size": [p.key for p in request.planned if p.row.holds == "sizes"],
+        "vp_stage": range(planned_rows.request.virtual_pipeline_model_parallel_size or 0),
+        "group_size": [row.key for row in planned_rows.rows if row.table_row.holds == "sizes"],
     }
     choices = []
     for name, parameter in parameters.items():

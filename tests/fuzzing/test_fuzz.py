@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from compat import parallel_state as ps
 from compat.megatron import communicators as nccl
-from compat.megatron.planning import Request
-from compat.megatron.rank_generator import lay_out
 from compat.megatron.releases import RELEASE
+from compat.megatron.request import Request, lay_out
+from compat.megatron.rows import PlannedRows
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from tests.fuzzing import judging, wild
@@ -264,7 +264,7 @@ def test_a_configuration_of_thousands_of_sections_is_read_as_upstream_does(fake_
     sections = (f"group_{i}: {{max_ctas: 8, net_name: IB}}\n" for i in range(5000))
     path.write_text("".join(sections) + "dp: {max_ctas: 16}\n")
     request = Request(nccl_communicator_config_path=path)
-    (row,) = (row for row in request.plan.rows if row.label == "DATA_PARALLEL_GROUP")
+    (row,) = (row for row in PlannedRows(request).plan.rows if row.label == "DATA_PARALLEL_GROUP")
     assert dict(row.options) == {"max_ctas": 16}
 
 
@@ -273,7 +273,7 @@ def test_only_known_options_reach_the_plan(fake_world, tmp_path):
     path = tmp_path / "options.yaml"
     path.write_text("x: &x {max_ctas: 8}\ndp: {<<: *x, unknown: *x, 1: 2, net_name: IB}\n")
     request = Request(nccl_communicator_config_path=path)
-    (row,) = (row for row in request.plan.rows if row.label == "DATA_PARALLEL_GROUP")
+    (row,) = (row for row in PlannedRows(request).plan.rows if row.label == "DATA_PARALLEL_GROUP")
     assert dict(row.options) == {"max_ctas": 8, "net_name": "IB"}
 
 
@@ -292,7 +292,7 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones(fake_world, number
     names = ("tensor_model_parallel_size", "context_parallel_size", "distributed_timeout_minutes")
     mine = Request(**dict.fromkeys(names, number), hierarchical_context_parallel_sizes=(number,))
     plain = Request(**dict.fromkeys(names, 2), hierarchical_context_parallel_sizes=[2])
-    assert json.dumps(mine.proposal()) == json.dumps(plain.proposal())
+    assert json.dumps(PlannedRows(mine).proposal()) == json.dumps(PlannedRows(plain).proposal())
     ps.initialize_model_parallel(number, number, create_gloo_process_groups=False)
     assert type(ps.get_tensor_model_parallel_world_size()) is int
 
@@ -300,7 +300,7 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones(fake_world, number
 def test_what_can_be_read_but_once_is_proposed_by_its_content(fake_world):
     fake_world(4)
     given = Request(high_priority_stream_groups=(name for name in ["dp", "tp"]))
-    assert given.proposal()["high_priority_stream_groups"] == ["dp", "tp"]
+    assert PlannedRows(given).proposal()["high_priority_stream_groups"] == ["dp", "tp"]
     assert given.nccl_configs.keys() == {"dp", "tp"}
 
 

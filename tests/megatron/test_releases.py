@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from compat import parallel_state as ps
 from compat import state
-from compat.megatron import getters, releases, replaced, sources
+from compat.megatron import getters, releases, sources
+from compat.megatron import request as requests
 from compat.report import report
 from tests.parity.surface import parameters, private_globals, public_functions
 from tests.support import ROOT, warm
@@ -31,21 +32,20 @@ def speaking(request, monkeypatch):
     source = sources.read(source_dir(request.param))
     monkeypatch.setattr(releases, "SOURCE", source)
     monkeypatch.setattr(releases, "EVERY", False)
-    monkeypatch.setattr(releases, "RELEASE", releases._nearest(source, releases.NEWEST))
+    monkeypatch.setattr(releases, "RELEASE", releases._most_alike(source, releases.NEWEST))
     for fact, holds in releases.facts().items():
         monkeypatch.setitem(releases.RELEASE_HAS, fact, holds)
     # What the module tells of itself when it is loaded.
-    for name in ("_module_values", "_module_functions"):
-        monkeypatch.setattr(state, name, getattr(state, name))
-    monkeypatch.setattr(replaced, "_namespace", {})
-    monkeypatch.setattr(replaced, "_own", {})
+    monkeypatch.setattr(state, "_module_values", state._module_values)
+    monkeypatch.setattr(requests, "_namespace", {})
+    monkeypatch.setattr(requests, "_originals", {})
     copies = []
     for name, original in ((getters.__name__, getters), ("speaking", ps)):
         spec = importlib.util.spec_from_file_location(name, original.__file__)
         copies.append(importlib.util.module_from_spec(spec))
         monkeypatch.setitem(sys.modules, name, copies[-1])
         spec.loader.exec_module(copies[-1])
-        monkeypatch.setattr(state, "bind_getters_to", copies[0].bind_getters_to)
+        monkeypatch.setattr(state, "answer_from", copies[0].answer_from)
     return request.param, copies[1]
 
 

@@ -3,6 +3,8 @@
 import builtins
 import dis
 import inspect
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -64,6 +66,53 @@ def test_every_name_that_a_getter_uses_is_in_the_namespaces():
         code = function.__code__
         used = {i.argval for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
         assert used <= names, name
+
+
+def test_a_getter_runs_where_it_is_written_and_asks_the_current_state(two, monkeypatch):
+    with two[0].activate():
+        group = ps.get_tensor_model_parallel_group()
+        assert getters.get_tensor_model_parallel_group() is group
+        monkeypatch.setattr(ps, "_MPU_TENSOR_MODEL_PARALLEL_RANK", 7)
+        assert getters.get_tensor_model_parallel_rank() == 7
+        monkeypatch.setattr(ps, "get_pipeline_model_parallel_group", lambda: two[1].pool)
+        assert getters.get_tensor_model_parallel_world_size() == 2
+    with two[1].activate():
+        assert getters.get_tensor_model_parallel_group() is not group
+        getters.set_tensor_model_parallel_rank(3)
+        assert ps.get_tensor_model_parallel_rank() == 3
+    with pytest.raises(AssertionError, match="tensor model parallel group is not initialized"):
+        getters.get_tensor_model_parallel_group()
+
+
+def test_getters_without_a_state_say_what_to_import():
+    code = (
+        "from compat.megatron.getters import get_tensor_model_parallel_rank as early\n"
+        "try:\n    early()\n"
+        "except AssertionError as error:\n    print(error)\n"
+        "import compat.parallel_state as ps\n"
+        "ps.set_tensor_model_parallel_rank(5)\n"
+        "print(early())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == [
+        "get_tensor_model_parallel_rank() has no state to answer from: import "
+        "compat.parallel_state first.",
+        "5",
+    ]
+
+
+def test_a_state_has_functions_of_its_own_only_once_it_is_asked_beside_the_current_one(fake_world):
+    fake_world(8)
+    ps.initialize_model_parallel(tensor_model_parallel_size=2)
+    state = ps.current_state()
+    assert state.get_tensor_model_parallel_world_size() == 2
+    assert not any(map(callable, [state._values.get(name) for name in GETTERS]))
+    with ParallelState.create(tensor_model_parallel_size=4).activate() as other:
+        assert state.get_tensor_model_parallel_world_size() == 2
+        assert other.get_tensor_model_parallel_world_size() == 4
+    other.destroy()
+    ps.destroy_model_parallel()
+    assert ParallelState().get_virtual_pipeline_model_parallel_rank() is None
 
 
 def test_two_states_live_side_by_side_and_share_no_group(two):

@@ -183,7 +183,7 @@ DEFAULTS = """
 import inspect
 from datetime import timedelta
 from compat import parallel_state as ps
-from compat.megatron.planning import Request
+from compat.megatron.request import Request
 from compat.swap import drift
 taken = inspect.signature(ps.initialize_model_parallel).parameters
 print(taken["order"].default, taken["distributed_timeout_minutes"].default)

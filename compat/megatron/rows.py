@@ -1,0 +1,461 @@
+"""From the table's rows and one request to the rows of a plan, and their lists of ranks.
+
+The lists are in the order of upstream's loops, which decides in which order groups are created.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from itertools import chain
+from math import log2, prod
+from typing import Any
+
+from compat.megatron import communicators
+from compat.megatron.releases import RELEASE, RELEASE_HAS, has
+from compat.megatron.request import NO_ARGUMENTS, Request, in_words
+from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Row
+from hypergrid.layout import RankLayout
+from hypergrid.messages import shown
+from hypergrid.plan import GroupPlan, GroupRow
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRow:
+    """A row of the plan and where its group goes: a private global of upstream's."""
+
+    table_row: Row
+    slot: str
+    key: int | None  # place in the slot's list or dict, where it holds several groups
+    plan_row: GroupRow
+    chosen: list[Sequence[int]] | None = None  # of each pipeline, as the caller's function gave it
+    is_twin: bool = False  # the gloo twin of its row's group
+
+
+class PlannedRows:
+    """The rows that one request makes groups for."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    @cached_property
+    def rows(self) -> list[PlannedRow]:
+        """The rows to create, in order.
+
+        Refuses what upstream refuses while it creates groups, row by row in the same order, so
+        that of two errors the same one is raised.
+        """
+        request = self.request
+        request.positive("num_distributed_optimizer_instances")
+        table_rows = rows_of(request)
+        if RELEASE_HAS["dp_first"]:
+            _options(request, table_rows[0])
+        _check_instances(request, "data x context parallel size", _members(request))
+        _options(request, table_rows[0])
+        if request.decoder.stop > request.world:
+            raise ValueError(
+                f"rank_offset={request.rank_offset} + local_world_size={request.world_size} is "
+                f"larger than the world size {request.world}. Make one of them smaller."
+            )
+        planned: list[PlannedRow] = []
+        for row in table_rows:
+            planned.extend(_plan(request, row))
+        return [_listed(request, row) for row in planned]
+
+    @cached_property
+    def sharp_rows(self) -> list[PlannedRow]:
+        """The rows whose groups use SHARP."""
+        sharp = self.request.sharp_group
+        return [planned for planned in self.rows if sharp and planned.table_row.sharp == sharp]
+
+    @cached_property
+    def plan(self) -> GroupPlan:
+        """The groups of the request as data."""
+        plan_rows = tuple(planned.plan_row for planned in self.rows)
+        return GroupPlan(self.request.layouts, plan_rows)
+
+    @cached_property
+    def participants(self) -> Sequence[int]:
+        """The ranks that create groups: the window, and others that a caller's function chose."""
+        window = self.request.decoder.ranks
+        if self.request.decides_ranks:
+            from hypergrid.of_torch import default_group
+
+            world = default_group().size()  # get_world_size() may be replaced, and say more
+            return range(self.request.rank_offset, min(window.stop, world))
+        outside: set[int] = set()
+        for planned in self.rows:
+            for ranks in planned.plan_row.explicit or ():
+                outside.update(rank for rank in ranks if rank not in window)
+        if not outside:
+            return window
+        return sorted({*window, *outside})
+
+    def proposal(self) -> dict[str, Any]:
+        """Values that ranks compare before creation: arguments as plain values, and the plan."""
+        request = self.request
+        values = {}
+        for argument in fields(request):
+            name = argument.name
+            if argument.init and name not in NO_ARGUMENTS and not name.startswith("get_"):
+                values[name] = getattr(request, name)
+        if request.helpers:
+            values["replaced in parallel_state"] = in_words(request.helpers)
+        for planned in self.rows:
+            label = planned.table_row.label
+            if planned.chosen:
+                # The first are enough to show a difference; the plan has all of them.
+                values[f"ranks chosen for {label}"] = list(map(list, planned.chosen[:16]))
+            if planned.plan_row.options is not None:
+                values[f"options of {label}"] = planned.plan_row.options
+        values["megatron-core"] = RELEASE
+        values["plan"] = self.plan.fingerprint()
+        return values
+
+
+def _conditions(request: Request) -> dict[str, bool]:
+    """The conditions of the table: of the release, and of the request."""
+    return {
+        **RELEASE_HAS,
+        "gtp_axis": request.gtp_remat_size > 1,
+        "expert_gtp_axis": request.expert_gtp_remat_size > 1,
+        "instances": request.num_distributed_optimizer_instances > 1,
+        "all_gather": request.create_all_gather_group is True,
+        "hybrid": request.hybrid_context_parallel,
+        "dynamic": request.dynamic_context_parallel,
+        "hierarchical": bool(request.hierarchical_context_parallel_sizes),
+    }
+
+
+def _holds(row: Row | Alias, conditions: Mapping[str, bool]) -> bool:
+    """Whether a row is there: ``when`` is such as "instances", "not instances and gtp_axis"."""
+    if not row.when:
+        return True
+    for condition in row.when.split(" and "):
+        name = condition.removeprefix("not ")
+        if conditions[name] != (name == condition):
+            return False
+    return True
+
+
+def rows_of(request: Request) -> list[Row]:
+    """Rows that the request makes groups for."""
+    conditions = _conditions(request)
+    return [row for row in ROWS if _holds(row, conditions)]
+
+
+def aliases(request: Request) -> list[Alias]:
+    """Private globals that hold the same group as another one."""
+    conditions = _conditions(request)
+    return [alias for alias in ALIASES if has(alias.slot) and _holds(alias, conditions)]
+
+
+def _options(request: Request, row: Row) -> tuple[tuple[str, Any], ...] | None:
+    """The row's options in the NCCL configuration; None if it has none."""
+    if not request.nccl_configs:
+        return None
+    options = communicators.section(row.options, request.nccl_configs)
+    if options is None:
+        return None
+    return tuple(options.items())
+
+
+def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
+    if row.check:
+        _CHECKS[row.check](request, row)
+    # In upstream's order of refusals.
+    backend = getattr(request, row.backend) if row.backend else None
+    if backend == "ucc":
+        communicators.check_ucc()
+    chosen = None
+    if row.chooser:
+        chosen = _chosen(request, row, *row.chooser)
+    options = None
+    if backend != "ucc":  # which has no options
+        options = _options(request, row)
+    if backend not in (None, "nccl", "ucc"):
+        raise AssertionError(
+            f"{row.backend}={shown(backend)} is not supported: use 'nccl', 'ucc' or None."
+        )
+    plan_row = GroupRow(
+        label=row.label,
+        layout=row.grid,
+        dims=tuple(row.dims.split("-")),
+        pick=row.pick,
+        backend=backend,
+        timeout=request.timeout.total_seconds(),
+        options=options,
+        traffic=row.traffic,
+        separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
+    )
+    if row.chunk == "instance":
+        plan_row = replace(
+            plan_row, chunk=_members(request) // request.num_distributed_optimizer_instances
+        )
+    if chosen is not None:
+        plan_row = replace(plan_row, pick="all", explicit=tuple(map(tuple, chosen)))
+    # Upstream leaves the timeout to torch: always, or in releases of a fact.
+    if RELEASE_HAS.get(str(row.torch_timeout), row.torch_timeout is True):
+        plan_row = replace(plan_row, timeout=None)
+    if row.holds == "sizes":
+        # Of 16 ranks from 2 on: groups of 2, 4 and 8.
+        smallest = getattr(request, row.least) if row.least else 2
+        for size in run_sizes(_members(request), smallest):
+            of_size = replace(plan_row, label=row.label.format(size), chunk=size)
+            yield PlannedRow(row, row.slot, size, of_size)
+    elif row.holds == "levels":
+        for level in range(len(level_sizes(request, row))):
+            of_level = replace(plan_row, label=row.label.format(level), dims=(f"cp{level}",))
+            yield PlannedRow(row, row.slot, level, of_level)
+    else:
+        yield PlannedRow(row, row.slot, None, plan_row, chosen)
+    if row.gloo and _makes_gloo(request, row):
+        twin = replace(
+            plan_row,
+            label=row.twin_label,
+            backend="gloo",
+            options=plan_row.options if row.twin_options else None,
+            timeout=None if row.twin_torch_timeout else plan_row.timeout,
+            traffic=TWINS,
+            separate=True,
+        )
+        yield PlannedRow(row, row.slot + "_GLOO", None, twin, is_twin=True)
+
+
+def _members(request: Request) -> int:
+    return request.decoder.dim_size(("dp", "cp"))
+
+
+def _makes_gloo(request: Request, row: Row) -> bool:
+    has_axis = request.gtp_remat_size > 1
+    if row.grid.startswith("expert"):
+        has_axis = has_axis or request.expert_gtp_remat_size > 1
+    return request.create_gloo_process_groups and not has_axis
+
+
+def _chosen(
+    request: Request, row: Row, argument: str, default: Callable[..., list[int]]
+) -> list[Sequence[int]] | None:
+    """The ranks that the caller's function chooses of each pipeline; None if it is the default."""
+    callers_function = getattr(request, argument)
+    split = request.pipeline_model_parallel_split_rank
+    choose: Any = callers_function
+    takes_split = False
+    if callers_function is None:
+        choose = request.helpers.get(default.__name__, default)
+        if choose is default and split is None:
+            return None
+        takes_split = RELEASE_HAS["splits"] or split is not None
+    elif callers_function is default:
+        return None
+    if takes_split:
+        choose = partial(choose, split_rank=split)
+    if not callable(choose):
+        raise TypeError(
+            f"{argument} must be a function from a pipeline's ranks to some of them, got "
+            f"{shown(choose)}."
+        )
+    chosen = []
+    for pipeline in loops(request, row):
+        try:
+            ranks = choose(pipeline)
+        except IndexError:
+            if not takes_split:
+                raise
+            raise ValueError(
+                f"invalid pipeline_model_parallel_split_rank={split} for a pipeline of "
+                f"{len(pipeline)} stages; allowed: 0 to {len(pipeline) - 1}."
+            ) from None
+        except TypeError as error:
+            # An error inside the function is its own; without a frame of its own, the call failed.
+            traceback = error.__traceback__
+            if takes_split or traceback is None or traceback.tb_next is not None:
+                raise
+            raise TypeError(
+                f"the function given as {argument} does not take a pipeline's ranks: {error}. Give "
+                f"one that takes a list of ranks and returns some of them."
+            ) from None
+        _options(request, row)  # upstream's order of refusals
+        chosen.append(_plain_ranks(argument, ranks, request.world))
+    return chosen
+
+
+def _plain_ranks(argument: str, returned: Any, world: int) -> Sequence[int]:
+    """The ranks that a caller's function returned, as a list of ints."""
+    ranks: Sequence[int] = returned
+    if not isinstance(returned, list | tuple) or any(type(rank) is not int for rank in returned):
+        try:
+            ranks = [operator.index(rank) for rank in returned]
+        except TypeError:
+            raise TypeError(
+                f"the function given as {argument} must return a list of ranks, got "
+                f"{shown(returned)}."
+            ) from None
+    if len(set(ranks)) != len(ranks) or any(rank not in range(world) for rank in ranks):
+        raise ValueError(
+            f"the function given as {argument} chose {shown(ranks)}: ranks must not repeat and "
+            f"must be below the world size {world}."
+        )
+    return ranks
+
+
+def _check_instances(request: Request, what: str, size: int) -> None:
+    instances = request.num_distributed_optimizer_instances
+    if size % instances:
+        raise AssertionError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {what} {size}."
+        )
+
+
+def _check_expert_instances(request: Request, row: Row) -> None:
+    if RELEASE_HAS["instances_in_expert"]:
+        _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
+
+
+def _check_even(request: Request, row: Row) -> None:
+    if _members(request) % 2:
+        argument = "dynamic_context_parallel" if row.least else "hybrid_context_parallel"
+        raise AssertionError(
+            f"{argument} needs an even data x context parallel size, got {_members(request)}."
+        )
+
+
+def _check_levels(request: Request, row: Row) -> None:
+    sizes = level_sizes(request, row)
+    argument = f"hierarchical_context_parallel_sizes={shown(sizes)}"
+    if prod(sizes) != request.context_parallel_size:
+        raise AssertionError(
+            f"{argument} multiply to {prod(sizes)}, not to "
+            f"context_parallel_size={request.context_parallel_size}."
+        )
+    if min(sizes) < 1:
+        raise ValueError(f"{argument} must be at least 1 each.")
+
+
+_CHECKS: dict[str, Callable[[Request, Row], None]] = {
+    "even dp x cp": _check_even,
+    "levels": _check_levels,
+    "expert instances": _check_expert_instances,
+}
+
+
+def _listed(request: Request, planned: PlannedRow) -> PlannedRow:
+    """The row with its groups listed, where no one layout describes them.
+
+    Over encoder and decoder, between 0.12's optimizer instances, and where outside code replaced
+    what decides the ranks.
+    """
+    row = planned.table_row
+    has_layout = request.encoder is None and not request.decides_ranks
+    if planned.plan_row.explicit is not None:
+        return planned
+    if has_layout and row.chunk != "between instances":
+        return planned
+    groups: list[tuple[int, ...]] = []
+    for number, ranks in enumerate(loops(request, row)):
+        groups.extend(map(tuple, cut(request, planned, number, ranks)))
+    listed = replace(planned.plan_row, explicit=tuple(groups), chunk=None, pick="all")
+    return replace(planned, plan_row=listed)
+
+
+def origin(row: Row) -> tuple[str, str]:
+    """The grid, and the dims whose groups upstream loops over to make those of ``row``."""
+    return row.grid.partition("_")[0], row.loop or row.dims
+
+
+def loops(request: Request, row: Row) -> list[list[int]]:
+    """The rank lists over which upstream loops to make the groups of ``row``."""
+    grid, token = origin(row)
+    lists = request.rank_lists(grid, token)
+    if request.encoder is not None:
+        encoder_lists = request.rank_lists("encoder", token)
+        lists = _with_encoder(
+            row, encoder_lists, lists, request.num_distributed_optimizer_instances
+        )
+    if not row.join:
+        return lists
+    if max(request.gtp_remat_size, request.expert_gtp_remat_size) > 1:
+        return [sorted(chain.from_iterable(lists))]
+    count = instance_size(request)
+    joined = []
+    for start in range(0, len(lists) - count + 1, count):
+        joined.append(list(chain.from_iterable(lists[start : start + count])))
+    return joined
+
+
+def _with_encoder(
+    row: Row, encoder_lists: list[list[int]], decoder_lists: list[list[int]], instances: int
+) -> list[list[int]]:
+    """The lists of encoder and decoder, as ``row.encoder`` says."""
+    if row.loop == "dp":
+        encoder_size = len(encoder_lists[0])
+        decoder_size = len(decoder_lists[0])
+        if encoder_size != decoder_size:
+            raise RuntimeError(
+                f"num_distributed_optimizer_instances={instances} with an encoder needs "
+                f"equal data parallel sizes of encoder and experts, they are {encoder_size} and "
+                f"{decoder_size}. Change the expert sizes, or have one instance."
+            )
+    if row.encoder == "apart":
+        return encoder_lists + decoder_lists
+    if row.encoder == "shared":
+        # By consecutive pipelines of the decoder; of a remainder the first ones get one more each:
+        # encoder lists a, b and five of the decoder are a, a, a, b, b.
+        share, remainder = divmod(len(decoder_lists), len(encoder_lists))
+        repeated = []
+        for number, ranks in enumerate(encoder_lists):
+            repeated += [ranks] * (share + (number < remainder))
+        encoder_lists = repeated
+    pairs = zip(encoder_lists, decoder_lists, strict=True)
+    return [encoder_ranks + decoder_ranks for encoder_ranks, decoder_ranks in pairs]
+
+
+def cut(
+    request: Request, planned: PlannedRow, number: int, ranks: list[int]
+) -> Sequence[Sequence[int]]:
+    """The groups of a row that are cut from ``ranks``, list ``number`` of its loop."""
+    row = planned.table_row
+    if planned.chosen is not None:
+        return [planned.chosen[number]]
+    if row.chunk == "between instances":
+        # Two instances of [0, 1, 2, 3] are [0, 1] and [2, 3]: between them are [0, 2] and [1, 3].
+        size = len(ranks) // request.num_distributed_optimizer_instances
+        return [ranks[place::size] for place in range(size)]
+    if row.levels:
+        return of_level(ranks, level_sizes(request, row), level_of(planned))
+    chunk = planned.key if row.holds == "sizes" else None
+    if row.chunk == "instance":
+        chunk = len(ranks) // request.num_distributed_optimizer_instances
+    rule = GroupRow("", "", (), chunk=chunk, pick=row.pick)
+    return [list(members) for members in rule.cuts([ranks])]
+
+
+def of_level(ranks: list[int], sizes: list[int], level: int) -> list[list[int]]:
+    """The groups of one level of ``ranks`` cut into sizes, innermost first."""
+    layout = RankLayout(tuple(map(str, range(len(sizes)))), tuple(sizes))
+    return [[ranks[place] for place in places] for places in layout.groups(str(level)).tolist()]
+
+
+def level_sizes(request: Request, row: Row) -> list[int]:
+    """The sizes of the levels that the groups over a dim are cut into, innermost first."""
+    if row.holds == "levels":
+        return request.hierarchical_context_parallel_sizes or []
+    return [instance_size(request), request.num_distributed_optimizer_instances]
+
+
+def level_of(planned: PlannedRow) -> int:
+    """The level that the group belongs to, innermost first."""
+    return planned.table_row.level if planned.key is None else planned.key
+
+
+def instance_size(request: Request) -> int:
+    """Ranks over the experts' dp in one instance of the distributed optimizer."""
+    return request.expert.dim_size("dp") // request.num_distributed_optimizer_instances
+
+
+def run_sizes(members: int, smallest: int = 2) -> list[int]:
+    """The powers of two from ``smallest`` to at most half of ``members`` ranks."""
+    powers = [2**exponent for exponent in range(int(log2(members)))]
+    return [size for size in powers if size >= smallest]
