@@ -289,7 +289,7 @@ class Rules:
         history = self.history
         waiting = self.waiting
         seen = self.ranks.keys() - waiting.gone
-        if len(waiting.gone) > 1 or waiting.raised or waiting.unequal or waiting.blind:
+        if len(waiting.last_ones()) > 1 or len(waiting.gone) > 1 or waiting.raised or waiting.unequal or waiting.blind:
             return False
         # A rank that is in no recorded call may be in one that is not recorded.
         if self._hidden(seen - waiting.of.keys()):
@@ -328,6 +328,8 @@ class Rules:
     def _is_only_one(self, departure: Departure) -> bool:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
         if departure.before is False or self.waiting.gone:
+            return False
+        if departure.before is None and self.history.is_shared(departure.rank, departure.at):
             return False
         others = self.ranks.keys() - {departure.rank}
         return (

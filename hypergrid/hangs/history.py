@@ -214,7 +214,7 @@ class History:
             return None
         return bool(kinds[place] == due)
 
-    def _is_shared(self, rank: int, at: int) -> bool:
+    def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made the same two calls one after the other."""
         before, now = self._tokens[rank][at - 1 : at + 1]
         makers = 0
@@ -238,7 +238,7 @@ class History:
             due = int(np.flatnonzero(run[:at] == longest)[-1])
             same_runs = run[:at][kinds[:at] == kinds[at]]
             is_known = len(same_runs) and int(same_runs.max()) >= longest
-            if kinds[due] == kinds[at] or is_known or self._is_shared(rank, first + at):
+            if kinds[due] == kinds[at] or is_known or self.is_shared(rank, first + at):
                 continue
             usual = calls[first + due]
             yield Departure(rank, first + at, usual, calls[first + at - 1], 0, 1, True)

@@ -103,6 +103,10 @@ class Waiting:
             for rank in wait.inside:
                 if rank not in self.raised:
                     self.of[rank].append(wait)
+        # What a rank has queued behind another call holds nobody up, as long as that has not ended.
+        for rank, waits in self.of.items():
+            entered = [wait for wait in waits if rank not in wait.behind]
+            self.of[rank] = entered or waits
         self.unseen = {
             rank
             for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims
@@ -125,8 +129,7 @@ class Waiting:
         needed: dict[int, Wait | None] = {}
         if rank in self.guessing:
             needed = dict.fromkeys(self.world)
-        # A call that the rank is in says more than one that is queued behind it.
-        for wait in sorted(self.of.get(rank, ()), key=lambda wait: rank not in wait.behind):
+        for wait in self.of.get(rank, ()):
             needed |= dict.fromkeys(wait.missed, wait)
         needed.pop(rank, None)
         return needed
@@ -135,11 +138,12 @@ class Waiting:
         """Sets of ranks that wait for nobody but each other: one of each has to move first."""
         # Waits are nodes too, with negative numbers; the last of them is the guess: any rank.
         graph: dict[int, list[int]] = {}
+        number_of = {}
         for number, wait in enumerate(self.waits):
+            number_of[id(wait)] = ~number
             graph[~number] = [*wait.missed]
-            for rank in wait.inside:
-                if rank in self.of:
-                    graph.setdefault(rank, []).append(~number)
+        for rank, waits in self.of.items():
+            graph[rank] = [number_of[id(wait)] for wait in waits]
         if self.guessing:
             anybody = ~len(self.waits)
             graph[anybody] = [*self.world]
