@@ -82,7 +82,7 @@ class Rules:
         waiting = self.waiting
         if not any(recording.answered for recording in self.ranks.values()):
             return Cause("empty")
-        ends = waiting.last_ones()
+        ends = waiting.last_ones
         free = {rank for end in ends if len(end) == 1 for rank in end}
         # A rank whose own call all ranks are in moves as soon as that ends.
         in_motion = {rank for wait in waiting.running for rank in wait.inside}
@@ -129,18 +129,15 @@ class Rules:
             named = free - waiting.blind - waiting.gone or free & waiting.gone or free
             kind = "no dump" if named <= waiting.gone else kind
         waits = self._waits_for(named)
-        nearest = max(waits, key=lambda wait: self._nearness(named, wait), default=None)
+        # In which most of them are missed; of such calls the one that has lasted longest.
+        nearest = max(
+            waits, key=lambda wait: (len(named.intersection(wait.missed)), wait.ns), default=None
+        )
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, nearest)
         if nearest is not None:
             named = named.intersection(nearest.missed)
         return Cause(kind, self._most_missed_first(named), nearest, doubt=doubt)
-
-    def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:
-        """How many of them are missed there; whether the call is due; how early in the program."""
-        missed = named.intersection(wait.missed)
-        is_due = self.history.is_due(min(missed), wait.call)
-        return (len(missed), is_due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]
@@ -229,7 +226,7 @@ class Rules:
         own_waits = [wait for rank in sorted(named) for wait in waiting.of.get(rank, ())]
         unlike = [wait for wait in own_waits if wait.unlike]
         wait = next(iter([*unlike, *own_waits, *waits]), None)
-        ends = waiting.last_ones()
+        ends = waiting.last_ones
         is_circle = len(ends) == 1 < len(ends[0]) and not unlike
         circle = waiting.circle(ends[0]) if is_circle else ()
         is_sure = all(self._is_proven(d) for d in departures if d.rank in named)
@@ -289,7 +286,13 @@ class Rules:
         history = self.history
         waiting = self.waiting
         seen = self.ranks.keys() - waiting.gone
-        if len(waiting.last_ones()) > 1 or len(waiting.gone) > 1 or waiting.raised or waiting.unequal or waiting.blind:
+        if (
+            len(waiting.last_ones) > 1
+            or len(waiting.gone) > 1
+            or waiting.raised
+            or waiting.unequal
+            or waiting.blind
+        ):
             return False
         # A rank that is in no recorded call may be in one that is not recorded.
         if self._hidden(seen - waiting.of.keys()):

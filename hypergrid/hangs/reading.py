@@ -563,8 +563,10 @@ class _Reader:
             recording.calls = self._with_keys(rank, recording.calls)
             if rank in self.sends and not has_sends:
                 recording.calls = recording.calls.joined(self._with_keys(rank, self.sends[rank]))
-        members = {rank for group in self.groups.values() for rank in group.ranks or ()}
-        world_size = max([*self.sizes, *(rank + 1 for rank in members.union(ranks))], default=0)
+        sizes = [*self.sizes]
+        for known_ranks in (ranks, *(group.ranks or () for group in self.groups.values())):
+            sizes.append(max(known_ranks, default=-1) + 1)
+        world_size = max(sizes)
         mixed = self._several_sizes() or _gap(ranks)
         return Recording(
             ranks, self.groups, world_size, self.problems, self.titles, self.unread, mixed

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hypergrid.hangs.reading import DEFAULT, Call, Calls, Frame, Recording, Title, What
 
-Graph: TypeAlias = Mapping[int, Sequence[int]]
 _NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 # Calls that gloo's recorder may lack, and the stacks show.
@@ -79,16 +78,21 @@ class Waiting:
         self.ranks = recording.ranks
         self.patience = int(patience * 1e9)  # ns
         self.world = range(recording.world_size)
-        self.gone = {r for r in self.world if r not in self.ranks or not self.ranks[r].answered}
-        self.blind = {r for r in self.ranks.keys() - self.gone if not self.ranks[r].has_calls}
-        failed = {rank for rank, dump in self.ranks.items() if dump.error}
-        # Its error is that another rank did not come, or closed its connections.
-        self.victims = {rank for rank in failed if _OF_OTHERS.search(self.ranks[rank].error)}
-        self.raised = failed - self.victims
-        self.last = {rank: dump.calls[-1] for rank, dump in self.ranks.items() if dump.calls}
-        self._end = max(
-            [0, *map(self.last_time, self.ranks), *(dump.written for dump in self.ranks.values())]
-        )
+        answered = {rank for rank, dump in self.ranks.items() if dump.answered}
+        self.gone = {*self.world} - answered
+        self.blind = {rank for rank in answered if not self.ranks[rank].has_calls}
+        self.raised: set[int] = set()
+        self.victims: set[int] = set()
+        self.last: dict[int, Call] = {}
+        self._end = 0  # of all recordings
+        for rank, dump in self.ranks.items():
+            if dump.error:
+                # The error of a victim is that another rank did not come, or closed connections.
+                kind = self.victims if _OF_OTHERS.search(dump.error) else self.raised
+                kind.add(rank)
+            if dump.calls:
+                self.last[rank] = dump.calls[-1]
+            self._end = max(self._end, self.last_time(rank), dump.written)
         self.top: dict[int, dict[str, int]] = {}  # the last number of each group
         self._pending: dict[int, list[_Pending]] = {}
         for rank in self.ranks:
@@ -107,13 +111,13 @@ class Waiting:
         for rank, waits in self.of.items():
             entered = [wait for wait in waits if rank not in wait.behind]
             self.of[rank] = entered or waits
-        self.unseen = {
-            rank
-            for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims
-            if self.unrecorded_frame(rank) and self._is_idle(rank)
-        }
+        self.unseen: set[int] = set()
+        for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims:
+            if self.unrecorded_frame(rank) and self._is_idle(rank):
+                self.unseen.add(rank)
         self.guessing = self.unseen | self.victims - self.of.keys()
         self.blocked = self.of.keys() | self.guessing
+        self.last_ones = self._last_ones()
 
     def members(self, key: str) -> tuple[int, ...]:
         """The ranks of a group; of one whose members are not known, those that called it."""
@@ -128,27 +132,24 @@ class Waiting:
         """The ranks that it waits for, and where; None if that is guessed."""
         needed: dict[int, Wait | None] = {}
         if rank in self.guessing:
-            needed = dict.fromkeys(self.world)
+            needed.update(dict.fromkeys(self.world))
         for wait in self.of.get(rank, ()):
-            needed |= dict.fromkeys(wait.missed, wait)
+            needed.update(dict.fromkeys(wait.missed, wait))
         needed.pop(rank, None)
         return needed
 
-    def last_ones(self) -> list[set[int]]:
+    def _last_ones(self) -> list[set[int]]:
         """Sets of ranks that wait for nobody but each other: one of each has to move first."""
-        # Waits are nodes too, with negative numbers; the last of them is the guess: any rank.
-        graph: dict[int, list[int]] = {}
-        number_of = {}
-        for number, wait in enumerate(self.waits):
-            number_of[id(wait)] = ~number
-            graph[~number] = [*wait.missed]
-        for rank, waits in self.of.items():
-            graph[rank] = [number_of[id(wait)] for wait in waits]
-        if self.guessing:
-            anybody = ~len(self.waits)
-            graph[anybody] = [*self.world]
-            for rank in self.guessing:
-                graph.setdefault(rank, []).append(anybody)
+        # Waits are nodes too, with negative numbers; -1 is the guess: any rank.
+        graph: dict[int, Sequence[int]] = {-1: self.world} if self.guessing else {}
+        node_of: dict[int, int] = {}
+        for wait in self.waits:
+            node = -2 - len(node_of)
+            node_of[id(wait)] = node
+            graph[node] = wait.missed
+        for rank in self.blocked:
+            nodes = [node_of[id(wait)] for wait in self.of.get(rank, ())]
+            graph[rank] = [*nodes, -1] if rank in self.guessing else nodes
         components = _last_components(graph)
         return [{node for node in component if node >= 0} for component in components]
 
@@ -165,12 +166,13 @@ class Waiting:
 
     def unrecorded_frame(self, rank: int) -> Frame | None:
         """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
-        recording = self.ranks.get(rank)
-        for frame in recording.stack[:8] if recording else ():
+        if rank not in self.ranks:
+            return None
+        sees_p2p = self.sees_p2p(rank)
+        for frame in self.ranks[rank].stack[:8]:
             if frame.function in UNRECORDED and "distributed" in frame.file:
-                is_recorded = frame.function in _P2P and self.sees_p2p(rank)
-                return None if is_recorded else frame
-            if "p2p" in frame.file.rpartition("/")[2] and not self.sees_p2p(rank):
+                return None if frame.function in _P2P and sees_p2p else frame
+            if "p2p" in frame.file.rpartition("/")[2] and not sees_p2p:
                 return frame
         return None
 
@@ -210,16 +212,16 @@ class Waiting:
                 if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
                 ended[call.group] = _ALL
+            is_entered = call.started > 0
             if call.title.backend == "gloo":
                 is_entered = True
-            elif is_timed:
-                is_entered = call.started > 0
-            else:
+            elif not is_timed:
+                # The sends and receives of one batch have one number.
                 first = pending[0].call if pending else call
                 is_entered = (first.group, first.seq) == (call.group, call.seq)
             pending.append(_Pending(at, call, is_entered))
         if not pending and rank in self.victims and calls:
-            pending = [_Pending(len(calls) - 1, calls[-1], True)]  # it is done, but with an error
+            pending.append(_Pending(len(calls) - 1, calls[-1], True))  # it ended with an error
         if pending and not recording.ended:
             self._pending[rank] = pending
 
@@ -233,18 +235,21 @@ class Waiting:
             absent: list[int] = []
             called: list[int] = []
             for rank in self.members(group):
-                has_called = self.top.get(rank, {}).get(group, _NOWHERE) >= seq
-                (called if has_called and rank not in self.gone else absent).append(rank)
+                last_number = self.top.get(rank, {}).get(group, _NOWHERE)
+                if last_number >= seq and rank not in self.gone:
+                    called.append(rank)
+                else:
+                    absent.append(rank)
             behind = {rank for rank in called if not self._has_entered(rank, group, seq)}
             alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
             recorded = set().union(*alike)
             for ranks in alike:
                 self._add_wait(
-                    {rank: pending_of[rank] for rank in ranks if rank in pending_of},
-                    tuple(absent),
-                    tuple(sorted(recorded - ranks)),
-                    tuple(behind.intersection(ranks)),
+                    {rank: pending for rank, pending in pending_of.items() if rank in ranks},
+                    absent=tuple(absent),
+                    unlike=tuple(sorted(recorded - ranks)),
+                    behind=tuple(behind & ranks),
                 )
 
     def _has_entered(self, rank: int, group: str, seq: int) -> bool:
@@ -270,7 +275,7 @@ class Waiting:
     def _add_wait(
         self,
         inside: Mapping[int, _Pending],
-        absent: tuple[int, ...],
+        absent: tuple[int, ...] = (),
         unlike: tuple[int, ...] = (),
         behind: tuple[int, ...] = (),
     ) -> None:
@@ -280,9 +285,10 @@ class Waiting:
         at, call, _ = inside[first]
         ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
         if self._is_stuck(inside, ns):
-            who = ((*inside,), absent, unlike, behind)
-            wait = Wait(call.group, call.seq, call, first, at, *who, ns)
-            (self.waits if wait.missed else self.running).append(wait)
+            ranks = (tuple(inside), absent, unlike, behind)
+            wait = Wait(call.group, call.seq, call, first, at, *ranks, ns)
+            waits = self.waits if wait.missed else self.running
+            waits.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
         return max(0, (self.ranks[rank].written or self._end) - call.created) if call.created else 0
@@ -314,20 +320,21 @@ class Waiting:
         whole = {rank for rank in near & self.ranks.keys() if self.ranks[rank].whole}
         for rank in whole:
             calls = self.ranks[rank].calls
-            for place, count in zip(
-                *np.unique(calls.title[calls.done], return_counts=True), strict=True
-            ):
+            places, counts = np.unique(calls.title[calls.done], return_counts=True)
+            for place, count in zip(places, counts, strict=True):
                 key = self._pair_key(calls.titles[place])
                 if key and whole.issuperset(key[1]):
                     made[key] += int(count)
-        for (group, pair, name), operations in pending_of.items():
+        for key, operations in pending_of.items():
+            group, pair, name = key
             rank, peer = pair if name == "send" else pair[::-1]
-            back = (group, pair, "recv" if name == "send" else "send")
-            unanswered = made[group, pair, name] - made[back]
+            answer = (group, pair, "recv" if name == "send" else "send")
+            unanswered = made[key] - made[answer]
             if unanswered > 0:
-                self._add_wait({rank: operations[-min(unanswered, len(operations))]}, (peer,))
-            elif back in pending_of and not pending_of[back][0].is_entered:
-                self._add_wait({rank: operations[0]}, (), (), (peer,))
+                first = max(0, len(operations) - unanswered)
+                self._add_wait({rank: operations[first]}, absent=(peer,))
+            elif answer in pending_of and not pending_of[answer][0].is_entered:
+                self._add_wait({rank: operations[0]}, behind=(peer,))
 
     def _pair_key(self, title: Title) -> Any:
         """Group, ranks and name of a send or receive; None for another call."""
@@ -363,31 +370,29 @@ def pair_of(what: What, members: Sequence[int]) -> tuple[int, int] | None:
     return members[source], members[target]
 
 
-def _last_components(graph: Graph) -> Iterator[list[int]]:
-    """The strongly connected components from which no edge leads out, by Tarjan's algorithm."""
-    index, low = dict[int, int](), dict[int, int]()
-    stack, closed = list[int](), set[int]()
-    for root in graph:
-        todo = [(root, iter(graph[root]))] if root not in index else []
-        while todo:
-            node, targets = todo[-1]
-            if node not in index:
-                index[node] = low[node] = len(index)
-                stack.append(node)
-            for target in targets:
-                if target not in index:
-                    todo.append((target, iter(graph.get(target, ()))))
-                    break
-                if target not in closed:
-                    low[node] = min(low[node], index[target])
-            else:
-                todo.pop()
-                if todo:
-                    low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
-                if low[node] == index[node]:
-                    component = [stack.pop()]
-                    while component[-1] != node:
-                        component.append(stack.pop())
-                    closed.update(component)
-                    if all({*component}.issuperset(graph.get(one, ())) for one in component):
-                        yield component
+def _last_components(graph: Mapping[int, Sequence[int]]) -> Iterator[set[int]]:
+    """The strongly connected components from which no edge leads out.
+
+    Of 0 -> 1 -> 2 -> 1 that is {1, 2}: walk on until a circle closes, and take it as one node.
+    """
+    closed: set[int] = set()
+    for root in {*graph}.union(*graph.values()):
+        # Components, each of which leads to the next, with the edges that are left to follow.
+        path: list[tuple[set[int], list[int]]] = []
+        targets = [root]
+        while targets:
+            node = targets.pop()
+            if node in closed:
+                break
+            place = next((at for at, (nodes, _) in enumerate(path) if node in nodes), len(path))
+            if place == len(path):
+                path.append(({node}, [*graph.get(node, ())]))
+            nodes, targets = path[place]
+            for other_nodes, other_targets in path[place + 1 :]:
+                nodes |= other_nodes
+                targets += other_targets
+            del path[place + 1 :]
+        else:
+            if path:
+                yield path[-1][0]
+        closed.update(*(nodes for nodes, _ in path))
