@@ -44,7 +44,6 @@ Doubt: TypeAlias = Literal[
     "which",  # it may be any of them
 ]
 _BEFORE = 8  # last calls of a rank, one of which may have ended another rank
-_TOGETHER = 10**9  # ns; ranks that raised within this of each other raised together
 _MANY = 4  # as many times more ranks are right where only their number speaks
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -86,10 +85,8 @@ class Rules:
             return Cause("empty")
         ends = waiting.last_ones
         free = set().union(*(ranks for ranks in ends if len(ranks) == 1))
-        at_rest = set(free)
-        for wait in waiting.running:
-            # A rank whose own call all ranks are in moves as soon as that ends.
-            at_rest.difference_update(wait.inside)
+        # A rank whose own call all ranks are in moves as soon as that ends.
+        at_rest = free.difference(*(wait.inside for wait in waiting.running))
         if not ends:
             at_rest = waiting.raised or waiting.gone
         if at_rest:
@@ -125,9 +122,7 @@ class Rules:
         kind: Kind = "never entered"
         if raised:
             kind = "raised"
-            first_error = min(self.ranks[rank].written for rank in raised)
-            latest = first_error + _TOGETHER
-            named = {rank for rank in raised if self.ranks[rank].written < latest}
+            named = {min(raised, key=lambda rank: self.ranks[rank].written)}
         else:
             departed = self._departed_among(free)
             if departed is not None:
@@ -164,7 +159,7 @@ class Rules:
         suspects = set(free)
         for wait in waits:
             suspects.update(wait.inside, wait.unlike)
-        departures = self._departures(suspects, alone=bool(gone))
+        departures = self._departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
         if gone and not guilty and not self._most_are_gone():
             all_departures = self._departures(self.ranks.keys() - gone)
@@ -183,11 +178,10 @@ class Rules:
         return tuple(sorted(waiters, key=lambda rank: -waiters[rank]))
 
     def _is_late(self, departure: Departure) -> bool:
-        """Whether it is of the last calls, and nothing but this rank's own calls explains it."""
+        """Whether it is of the last calls, and nobody made the calls of this rank in that order."""
         calls = self.ranks[departure.rank].calls
-        is_unexpected = departure.before is True or departure.others > departure.alike
         is_recent = departure.at >= len(calls) // 2
-        return is_unexpected and is_recent and not self.history.is_confirmed(departure.rank)
+        return is_recent and not self.history.is_confirmed(departure.rank)
 
     # Ranks that wait for each other.
 
@@ -232,8 +226,8 @@ class Rules:
                 return Cause("mismatch", ranks, wait._replace(seq=seq), (), departure, doubt)
         return None
 
-    def _departures(self, ranks: Iterable[int], *, alone: bool = True) -> list[Departure]:
-        departures = self.history.departures(sorted(ranks), alone=alone)
+    def _departures(self, ranks: Iterable[int]) -> list[Departure]:
+        departures = self.history.departures(sorted(ranks))
         return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
@@ -242,9 +236,7 @@ class Rules:
             return None
         waiting = self.waiting
         first = departures[0]
-        # Several that are proven are all named, of others only those that are told by nothing.
-        compared = 1 if first.is_proven else None
-        clearest = [d for d in departures if d.weight[:compared] == first.weight[:compared]]
+        clearest = [departure for departure in departures if departure.weight == first.weight]
         named = tuple(sorted(departure.rank for departure in clearest))
         own_waits = []
         for rank in named:

@@ -96,16 +96,16 @@ class History:
                 self._followers[past][tokens[at]] += size
                 self._examples.setdefault((past, tokens[at]), (rank, at))
 
-    def departures(self, ranks: Iterable[int], *, alone: bool) -> Iterator[Departure]:
+    def departures(self, ranks: Iterable[int]) -> Iterator[Departure]:
         """Of each rank the call that was least expected; none of those that did as always.
 
-        ``alone``: also by its own past only, where nobody did the same until then.
+        By its own past only, where nobody did the same until then.
         """
         for rank in ranks:
             if rank not in self._tokens:
                 continue
             partings = [*self._partings(rank)]
-            if alone and not any(departure.before for departure in partings):
+            if not any(departure.before for departure in partings):
                 parted = {departure.at for departure in partings}
                 surprises = self._surprises(rank)
                 partings += [departure for departure in surprises if departure.at not in parted]
