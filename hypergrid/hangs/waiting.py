@@ -20,13 +20,9 @@ _OF_OTHERS = re.compile(
     r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
     re.IGNORECASE,
 )
-_FREE: dict[str, tuple[str, ...]] = {  # what members of a group may do differently
-    "gather": ("outputs", "output_dtypes"),
-    "scatter": ("inputs", "input_dtypes"),
-    "reduce": ("outputs", "output_dtypes"),
-    "broadcast": ("inputs", "input_dtypes"),
-}
-_SHAPES = ("inputs", "outputs", "input_dtypes", "output_dtypes")
+# The members of a group need not agree on what only one of them gives, or takes.
+_ONLY_INPUTS = ("gather", "reduce")
+_ONLY_OUTPUTS = ("scatter", "broadcast")
 
 
 class Wait(NamedTuple):
@@ -59,6 +55,24 @@ class _Pending(NamedTuple):
     at: int  # its place among the calls of its rank
     call: Call
     is_entered: bool  # else calls before it may hold it up
+
+
+class _PairKey(NamedTuple):
+    """All sends, or all receives, from one rank to another in one group."""
+
+    group: str
+    ranks: tuple[int, int]  # from, to
+    name: str  # "send" or "recv"
+
+    @property
+    def rank(self) -> int:
+        """The rank that calls it."""
+        return self.ranks[self.name == "recv"]
+
+    @property
+    def answer(self) -> _PairKey:
+        """Of a send the receive, and the reverse."""
+        return self._replace(name="recv" if self.name == "send" else "send")
 
 
 class Waiting:
@@ -155,14 +169,17 @@ class Waiting:
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
         """A circle among ranks that wait for each other: who waits for whom, and where."""
-        steps: dict[int, tuple[int, int, Wait | None]] = {}
+        steps: list[tuple[int, int, Wait | None]] = []
         rank = min(within)
-        while rank not in steps:
+        walked: list[int] = []
+        while rank not in walked:
             needs = self.needs(rank)
             needed = min(within.intersection(needs))
-            steps[rank] = (rank, needed, needs[needed])
+            steps.append((rank, needed, needs[needed]))
+            walked.append(rank)
             rank = needed
-        return [*steps.values()][[*steps].index(rank) :]
+        # The first steps may only lead to the circle.
+        return steps[walked.index(rank) :]
 
     def unrecorded_frame(self, rank: int) -> Frame | None:
         """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
@@ -291,7 +308,11 @@ class Waiting:
             waits.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
-        return max(0, (self.ranks[rank].written or self._end) - call.created) if call.created else 0
+        """For how long a rank had been in a call when it wrote; 0 if that is not known."""
+        if not call.created:
+            return 0
+        moment = self.ranks[rank].written or self._end
+        return max(0, moment - call.created)
 
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
@@ -309,37 +330,40 @@ class Waiting:
         Of three sends to a rank that made two receives, ended or not, the third waits for it. A
         recorder that does not reach back to the first call shows only those that have not ended.
         """
-        pending_of: dict[Any, list[_Pending]] = defaultdict(list)
+        pending_of: dict[_PairKey, list[_Pending]] = defaultdict(list)
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
                 key = self._pair_key(pending.call.title)
-                if key and rank == key[1][key[2] == "recv"]:
+                if key is not None and rank == key.rank:
                     pending_of[key].append(pending)
         made = Counter({key: len(pending) for key, pending in pending_of.items()})
-        near = {rank for _, pair, _ in pending_of for rank in pair}
-        whole = {rank for rank in near & self.ranks.keys() if self.ranks[rank].whole}
+        whole: set[int] = set()
+        for key in pending_of:
+            whole.update(rank for rank in key.ranks if rank in self.ranks)
+        whole = {rank for rank in whole if self.ranks[rank].whole}
         for rank in whole:
             calls = self.ranks[rank].calls
             places, counts = np.unique(calls.title[calls.done], return_counts=True)
             for place, count in zip(places, counts, strict=True):
                 key = self._pair_key(calls.titles[place])
-                if key and whole.issuperset(key[1]):
+                # What the other rank did is known only from its own recorder.
+                if key is not None and whole.issuperset(key.ranks):
                     made[key] += int(count)
         for key, operations in pending_of.items():
-            group, pair, name = key
-            rank, peer = pair if name == "send" else pair[::-1]
-            answer = (group, pair, "recv" if name == "send" else "send")
+            answer = key.answer
             unanswered = made[key] - made[answer]
             if unanswered > 0:
                 first = max(0, len(operations) - unanswered)
-                self._add_wait({rank: operations[first]}, absent=(peer,))
+                self._add_wait({key.rank: operations[first]}, absent=(answer.rank,))
             elif answer in pending_of and not pending_of[answer][0].is_entered:
-                self._add_wait({rank: operations[0]}, behind=(peer,))
+                self._add_wait({key.rank: operations[0]}, behind=(answer.rank,))
 
-    def _pair_key(self, title: Title) -> Any:
-        """Group, ranks and name of a send or receive; None for another call."""
-        pair = pair_of(title.what, self.members(title.group)) if title.p2p else None
-        return (title.group, pair, title.what.name) if pair else None
+    def _pair_key(self, title: Title) -> _PairKey | None:
+        """The key of a send or receive; None for another call."""
+        if not title.p2p:
+            return None
+        ranks = pair_of(title.what, self.members(title.group))
+        return None if ranks is None else _PairKey(title.group, ranks, title.what.name)
 
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
@@ -353,20 +377,25 @@ def must_agree(what: What) -> tuple[str, ...]:
     name = what.name
     if name.startswith(("all_to_all", "alltoall")) or "_v" in name or name == "coalesced":
         return (name, what.detail)
-    free = _FREE.get(name, ())
-    shapes = [getattr(what, shape) for shape in _SHAPES if shape not in free]
-    return (name, what.detail, *shapes)
+    inputs = (what.inputs, what.input_dtypes)
+    outputs = (what.outputs, what.output_dtypes)
+    if name in _ONLY_INPUTS:
+        return (name, what.detail, *inputs)
+    if name in _ONLY_OUTPUTS:
+        return (name, what.detail, *outputs)
+    return (name, what.detail, *inputs, *outputs)
 
 
 def pair_of(what: What, members: Sequence[int]) -> tuple[int, int] | None:
-    """The global ranks (from, to) of a point-to-point operation."""
-    ends = re.findall(r"\d{1,9}", what.detail)
-    if len(ends) != 2 or what.name not in ("send", "recv"):
+    """The global ranks (from, to) of a point-to-point operation: "1<-0" of (4, 6) is (4, 6)."""
+    places = [int(text) for text in re.findall(r"\d{1,9}", what.detail)]
+    if len(places) != 2 or what.name not in ("send", "recv"):
         return None
-    pair = (int(ends[0]), int(ends[1]))
-    source, target = pair if "->" in what.detail else pair[::-1]
-    if max(pair) >= len(members):
+    if max(places) >= len(members):
         return None
+    if "->" not in what.detail:
+        places.reverse()
+    source, target = places
     return members[source], members[target]
 
 
