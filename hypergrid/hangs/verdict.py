@@ -454,19 +454,19 @@ def lasting(ns: int) -> str:
 
 def _shown(call: Call, other: Call) -> str:
     """A call by that in which it differs from another: "all_reduce of size [4]"."""
-    what = call.what
-    if what.name != other.what.name:
-        return what.name
-    if what.detail != other.what.detail:
-        return f"{what.name} with {what.detail or 'no root'}"
+    operation = call.what
+    if operation.name != other.what.name:
+        return operation.name
+    if operation.detail != other.what.detail:
+        return f"{operation.name} with {operation.detail or 'no root'}"
     kind = "size"
-    values = (what.inputs, what.outputs)
+    values = (operation.inputs, operation.outputs)
     if values == (other.what.inputs, other.what.outputs):
         kind = "dtype"
-        values = (what.input_dtypes, what.output_dtypes)
+        values = (operation.input_dtypes, operation.output_dtypes)
     texts = [value[1:-1].replace("'", "") or "none" for value in values]
     # An input and an output of one size are said once.
-    return f"{what.name} of {kind} {' -> '.join(dict.fromkeys(texts))[:80]}"
+    return f"{operation.name} of {kind} {' -> '.join(dict.fromkeys(texts))[:80]}"
 
 
 def _at(stack: Sequence[Frame]) -> str:

@@ -372,28 +372,28 @@ def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     return dict(zip(groups, calls.seq[mask].tolist(), strict=True))
 
 
-def must_agree(what: What) -> tuple[str, ...]:
+def must_agree(operation: What) -> tuple[str, ...]:
     """The part of a call that must be equal on all members of its group."""
-    name = what.name
+    name = operation.name
     if name.startswith(("all_to_all", "alltoall")) or "_v" in name or name == "coalesced":
-        return (name, what.detail)
-    inputs = (what.inputs, what.input_dtypes)
-    outputs = (what.outputs, what.output_dtypes)
+        return (name, operation.detail)
+    inputs = (operation.inputs, operation.input_dtypes)
+    outputs = (operation.outputs, operation.output_dtypes)
     if name in _ONLY_INPUTS:
-        return (name, what.detail, *inputs)
+        return (name, operation.detail, *inputs)
     if name in _ONLY_OUTPUTS:
-        return (name, what.detail, *outputs)
-    return (name, what.detail, *inputs, *outputs)
+        return (name, operation.detail, *outputs)
+    return (name, operation.detail, *inputs, *outputs)
 
 
-def pair_of(what: What, members: Sequence[int]) -> tuple[int, int] | None:
+def pair_of(operation: What, members: Sequence[int]) -> tuple[int, int] | None:
     """The global ranks (from, to) of a point-to-point operation: "1<-0" of (4, 6) is (4, 6)."""
-    places = [int(text) for text in re.findall(r"\d{1,9}", what.detail)]
-    if len(places) != 2 or what.name not in ("send", "recv"):
+    places = [int(text) for text in re.findall(r"\d{1,9}", operation.detail)]
+    if len(places) != 2 or operation.name not in ("send", "recv"):
         return None
     if max(places) >= len(members):
         return None
-    if "->" not in what.detail:
+    if "->" not in operation.detail:
         places.reverse()
     source, target = places
     return members[source], members[target]
