@@ -191,7 +191,9 @@ class History:
 
     def _followers_of(self, past: int | None) -> Counter[int]:
         """How many ranks made each call after the same calls."""
-        return Counter() if past is None else self._followers.get(past, Counter())
+        if past is None or past not in self._followers:
+            return Counter()
+        return self._followers[past]
 
     def _partings(self, rank: int) -> Iterator[Departure]:
         """Where others did the same until then, and something else next."""

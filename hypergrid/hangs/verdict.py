@@ -145,6 +145,10 @@ _DOUBTS = {
 }
 
 
+_SINGULAR = {"they": "it", "their": "its", "them": "it", "dumps": "its dump"}
+_PLURAL = {"they": "they", "their": "their", "them": "them", "dumps": "their dumps"}
+
+
 class _Words:
     """Says a cause in sentences."""
 
@@ -155,7 +159,7 @@ class _Words:
         self.plan = plan
         self.cause = cause
         self.is_plural = len(cause.ranks) > 1
-        self.they = "they" if self.is_plural else "it"
+        self.pronouns = _PLURAL if self.is_plural else _SINGULAR
 
     def sentence(self) -> str:
         """The verdict."""
@@ -170,9 +174,7 @@ class _Words:
         if not self.cause.doubt:
             return text
         doubt = _DOUBTS[self.cause.doubt].format(
-            they=self.they,
-            their="their" if self.is_plural else "its",
-            them="them" if self.is_plural else "it",
+            **self.pronouns,
             blind=_ranks(sorted(self.waiting.blind)),
             mixed=self.waiting.recording.mixed,
         )
@@ -238,7 +240,9 @@ class _Words:
         if not self.waiting.gone and all(recording.ended for recording in recordings):
             well = "the script of every rank ended, none by an exception"
         text = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
-        return text if self.cause.doubt else f"nothing is wrong: {text}"
+        if self.cause.doubt:
+            return text
+        return f"nothing is wrong: {text}"
 
     def _nothing(self) -> str:
         keeps = (
@@ -312,7 +316,8 @@ class _Words:
         if wait is None:
             guessing = sorted(self.waiting.guessing - {*cause.ranks})
             if not guessing:
-                return f"{named} {where.removeprefix(f'{self.they} ')}"
+                subject = f"{self.pronouns['they']} "
+                return f"{named} {where.removeprefix(subject)}"
             frame = self.waiting.unrecorded_frame(guessing[0])
             function = "a send or recv"
             if frame is not None and frame.function in UNRECORDED:
@@ -333,10 +338,11 @@ class _Words:
         departure = cause.departure
         if departure is not None:
             call = self._title(self.ranks[departure.rank].calls[departure.at])
-            after = f" after {self._title(departure.after)}" if departure.after else ""
+            if departure.after is not None:
+                call = f"{call} after {self._title(departure.after)}"
             due = f"where {self._title(departure.due)} is next"
             named = self._named(cause.ranks)
-            texts.append(f"{named} called {call}{after}, {due}.{self._evidence()}")
+            texts.append(f"{named} called {call}, {due}.{self._evidence()}")
         if cause.circle:
             calls = [self._call(wait) for _, _, wait in cause.circle if wait is not None]
             ranks = _ranks(sorted(rank for rank, _, _ in cause.circle))
@@ -355,13 +361,12 @@ class _Words:
         rank = cause.ranks[0]
         recording = self.ranks.get(rank)
         if cause.doubt == "unread":
-            dumps = "their dumps" if self.is_plural else "its dump"
-            return f"{dumps} could not be read."
+            return f"{self.pronouns['dumps']} could not be read."
         if cause.kind == "no dump" or recording is None:
             process = ""
             if recording is not None and recording.pid and not self.is_plural:
                 process = f" (pid {recording.pid} on {recording.host})"
-            return f"{self.they} left no dump: ended, stopped or unreachable{process}."
+            return f"{self.pronouns['they']} left no dump: ended, stopped or unreachable{process}."
         subject = f"rank {rank}" if self.is_plural else "it"
         if cause.kind == "raised":
             error = recording.error.partition("\n")[0][:200]
@@ -391,8 +396,10 @@ class _Words:
         """Such as "all_reduce #3 of DATA_PARALLEL_GROUP"."""
         if call is None:
             return "nothing"
-        detail = f" {call.what.detail}" if call.p2p else ""
-        return f"{call.what.name}{detail} #{call.seq} of {self.groups[call.group].shown}"
+        name = call.what.name
+        if call.p2p:
+            name = f"{name} {call.what.detail}"
+        return f"{name} #{call.seq} of {self.groups[call.group].shown}"
 
     def _group(self, key: str) -> str:
         return f"{self.groups[key].shown} {_span(self.waiting.members(key))}"
@@ -416,7 +423,9 @@ class _Words:
         places = coordinate(self.waiting.recording, self.plan, rank)
         if places:
             facts.append(" ".join(f"{dim}={place}" for dim, place in places.items()))
-        return f"rank {rank} ({', '.join(facts)})" if facts else f"rank {rank}"
+        if not facts:
+            return f"rank {rank}"
+        return f"rank {rank} ({', '.join(facts)})"
 
     def _lasting(self, wait: Wait) -> str:
         """Such as " for 3.2 s"; nothing for an instant."""
@@ -431,7 +440,9 @@ class _Words:
 def coordinate(recording: Recording, plan: GroupPlan | None, rank: int) -> dict[str, int]:
     """From the plan's layout, or from the places in the largest group over each dim."""
     if plan is not None:
-        return plan.layout.trimmed.coordinate(rank) if rank in plan.layout else {}
+        if rank not in plan.layout:
+            return {}
+        return plan.layout.trimmed.coordinate(rank)
     best: dict[str, tuple[int, ...]] = {}
     for group in recording.groups.values():
         if len(group.dims) == 1 and group.ranks and rank in group.ranks:
@@ -484,8 +495,10 @@ def _ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
 
 def _span(ranks: Sequence[int]) -> str:
     text = span_of(ranks).replace(",", ", ")
-    return text if len(text) <= 40 else f"{ranks[0]}..{ranks[-1]} ({len(ranks)} ranks)"
+    if len(text) > 40:
+        return f"{ranks[0]}..{ranks[-1]} ({len(ranks)} ranks)"
+    return text
 
 
 def _many(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    return f"1 {word}" if number == 1 else f"{number} {word}s"

@@ -102,8 +102,10 @@ class Waiting:
         for rank, dump in self.ranks.items():
             if dump.error:
                 # The error of a victim is that another rank did not come, or closed connections.
-                kind = self.victims if _OF_OTHERS.search(dump.error) else self.raised
-                kind.add(rank)
+                if _OF_OTHERS.search(dump.error):
+                    self.victims.add(rank)
+                else:
+                    self.raised.add(rank)
             if dump.calls:
                 self.last[rank] = dump.calls[-1]
             self._end = max(self._end, self.last_time(rank), dump.written)
@@ -155,15 +157,17 @@ class Waiting:
     def _last_ones(self) -> list[set[int]]:
         """Sets of ranks that wait for nobody but each other: one of each has to move first."""
         # Waits are nodes too, with negative numbers; -1 is the guess: any rank.
-        graph: dict[int, Sequence[int]] = {-1: self.world} if self.guessing else {}
+        graph: dict[int, Sequence[int]] = {}
         node_of: dict[int, int] = {}
         for wait in self.waits:
             node = -2 - len(node_of)
             node_of[id(wait)] = node
             graph[node] = wait.missed
-        for rank in self.blocked:
-            nodes = [node_of[id(wait)] for wait in self.of.get(rank, ())]
-            graph[rank] = [*nodes, -1] if rank in self.guessing else nodes
+        for rank, waits in self.of.items():
+            graph[rank] = [node_of[id(wait)] for wait in waits]
+        for rank in self.guessing:
+            graph[-1] = self.world
+            graph[rank] = [*graph.get(rank, ()), -1]
         components = _last_components(graph)
         return [{node for node in component if node >= 0} for component in components]
 
@@ -235,7 +239,7 @@ class Waiting:
             elif not is_timed:
                 # The sends and receives of one batch have one number.
                 first = pending[0].call if pending else call
-                is_entered = (first.group, first.seq) == (call.group, call.seq)
+                is_entered = first.group == call.group and first.seq == call.seq
             pending.append(_Pending(at, call, is_entered))
         if not pending and rank in self.victims and calls:
             pending.append(_Pending(len(calls) - 1, calls[-1], True))  # it ended with an error
@@ -304,8 +308,10 @@ class Waiting:
         if self._is_stuck(inside, ns):
             ranks = (tuple(inside), absent, unlike, behind)
             wait = Wait(call.group, call.seq, call, first, at, *ranks, ns)
-            waits = self.waits if wait.missed else self.running
-            waits.append(wait)
+            if wait.missed:
+                self.waits.append(wait)
+            else:
+                self.running.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
         """For how long a rank had been in a call when it wrote; 0 if that is not known."""
@@ -363,7 +369,9 @@ class Waiting:
         if not title.p2p:
             return None
         ranks = pair_of(title.what, self.members(title.group))
-        return None if ranks is None else _PairKey(title.group, ranks, title.what.name)
+        if ranks is None:
+            return None
+        return _PairKey(title.group, ranks, title.what.name)
 
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
