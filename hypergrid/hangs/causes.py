@@ -189,6 +189,7 @@ class Rules:
         """All wait for each other: who did not do what was due."""
         waiting = self.waiting
         departures = self._departures(within)
+        # Both comparisons speak against the same rank.
         strong = [departure for departure in departures if departure.weight[0] > 2]
         waits = []
         for rank in sorted(within):

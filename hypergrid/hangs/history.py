@@ -13,7 +13,8 @@ from hypergrid.hangs.waiting import pair_of
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
 # known; fewer if the recorder is small.
-_PAST, _LEAST = 256, 16
+_PAST = 256
+_LEAST = 16
 _RECENT = 600  # last calls of a rank in which a departure is looked for
 _LONG = 4  # calls that must have come before in the same order to expect what followed then
 _CONTEXT = 8  # calls that must have come elsewhere in the same order to confirm the next

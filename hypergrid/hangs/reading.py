@@ -30,7 +30,8 @@ from hypergrid.messages import one_line
 
 _NUMBERED = re.compile(r"^(.*?)(\d{1,9})(\.json)?$")
 _MOST_RANKS = 1 << 20
-_MOST_BYTES, _MOST_CALLS = 256 << 20, 64 << 20  # of a file, of all files
+_MOST_BYTES = 256 << 20  # of a file
+_MOST_CALLS = 64 << 20  # of all files
 _MOST_FILES = 100_000  # of a directory
 _MOST_FRAMES = 100
 _FAR = 10 * 10**9  # ns; more than clocks of hosts differ
@@ -40,7 +41,8 @@ _NAMES = (
     *("collective_seq_id", "p2p_seq_id", "retired", "state"),
     *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
 )
-_FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
+_FIELDS = itemgetter(*_NAMES)
+_SHARED = 7  # so many of them are the same for many calls
 DEFAULT = "default_pg"  # torch's description of the default group
 ENDED = "ended"  # the reason that ``hypergrid.record`` gives where no exception ended the script
 

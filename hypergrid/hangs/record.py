@@ -41,9 +41,15 @@ ASKED = "asked"  # a file: when it changes, every rank that shares the directory
 EARLIER = "earlier"  # a directory: what the previous run left
 LATER = "later"  # a directory: what a rank wrote of the same hang when it was torn down
 ENDED = "ended"  # the reason that is written where no exception ended the script
-_TICK, _LOOK = 1.0, 5.0  # seconds between looks at the groups, at the directory and the calls
-_THREADS, _FRAMES, _TEXT = 100, 100, 20_000  # bounds of a file of stacks
-_HANDLED, _ENOUGH = 0, 255  # bytes that are no signal's number
+_TICK = 1.0  # seconds between looks at the groups
+_LOOK = 5.0  # seconds between looks at the directory and the calls
+# Bounds of a file of stacks.
+_THREADS = 100
+_FRAMES = 100
+_TEXT = 20_000
+# Bytes in the pipe that are no signal's number.
+_HANDLED = 0
+_ENOUGH = 255
 _Row = tuple[str, int, str]
 _current: Recorder | None = None
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from hypergrid.hangs.reading import DEFAULT, Call, Calls, Frame, Recording, Title, What
 
-_NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
+_NOWHERE = -1  # the last number of a rank that did not call a group
+_ALL = 1 << 62  # more than any number
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 # Calls that gloo's recorder may lack, and the stacks show.
 UNRECORDED = (*_P2P, "monitored_barrier", "gather", "gather_object", "scatter")
