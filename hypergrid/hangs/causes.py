@@ -142,11 +142,12 @@ class Rules:
         return Cause(kind, self._most_missed_first(named), nearest, doubt=doubt)
 
     def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:
-        """How many of them are missed there; how early in the program; for how long."""
+        """How many of them are missed there; whether it is due; how early in the program."""
         missed = named.intersection(wait.missed)
+        is_due = self.history.is_due(min(missed), wait.call)
         # Places of calls can be compared only where recorders reach back to the first call.
         place = wait.at if self.ranks[wait.rank].whole else 0
-        return (len(missed), -place, wait.ns)
+        return (len(missed), is_due, -place, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]

@@ -76,12 +76,12 @@ class History:
         kinds = []
         for title in self.recording.titles:
             kinds.append(number_of.setdefault(self._role(title), len(number_of)))
-        kind_of_title = np.array(kinds, np.int64)
+        self._kind_of_title = np.array(kinds, np.int64)
         classes: dict[bytes, list[int]] = defaultdict(list)
         for rank, rank_recording in self.recording.ranks.items():
             calls = rank_recording.calls
             if calls:
-                self._kinds[rank] = kind_of_title[calls.title]
+                self._kinds[rank] = self._kind_of_title[calls.title]
                 self._tokens[rank] = self._kinds[rank] << 32 | calls.seq & 0xFFFFFFFF
                 classes[self._tokens[rank].tobytes()].append(rank)
         for ranks in classes.values():
@@ -141,6 +141,17 @@ class History:
             return None
         place, _ = self._precedents(rank)[at]
         return bool(kinds[place] == kinds[at])
+
+    def is_due(self, rank: int, call: Call) -> bool:
+        """Whether a rank usually makes such a call after its last one."""
+        if rank not in self._kinds:
+            return False
+        kinds = self._kinds[rank]
+        precedent = self._precedents(rank).get(len(kinds))
+        if precedent is None:
+            return False
+        title = self.recording.titles.index(call.title)
+        return bool(kinds[precedent[0]] == self._kind_of_title[title])
 
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made the same two calls one after the other."""
@@ -224,7 +235,7 @@ class History:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
         for at, (place, is_known) in self._precedents(rank).items():
-            is_recent = at >= len(calls) - _RECENT
+            is_recent = len(calls) - _RECENT <= at < len(calls)
             if is_recent and not is_known and not self.is_shared(rank, at):
                 yield Departure(rank, at, calls[place], calls[at - 1], 0, 1, True)
 
@@ -240,12 +251,12 @@ class History:
         kinds = self._kinds[rank][first:]
         precedents: dict[int, tuple[int, bool]] = {}
         alike = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
-        for at in range(1, len(kinds)):
+        for at in range(1, len(kinds) + 1):  # also of the place after the last call
             alike[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], alike[: at - 1] + 1, 0)
             longest = int(alike[:at].max())
             if longest >= _LONG:
                 places = np.flatnonzero(alike[:at] == longest)
-                is_known = bool((kinds[places] == kinds[at]).any())
+                is_known = bool(np.isin(kinds[at : at + 1], kinds[places]).any())
                 precedents[first + at] = (first + int(places[-1]), is_known)
         self._precedents_of[rank] = precedents
         return precedents
