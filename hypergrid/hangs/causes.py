@@ -212,7 +212,9 @@ class Rules:
             return Cause("order", tuple(sorted(unseen)), doubt="hidden")
         circle = waiting.circle(within)
         first = next((wait for _, _, wait in circle if wait is not None), None)
-        kind: Kind = "mismatch" if first is not None and first.unlike else "order"
+        kind: Kind = "order"
+        if first is not None and first.unlike:
+            kind = "mismatch"
         ranks = tuple(sorted(rank for rank, _, _ in circle))
         return Cause(kind, ranks, first, circle, doubt="which")
 
@@ -251,9 +253,11 @@ class Rules:
             kind = "mismatch"
         elif len(waiting.last_ones) == 1 < len(waiting.last_ones[0]):
             circle = waiting.circle(waiting.last_ones[0])
-        is_sure = all(self._is_proven(departure) for departure in clearest)
-        is_sure = is_sure or (len(named) == 1 and self._is_only_one(first))
-        return Cause(kind, named, wait, circle, first, "" if is_sure else "either")
+        doubt: Doubt = ""
+        is_sure = len(named) == 1 and self._is_only_one(first)
+        if not is_sure and not all(self._is_proven(departure) for departure in clearest):
+            doubt = "either"
+        return Cause(kind, named, wait, circle, first, doubt)
 
     # Whether others may have caused the same recording.
 

@@ -302,8 +302,10 @@ class _Words:
         rank = f"rank {departure.rank}"
         if departure.others and departure.others >= departure.alike:
             others = _many(departure.others, "other rank")
-            before = f", as {rank} did in earlier steps" if departure.before else ""
-            return f" There {others} that had done the same until then called {due}{before}."
+            text = f" There {others} that had done the same until then called {due}"
+            if departure.before:
+                text = f"{text}, as {rank} did in earlier steps"
+            return f"{text}."
         if departure.before:
             return f" There {rank} called {due.partition(' #')[0]} in earlier steps."
         return ""
@@ -373,8 +375,9 @@ class _Words:
             return f"{subject} raised {error.rstrip('.')}."
         last = self.waiting.last.get(rank)
         if last is not None:
-            ending = "" if last.done else ", not finished"
-            fact = f"last call was {self._title(last)}{ending}."
+            fact = f"last call was {self._title(last)}."
+            if not last.done:
+                fact = f"last call was {self._title(last)}, not finished."
         elif rank in self.waiting.blind:
             fact = f"the calls of rank {rank} are not known."
         else:
