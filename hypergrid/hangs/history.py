@@ -175,9 +175,15 @@ class History:
             step = members[1] - members[0] if len(members) > 1 else 0
             return (group.label or title.group, len(members), step, title.p2p, title.text)
         # A send in the default group names ranks of the job, which no two pairs have in common: it
-        # counts as a step from one rank to another.
-        step = pair[1] - pair[0]
-        return (title.label, title.what.name, step, title.text.partition("|")[2])
+        # counts as one of the smallest group of both, or by the distance of both.
+        where: tuple[Any, ...] = (pair[1] - pair[0],)
+        smallest = len(members)
+        for other in groups.values():
+            ranks = other.ranks or ()
+            if {*pair} <= {*ranks} and other.label != DEFAULT and len(ranks) <= smallest:
+                smallest = len(ranks) - 1
+                where = (other.label, *map(ranks.index, pair))
+        return (title.label, title.what.name, *where, title.text.partition("|")[2])
 
     def _pasts(self, rank: int) -> list[int | None]:
         """Before each call, what stands for the calls before it; None where too few are known."""
