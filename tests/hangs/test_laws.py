@@ -72,6 +72,13 @@ def test_a_rank_without_a_file_is_not_certain_where_others_wait_for_each_other()
     assert not case.wrong, case.found.sentence
 
 
+def test_stages_that_send_in_the_default_group_are_not_taken_for_one_role():
+    """Every stage sends to the rank two further on; their other calls differ."""
+    kind = "guilty missing"
+    (case,) = judged(41000316, several=True, kinds=(kind,), varied=True)
+    assert not case.wrong, case.found.sentence
+
+
 def test_what_two_programs_with_other_culprits_leave_alike_is_not_certain():
     """Of two ranks, one skips a call that the other makes, or that one makes a call too many."""
     cases = 0
