@@ -44,7 +44,6 @@ Doubt: TypeAlias = Literal[
     "which",  # it may be any of them
 ]
 _BEFORE = 8  # last calls of a rank, one of which may have ended another rank
-_TOGETHER = 10**9  # ns; ranks that raised within this of each other raised together
 _MANY = 4  # as many times more ranks are right where only their number speaks
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -71,7 +70,9 @@ class Rules:
     def cause(self) -> Cause:
         """The fault."""
         cause = self._decided()
-        return replace(cause, doubt="mixed") if self.waiting.recording.mixed else cause
+        if self.waiting.recording.mixed:
+            return replace(cause, doubt="mixed")
+        return cause
 
     @cached_property
     def history(self) -> History:
@@ -80,22 +81,23 @@ class Rules:
 
     def _decided(self) -> Cause:
         waiting = self.waiting
-        if not any(recording.answered for recording in self.ranks.values()):
+        if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
-        ends = waiting.last_ones()
-        free = {rank for end in ends if len(end) == 1 for rank in end}
+        ends = waiting.last_ones
+        free = set().union(*(ranks for ranks in ends if len(ranks) == 1))
         # A rank whose own call all ranks are in moves as soon as that ends.
-        in_motion = {rank for wait in waiting.running for rank in wait.inside}
-        at_rest = free - in_motion if ends else waiting.raised or waiting.gone
+        at_rest = free.difference(*(wait.inside for wait in waiting.running))
+        if not ends:
+            at_rest = waiting.raised or waiting.gone
         if at_rest:
             return self._free(at_rest)
         if ends and not free:
             return self._circle(max(ends, key=len))
         if waiting.running:
             return self._slow()
-        if not any(self.ranks[rank].calls for rank in self.ranks.keys() - waiting.blind):
+        if waiting.last.keys() <= waiting.blind:
             return Cause("empty")
-        return Cause("ok", doubt=self._hidden({*self.ranks}))
+        return Cause("ok", doubt=self._hidden(self.ranks.keys()))
 
     def _slow(self) -> Cause:
         """All known ranks are in a call."""
@@ -115,19 +117,22 @@ class Rules:
     def _free(self, free: set[int]) -> Cause:
         """Ranks that others wait for and that wait for nobody."""
         waiting = self.waiting
-        kind: Kind = "never entered"
         raised = free & waiting.raised
+        gone = free & waiting.gone
+        kind: Kind = "never entered"
         if raised:
             kind = "raised"
-            first_error = min(self.ranks[rank].written for rank in raised)
-            named = {r for r in raised if self.ranks[r].written - first_error < _TOGETHER}
+            named = {min(raised, key=lambda rank: self.ranks[rank].written)}
         else:
             departed = self._departed_among(free)
             if departed is not None:
                 return departed
             # What is seen comes before what is only missing.
-            named = free - waiting.blind - waiting.gone or free & waiting.gone or free
-            kind = "no dump" if named <= waiting.gone else kind
+            named = free - waiting.blind - gone
+            if not named and gone:
+                kind = "no dump"
+                named = gone
+        named = named or free
         waits = self._waits_for(named)
         nearest = max(waits, key=lambda wait: self._nearness(named, wait), default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
@@ -137,10 +142,12 @@ class Rules:
         return Cause(kind, self._most_missed_first(named), nearest, doubt=doubt)
 
     def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:
-        """How many of them are missed there; whether the call is due; how early in the program."""
+        """How many of them are missed there; whether it is due; how early in the program."""
         missed = named.intersection(wait.missed)
         is_due = self.history.is_due(min(missed), wait.call)
-        return (len(missed), is_due, -wait.at * self.ranks[wait.rank].whole, wait.ns)
+        # Places of calls can be compared only where recorders reach back to the first call.
+        place = wait.at if self.ranks[wait.rank].whole else 0
+        return (len(missed), is_due, -place, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]
@@ -150,11 +157,14 @@ class Rules:
         waiting = self.waiting
         gone = free & waiting.gone
         waits = self._waits_for(free)
-        suspects = free.union(*(wait.inside + wait.unlike for wait in waits))
-        departures = self._departures(suspects, alone=bool(gone))
+        suspects = set(free)
+        for wait in waits:
+            suspects.update(wait.inside, wait.unlike)
+        departures = self._departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
         if gone and not guilty and not self._most_are_gone():
-            guilty = [d for d in self._departures(self.ranks.keys() - gone) if self._is_late(d)]
+            all_departures = self._departures(self.ranks.keys() - gone)
+            guilty = [departure for departure in all_departures if self._is_late(departure)]
         return self._departed(guilty, waits) or self._minority(waits, departures)
 
     def _most_are_gone(self) -> bool:
@@ -169,11 +179,10 @@ class Rules:
         return tuple(sorted(waiters, key=lambda rank: -waiters[rank]))
 
     def _is_late(self, departure: Departure) -> bool:
-        """Whether it is of the last calls, and nothing but this rank's own calls explains it."""
+        """Whether it is of the last calls, and nobody made the calls of this rank in that order."""
         calls = self.ranks[departure.rank].calls
-        speaks = departure.before is True or departure.others > departure.alike
         is_recent = departure.at >= len(calls) // 2
-        return speaks and is_recent and not self.history.is_confirmed(departure.rank)
+        return is_recent and not self.history.is_confirmed(departure.rank)
 
     # Ranks that wait for each other.
 
@@ -181,87 +190,102 @@ class Rules:
         """All wait for each other: who did not do what was due."""
         waiting = self.waiting
         departures = self._departures(within)
-        waits = [wait for rank in sorted(within) for wait in waiting.of.get(rank, ())]
+        # Both comparisons speak against the same rank.
         strong = [departure for departure in departures if departure.weight[0] > 2]
+        waits = []
+        for rank in sorted(within):
+            waits += waiting.of.get(rank, [])
         cause = self._departed(strong, waits) or self._minority(waits, departures)
         cause = cause or self._departed(departures, waits)
         if cause is not None:
             return cause
         unseen = waiting.unseen & within
         # Most of a group are in a call: that the others are not is more than they can do.
-        most = [wait for wait in waiting.waits if 0 < len(wait.absent) < len(wait.inside)]
-        most = [wait for wait in most if unseen.issuperset(wait.absent)]
+        most = []
+        for wait in waiting.waits:
+            if 0 < len(wait.absent) < len(wait.inside) and unseen.issuperset(wait.absent):
+                most.append(wait)
         if most:
             wait = max(most, key=lambda wait: len(wait.inside))
             return Cause("never entered", wait.absent, wait, doubt="hidden")
         if unseen:
             return Cause("order", tuple(sorted(unseen)), doubt="hidden")
         circle = waiting.circle(within)
-        first = next((wait for *_, wait in circle if wait), None)
-        kind: Kind = "mismatch" if first and first.unlike else "order"
-        ranks = tuple(sorted(rank for rank, *_ in circle))
+        first = next((wait for _, _, wait in circle if wait is not None), None)
+        kind: Kind = "order"
+        if first is not None and first.unlike:
+            kind = "mismatch"
+        ranks = tuple(sorted(rank for rank, _, _ in circle))
         return Cause(kind, ranks, first, circle, doubt="which")
 
     def _minority(self, waits: Sequence[Wait], departures: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
         for (group, seq), (*smaller, largest) in self.waiting.unequal.items():
-            named = sorted(set().union(*smaller))
+            named = set().union(*smaller)
             wait = next((wait for wait in waits if wait.group == group), None)
             if wait is not None and len(named) < len(largest):
                 departure = next((d for d in departures if d.rank in named), None)
                 doubt: Doubt = "" if len(largest) >= _MANY * len(named) else "either"
-                wait = wait._replace(seq=seq)
-                return Cause("mismatch", tuple(named), wait, (), departure, doubt)
+                ranks = tuple(sorted(named))
+                return Cause("mismatch", ranks, wait._replace(seq=seq), (), departure, doubt)
         return None
 
-    def _departures(self, ranks: Iterable[int], *, alone: bool = True) -> list[Departure]:
-        departures = self.history.departures(sorted(ranks), alone=alone)
+    def _departures(self, ranks: Iterable[int]) -> list[Departure]:
+        departures = self.history.departures(sorted(ranks))
         return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""
         if not departures:
             return None
-        first = departures[0]
         waiting = self.waiting
-        compared = 1 if first.is_proven else None
-        named = {d.rank for d in departures if d.weight[:compared] == first.weight[:compared]}
-        own_waits = [wait for rank in sorted(named) for wait in waiting.of.get(rank, ())]
+        first = departures[0]
+        clearest = [departure for departure in departures if departure.weight == first.weight]
+        named = tuple(sorted(departure.rank for departure in clearest))
+        own_waits = []
+        for rank in named:
+            own_waits += waiting.of.get(rank, [])
         unlike = [wait for wait in own_waits if wait.unlike]
         wait = next(iter([*unlike, *own_waits, *waits]), None)
-        ends = waiting.last_ones()
-        is_circle = len(ends) == 1 < len(ends[0]) and not unlike
-        circle = waiting.circle(ends[0]) if is_circle else ()
-        is_sure = all(self._is_proven(d) for d in departures if d.rank in named)
-        is_sure = is_sure or (len(named) == 1 and self._is_only_one(first))
-        kind: Kind = "mismatch" if unlike else "order"
-        doubt: Doubt = "" if is_sure else "either"
-        return Cause(kind, tuple(sorted(named)), wait, circle, first, doubt)
+        kind: Kind = "order"
+        circle: Sequence[tuple[int, int, Wait | None]] = ()
+        if unlike:
+            kind = "mismatch"
+        elif len(waiting.last_ones) == 1 < len(waiting.last_ones[0]):
+            circle = waiting.circle(waiting.last_ones[0])
+        doubt: Doubt = ""
+        is_sure = len(named) == 1 and self._is_only_one(first)
+        if not is_sure and not all(self._is_proven(departure) for departure in clearest):
+            doubt = "either"
+        return Cause(kind, named, wait, circle, first, doubt)
 
     # Whether others may have caused the same recording.
 
     def _doubt(self, kind: Kind, named: set[int], wait: Wait | None) -> Doubt:
         """Why others may be the cause of what these ranks seem to be."""
         waiting = self.waiting
-        is_gone = kind == "no dump"
-        hidden = self._hidden(named)
         if kind == "raised":
             return ""
         if named & waiting.gone & waiting.recording.unread:
             return "unread"
+        is_gone = kind == "no dump"
         if is_gone and self._most_are_gone():
             return "few"
-        if hidden and not is_gone:
-            return hidden
+        if not is_gone:
+            hidden = self._hidden(named)
+            if hidden:
+                return hidden
         if wait is None:
             return "hidden" if waiting.guessing else "alone"
         if not is_gone and any(self._is_old(rank, wait) for rank in named):
             return "old"
         # One rank may wait in a call that should not be, for ranks that have done all.
-        makers = self.history.makers(wait.rank, wait.at)
-        is_unusual = self.history.is_usual(wait.rank, wait.at) is False
-        is_common = makers > max(1, len(named)) and (not is_unusual or makers >= _MANY * len(named))
-        if not is_common or (is_gone and not self._is_everyone_right()):
+        fewest = max(2, len(named) + 1)
+        if self.history.is_usual(wait.rank, wait.at) is False:
+            fewest = max(fewest, _MANY * len(named))
+        if self.history.makers(wait.rank, wait.at) < fewest:
+            return "either"
+        if is_gone and not self._is_everyone_right():
             return "either"
         return ""
 
@@ -269,69 +293,72 @@ class Rules:
         """Whether the rank still worked when it wrote, or wrote before the call that it misses."""
         recording = self.ranks[rank]
         moment = recording.written or recording.latest
-        last = self.waiting.last_time(rank)
-        return 0 < moment < max(wait.call.created, last + self.waiting.patience)
+        idle_from = self.waiting.last_time(rank) + self.waiting.patience
+        return 0 < moment < max(wait.call.created, idle_from)
 
-    def _hidden(self, ranks: set[int]) -> Doubt:
+    def _hidden(self, ranks: Iterable[int]) -> Doubt:
         """Whether one of them may wait in a call that is not recorded."""
         waiting = self.waiting
-        if ranks & waiting.blind:
+        if waiting.blind.intersection(ranks):
             return "blind"
-        if ranks & (waiting.unseen | waiting.of.keys()):
-            return "hidden"
-        for rank in ranks & self.ranks.keys():
-            if not self.ranks[rank].stack and not waiting.sees_p2p(rank):
+        for rank in ranks:
+            if rank in waiting.unseen or rank in waiting.of:
+                return "hidden"
+            if rank in self.ranks and not self.ranks[rank].stack and not waiting.sees_p2p(rank):
                 return "hidden"
         return ""
 
     def _is_everyone_right(self) -> bool:
         """Whether no rank with a file can be the cause that another left none."""
-        history = self.history
         waiting = self.waiting
         seen = self.ranks.keys() - waiting.gone
-        if len(waiting.gone) > 1 or waiting.raised or waiting.unequal or waiting.blind:
+        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1:
+            return False
+        if waiting.raised or waiting.unequal or waiting.blind:
             return False
         # A rank that is in no recorded call may be in one that is not recorded.
         if self._hidden(seen - waiting.of.keys()):
             return False
         if any(departure.weight[0] > 1 for departure in self._departures(seen)):
             return False
-        return all(history.is_confirmed(rank) and self._is_harmless(rank) for rank in seen)
+        return all(self.history.is_confirmed(rank) and self._is_harmless(rank) for rank in seen)
 
     def _is_harmless(self, rank: int) -> bool:
         """Whether its last calls cannot have ended a rank: gloo ends one that receives too much."""
+        history = self.history
         calls = self.ranks[rank].calls
         for at in range(max(0, len(calls) - _BEFORE), len(calls)):
             title = calls[at].title
-            is_common = self.history.makers(rank, at) >= _MANY
-            is_common = is_common or bool(self.history.is_usual(rank, at))
-            if title.backend == "gloo" and not title.p2p and not is_common:
+            is_rare = history.makers(rank, at) < _MANY and not history.is_usual(rank, at)
+            if title.backend == "gloo" and not title.p2p and is_rare:
                 return False
         return True
 
     def _is_proven(self, departure: Departure) -> bool:
         """Without its sends and receives, a stage looks as another until others wait for it."""
+        rank = departure.rank
         due = departure.due
-        if not departure.is_proven or due is None or self.waiting.sees_p2p(departure.rank):
+        if not departure.is_proven or due is None or self.waiting.sees_p2p(rank):
             return departure.is_proven
-        groups = self.waiting.recording.groups
-        call = self.ranks[departure.rank].calls[departure.at]
+        call = self.ranks[rank].calls[departure.at]
         if (call.group, call.seq) in self.waiting.unequal:
             return True
-        label = groups[due.group].label
-        return any(
-            (wait.seq, groups[wait.group].label) == (due.seq, label)
-            for wait in self.waiting.waits
-            if departure.rank in wait.absent + wait.unlike
-        )
+        groups = self.waiting.recording.groups
+        for wait in self.waiting.waits:
+            is_missed = rank in wait.absent or rank in wait.unlike
+            is_due = groups[wait.group].label == groups[due.group].label and wait.seq == due.seq
+            if is_missed and is_due:
+                return True
+        return False
 
     def _is_only_one(self, departure: Departure) -> bool:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
-        if departure.before is False or self.waiting.gone:
+        history = self.history
+        rank = departure.rank
+        if self.waiting.gone or departure.others <= max(1, departure.alike):
             return False
-        others = self.ranks.keys() - {departure.rank}
-        return (
-            departure.others > max(1, departure.alike)
-            and not self.history.is_confirmed(departure.rank)
-            and all(self.history.is_confirmed(rank) for rank in others)
-        )
+        # Most of a role may have met one wrong condition, if another role does as this rank.
+        is_shared = departure.before is None and history.is_shared(rank, departure.at)
+        if departure.before is False or is_shared or history.is_confirmed(rank):
+            return False
+        return all(history.is_confirmed(other) for other in self.ranks if other != rank)

@@ -41,15 +41,19 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 def group_records() -> dict[str, Any]:
     """The data that ``dump`` writes."""
-    alive = dist.is_initialized()
-    return {
+    records: dict[str, Any] = {
         "schema": SCHEMA,
-        "rank": dist.get_rank() if alive else None,
-        "world_size": dist.get_world_size() if alive else None,
+        "rank": None,
+        "world_size": None,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "groups": _groups() if alive else [],
+        "groups": [],
     }
+    if dist.is_initialized():
+        records["rank"] = dist.get_rank()
+        records["world_size"] = dist.get_world_size()
+        records["groups"] = _groups()
+    return records
 
 
 def _groups() -> list[dict[str, Any]]:
@@ -57,14 +61,16 @@ def _groups() -> list[dict[str, Any]]:
     registered = of_torch.known()
     rows: list[tuple[ProcessGroup, GroupPool | None, PooledGroup | None]] = [(default, None, None)]
     for pool in live_pools():
-        for pooled in pool.groups:
-            if pooled.group in registered:
-                rows.append((pooled.group, pool, pooled))
+        for live in pool.groups:
+            if live.group in registered:
+                rows.append((live.group, pool, live))
     listed = {group for group, _, _ in rows}
+    # Groups of outside code have no owner and no label.
     rows += [(group, None, None) for group in registered if group not in listed]
-    return [
-        {
-            "owner": pool and pool.owner,
+    records: list[dict[str, Any]] = []
+    for group, owner, pooled in rows:
+        record = {
+            "owner": owner and owner.owner,
             "label": pooled and pooled.label,
             "dims": pooled and list(pooled.dims),
             "ranks": dist.get_process_group_ranks(group),
@@ -73,5 +79,5 @@ def _groups() -> list[dict[str, Any]]:
             "description": group.group_desc,
             "shared_with": pooled and pooled.shares,
         }
-        for group, pool, pooled in rows
-    ]
+        records.append(record)
+    return records

@@ -13,7 +13,8 @@ from hypergrid.hangs.waiting import pair_of
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
 # known; fewer if the recorder is small.
-_PAST, _LEAST = 256, 16
+_PAST = 256
+_LEAST = 16
 _RECENT = 600  # last calls of a rank in which a departure is looked for
 _LONG = 4  # calls that must have come before in the same order to expect what followed then
 _CONTEXT = 8  # calls that must have come elsewhere in the same order to confirm the next
@@ -55,46 +56,57 @@ class History:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        number_of: dict[Any, int] = {}
-        self._kind_of_title = np.zeros(len(recording.titles), np.int64)
-        for place, title in enumerate(recording.titles):
-            kind = number_of.setdefault(self._role(title), len(number_of))
-            self._kind_of_title[place] = kind
         self._kinds: dict[int, Any] = {}
         self._tokens: dict[int, Any] = {}
-        same: dict[bytes, list[int]] = defaultdict(list)
-        for rank, rank_recording in recording.ranks.items():
+        # Ranks with equal tokens are one class: its first rank stands for all of them.
+        self._class_sizes: dict[int, int] = {}
+        self._makers: Counter[int] = Counter()  # how many ranks made a token
+        # After a past: how many ranks made each token next, and the first of them, with the place.
+        self._followers: dict[int, Counter[int]] = defaultdict(Counter)
+        self._examples: dict[tuple[int, int], tuple[int, int]] = {}
+        self._precedents_of: dict[int, dict[int, tuple[int, bool]]] = {}
+        self._read_tokens()
+        cut = [len(dump.calls) for dump in recording.ranks.values() if not dump.whole]
+        self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
+        for rank, size in self._class_sizes.items():
+            self._count_followers(rank, size)
+
+    def _read_tokens(self) -> None:
+        number_of: dict[Any, int] = {}
+        kinds = []
+        for title in self.recording.titles:
+            kinds.append(number_of.setdefault(self._role(title), len(number_of)))
+        self._kind_of_title = np.array(kinds, np.int64)
+        classes: dict[bytes, list[int]] = defaultdict(list)
+        for rank, rank_recording in self.recording.ranks.items():
             calls = rank_recording.calls
             if calls:
                 self._kinds[rank] = self._kind_of_title[calls.title]
                 self._tokens[rank] = self._kinds[rank] << 32 | calls.seq & 0xFFFFFFFF
-                same[self._tokens[rank].tobytes()].append(rank)
-        # Ranks with equal tokens are one class: its first rank stands for all of them.
-        self._size_of = {ranks[0]: len(ranks) for ranks in same.values()}
-        self._makers: Counter[int] = Counter()  # how many ranks made a token
-        cut = [len(dump.calls) for dump in recording.ranks.values() if not dump.whole]
-        self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
-        # After a past: each token that followed it, the rank that made it, and how many ranks did.
-        self._next: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
-        for rank, size in self._size_of.items():
-            self._makers.update(dict.fromkeys(np.unique(self._tokens[rank]).tolist(), size))
-            tokens = self._tokens[rank].tolist()
-            pasts = self._pasts(rank)
-            for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
-                past = pasts[at]
-                if past is not None:
-                    self._next[past].setdefault(tokens[at], []).append((rank, size))
+                classes[self._tokens[rank].tobytes()].append(rank)
+        for ranks in classes.values():
+            self._class_sizes[ranks[0]] = len(ranks)
 
-    def departures(self, ranks: Iterable[int], *, alone: bool) -> Iterator[Departure]:
+    def _count_followers(self, rank: int, size: int) -> None:
+        tokens = self._tokens[rank].tolist()
+        self._makers.update(dict.fromkeys(tokens, size))
+        pasts = self._pasts(rank)
+        for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
+            past = pasts[at]
+            if past is not None:
+                self._followers[past][tokens[at]] += size
+                self._examples.setdefault((past, tokens[at]), (rank, at))
+
+    def departures(self, ranks: Iterable[int]) -> Iterator[Departure]:
         """Of each rank the call that was least expected; none of those that did as always.
 
-        ``alone``: also by its own past only, where nobody did the same until then.
+        By its own past only, where nobody did the same until then.
         """
         for rank in ranks:
             if rank not in self._tokens:
                 continue
             partings = [*self._partings(rank)]
-            if alone and not any(departure.before for departure in partings):
+            if not any(departure.before for departure in partings):
                 parted = {departure.at for departure in partings}
                 surprises = self._surprises(rank)
                 partings += [departure for departure in surprises if departure.at not in parted]
@@ -113,10 +125,10 @@ class History:
         pasts = self._pasts(rank)
         contexts = [tuple(kinds[max(0, at - _CONTEXT) : at + 1]) for at in range(len(kinds))]
         repeats = Counter(contexts)
-        return all(
-            repeats[contexts[at]] > 1 or self._followers(pasts[at], tokens[at]) > 1
-            for at in range(len(kinds) // 2, len(kinds))
-        )
+        for at in range(len(kinds) // 2, len(kinds)):
+            if repeats[contexts[at]] < 2 and self._followers_of(pasts[at])[tokens[at]] < 2:
+                return False
+        return True
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
@@ -125,134 +137,132 @@ class History:
     def is_usual(self, rank: int, at: int) -> bool | None:
         """Whether a rank did before what it did there; None if it was never in such a place."""
         kinds = self._kinds[rank]
-        due, length = _expected(kinds, at)
-        return bool(kinds[due] == kinds[at]) if length >= _LONG else None
+        if at not in self._precedents(rank):
+            return None
+        place, _ = self._precedents(rank)[at]
+        return bool(kinds[place] == kinds[at])
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
         if rank not in self._kinds:
             return False
         kinds = self._kinds[rank]
-        due, length = _expected(kinds, len(kinds))
+        precedent = self._precedents(rank).get(len(kinds))
+        if precedent is None:
+            return False
         title = self.recording.titles.index(call.title)
-        return length > 0 and bool(kinds[due] == self._kind_of_title[title])
+        return bool(kinds[precedent[0]] == self._kind_of_title[title])
+
+    def is_shared(self, rank: int, at: int) -> bool:
+        """Whether another rank made the same two calls one after the other."""
+        before, now = self._tokens[rank][at - 1 : at + 1]
+        makers = 0
+        for other, size in self._class_sizes.items():
+            tokens = self._tokens[other]
+            if ((tokens[:-1] == before) & (tokens[1:] == now)).any():
+                makers += size
+        return makers > 1
 
     def _role(self, title: Title) -> tuple[Any, ...]:
         """The part of a title that is equal in all groups of a label."""
         groups = self.recording.groups
         group = groups[title.group]
-        ranks = group.ranks or ()
+        members = group.ranks or ()
+        pair = None
         if title.p2p and group.label == DEFAULT:
-            # A send in the default group names ranks of the job, which no two pairs have in common:
-            # it counts as one of the smallest group of both, or by the distance of both.
-            pair = pair_of(title.what, ranks or range(self.recording.world_size))
-            if pair is not None:
-                both = [g for g in groups.values() if g.ranks and {*pair} <= {*g.ranks}]
-                small = min(both, key=lambda g: len(g.ranks or ()), default=group)
-                where: tuple[Any, ...] = (pair[1] - pair[0],)
-                if small.ranks and small.label != DEFAULT:
-                    where = (small.label, *map(small.ranks.index, pair))
-                return (title.label, title.what.name, *where, title.text.partition("|")[2])
-        step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
-        return (group.label or title.group, len(ranks), step, title.p2p, title.text)
+            pair = pair_of(title.what, members or range(self.recording.world_size))
+        if pair is None:
+            step = members[1] - members[0] if len(members) > 1 else 0
+            return (group.label or title.group, len(members), step, title.p2p, title.text)
+        # A send in the default group names ranks of the job, which no two pairs have in common: it
+        # counts as one of the smallest group of both, or by the distance of both.
+        where: tuple[Any, ...] = (pair[1] - pair[0],)
+        smallest = len(members)
+        for other in groups.values():
+            ranks = other.ranks or ()
+            if {*pair} <= {*ranks} and other.label != DEFAULT and len(ranks) <= smallest:
+                smallest = len(ranks) - 1
+                where = (other.label, *map(ranks.index, pair))
+        return (title.label, title.what.name, *where, title.text.partition("|")[2])
 
     def _pasts(self, rank: int) -> list[int | None]:
         """Before each call, what stands for the calls before it; None where too few are known."""
-        tokens = self._tokens[rank].astype(np.uint64) * _FACTOR
-        tokens ^= tokens >> np.uint64(29)
-        count = len(tokens)
-        past = self._past
+        tokens = self._tokens[rank].astype(np.uint64)
+        places = np.arange(len(tokens))
+        # A sum of the calls since ``starts``, each times a power of a factor for its place; divided
+        # by the power of the first place, it is equal for equal calls that begin elsewhere.
+        starts = np.maximum(0, places - self._past)
         with np.errstate(over="ignore"):
-            powers = np.cumprod(np.full(count + 1, _FACTOR), dtype=np.uint64)
-            inverses = np.cumprod(np.full(count + 1, _INVERSE), dtype=np.uint64)
-            sums = np.concatenate(([np.uint64(0)], np.cumsum(tokens * powers[:count])))[:count]
-            hashes = sums.copy()
-            if count > past:
-                window = sums[past:] - sums[:-past]
-                hashes[past:] = window * inverses[: count - past] * _FACTOR
-        is_whole = self.recording.ranks[rank].whole
-        return [
-            value if is_whole or at >= past else None for at, value in enumerate(hashes.tolist())
-        ]
+            powers = np.cumprod(np.full(len(tokens), _FACTOR), dtype=np.uint64)
+            inverses = np.cumprod(np.full(len(tokens), _INVERSE), dtype=np.uint64)
+            sums = np.cumsum(tokens * powers) - tokens * powers  # of the calls before each
+            hashes = (sums - sums[starts]) * inverses[starts]
+        is_known = self.recording.ranks[rank].whole | (places >= self._past)
+        pairs = zip(hashes.tolist(), is_known.tolist(), strict=True)
+        return [value if known else None for value, known in pairs]
 
-    def _followers(self, past: int | None, token: int) -> int:
-        """How many ranks made this call after the same calls."""
-        if past is None:
-            return 0
-        return sum(size for _, size in self._next[past].get(token, ()))
+    def _followers_of(self, past: int | None) -> Counter[int]:
+        """How many ranks made each call after the same calls."""
+        if past is None or past not in self._followers:
+            return Counter()
+        return self._followers[past]
 
     def _partings(self, rank: int) -> Iterator[Departure]:
         """Where others did the same until then, and something else next."""
         pasts = self._pasts(rank)
         tokens = self._tokens[rank].tolist()
         calls = self.recording.ranks[rank].calls
-        kinds = self._kinds[rank]
         for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
             past = pasts[at]
-            nexts = self._next[past] if past is not None else {}
-            if len(nexts) < 2:
+            followers = self._followers_of(past)
+            rivals = followers.keys() - {tokens[at]}
+            if past is None or not rivals:
                 continue
-            alike = self._followers(past, tokens[at])
-            others, token = max(
-                (self._followers(past, token), -place, token)
-                for place, token in enumerate(nexts)
-                if token != tokens[at]
-            )[::2]
-            peer = nexts[token][0][0]
-            peer_at = int(np.flatnonzero(self._tokens[peer] == token)[-1])
-            peer_kinds = self._kinds[peer]
-            before = self._made_before(kinds, at, int(peer_kinds[peer_at]))
+            alike = followers[tokens[at]]
+            # Of several that as many ranks made, the one that was recorded first.
+            token = max(followers, key=lambda token: (token in rivals, followers[token]))
+            others = followers[token]
+            before = self._made_before(rank, at, token >> 32)
             if others > alike or (before and others == alike):
+                peer, peer_at = self._examples[past, token]
                 due = self.recording.ranks[peer].calls[peer_at]
                 after = calls[at - 1] if at else None
                 yield Departure(rank, at, due, after, others, alike, before)
 
-    def _made_before(self, kinds: Any, at: int, due: int) -> bool | None:
+    def _made_before(self, rank: int, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
-        place, length = _expected(kinds, at)
-        if length < _LONG or kinds[place] not in (due, kinds[at]):
+        kinds = self._kinds[rank]
+        precedent = self._precedents(rank).get(at)
+        if precedent is None or kinds[precedent[0]] not in (due, kinds[at]):
             return None
-        return bool(kinds[place] == due)
-
-    def _is_shared(self, rank: int, at: int) -> bool:
-        """Whether another rank made the same two calls one after the other."""
-        before, now = self._tokens[rank][at - 1 : at + 1]
-        makers = 0
-        for other, size in self._size_of.items():
-            tokens = self._tokens[other]
-            if ((tokens[:-1] == before) & (tokens[1:] == now)).any():
-                makers += size
-        return makers > 1
+        return bool(kinds[precedent[0]] == due)
 
     def _surprises(self, rank: int) -> Iterator[Departure]:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
-        first = max(0, len(calls) - 2 * _RECENT)
+        for at, (place, is_known) in self._precedents(rank).items():
+            is_recent = len(calls) - _RECENT <= at < len(calls)
+            if is_recent and not is_known and not self.is_shared(rank, at):
+                yield Departure(rank, at, calls[place], calls[at - 1], 0, 1, True)
+
+    def _precedents(self, rank: int) -> dict[int, tuple[int, bool]]:
+        """Of the last places of a rank: where the same calls came before, for the longest time.
+
+        And whether the call was then ever the one that it is now. Of calls A B C D E, A B C D F the
+        last has the precedent E.
+        """
+        if rank in self._precedents_of:
+            return self._precedents_of[rank]
+        first = max(0, len(self._kinds[rank]) - 2 * _RECENT)
         kinds = self._kinds[rank][first:]
-        run = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
-        for at in range(1, len(kinds)):
-            run[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], run[: at - 1] + 1, 0)
-            longest = int(run[:at].max())
-            if first + at < len(calls) - _RECENT or longest < _LONG:
-                continue
-            due = int(np.flatnonzero(run[:at] == longest)[-1])
-            same_runs = run[:at][kinds[:at] == kinds[at]]
-            is_known = len(same_runs) and int(same_runs.max()) >= longest
-            if kinds[due] == kinds[at] or is_known or self._is_shared(rank, first + at):
-                continue
-            usual = calls[first + due]
-            yield Departure(rank, first + at, usual, calls[first + at - 1], 0, 1, True)
-
-
-def _expected(kinds: Any, at: int) -> tuple[int, int]:
-    """Where the same calls came before as now, for the longest time, and how many they were."""
-    places = np.arange(at)
-    length = 0
-    while at > length:
-        longer = places[places > length]
-        longer = longer[kinds[longer - length - 1] == kinds[at - length - 1]]
-        if not len(longer):
-            break
-        places = longer
-        length += 1
-    return (int(places[-1]) if length else 0), length
+        precedents: dict[int, tuple[int, bool]] = {}
+        alike = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
+        for at in range(1, len(kinds) + 1):  # also of the place after the last call
+            alike[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], alike[: at - 1] + 1, 0)
+            longest = int(alike[:at].max())
+            if longest >= _LONG:
+                places = np.flatnonzero(alike[:at] == longest)
+                is_known = bool(np.isin(kinds[at : at + 1], kinds[places]).any())
+                precedents[first + at] = (first + int(places[-1]), is_known)
+        self._precedents_of[rank] = precedents
+        return precedents

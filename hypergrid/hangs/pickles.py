@@ -13,14 +13,20 @@ from typing import Any
 
 # Of the bytes of a file: how many values and characters it may stand for. Torch writes a stack
 # frame once and refers to it in each call: 30 times, with C++ frames 150 times.
-_MOST, _SMALL = 512, 1 << 20
+_MOST = 512
+_SMALL = 1 << 20
 # The opcodes that torch and ``hypergrid.record`` write, but for those of texts and long numbers:
 # the bytes of their arguments.
 _WIDTHS = {
     **dict.fromkeys(b"(.N\x88\x89]}aseut)\x85\x86\x87", 0),
     **dict(zip(b"KqhMJrjG", (1, 1, 1, 2, 4, 4, 4, 8), strict=True)),
 }
-_PUTS, _GETS, _EMPTY, _TUPLES, _OF_DICTS = b"qr", b"hj", b"]}", b"t)\x85\x86\x87", b"su"
+# Opcodes by what they do.
+_PUTS = b"qr"
+_GETS = b"hj"
+_EMPTY = b"]}"
+_TUPLES = b"t)\x85\x86\x87"
+_OF_DICTS = b"su"
 _TEXT, _LONG, _MARK, _STOP = b"X\x8a(."
 # How many values an opcode puts into a container; None: those since the mark.
 _MEMBERS = dict(zip(b"aseut)\x85\x86\x87", (1, 2, None, None, None, 0, 1, 2, 3), strict=True))

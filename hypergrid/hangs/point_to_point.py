@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,133 +14,121 @@ from torch.distributed import ProcessGroup, Work
 
 from hypergrid import of_torch
 
-_MOST, _FRAMES = 2000, 10
-_METHODS = {"send": "->", "recv": "<-"}
+_MOST = 2000
+_ARROWS = {"send": "->", "recv": "<-"}
 _PEERS = {"send": "dstRank", "recv": "srcRank"}  # torch's names of the argument
 
 
-class PointToPoint:
-    """The last operations of this process, as entries with the keys of torch's recorder.
+@dataclass(slots=True)
+class _Call:
+    """A send or receive: its entry with the keys of torch's recorder, and its handle."""
 
-    An operation is done when its handle has been waited for, or dropped.
-    """
+    entry: dict[str, Any]
+    work: weakref.ref[Work] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its handle has been waited for, or dropped."""
+        if self.entry["time_discovered_completed_ns"]:
+            return True
+        return self.work is not None and self.work() is None
+
+
+class PointToPoint:
+    """The last operations of this process."""
 
     def __init__(self) -> None:
         self._calls: deque[_Call] = deque(maxlen=_MOST)
-        self._waited: weakref.WeakKeyDictionary[Work, _Call] = weakref.WeakKeyDictionary()
-        self._counts: Counter[str] = Counter()
-        self._record = 0
+        self._call_of: weakref.WeakKeyDictionary[Work, _Call] = weakref.WeakKeyDictionary()
+        self._counts: Counter[str] = Counter()  # by the name of a group
         self._closed = False
         # Got from the class they are functions, which would not bind when they are put back.
-        self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS}
-        self._wait = vars(Work)["wait"]
-        for name in _METHODS:
-            setattr(ProcessGroup, name, self._recording(name))
-        waited = self._waited
-        wait = self._wait
-
-        def waiting(work: Work, *args: Any, **options: Any) -> Any:
-            result = wait(work, *args, **options)
-            call = waited.get(work)
-            if call is not None:
-                call.done = time.time_ns()
-            return result
-
-        self._ours = {name: getattr(ProcessGroup, name) for name in _METHODS}
-        self._our_wait = waiting
-        setattr(Work, "wait", waiting)  # noqa: B010 - its type is that of torch's method
+        self._originals = [
+            (ProcessGroup, "send", vars(ProcessGroup)["send"]),
+            (ProcessGroup, "recv", vars(ProcessGroup)["recv"]),
+            (Work, "wait", vars(Work)["wait"]),
+        ]
+        (_, _, send), (_, _, recv), (_, _, wait) = self._originals
+        self._replacements = [
+            self._recording("send", send),
+            self._recording("recv", recv),
+            self._waiting(wait),
+        ]
+        for (owner, name, _), replacement in zip(self._originals, self._replacements, strict=True):
+            setattr(owner, name, replacement)
 
     def close(self) -> None:
         """Put torch's own methods back, where nobody has replaced ours since."""
         self._closed = True
-        for name, original in self._originals.items():
-            if getattr(ProcessGroup, name) is self._ours[name]:
-                setattr(ProcessGroup, name, original)
-        if Work.wait is self._our_wait:
-            setattr(Work, "wait", self._wait)  # noqa: B010 - its type is that of torch's method
+        for (owner, name, original), ours in zip(self._originals, self._replacements, strict=True):
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
 
-    def _recording(self, name: str) -> Callable[..., Work]:
-        original = self._originals[name]
-
+    def _recording(self, kind: str, original: Callable[..., Work]) -> Callable[..., Work]:
         def recording(group: ProcessGroup, tensors: list[Tensor], *args: Any, **named: Any) -> Work:
             is_registered = of_torch.knows(group)  # others may have no name
             is_on_cpu = bool(tensors) and tensors[0].device.type == "cpu"
             if self._closed or not is_registered or not is_on_cpu:
-                work: Work = original(group, tensors, *args, **named)
-                return work
-            call = _Call(name, group, tensors, args[0] if args else named[_PEERS[name]])
-            name_of_group = call.group[0]
-            self._counts[name_of_group] += 1
-            call.seq = self._counts[name_of_group]
-            call.record = self._record
-            self._record += 1
-            self._calls.append(call)
+                return original(group, tensors, *args, **named)
+            peer = args[0] if args else named[_PEERS[kind]]
+            call = self._begin(kind, group, tensors, peer)
+            # The call is recorded before it is made: the process may stay in it.
             work = original(group, tensors, *args, **named)
             call.work = weakref.ref(work)
-            self._waited[work] = call
+            self._call_of[work] = call
             return work
 
         return recording
 
-    @property
-    def count(self) -> int:
-        """How many operations were begun."""
-        return self._record
+    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        call_of = self._call_of
 
-    def entries(self) -> Iterator[dict[str, Any]]:
-        """The recorded operations, from the oldest to the newest."""
-        for call in list(self._calls):
-            yield call.entry()
+        def waiting(work: Work, *args: Any, **options: Any) -> Any:
+            result = original(work, *args, **options)
+            call = call_of.get(work)
+            if call is not None:
+                call.entry["time_discovered_completed_ns"] = time.time_ns()
+            return result
 
+        return waiting
 
-class _Call:
-    __slots__ = (
-        *("created", "done", "group", "inputs", "kind", "peer", "rank"),
-        *("record", "seq", "stack", "work"),
-    )
-
-    def __init__(self, kind: str, group: ProcessGroup, tensors: list[Tensor], peer: int) -> None:
-        self.created = time.time_ns()
-        self.done = 0
-        self.group = (group.group_name, group.group_desc)
-        self.kind = kind
-        self.rank = group.rank()
-        self.peer = peer
-        self.inputs = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        self.work: weakref.ref[Work] | None = None
-        self.seq = self.record = 0
-        self.stack: list[tuple[CodeType, int]] = []
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and len(self.stack) < _FRAMES:
-            self.stack.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
-
-    def entry(self) -> dict[str, Any]:
-        done = self.done or (self.work is not None and self.work() is None)
-        sizes = [list(size) for size, _ in self.inputs]
-        dtypes = [dtype.removeprefix("torch.") for _, dtype in self.inputs]
-        frames = [
-            {"name": code.co_name, "filename": code.co_filename, "line": line}
-            for code, line in self.stack
-        ]
-        return {
-            "frames": frames,
-            "record_id": self.record,
+    def _begin(self, kind: str, group: ProcessGroup, tensors: list[Tensor], peer: int) -> _Call:
+        record = self.count
+        self._counts[group.group_name] += 1
+        number = self._counts[group.group_name]
+        sizes = [list(tensor.shape) for tensor in tensors]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        entry = {
+            "frames": [],
+            "record_id": record,
             "pg_id": 0,
-            "process_group": list(self.group),
+            "process_group": [group.group_name, group.group_desc],
             "collective_seq_id": 0,
-            "p2p_seq_id": self.seq,
-            "op_id": self.seq,
-            "profiling_name": f"gloo:{self.kind} {self.rank}{_METHODS[self.kind]}{self.peer}",
-            "time_created_ns": self.created,
+            "p2p_seq_id": number,
+            "op_id": number,
+            "profiling_name": f"gloo:{kind} {group.rank()}{_ARROWS[kind]}{peer}",
+            "time_created_ns": time.time_ns(),
             "input_sizes": sizes,
             "input_dtypes": dtypes,
             "output_sizes": sizes,
             "output_dtypes": dtypes,
-            "state": "completed" if done else "scheduled",
             "time_discovered_started_ns": None,
-            "time_discovered_completed_ns": self.done or None,
-            "retired": bool(done),
+            "time_discovered_completed_ns": None,
             "timeout_ms": 0,
             "is_p2p": True,
         }
+        call = _Call(entry)
+        self._calls.append(call)
+        return call
+
+    @property
+    def count(self) -> int:
+        """How many operations were begun."""
+        return sum(self._counts.values())
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """The recorded operations, from the oldest to the newest."""
+        for call in list(self._calls):
+            is_done = call.is_done
+            state = "completed" if is_done else "scheduled"
+            yield {**call.entry, "state": state, "retired": is_done}

@@ -30,7 +30,8 @@ from hypergrid.messages import one_line
 
 _NUMBERED = re.compile(r"^(.*?)(\d{1,9})(\.json)?$")
 _MOST_RANKS = 1 << 20
-_MOST_BYTES, _MOST_CALLS = 256 << 20, 64 << 20  # of a file, of all files
+_MOST_BYTES = 256 << 20  # of a file
+_MOST_CALLS = 64 << 20  # of all files
 _MOST_FILES = 100_000  # of a directory
 _MOST_FRAMES = 100
 _FAR = 10 * 10**9  # ns; more than clocks of hosts differ
@@ -40,7 +41,8 @@ _NAMES = (
     *("collective_seq_id", "p2p_seq_id", "retired", "state"),
     *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
 )
-_FIELDS, _SHARED = itemgetter(*_NAMES), 7  # so many of them are the same for many calls
+_FIELDS = itemgetter(*_NAMES)
+_SHARED = 7  # so many of them are the same for many calls
 DEFAULT = "default_pg"  # torch's description of the default group
 ENDED = "ended"  # the reason that ``hypergrid.record`` gives where no exception ended the script
 
@@ -124,7 +126,8 @@ class Calls(Sequence[Call]):
         columns: Any = ((),) * 6,
         frames: Mapping[int, tuple[Frame, ...]] | None = None,
     ) -> None:
-        self.titles, self.frames = titles if titles is not None else [], dict(frames or {})
+        self.titles = [] if titles is None else titles
+        self.frames = dict(frames or {})
         self.columns = np.stack([np.asarray(column, np.int64) for column in columns])
         self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
 
@@ -138,28 +141,34 @@ class Calls(Sequence[Call]):
 
     def __getitem__(self, at: int) -> Call:  # type: ignore[override]
         title, seq, created, started, completed, done = self.columns[:, at].tolist()
-        frames = self.frames.get(range(len(self))[at], ())
+        place = range(len(self))[at]  # calls[-1] is the last
+        frames = self.frames.get(place, ())
         return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
 
     def at(self, places: Any) -> Calls:
         """The calls at some places, or where a mask is true, in that order."""
         places = np.arange(len(self))[places]
-        moved = {new: self.frames[old] for new, old in enumerate(places) if old in self.frames}
-        return Calls(self.titles, self.columns[:, places], moved)
+        frames = {}
+        for new, old in enumerate(places.tolist()):
+            if old in self.frames:
+                frames[new] = self.frames[old]
+        return Calls(self.titles, self.columns[:, places], frames)
 
     def joined(self, others: Calls) -> Calls:
         """Both, by the time at which they were made."""
-        frames = {**self.frames, **{len(self) + at: f for at, f in others.frames.items()}}
-        both = Calls(self.titles, np.hstack((self.columns, others.columns)), frames)
-        return both.at(np.argsort(both.created, kind="stable"))
+        frames = dict(self.frames)
+        for place, stack in others.frames.items():
+            frames[len(self) + place] = stack
+        joined = Calls(self.titles, np.hstack((self.columns, others.columns)), frames)
+        return joined.at(np.argsort(joined.created, kind="stable"))
 
 
 @lru_cache(maxsize=4096)
 def _what(text: str) -> What:
+    # "gloo:send 0->1|[[4]]|[[4]]|['Float']|['Float']": name, sizes and dtypes of both sides
     title, *shapes = text.split("|")
     name, _, detail = title.rpartition(":")[2].partition(" ")
-    inputs, outputs, *dtypes = shapes
-    return What(name.lstrip("_") or "an operation", detail, inputs, outputs, dtypes[0], dtypes[1])
+    return What(name.lstrip("_") or "an operation", detail, *shapes)
 
 
 @dataclass
@@ -174,7 +183,9 @@ class Group:
     @property
     def shown(self) -> str:
         """How a sentence calls it."""
-        return "the default group" if self.label == DEFAULT else self.label or f"group {self.name}"
+        if self.label == DEFAULT:
+            return "the default group"
+        return self.label or f"group {self.name}"
 
 
 @dataclass
@@ -240,11 +251,11 @@ def read(
     Many files are loaded by so many forked ``processes``, each of which holds one file: give more
     than one only where no other thread runs.
     """
-    paths = [
-        path
-        for path in sorted(Path(directory).iterdir(), key=_by_rank)
-        if path.is_file() and not path.name.endswith((".part", ".tmp"))
-    ]
+    paths = []
+    for path in sorted(Path(directory).iterdir(), key=_by_rank):
+        # A rank may be writing now: it renames its file when that is whole.
+        if path.is_file() and not path.name.endswith((".part", ".tmp")):
+            paths.append(path)
     reader = _Reader()
     if len(paths) > _MOST_FILES:
         first = one_line(paths[_MOST_FILES].name)
@@ -260,10 +271,10 @@ def read(
             if workers > 1:
                 pool = ProcessPoolExecutor(workers, get_context("fork"))
                 load = partial(stack.enter_context(pool).map, chunksize=4)
-            for number, (path, loaded) in enumerate(zip(paths, load(_load, paths), strict=True), 1):
-                reader.add(path, loaded)
+            for number, loaded in enumerate(load(_load, paths)):
+                reader.add(paths[number], loaded)
                 if progress is not None:
-                    progress(number, len(paths))
+                    progress(number + 1, len(paths))
     finally:
         if was_on:
             gc.enable()
@@ -391,13 +402,14 @@ def _process(data: dict[str, Any]) -> RankRecording:
 def _calls(entries: list[dict[str, Any]]) -> tuple[Calls, bool]:
     """Entries of a flight recorder, and whether they reach back to the first call."""
     # Millions of entries: the bytes of the fields that many of them share stand for these.
-    fields = [*zip(*map(_FIELDS, entries), strict=True)] or [()] * len(_NAMES)
-    shared = fields[:_SHARED]
+    if not entries:
+        return Calls(), True
+    fields = [*zip(*map(_FIELDS, entries), strict=True)]
     collective_seq, p2p_seq, retired, state, *times = fields[_SHARED:]
     place_of: dict[bytes, int] = {}
     titles: list[Title] = []
     places: list[int] = []
-    for values in zip(*shared, strict=True):
+    for values in zip(*fields[:_SHARED], strict=True):
         key = marshal.dumps(values)
         if key not in place_of:
             place_of[key] = len(titles)
@@ -405,12 +417,14 @@ def _calls(entries: list[dict[str, Any]]) -> tuple[Calls, bool]:
         places.append(place_of[key])
     is_p2p = np.array([title.p2p for title in titles], bool)[places]
     seq = np.where(is_p2p, _numbers(p2p_seq), _numbers(collective_seq))
-    pairs = zip(retired, state, strict=True)
-    done = [is_retired is True or name == "completed" for is_retired, name in pairs]
-    # The stack of a call is shown if it has not ended, or is the last one.
-    shown = [at for at in range(len(done)) if not done[at] or at == len(done) - 1]
-    frames = {at: _frames(entries[at].get("frames")) for at in shown}
-    is_whole = not entries or int(entries[0].get("record_id") or 0) == 0
+    done: list[bool] = []
+    frames: dict[int, tuple[Frame, ...]] = {}
+    for at, entry in enumerate(entries):
+        done.append(retired[at] is True or state[at] == "completed")
+        # The stack of a call is shown if it has not ended, or is the last one.
+        if not done[at] or at == len(entries) - 1:
+            frames[at] = _frames(entry.get("frames"))
+    is_whole = int(entries[0].get("record_id") or 0) == 0
     calls = Calls(titles, (places, seq, *map(_numbers, times), done), frames)
     return _without_batches(calls), is_whole
 
@@ -428,7 +442,9 @@ def _shape(values: Any) -> str:
     flat = []
     for value in values:
         flat += value if isinstance(value, list) else [value]
-    if not isinstance(values, list) or not all(type(value) in (int, str) for value in flat):
+    # The text of anything else could be endless.
+    is_plain = all(type(value) in (int, str) for value in flat)
+    if not isinstance(values, list) or not is_plain:
         raise ValueError("a call has no valid sizes")
     return str(values)
 
@@ -455,7 +471,9 @@ def _rank(number: Any) -> int:
 
 
 def _members(ranks: Any) -> tuple[int, ...]:
-    return tuple(map(_rank, json.loads(ranks or "[]") if isinstance(ranks, str) else ranks))
+    if isinstance(ranks, str):  # torch writes them as text
+        ranks = json.loads(ranks or "[]")
+    return tuple(map(_rank, ranks))
 
 
 def _frames(rows: Any) -> tuple[Frame, ...]:
@@ -508,21 +526,25 @@ class _Reader:
         """Take one file in."""
         if loaded.is_foreign:
             self.foreign.append((path, loaded.problem))
-        elif loaded.problem:
+            return
+        if loaded.problem:
             self._failed(path, loaded.problem)
-        elif loaded.recording is not None:
-            try:
-                self._merge(loaded.recording)
-            except ValueError as error:
-                return self._failed(path, _unreadable(str(error)))
-            self.prefixes.add(_by_rank(path)[0])
-            rank = loaded.recording.rank
-            if loaded.world_size:
-                self.sizes.setdefault(loaded.world_size, rank)
-            for group in loaded.groups:
-                known = self.named[group.name].setdefault(group.ranks or (), group)
-                known.dims = known.dims or group.dims
-                self.members_of[rank, group.name] = known.ranks or ()
+            return
+        if loaded.recording is None:
+            return
+        try:
+            self._merge(loaded.recording)
+        except ValueError as error:
+            self._failed(path, _unreadable(str(error)))
+            return
+        self.prefixes.add(_by_rank(path)[0])
+        rank = loaded.recording.rank
+        if loaded.world_size:
+            self.sizes.setdefault(loaded.world_size, rank)
+        for group in loaded.groups:
+            first = self.named[group.name].setdefault(group.ranks or (), group)
+            first.dims = first.dims or group.dims  # torch's recorder has no dims
+            self.members_of[rank, group.name] = first.ranks or ()
 
     def _failed(self, path: Path, problem: str) -> None:
         self.problems.append(one_line(f"{path.name} {problem}."))
@@ -542,14 +564,17 @@ class _Reader:
         if not part.has_calls and part.calls:
             self.sends[part.rank] = part.calls
             part.calls = Calls()
-        vars(recording).update({name: value for name, value in vars(part).items() if value})
+        for name, value in vars(part).items():
+            if value:
+                setattr(recording, name, value)
         recording.whole = is_whole
 
     def recording(self) -> Recording:
         """The files of all ranks as one recording."""
+        has_calls = any(recording.has_calls for recording in self.ranks.values())
         for path, problem in self.foreign:  # other files of the job are numbered too: logs, events
             prefix, rank, _ = _by_rank(path)
-            is_dump = prefix in self.prefixes or not any(r.has_calls for r in self.ranks.values())
+            is_dump = prefix in self.prefixes or not has_calls
             if rank >= 0 and is_dump:
                 self._failed(path, problem)
         self._drop_other_lives()
@@ -563,7 +588,10 @@ class _Reader:
             recording.calls = self._with_keys(rank, recording.calls)
             if rank in self.sends and not has_sends:
                 recording.calls = recording.calls.joined(self._with_keys(rank, self.sends[rank]))
-        world_size = max([*self.sizes, *(rank + 1 for rank in ranks)], default=0)
+        sizes = [*self.sizes]
+        for known_ranks in (ranks, *(group.ranks or () for group in self.groups.values())):
+            sizes.append(max(known_ranks, default=-1) + 1)
+        world_size = max(sizes)
         mixed = self._several_sizes() or _gap(ranks)
         return Recording(
             ranks, self.groups, world_size, self.problems, self.titles, self.unread, mixed

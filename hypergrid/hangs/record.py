@@ -41,9 +41,15 @@ ASKED = "asked"  # a file: when it changes, every rank that shares the directory
 EARLIER = "earlier"  # a directory: what the previous run left
 LATER = "later"  # a directory: what a rank wrote of the same hang when it was torn down
 ENDED = "ended"  # the reason that is written where no exception ended the script
-_TICK, _LOOK = 1.0, 5.0  # seconds between looks at the groups, at the directory and the calls
-_THREADS, _FRAMES, _TEXT = 100, 100, 20_000  # bounds of a file of stacks
-_HANDLED, _ENOUGH = 0, 255  # bytes that are no signal's number
+_TICK = 1.0  # seconds between looks at the groups
+_LOOK = 5.0  # seconds between looks at the directory and the calls
+# Bounds of a file of stacks.
+_THREADS = 100
+_FRAMES = 100
+_TEXT = 20_000
+# Bytes in the pipe that are no signal's number.
+_HANDLED = 0
+_ENOUGH = 255
 _Row = tuple[str, int, str]
 _current: Recorder | None = None
 
@@ -92,10 +98,10 @@ def record(
         directory = os.environ.get("HYPERGRID_RECORD")
     if not directory:
         raise ValueError("record() needs a directory, as an argument or in HYPERGRID_RECORD.")
-    if after is None:
-        after = _seconds(os.environ.get("HYPERGRID_RECORD_AFTER") or None, "HYPERGRID_RECORD_AFTER")
-    else:
+    if after is not None:
         after = _seconds(after, "after")
+    elif os.environ.get("HYPERGRID_RECORD_AFTER"):
+        after = _seconds(os.environ["HYPERGRID_RECORD_AFTER"], "HYPERGRID_RECORD_AFTER")
     if p2p is None:
         p2p = os.environ.get("HYPERGRID_RECORD_P2P", "0") not in ("", "0")
     settings = (Path(directory).resolve(), after, p2p)
@@ -112,12 +118,12 @@ def record(
     return _current
 
 
-def _seconds(given: str | float | None, name: str) -> float | None:
+def _seconds(value: str | float, name: str) -> float:
     with suppress(TypeError, ValueError):
-        seconds = None if given is None else float(given)
-        if seconds is None or 0 < seconds < float("inf"):
+        seconds = float(value)
+        if 0 < seconds < float("inf"):
             return seconds
-    raise ValueError(f"invalid value for {name}: {shown(given)}; allowed: seconds above 0.")
+    raise ValueError(f"invalid value for {name}: {shown(value)}; allowed: seconds above 0.")
 
 
 def _in_child() -> None:
@@ -159,10 +165,12 @@ class Recorder:
         self._p2p = point_to_point.PointToPoint() if p2p else None
         self._closed = threading.Event()
         self._out, self._in = os.pipe()
-        for end in (self._out, self._in):
-            os.set_blocking(end, False)
+        # A handler that waits for room in the pipe would stop the rank.
+        os.set_blocking(self._out, False)
+        os.set_blocking(self._in, False)
         self._take_signals()
-        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._on_exception
         pool.after_failure.add(self._on_failure)
         atexit.register(self._on_end)
         self.thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
@@ -227,7 +235,8 @@ class Recorder:
     def _take_signals(self) -> None:
         self._handler = signal.getsignal(SIGNAL)
         signal.signal(SIGNAL, self._on_signal)
-        if not callable(self._handler):  # nobody waits for a call to be interrupted
+        # Only a handler of the script may wait for a call to be interrupted.
+        if not callable(self._handler):
             signal.siginterrupt(SIGNAL, False)
         self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
 
@@ -237,7 +246,8 @@ class Recorder:
             if installed not in (self._in, self._wakeup):  # by other code since
                 signal.set_wakeup_fd(installed)
             if signal.getsignal(SIGNAL) == self._on_signal:
-                signal.signal(SIGNAL, signal.SIG_DFL if self._handler is None else self._handler)
+                # None: a handler that was not installed from Python cannot be put back.
+                signal.signal(SIGNAL, self._handler or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # The thread was woken for it before, unless other code has taken the wakeup descriptor.
@@ -318,8 +328,11 @@ class Recorder:
             pending = pending or not (entry["retired"] or entry["state"] == "completed")
         # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
         age = (time.time_ns() - newest) / 1e9
-        self._since = now - age if pending and age <= after else now  # sends are not counted
-        if pending and age > after:
+        if not pending:
+            self._since = now
+        elif age <= after:
+            self._since = now - age  # a send of NCCL is recorded, and changes no number
+        else:
             self._since = None
             self.write(f"timeout: in a call for more than {after:g} s")
             self._replace(ASKED, f"rank {self._rank}\n".encode())
@@ -327,7 +340,9 @@ class Recorder:
 
     def _counts(self) -> dict[str, int]:
         """How many calls were made in each group, by torch's name; sends and receives under ""."""
-        counts = {"": self._p2p.count if self._p2p is not None else 0}
+        counts = {"": 0}
+        if self._p2p is not None:
+            counts[""] = self._p2p.count
         for group, name in of_torch.known().items():
             counts[name] = of_torch.calls_of(group) or 0
         return counts
@@ -356,17 +371,18 @@ class Recorder:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _write_groups(self) -> None:
-        alive = dist.is_initialized()
+        is_alive = dist.is_initialized()
+        groups = None
         try:
-            pools = pool.live_pools() if alive else []
-            labels = [pooled.label for owner in pools for pooled in owner.groups]
-            groups = (list(of_torch.known().values()), labels) if alive else None
+            if is_alive:
+                labels = [pooled.label for owner in pool.live_pools() for pooled in owner.groups]
+                groups = (list(of_torch.known().values()), labels)
             if self._rank is not None and groups == self._groups:
                 return
             records = group_records()
         except (KeyError, RuntimeError, ValueError):
             return  # groups are being created or destroyed: the next look sees them
-        if not alive:
+        if not is_alive:
             records["rank"] = _number("RANK")
             records["world_size"] = _number("WORLD_SIZE")
         if records["rank"] is None:
@@ -381,29 +397,27 @@ class Recorder:
     def _make_room(self, rank: int) -> None:
         """Move the rank's files of an earlier run."""
         directory = self.settings[0]
-        for folder, target in (
-            (directory, directory / EARLIER),
-            (directory / LATER, directory / EARLIER / LATER),
-        ):
-            for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
-                if os.path.lexists(folder / name):
-                    _make_folder(directory / EARLIER)
+        earlier = directory / EARLIER
+        for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
+            for source, target in ((directory, earlier), (directory / LATER, earlier / LATER)):
+                if os.path.lexists(source / name):
+                    _make_folder(earlier)
                     _make_folder(target)
-                    os.replace(folder / name, target / name)
+                    os.replace(source / name, target / name)
 
     def _stacks(self, reason: str, error: BaseException | None) -> bytes:
-        main = threading.main_thread().ident
+        raised = self._raised
+        if error is not None:
+            raised = (_text(error), _rows(_outwards(error.__traceback__)))
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads = []
         for ident, frame in islice(sys._current_frames().items(), _THREADS):
             rows = _rows(traceback.walk_stack(frame))
-            if ident == main and error is not None:
-                rows = _rows(_outwards(error.__traceback__))
-            elif ident == main and self._raised is not None:
-                rows = self._raised[1]
+            is_main = ident == threading.main_thread().ident
+            if is_main and raised is not None:
+                rows = raised[1]
             name = names.get(ident, "of outside Python")
-            threads.append({"name": name, "main": ident == main, "frames": rows})
-        text = _text(error) if error is not None else self._raised and self._raised[0]
+            threads.append({"name": name, "main": is_main, "frames": rows})
         content = {
             "schema": SCHEMA,
             "rank": self._rank,
@@ -412,9 +426,9 @@ class Recorder:
             "life": self._life,
             "written_ns": time.time_ns(),
             "reason": reason,
-            "error": text,
+            "error": raised and raised[0],
             "threads": sorted(threads, key=lambda thread: not thread["main"]),
-            "p2p": list(self._p2p.entries()) if self._p2p is not None else [],
+            "p2p": [] if self._p2p is None else list(self._p2p.entries()),
         }
         return json.dumps(content).encode()
 
@@ -423,15 +437,14 @@ class Recorder:
         # Torch looks up the stacks in torch._inductor: importing that takes seconds of CPU.
         stacks = "torch._inductor.codecache" in sys.modules
         whole = _joined(of_torch.recorded(stacks))
-        configured = {
-            group["name"]: {
+        configured = {}
+        for group in group_records()["groups"]:
+            configured[group["name"]] = {
                 "name": group["name"],
                 "desc": group["description"],
                 "ranks": json.dumps(group["ranks"]),
             }
-            for group in group_records()["groups"]
-        }
-        whole["pg_config"] = {**configured, **whole.get("pg_config", {})}
+        whole["pg_config"] = configured | whole.get("pg_config", {})
         return pickle.dumps(whole, 2)
 
     def _replace(self, name: str, data: bytes) -> None:
@@ -464,16 +477,14 @@ def _outwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 def _rows(walked: Iterable[tuple[FrameType, int]]) -> list[_Row]:
     """File, line and function from the innermost frame on, as if nothing was recorded."""
-    codes = [(frame.f_code, line) for frame, line in islice(walked, _FRAMES)]
-    for i, (code, _) in enumerate(codes):
+    rows: list[_Row] = []
+    for frame, line in islice(walked, _FRAMES):
+        code = frame.f_code
         if code is Recorder._on_signal.__code__:  # the main thread had not left it yet
-            codes = codes[i + 1 :]
-            break
-    return [
-        (code.co_filename, line, code.co_name)
-        for code, line in codes
-        if code.co_filename != point_to_point.__file__
-    ]
+            rows.clear()
+        elif code.co_filename != point_to_point.__file__:
+            rows.append((code.co_filename, line, code.co_name))
+    return rows
 
 
 def _number(name: str) -> int | None:
@@ -487,7 +498,7 @@ def _joined(dumps: Sequence[bytes]) -> dict[str, Any]:
     for recorder in map(pickle.loads, dumps):
         for key, value in recorder.items():
             if isinstance(value, dict):
-                whole[key] = {**whole.get(key, {}), **value}
+                whole[key] = whole.get(key, {}) | value
             elif isinstance(value, list):
                 whole[key] = [*whole.get(key, []), *value]
             else:

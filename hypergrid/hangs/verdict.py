@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from hypergrid.hangs.causes import Cause, Kind, Rules
-from hypergrid.hangs.history import Departure
 from hypergrid.hangs.reading import Call, Frame, Recording
 from hypergrid.hangs.waiting import UNRECORDED, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
@@ -75,36 +74,47 @@ def diagnose(
     """
     waiting = Waiting(recording, patience)
     cause = Rules(waiting).cause()
-    words = _Words(waiting, plan)
-    wait = cause.wait
-    sentence = words.sentence(cause)
-    return Diagnosis(
+    words = _Words(waiting, plan, cause)
+    sentence = words.sentence()
+    if cause.kind != "slow":  # it begins with the name of a call
+        sentence = sentence[:1].upper() + sentence[1:]
+    needed = {rank: tuple(waiting.needs(rank))[:_SHOWN] for rank in sorted(waiting.blocked)}
+    diagnosis = Diagnosis(
         cause.kind,
-        sentence[:1].upper() + sentence[1:] if cause.kind != "slow" else sentence,
+        sentence,
         cause.ranks,
-        not cause.doubt,
-        recording.groups[wait.group].shown if wait else None,
-        waiting.members(wait.group) if wait else (),
-        wait.call.what.name if wait else None,
-        wait.seq if wait else None,
-        wait.ns / 1e9 if wait else None,
-        tuple(words.chain(cause)),
-        {rank: (*waiting.needs(rank),)[:_SHOWN] for rank in sorted(waiting.blocked)},
-        _states(waiting, cause),
-        tuple(recording.problems),
+        certain=not cause.doubt,
+        chain=tuple(words.chain()),
+        waiting=needed,
+        states=_states(waiting, cause),
+        problems=tuple(recording.problems),
+    )
+    wait = cause.wait
+    if wait is None:
+        return diagnosis
+    return replace(
+        diagnosis,
+        group=recording.groups[wait.group].shown,
+        members=waiting.members(wait.group),
+        operation=wait.call.what.name,
+        seq=wait.seq,
+        seconds=wait.ns / 1e9,
     )
 
 
 def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
-    layers: dict[State, Iterable[int]] = {
-        "elsewhere": range(waiting.recording.world_size),
-        "running": {rank for wait in waiting.running for rank in wait.inside},
+    ranks_of: dict[State, Iterable[int]] = {
+        "elsewhere": waiting.world,
+        "running": [rank for wait in waiting.running for rank in wait.inside],
         "waiting": waiting.blocked | waiting.unseen,
         "raised": waiting.raised,
         "no dump": waiting.gone,
         "cause": cause.ranks,
     }
-    return {rank: state for state, ranks in layers.items() for rank in ranks}
+    states: dict[int, State] = {}
+    for state, ranks in ranks_of.items():
+        states.update(dict.fromkeys(ranks, state))
+    return states
 
 
 # What to look at next, by the kind of a verdict.
@@ -135,90 +145,106 @@ _DOUBTS = {
 }
 
 
+_SINGULAR = {"they": "it", "their": "its", "them": "it", "dumps": "its dump"}
+_PLURAL = {"they": "they", "their": "their", "them": "them", "dumps": "their dumps"}
+
+
 class _Words:
     """Says a cause in sentences."""
 
-    def __init__(self, waiting: Waiting, plan: GroupPlan | None) -> None:
+    def __init__(self, waiting: Waiting, plan: GroupPlan | None, cause: Cause) -> None:
         self.waiting = waiting
         self.ranks = waiting.ranks
+        self.groups = waiting.recording.groups
         self.plan = plan
+        self.cause = cause
+        self.is_plural = len(cause.ranks) > 1
+        self.pronouns = _PLURAL if self.is_plural else _SINGULAR
 
-    def sentence(self, cause: Cause) -> str:
+    def sentence(self) -> str:
         """The verdict."""
-        kinds = {
+        sentences = {
             "ok": self._well,
             "empty": self._nothing,
             "slow": self._slow,
             "mismatch": self._mismatch,
             "order": self._order,
         }
-        text = kinds.get(cause.kind, self._absent)(cause)
-        if not cause.doubt:
+        text = sentences.get(self.cause.kind, self._absent)()
+        if not self.cause.doubt:
             return text
-        they, their, them = (
-            ("they", "their", "them") if len(cause.ranks) > 1 else ("it", "its", "it")
-        )
-        blind = _ranks(sorted(self.waiting.blind)) if self.waiting.blind else ""
-        mixed = self.waiting.recording.mixed
-        doubt = _DOUBTS[cause.doubt].format(
-            they=they, their=their, them=them, blind=blind, mixed=mixed
+        doubt = _DOUBTS[self.cause.doubt].format(
+            **self.pronouns,
+            blind=_ranks(sorted(self.waiting.blind)),
+            mixed=self.waiting.recording.mixed,
         )
         return f"{text} Not certain: {doubt}."
 
-    def chain(self, cause: Cause) -> list[str]:
+    def chain(self) -> list[str]:
         """Why it is so, what the others do, and what to look at next."""
-        lines = self._places(cause)
-        waits = self.waiting.waits
-        if cause.wait is not None and not cause.circle and cause.kind != "slow":
-            lines.append(self._line(cause.wait))
-            waits = [wait for wait in waits if wait[:2] != cause.wait[:2]]
-        elsewhere = {rank for wait in waits for rank in wait.inside} - {*cause.ranks}
-        elsewhere -= {rank for rank, *_ in cause.circle}
-        if elsewhere and cause.kind != "slow":
-            calls = len({wait[:2] for wait in waits if elsewhere.intersection(wait.inside)})
-            lines.append(f"{_ranks(sorted(elsewhere), 'waits', 'wait')} in {_many(calls, 'call')}.")
+        cause = self.cause
+        lines = self._places()
+        if cause.kind != "slow":
+            waits = self.waiting.waits
+            explained = {*cause.ranks, *(rank for rank, *_ in cause.circle)}
+            if cause.wait is not None and not cause.circle:
+                lines.append(self._line(cause.wait))
+                waits = [wait for wait in waits if wait[:2] != cause.wait[:2]]
+            elsewhere = {rank for wait in waits for rank in wait.inside} - explained
+            if elsewhere:
+                calls = {wait[:2] for wait in waits if elsewhere.intersection(wait.inside)}
+                ranks = _ranks(sorted(elsewhere), "waits", "wait")
+                lines.append(f"{ranks} in {_many(len(calls), 'call')}.")
         if cause.kind in _NEXT:
             lines.append(f"Next: {_NEXT[cause.kind]}")
         return lines
 
-    def _places(self, cause: Cause) -> list[str]:
-        """Where the ranks of the cause are, in a few lines."""
-        lines = []
-        for rank, needed, wait in cause.circle[:2]:
-            if wait is None:
-                where = "is in a send or recv and may wait"
-            elif rank in wait.behind:
-                where = f"has queued {self._call(wait)} behind another call, and waits"
-            else:
-                where = f"is in {self._call(wait)} and waits"
-            lines.append(f"rank {rank} {where} for rank {needed}.")
-        if cause.kind == "mismatch" and not cause.circle:
-            calls = [(rank, call.frames) for rank, call in self._unequal(cause) if call.frames]
-            lines = [f"rank {rank} made the call in {_at(frames)}." for rank, frames in calls]
+    def _places(self) -> list[str]:
+        """Where the ranks of the cause are, in at most two lines."""
+        cause = self.cause
+        stacks: list[tuple[int, str, Sequence[Frame]]] = []
         if cause.doubt == "hidden" or cause.kind == "empty":
-            shown = sorted(self.waiting.unseen or self.ranks)
-            stacks = [(rank, self.ranks[rank].stack) for rank in shown]
-            lines = [f"rank {rank} is in {_at(stack)}." for rank, stack in stacks if stack][:2]
-        return lines
+            for rank in sorted(self.waiting.unseen or self.ranks):
+                stacks.append((rank, "is", self.ranks[rank].stack))
+        elif cause.kind == "mismatch" and not cause.circle:
+            for rank, call, _ in self._unequal():
+                stacks.append((rank, "made the call", call.frames))
+        else:
+            return [self._step(*step) for step in cause.circle[:2]]
+        lines = [f"rank {rank} {verb} in {_at(stack)}." for rank, verb, stack in stacks if stack]
+        return lines[:2]
+
+    def _step(self, rank: int, needed: int, wait: Wait | None) -> str:
+        """Who waits for whom in a circle."""
+        if wait is None:
+            return f"rank {rank} is in a send or recv and may wait for rank {needed}."
+        if rank in wait.behind:
+            call = f"has queued {self._call(wait)} behind another call,"
+        else:
+            call = f"is in {self._call(wait)}"
+        return f"rank {rank} {call} and waits for rank {needed}."
 
     def _line(self, wait: Wait) -> str:
         """Who is in a call, and for whom these ranks wait."""
         entered = sorted({*wait.inside} - {*wait.behind}) or wait.inside
+        missed = sorted({*wait.missed} - {*entered}) or wait.missed
         inside = _ranks(entered, "is in it and waits", "are in it and wait")
-        missed = _ranks(sorted({*wait.missed} - {*entered} or wait.missed))
-        return f"{self._call(wait)}: {inside} for {missed}."
+        return f"{self._call(wait)}: {inside} for {_ranks(missed)}."
 
     # The kinds.
 
-    def _well(self, cause: Cause) -> str:
-        calls = sum(len(recording.calls) for recording in self.ranks.values())
+    def _well(self) -> str:
+        recordings = self.ranks.values()
+        calls = sum(len(recording.calls) for recording in recordings)
         well = "nobody is stuck"
-        if all(recording.ended for recording in self.ranks.values()) and not self.waiting.gone:
+        if not self.waiting.gone and all(recording.ended for recording in recordings):
             well = "the script of every rank ended, none by an exception"
         text = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
-        return text if cause.doubt else f"nothing is wrong: {text}"
+        if self.cause.doubt:
+            return text
+        return f"nothing is wrong: {text}"
 
-    def _nothing(self, cause: Cause) -> str:
+    def _nothing(self) -> str:
         keeps = (
             "Torch keeps calls with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before "
             "torch 2.9) in the job's environment."
@@ -231,130 +257,141 @@ class _Words:
             f"DIR/asked. {keeps}"
         )
 
-    def _slow(self, cause: Cause) -> str:
-        wait = cause.wait
-        assert wait is not None
+    def _slow(self) -> str:
+        wait = self._wait()
         inside = _ranks(wait.inside, "has", "have")
         text = f"{self._call(wait)}: {inside} been in it{self._lasting(wait)}, with equal calls"
-        if cause.doubt:
+        if self.cause.doubt:
             return f"{text}."
         return f"{text}, so nobody is missing. It is slow, or the network under it does not answer."
 
-    def _unequal(self, cause: Cause) -> list[tuple[int, Call]]:
-        """A rank and its call, and another that called something else there."""
-        wait = cause.wait
-        assert wait is not None
-        alike = self.waiting.unequal[wait[:2]]
-        named = next((ranks for ranks in alike if not ranks.isdisjoint(cause.ranks)), alike[0])
-        others = next(ranks for ranks in alike[::-1] if ranks is not named)
-        pair = (min(named.intersection(cause.ranks) or named), min(others))
-        calls = [(rank, self.waiting.made(rank, *wait[:2])) for rank in pair]
-        return [(rank, call) for rank, call in calls if call]
+    def _wait(self) -> Wait:
+        assert self.cause.wait is not None
+        return self.cause.wait
 
-    def _mismatch(self, cause: Cause) -> str:
-        wait = cause.wait
-        assert wait is not None
-        (_, call), (other, other_call) = self._unequal(cause)
-        alike = next(ranks for ranks in self.waiting.unequal[wait[:2]] if other in ranks)
-        # Of two ranks both are named.
-        named = [rank for rank in cause.ranks if rank not in alike]
+    def _unequal(self) -> list[tuple[int, Call, set[int]]]:
+        """A rank, its call and the ranks that called the same; then those of another call there."""
+        wait = self._wait()
+        parts = self.waiting.unequal[wait[:2]]
+        named = next((ranks for ranks in parts if not ranks.isdisjoint(self.cause.ranks)), parts[0])
+        others = next(ranks for ranks in reversed(parts) if ranks is not named)
+        calls = []
+        for ranks in (named, others):
+            rank = min(ranks.intersection(self.cause.ranks) or ranks)
+            call = self.waiting.made(rank, *wait[:2])
+            if call is not None:
+                calls.append((rank, call, ranks))
+        return calls
+
+    def _mismatch(self) -> str:
+        wait = self._wait()
+        (_, call, _), (_, other_call, others) = self._unequal()
+        named = [rank for rank in self.cause.ranks if rank not in others]  # of two ranks both are
         return (
             f"{self._named(named)} called {_shown(call, other_call)} as #{wait.seq} of "
-            f"{self._group(wait.group)}, where {_ranks(sorted(alike))} called "
-            f"{_shown(other_call, call)}.{self._evidence(cause.departure)}"
+            f"{self._group(wait.group)}, where {_ranks(sorted(others))} called "
+            f"{_shown(other_call, call)}.{self._evidence()}"
         )
 
-    def _evidence(self, departure: Departure | None) -> str:
+    def _evidence(self) -> str:
         """The ranks that did otherwise."""
+        departure = self.cause.departure
         if departure is None:
             return ""
         due = self._title(departure.due)
         rank = f"rank {departure.rank}"
         if departure.others and departure.others >= departure.alike:
             others = _many(departure.others, "other rank")
-            before = f", as {rank} did in earlier steps" if departure.before else ""
-            return f" There {others} that had done the same until then called {due}{before}."
+            text = f" There {others} that had done the same until then called {due}"
+            if departure.before:
+                text = f"{text}, as {rank} did in earlier steps"
+            return f"{text}."
         if departure.before:
             return f" There {rank} called {due.partition(' #')[0]} in earlier steps."
         return ""
 
-    def _absent(self, cause: Cause) -> str:
+    def _absent(self) -> str:
+        cause = self.cause
         wait = cause.wait
         named = self._named(cause.ranks)
-        where = self._whereabouts(cause)
+        where = self._whereabouts()
         if wait is None:
-            waiting = sorted(self.waiting.guessing - {*cause.ranks})
-            if not waiting:
-                return f"{named} {where.removeprefix('it ').removeprefix('they ')}"
-            frame = self.waiting.unrecorded_frame(waiting[0])
-            function = (
-                frame.function if frame and frame.function in UNRECORDED else "a send or recv"
-            )
-            waits = _ranks(waiting, "waits", "wait")
+            guessing = sorted(self.waiting.guessing - {*cause.ranks})
+            if not guessing:
+                subject = f"{self.pronouns['they']} "
+                return f"{named} {where.removeprefix(subject)}"
+            frame = self.waiting.unrecorded_frame(guessing[0])
+            function = "a send or recv"
+            if frame is not None and frame.function in UNRECORDED:
+                function = frame.function
+            waits = _ranks(guessing, "waits", "wait")
             return f"{named} did not take part in {function}, in which {waits}; {where}"
+        call = self._call(wait)
         inside = _ranks(wait.inside, "has", "have")
         lasting = self._lasting(wait)
         if not wait.call.p2p:
-            call = self._call(wait)
             return f"{named} never entered {call}, which {inside} been in{lasting}; {where}"
         verb = "received" if wait.call.what.name == "send" else "sent"
-        waited = f"what {inside} been waiting for in {self._call(wait)}{lasting}"
-        return f"{named} never {verb} {waited}; {where}"
+        return f"{named} never {verb} what {inside} been waiting for in {call}{lasting}; {where}"
 
-    def _order(self, cause: Cause) -> str:
+    def _order(self) -> str:
+        cause = self.cause
         texts = []
         departure = cause.departure
         if departure is not None:
             call = self._title(self.ranks[departure.rank].calls[departure.at])
-            after = f" after {self._title(departure.after)}" if departure.after else ""
+            if departure.after is not None:
+                call = f"{call} after {self._title(departure.after)}"
             due = f"where {self._title(departure.due)} is next"
-            evidence = self._evidence(departure)
-            texts.append(f"{self._named(cause.ranks)} called {call}{after}, {due}.{evidence}")
+            named = self._named(cause.ranks)
+            texts.append(f"{named} called {call}, {due}.{self._evidence()}")
         if cause.circle:
-            calls = dict.fromkeys(self._call(wait) for *_, wait in cause.circle if wait)
-            circle = _ranks(sorted(rank for rank, *_ in cause.circle))
-            where = " and ".join([*calls][:2]) or "send and recv"
-            is_a = "That is a deadlock" if texts else "deadlock"
-            texts.append(f"{is_a}: {circle} wait for each other in {where}.")
+            calls = [self._call(wait) for _, _, wait in cause.circle if wait is not None]
+            ranks = _ranks(sorted(rank for rank, _, _ in cause.circle))
+            where = " and ".join([*dict.fromkeys(calls)][:2]) or "send and recv"
+            deadlock = "That is a deadlock" if texts else "deadlock"
+            texts.append(f"{deadlock}: {ranks} wait for each other in {where}.")
         elif departure is None:
             texts.append(f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv.")
-        elif cause.wait:
+        elif cause.wait is not None:
             texts.append(f"It is in {self._call(cause.wait)}.")
         return " ".join(texts)
 
-    def _whereabouts(self, cause: Cause) -> str:
+    def _whereabouts(self) -> str:
         """The known facts about where the first cause is."""
+        cause = self.cause
         rank = cause.ranks[0]
-        many = len(cause.ranks) > 1
-        they = "they" if many else "it"
         recording = self.ranks.get(rank)
         if cause.doubt == "unread":
-            return f"{'their dumps' if many else 'its dump'} could not be read."
+            return f"{self.pronouns['dumps']} could not be read."
         if cause.kind == "no dump" or recording is None:
-            known = ""
-            if recording and recording.pid and not many:
-                known = f" (pid {recording.pid} on {recording.host})"
-            return f"{they} left no dump: ended, stopped or unreachable{known}."
-        subject = f"rank {rank}" if many else "it"
+            process = ""
+            if recording is not None and recording.pid and not self.is_plural:
+                process = f" (pid {recording.pid} on {recording.host})"
+            return f"{self.pronouns['they']} left no dump: ended, stopped or unreachable{process}."
+        subject = f"rank {rank}" if self.is_plural else "it"
         if cause.kind == "raised":
             error = recording.error.partition("\n")[0][:200]
             return f"{subject} raised {error.rstrip('.')}."
-        facts = []
-        if recording.ended:
-            facts.append(f"the script of rank {rank} has ended")
-        elif recording.stack:
-            facts.append(f"{subject} is in {_at(recording.stack)}")
         last = self.waiting.last.get(rank)
         if last is not None:
-            its = f"rank {rank}'s" if many and not facts else "its"
-            facts.append(
-                f"{its} last call was {self._title(last)}{', not finished' * (not last.done)}"
-            )
+            fact = f"last call was {self._title(last)}."
+            if not last.done:
+                fact = f"last call was {self._title(last)}, not finished."
         elif rank in self.waiting.blind:
-            facts.append(f"the calls of rank {rank} are not known")
+            fact = f"the calls of rank {rank} are not known."
         else:
-            facts.append(f"{subject} has called nothing so far")
-        return f"{', and '.join(facts)}."
+            fact = f"{subject} has called nothing so far."
+        place = ""
+        if recording.ended:
+            place = f"the script of rank {rank} has ended, and "
+        elif recording.stack:
+            place = f"{subject} is in {_at(recording.stack)}, and "
+        if last is None:
+            return f"{place}{fact}"
+        if self.is_plural and not place:
+            return f"rank {rank}'s {fact}"
+        return f"{place}its {fact}"
 
     # Names.
 
@@ -362,44 +399,53 @@ class _Words:
         """Such as "all_reduce #3 of DATA_PARALLEL_GROUP"."""
         if call is None:
             return "nothing"
-        detail = f" {call.what.detail}" * call.p2p
-        label = self.waiting.recording.groups[call.group].shown
-        return f"{call.what.name}{detail} #{call.seq} of {label}"
+        name = call.what.name
+        if call.p2p:
+            name = f"{name} {call.what.detail}"
+        return f"{name} #{call.seq} of {self.groups[call.group].shown}"
 
     def _group(self, key: str) -> str:
-        label = self.waiting.recording.groups[key].shown
-        return f"{label} {_span(self.waiting.members(key))}"
+        return f"{self.groups[key].shown} {_span(self.waiting.members(key))}"
 
     def _call(self, wait: Wait) -> str:
-        call = wait.call
-        if call.p2p:
-            pair = pair_of(call.what, self.waiting.members(wait.group)) or ("?", "?")
-            label = self.waiting.recording.groups[wait.group].shown
-            return f"{call.what.name} from rank {pair[0]} to rank {pair[1]} of {label}"
-        return f"{call.what.name} #{wait.seq} of {self._group(wait.group)}"
+        name = wait.call.what.name
+        if not wait.call.p2p:
+            return f"{name} #{wait.seq} of {self._group(wait.group)}"
+        pair = pair_of(wait.call.what, self.waiting.members(wait.group))
+        source, target = pair or ("?", "?")
+        return f"{name} from rank {source} to rank {target} of {self.groups[wait.group].shown}"
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With its host and coordinates, if it is one."""
         if len(ranks) > 1:
             return _ranks(ranks)
         (rank,) = ranks
-        host = self.ranks[rank].host if rank in self.ranks else ""
+        facts = []
+        if rank in self.ranks and self.ranks[rank].host:
+            facts.append(self.ranks[rank].host)
         places = coordinate(self.waiting.recording, self.plan, rank)
-        where = " ".join(f"{dim}={place}" for dim, place in places.items())
-        known = ", ".join(filter(None, (host, where)))
-        return f"rank {rank} ({known})" if known else f"rank {rank}"
+        if places:
+            facts.append(" ".join(f"{dim}={place}" for dim, place in places.items()))
+        if not facts:
+            return f"rank {rank}"
+        return f"rank {rank} ({', '.join(facts)})"
 
     def _lasting(self, wait: Wait) -> str:
         """Such as " for 3.2 s"; nothing for an instant."""
+        if wait.ns < 10**8:
+            return ""
+        # Without the time of the dump, the time until the last event of any rank is known.
         is_known = any(self.ranks[rank].written for rank in wait.inside)
         least = "" if is_known else "at least "
-        return f" for {least}{lasting(wait.ns)}" if wait.ns >= 10**8 else ""
+        return f" for {least}{lasting(wait.ns)}"
 
 
 def coordinate(recording: Recording, plan: GroupPlan | None, rank: int) -> dict[str, int]:
     """From the plan's layout, or from the places in the largest group over each dim."""
     if plan is not None:
-        return plan.layout.trimmed.coordinate(rank) if rank in plan.layout else {}
+        if rank not in plan.layout:
+            return {}
+        return plan.layout.trimmed.coordinate(rank)
     best: dict[str, tuple[int, ...]] = {}
     for group in recording.groups.values():
         if len(group.dims) == 1 and group.ranks and rank in group.ranks:
@@ -421,16 +467,20 @@ def lasting(ns: int) -> str:
 
 
 def _shown(call: Call, other: Call) -> str:
-    """A call by that in which it differs from another."""
-    what, than = call.what, other.what
-    if what.name != than.name:
-        return what.name
-    if what.detail != than.detail:
-        return f"{what.name} with {what.detail or 'no root'}"
-    sizes, dtypes = (what.inputs, what.outputs), (what.input_dtypes, what.output_dtypes)
-    kind, values = ("size", sizes) if sizes != (than.inputs, than.outputs) else ("dtype", dtypes)
-    plain = [value[1:-1].replace("'", "") or "none" for value in values]
-    return f"{what.name} of {kind} {' -> '.join(dict.fromkeys(plain))[:80]}"
+    """A call by that in which it differs from another: "all_reduce of size [4]"."""
+    operation = call.what
+    if operation.name != other.what.name:
+        return operation.name
+    if operation.detail != other.what.detail:
+        return f"{operation.name} with {operation.detail or 'no root'}"
+    kind = "size"
+    values = (operation.inputs, operation.outputs)
+    if values == (other.what.inputs, other.what.outputs):
+        kind = "dtype"
+        values = (operation.input_dtypes, operation.output_dtypes)
+    texts = [value[1:-1].replace("'", "") or "none" for value in values]
+    # An input and an output of one size are said once.
+    return f"{operation.name} of {kind} {' -> '.join(dict.fromkeys(texts))[:80]}"
 
 
 def _at(stack: Sequence[Frame]) -> str:
@@ -448,8 +498,10 @@ def _ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
 
 def _span(ranks: Sequence[int]) -> str:
     text = span_of(ranks).replace(",", ", ")
-    return text if len(text) <= 40 else f"{ranks[0]}..{ranks[-1]} ({len(ranks)} ranks)"
+    if len(text) > 40:
+        return f"{ranks[0]}..{ranks[-1]} ({len(ranks)} ranks)"
+    return text
 
 
 def _many(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    return f"1 {word}" if number == 1 else f"{number} {word}s"

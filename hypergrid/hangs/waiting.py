@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hypergrid.hangs.reading import DEFAULT, Call, Calls, Frame, Recording, Title, What
 
-Graph: TypeAlias = Mapping[int, Sequence[int]]
-_NOWHERE, _ALL = -1, 1 << 62  # the last number of a rank that did not call a group; any number
+_NOWHERE = -1  # the last number of a rank that did not call a group
+_ALL = 1 << 62  # more than any number
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 # Calls that gloo's recorder may lack, and the stacks show.
 UNRECORDED = (*_P2P, "monitored_barrier", "gather", "gather_object", "scatter")
@@ -21,13 +21,9 @@ _OF_OTHERS = re.compile(
     r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
     re.IGNORECASE,
 )
-_FREE: dict[str, tuple[str, ...]] = {  # what members of a group may do differently
-    "gather": ("outputs", "output_dtypes"),
-    "scatter": ("inputs", "input_dtypes"),
-    "reduce": ("outputs", "output_dtypes"),
-    "broadcast": ("inputs", "input_dtypes"),
-}
-_SHAPES = ("inputs", "outputs", "input_dtypes", "output_dtypes")
+# The members of a group need not agree on what only one of them gives, or takes.
+_ONLY_INPUTS = ("gather", "reduce")
+_ONLY_OUTPUTS = ("scatter", "broadcast")
 
 
 class Wait(NamedTuple):
@@ -62,6 +58,24 @@ class _Pending(NamedTuple):
     is_entered: bool  # else calls before it may hold it up
 
 
+class _PairKey(NamedTuple):
+    """All sends, or all receives, from one rank to another in one group."""
+
+    group: str
+    ranks: tuple[int, int]  # from, to
+    name: str  # "send" or "recv"
+
+    @property
+    def rank(self) -> int:
+        """The rank that calls it."""
+        return self.ranks[self.name == "recv"]
+
+    @property
+    def answer(self) -> _PairKey:
+        """Of a send the receive, and the reverse."""
+        return self._replace(name="recv" if self.name == "send" else "send")
+
+
 class Waiting:
     """The graph of what each rank of a recording waits for.
 
@@ -79,16 +93,23 @@ class Waiting:
         self.ranks = recording.ranks
         self.patience = int(patience * 1e9)  # ns
         self.world = range(recording.world_size)
-        self.gone = {r for r in self.world if r not in self.ranks or not self.ranks[r].answered}
-        self.blind = {r for r in self.ranks.keys() - self.gone if not self.ranks[r].has_calls}
-        failed = {rank for rank, dump in self.ranks.items() if dump.error}
-        # Its error is that another rank did not come, or closed its connections.
-        self.victims = {rank for rank in failed if _OF_OTHERS.search(self.ranks[rank].error)}
-        self.raised = failed - self.victims
-        self.last = {rank: dump.calls[-1] for rank, dump in self.ranks.items() if dump.calls}
-        self._end = max(
-            [0, *map(self.last_time, self.ranks), *(dump.written for dump in self.ranks.values())]
-        )
+        answered = {rank for rank, dump in self.ranks.items() if dump.answered}
+        self.gone = {*self.world} - answered
+        self.blind = {rank for rank in answered if not self.ranks[rank].has_calls}
+        self.raised: set[int] = set()
+        self.victims: set[int] = set()
+        self.last: dict[int, Call] = {}
+        self._end = 0  # of all recordings
+        for rank, dump in self.ranks.items():
+            if dump.error:
+                # The error of a victim is that another rank did not come, or closed connections.
+                if _OF_OTHERS.search(dump.error):
+                    self.victims.add(rank)
+                else:
+                    self.raised.add(rank)
+            if dump.calls:
+                self.last[rank] = dump.calls[-1]
+            self._end = max(self._end, self.last_time(rank), dump.written)
         self.top: dict[int, dict[str, int]] = {}  # the last number of each group
         self._pending: dict[int, list[_Pending]] = {}
         for rank in self.ranks:
@@ -103,13 +124,17 @@ class Waiting:
             for rank in wait.inside:
                 if rank not in self.raised:
                     self.of[rank].append(wait)
-        self.unseen = {
-            rank
-            for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims
-            if self.unrecorded_frame(rank) and self._is_idle(rank)
-        }
+        # What a rank has queued behind another call holds nobody up, as long as that has not ended.
+        for rank, waits in self.of.items():
+            entered = [wait for wait in waits if rank not in wait.behind]
+            self.of[rank] = entered or waits
+        self.unseen: set[int] = set()
+        for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims:
+            if self.unrecorded_frame(rank) and self._is_idle(rank):
+                self.unseen.add(rank)
         self.guessing = self.unseen | self.victims - self.of.keys()
         self.blocked = self.of.keys() | self.guessing
+        self.last_ones = self._last_ones()
 
     def members(self, key: str) -> tuple[int, ...]:
         """The ranks of a group; of one whose members are not known, those that called it."""
@@ -124,49 +149,52 @@ class Waiting:
         """The ranks that it waits for, and where; None if that is guessed."""
         needed: dict[int, Wait | None] = {}
         if rank in self.guessing:
-            needed = dict.fromkeys(self.world)
-        # A call that the rank is in says more than one that is queued behind it.
-        for wait in sorted(self.of.get(rank, ()), key=lambda wait: rank not in wait.behind):
-            needed |= dict.fromkeys(wait.missed, wait)
+            needed.update(dict.fromkeys(self.world))
+        for wait in self.of.get(rank, ()):
+            needed.update(dict.fromkeys(wait.missed, wait))
         needed.pop(rank, None)
         return needed
 
-    def last_ones(self) -> list[set[int]]:
+    def _last_ones(self) -> list[set[int]]:
         """Sets of ranks that wait for nobody but each other: one of each has to move first."""
-        # Waits are nodes too, with negative numbers; the last of them is the guess: any rank.
-        graph: dict[int, list[int]] = {}
-        for number, wait in enumerate(self.waits):
-            graph[~number] = [*wait.missed]
-            for rank in wait.inside:
-                if rank in self.of:
-                    graph.setdefault(rank, []).append(~number)
-        if self.guessing:
-            anybody = ~len(self.waits)
-            graph[anybody] = [*self.world]
-            for rank in self.guessing:
-                graph.setdefault(rank, []).append(anybody)
+        # Waits are nodes too, with negative numbers; -1 is the guess: any rank.
+        graph: dict[int, Sequence[int]] = {}
+        node_of: dict[int, int] = {}
+        for wait in self.waits:
+            node = -2 - len(node_of)
+            node_of[id(wait)] = node
+            graph[node] = wait.missed
+        for rank, waits in self.of.items():
+            graph[rank] = [node_of[id(wait)] for wait in waits]
+        for rank in self.guessing:
+            graph[-1] = self.world
+            graph[rank] = [*graph.get(rank, ()), -1]
         components = _last_components(graph)
         return [{node for node in component if node >= 0} for component in components]
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
         """A circle among ranks that wait for each other: who waits for whom, and where."""
-        steps: dict[int, tuple[int, int, Wait | None]] = {}
+        steps: list[tuple[int, int, Wait | None]] = []
         rank = min(within)
-        while rank not in steps:
+        walked: list[int] = []
+        while rank not in walked:
             needs = self.needs(rank)
             needed = min(within.intersection(needs))
-            steps[rank] = (rank, needed, needs[needed])
+            steps.append((rank, needed, needs[needed]))
+            walked.append(rank)
             rank = needed
-        return [*steps.values()][[*steps].index(rank) :]
+        # The first steps may only lead to the circle.
+        return steps[walked.index(rank) :]
 
     def unrecorded_frame(self, rank: int) -> Frame | None:
         """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
-        recording = self.ranks.get(rank)
-        for frame in recording.stack[:8] if recording else ():
+        if rank not in self.ranks:
+            return None
+        sees_p2p = self.sees_p2p(rank)
+        for frame in self.ranks[rank].stack[:8]:
             if frame.function in UNRECORDED and "distributed" in frame.file:
-                is_recorded = frame.function in _P2P and self.sees_p2p(rank)
-                return None if is_recorded else frame
-            if "p2p" in frame.file.rpartition("/")[2] and not self.sees_p2p(rank):
+                return None if frame.function in _P2P and sees_p2p else frame
+            if "p2p" in frame.file.rpartition("/")[2] and not sees_p2p:
                 return frame
         return None
 
@@ -206,16 +234,16 @@ class Waiting:
                 if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
                 ended[call.group] = _ALL
+            is_entered = call.started > 0
             if call.title.backend == "gloo":
                 is_entered = True
-            elif is_timed:
-                is_entered = call.started > 0
-            else:
+            elif not is_timed:
+                # The sends and receives of one batch have one number.
                 first = pending[0].call if pending else call
-                is_entered = (first.group, first.seq) == (call.group, call.seq)
+                is_entered = first.group == call.group and first.seq == call.seq
             pending.append(_Pending(at, call, is_entered))
         if not pending and rank in self.victims and calls:
-            pending = [_Pending(len(calls) - 1, calls[-1], True)]  # it is done, but with an error
+            pending.append(_Pending(len(calls) - 1, calls[-1], True))  # it ended with an error
         if pending and not recording.ended:
             self._pending[rank] = pending
 
@@ -229,18 +257,21 @@ class Waiting:
             absent: list[int] = []
             called: list[int] = []
             for rank in self.members(group):
-                has_called = self.top.get(rank, {}).get(group, _NOWHERE) >= seq
-                (called if has_called and rank not in self.gone else absent).append(rank)
+                last_number = self.top.get(rank, {}).get(group, _NOWHERE)
+                if last_number >= seq and rank not in self.gone:
+                    called.append(rank)
+                else:
+                    absent.append(rank)
             behind = {rank for rank in called if not self._has_entered(rank, group, seq)}
             alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
             recorded = set().union(*alike)
             for ranks in alike:
                 self._add_wait(
-                    {rank: pending_of[rank] for rank in ranks if rank in pending_of},
-                    tuple(absent),
-                    tuple(sorted(recorded - ranks)),
-                    tuple(behind.intersection(ranks)),
+                    {rank: pending for rank, pending in pending_of.items() if rank in ranks},
+                    absent=tuple(absent),
+                    unlike=tuple(sorted(recorded - ranks)),
+                    behind=tuple(behind & ranks),
                 )
 
     def _has_entered(self, rank: int, group: str, seq: int) -> bool:
@@ -266,7 +297,7 @@ class Waiting:
     def _add_wait(
         self,
         inside: Mapping[int, _Pending],
-        absent: tuple[int, ...],
+        absent: tuple[int, ...] = (),
         unlike: tuple[int, ...] = (),
         behind: tuple[int, ...] = (),
     ) -> None:
@@ -276,12 +307,19 @@ class Waiting:
         at, call, _ = inside[first]
         ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
         if self._is_stuck(inside, ns):
-            who = ((*inside,), absent, unlike, behind)
-            wait = Wait(call.group, call.seq, call, first, at, *who, ns)
-            (self.waits if wait.missed else self.running).append(wait)
+            ranks = (tuple(inside), absent, unlike, behind)
+            wait = Wait(call.group, call.seq, call, first, at, *ranks, ns)
+            if wait.missed:
+                self.waits.append(wait)
+            else:
+                self.running.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
-        return max(0, (self.ranks[rank].written or self._end) - call.created) if call.created else 0
+        """For how long a rank had been in a call when it wrote; 0 if that is not known."""
+        if not call.created:
+            return 0
+        moment = self.ranks[rank].written or self._end
+        return max(0, moment - call.created)
 
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
@@ -299,36 +337,42 @@ class Waiting:
         Of three sends to a rank that made two receives, ended or not, the third waits for it. A
         recorder that does not reach back to the first call shows only those that have not ended.
         """
-        pending_of: dict[Any, list[_Pending]] = defaultdict(list)
+        pending_of: dict[_PairKey, list[_Pending]] = defaultdict(list)
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
                 key = self._pair_key(pending.call.title)
-                if key and rank == key[1][key[2] == "recv"]:
+                if key is not None and rank == key.rank:
                     pending_of[key].append(pending)
         made = Counter({key: len(pending) for key, pending in pending_of.items()})
-        near = {rank for _, pair, _ in pending_of for rank in pair}
-        whole = {rank for rank in near & self.ranks.keys() if self.ranks[rank].whole}
+        whole: set[int] = set()
+        for key in pending_of:
+            whole.update(rank for rank in key.ranks if rank in self.ranks)
+        whole = {rank for rank in whole if self.ranks[rank].whole}
         for rank in whole:
             calls = self.ranks[rank].calls
-            for place, count in zip(
-                *np.unique(calls.title[calls.done], return_counts=True), strict=True
-            ):
+            places, counts = np.unique(calls.title[calls.done], return_counts=True)
+            for place, count in zip(places, counts, strict=True):
                 key = self._pair_key(calls.titles[place])
-                if key and whole.issuperset(key[1]):
+                # What the other rank did is known only from its own recorder.
+                if key is not None and whole.issuperset(key.ranks):
                     made[key] += int(count)
-        for (group, pair, name), operations in pending_of.items():
-            rank, peer = pair if name == "send" else pair[::-1]
-            back = (group, pair, "recv" if name == "send" else "send")
-            unanswered = made[group, pair, name] - made[back]
+        for key, operations in pending_of.items():
+            answer = key.answer
+            unanswered = made[key] - made[answer]
             if unanswered > 0:
-                self._add_wait({rank: operations[-min(unanswered, len(operations))]}, (peer,))
-            elif back in pending_of and not pending_of[back][0].is_entered:
-                self._add_wait({rank: operations[0]}, (), (), (peer,))
+                first = max(0, len(operations) - unanswered)
+                self._add_wait({key.rank: operations[first]}, absent=(answer.rank,))
+            elif answer in pending_of and not pending_of[answer][0].is_entered:
+                self._add_wait({key.rank: operations[0]}, behind=(answer.rank,))
 
-    def _pair_key(self, title: Title) -> Any:
-        """Group, ranks and name of a send or receive; None for another call."""
-        pair = pair_of(title.what, self.members(title.group)) if title.p2p else None
-        return (title.group, pair, title.what.name) if pair else None
+    def _pair_key(self, title: Title) -> _PairKey | None:
+        """The key of a send or receive; None for another call."""
+        if not title.p2p:
+            return None
+        ranks = pair_of(title.what, self.members(title.group))
+        if ranks is None:
+            return None
+        return _PairKey(title.group, ranks, title.what.name)
 
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
@@ -337,53 +381,56 @@ def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     return dict(zip(groups, calls.seq[mask].tolist(), strict=True))
 
 
-def must_agree(what: What) -> tuple[str, ...]:
+def must_agree(operation: What) -> tuple[str, ...]:
     """The part of a call that must be equal on all members of its group."""
-    name = what.name
+    name = operation.name
     if name.startswith(("all_to_all", "alltoall")) or "_v" in name or name == "coalesced":
-        return (name, what.detail)
-    free = _FREE.get(name, ())
-    shapes = [getattr(what, shape) for shape in _SHAPES if shape not in free]
-    return (name, what.detail, *shapes)
+        return (name, operation.detail)
+    inputs = (operation.inputs, operation.input_dtypes)
+    outputs = (operation.outputs, operation.output_dtypes)
+    if name in _ONLY_INPUTS:
+        return (name, operation.detail, *inputs)
+    if name in _ONLY_OUTPUTS:
+        return (name, operation.detail, *outputs)
+    return (name, operation.detail, *inputs, *outputs)
 
 
-def pair_of(what: What, members: Sequence[int]) -> tuple[int, int] | None:
-    """The global ranks (from, to) of a point-to-point operation."""
-    ends = re.findall(r"\d{1,9}", what.detail)
-    if len(ends) != 2 or what.name not in ("send", "recv"):
+def pair_of(operation: What, members: Sequence[int]) -> tuple[int, int] | None:
+    """The global ranks (from, to) of a point-to-point operation: "1<-0" of (4, 6) is (4, 6)."""
+    places = [int(text) for text in re.findall(r"\d{1,9}", operation.detail)]
+    if len(places) != 2 or operation.name not in ("send", "recv"):
         return None
-    pair = (int(ends[0]), int(ends[1]))
-    source, target = pair if "->" in what.detail else pair[::-1]
-    if max(pair) >= len(members):
+    if max(places) >= len(members):
         return None
+    if "->" not in operation.detail:
+        places.reverse()
+    source, target = places
     return members[source], members[target]
 
 
-def _last_components(graph: Graph) -> Iterator[list[int]]:
-    """The strongly connected components from which no edge leads out, by Tarjan's algorithm."""
-    index, low = dict[int, int](), dict[int, int]()
-    stack, closed = list[int](), set[int]()
-    for root in graph:
-        todo = [(root, iter(graph[root]))] if root not in index else []
-        while todo:
-            node, targets = todo[-1]
-            if node not in index:
-                index[node] = low[node] = len(index)
-                stack.append(node)
-            for target in targets:
-                if target not in index:
-                    todo.append((target, iter(graph.get(target, ()))))
-                    break
-                if target not in closed:
-                    low[node] = min(low[node], index[target])
-            else:
-                todo.pop()
-                if todo:
-                    low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
-                if low[node] == index[node]:
-                    component = [stack.pop()]
-                    while component[-1] != node:
-                        component.append(stack.pop())
-                    closed.update(component)
-                    if all({*component}.issuperset(graph.get(one, ())) for one in component):
-                        yield component
+def _last_components(graph: Mapping[int, Sequence[int]]) -> Iterator[set[int]]:
+    """The strongly connected components from which no edge leads out.
+
+    Of 0 -> 1 -> 2 -> 1 that is {1, 2}: walk on until a circle closes, and take it as one node.
+    """
+    closed: set[int] = set()
+    for root in {*graph}.union(*graph.values()):
+        # Components, each of which leads to the next, with the edges that are left to follow.
+        path: list[tuple[set[int], list[int]]] = []
+        targets = [root]
+        while targets:
+            node = targets.pop()
+            if node in closed:
+                break
+            place = next((at for at, (nodes, _) in enumerate(path) if node in nodes), len(path))
+            if place == len(path):
+                path.append(({node}, [*graph.get(node, ())]))
+            nodes, targets = path[place]
+            for other_nodes, other_targets in path[place + 1 :]:
+                nodes |= other_nodes
+                targets += other_targets
+            del path[place + 1 :]
+        else:
+            if path:
+                yield path[-1][0]
+        closed.update(*(nodes for nodes, _ in path))

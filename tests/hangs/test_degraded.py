@@ -69,6 +69,34 @@ def test_a_rank_without_a_file_is_not_certain_where_another_raised(tmp_path):
     assert found.ranks != (0,) or not found.certain, found.sentence
 
 
+def test_a_member_of_a_group_is_a_rank_of_the_job_where_no_file_has_the_size_of_the_job(tmp_path):
+    one = Rank(0, {"1": ("A", [0, 2])})
+    one.call("1", done=False)
+    found = diagnose(read(write(tmp_path, [one])))
+    assert (found.kind, found.ranks, found.certain) == ("no dump", (2,), False), found.sentence
+
+
+def test_a_rank_is_in_the_call_that_it_has_entered_and_not_in_one_that_is_queued(tmp_path):
+    """Ranks 0 and 1 receive from each other, and rank 0 has queued a call of ranks 0 and 2."""
+    groups = {"0": ("default_pg", [0, 1, 2, 3]), "1": ("PP", [0, 1]), "2": ("PP", [2, 3])}
+    groups |= {"3": ("DP", [0, 2]), "4": ("DP", [1, 3])}
+    everyone = [Rank(rank, groups) for rank in range(4)]
+    for rank in everyone:
+        stages, replicas = str(1 + rank.rank // 2), str(3 + rank.rank % 2)
+        name = "send 1->0" if rank.rank % 2 else "recv 0<-1"
+        for _ in range(12):
+            rank.call(stages, name).call(replicas)
+        name = "recv 1<-0" if rank.rank == 1 else name
+        rank.call(stages, name, done=False).call(replicas, done=False)
+        rank.entries[-1].update(state="scheduled", time_discovered_started_ns=None)
+    del everyone[2]
+    for rank in everyone:
+        stack(tmp_path, rank.rank, [("train.py", 3, "step")], written=rank.now + 60 * SECOND)
+    found = diagnose(read(write(tmp_path, everyone)))
+    assert found.ranks == (1,) and not found.certain, found.sentence
+    assert "It is in recv from rank 0 to rank 1 of PP." in found.sentence
+
+
 # Names of NCCL's backends.
 
 

@@ -59,6 +59,26 @@ def test_ranks_that_are_missed_in_several_groups_are_not_certain_by_one_of_them(
     assert not case.wrong, case.found.sentence
 
 
+def test_a_rank_whose_two_calls_another_role_makes_too_is_not_outvoted_by_its_own_role():
+    """Three of four ranks of one stage call another operation; the other stage calls as it was."""
+    (case,) = judged(30000283, several=True)
+    assert not case.wrong, case.found.sentence
+
+
+def test_a_rank_without_a_file_is_not_certain_where_others_wait_for_each_other():
+    """Two ranks receive from each other; one of them has also queued a call of the rank."""
+    kind = "one innocent missing"
+    (case,) = judged(41000292, several=True, kinds=(kind,), varied=True)
+    assert not case.wrong, case.found.sentence
+
+
+def test_stages_that_send_in_the_default_group_are_not_taken_for_one_role():
+    """Every stage sends to the rank two further on; their other calls differ."""
+    kind = "guilty missing"
+    (case,) = judged(41000316, several=True, kinds=(kind,), varied=True)
+    assert not case.wrong, case.found.sentence
+
+
 def test_what_two_programs_with_other_culprits_leave_alike_is_not_certain():
     """Of two ranks, one skips a call that the other makes, or that one makes a call too many."""
     cases = 0

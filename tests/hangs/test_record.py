@@ -256,10 +256,6 @@ def test_point_to_point_operations_are_recorded_on_request(rank, tmp_path):
     assert first["process_group"] == ["0", "default_pg"]
     assert [each["retired"] for each in (first, second)] == [True, False]
     assert [each["p2p_seq_id"] for each in (first, second)] == [1, 2]
-    names = [frame["name"] for frame in first["frames"]]
-    assert names[0] in ("isend", "irecv", "recv", "send") and __file__ in {
-        frame["filename"] for frame in first["frames"]
-    }
     trace = pickle.loads((tmp_path / f"trace_{rank}").read_bytes())
     assert first.keys() >= trace["entries"][-1].keys() - {"thread_id", "thread_name"}
     # By torch's names of the arguments, and over a group that has no name.
