@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compat.verification.layout import Layout
+from compat.verification.layout import INSTANCES, Layout
 from compat.verification.step import Computed, Piece
 from hypergrid.messages import few
 
-_INSTANCES = "num_distributed_optimizer_instances"
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
 _RESOLVED = 1e-5  # of a tensor's weights: a change that float32 resolves
@@ -245,7 +244,7 @@ def _with_meaning(found: Finding, layout: Layout) -> Finding:
         return found
     sizes = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp", "ep")}
     sizes |= {"etp": layout.etp or 1}
-    sizes |= {_INSTANCES: layout.options.get(_INSTANCES, 1)}
+    sizes |= {INSTANCES: layout.options.get(INSTANCES, 1)}
     larger = {name: size for name, size in sizes.items() if size > 1}
     fits: list[str] = []
     for many in (1, 2):

@@ -24,11 +24,12 @@ from compat.verification.layout import FULLY_SHARDED, OF_SEVERAL, SIZES, Layout
 from compat.verification.ranks import Refused, in_checkout, on_ranks, with_python
 from compat.verification.search import Report, reports
 from compat.verification.step import Computed, MicroBatch, Task, take_step
+from compat.verification.structure import small_layout
 
 _BY_HAND = "give compat.verify a function that builds the model."
 # Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
 _OTHER_MODELS = ("mamba", "hybrid", "bert", "t5", "ict", "realm", "vision", "vlm", "retro")
-_HEAD, _LENGTH = 8, 32  # the size of an attention head, and tokens of a sequence
+_HEAD = 8  # the size of an attention head
 # Fields of TransformerConfig that the small model sets itself.
 _SHAPE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -66,10 +67,7 @@ _INSTEAD = {
     **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), False),
     **{"transformer_impl": "local", "fp8": None, "fp4": None, "fp8_param_gather": False},
 }
-_DDP = (
-    *("use_distributed_optimizer", "num_distributed_optimizer_instances"),
-    *("overlap_grad_reduce",),
-)
+_DDP = ("use_distributed_optimizer", "overlap_grad_reduce")
 
 
 # How a flag of the line is treated.
@@ -102,12 +100,13 @@ def verify_line(
     *,
     order: str | None = None,
     allow: Sequence[str] = (),
+    keep: Sequence[str] = (),
 ) -> tuple[list[str], Report]:
     """Verify the job that ``script WORDS`` starts on so many ranks: ``pretrain_gpt.py --lr 1``.
 
     ``checkout`` is one of Megatron-LM: the wheel of megatron-core has no ``megatron.training``.
-    ``order`` takes precedence over that of the arguments. Gives what was made smaller or left out,
-    in words, and the report.
+    ``order`` takes precedence over that of the arguments. Dims in ``keep`` have the job's size.
+    Gives what was made smaller or left out, in words, and the report.
 
     Raises
     ------
@@ -123,17 +122,22 @@ def verify_line(
             f"{checkout} has no megatron/training/arguments.py: give a checkout of Megatron-LM."
         )
 
-    return in_checkout(partial(_verified, name, words, world_size, order, allow), checkout)
+    return in_checkout(partial(_verified, name, words, world_size, order, allow, keep), checkout)
 
 
 def _verified(
-    name: str, words: Sequence[str], world_size: int, order: str | None, allow: Sequence[str]
+    name: str,
+    words: Sequence[str],
+    world_size: int,
+    order: str | None,
+    allow: Sequence[str],
+    keep: Sequence[str],
 ) -> tuple[list[str], Report]:
     parsed, parser = _parsed(words, world_size)
-    launched = _launched(_checked(parsed), order)
+    launched = _launched(_checked(parsed), order, keep)
     (report,) = reports(launched.task, [launched.layout], allow)
     if not report.refused:
-        launched.changed.extend(_treatments(words, parsed, parser, launched, order))
+        launched.changed.extend(_treatments(words, parsed, parser, launched, order, keep))
     if name and not name.startswith("pretrain_gpt"):
         launched.changed.insert(0, f"the model is a GPT, whatever {name} has")
     smallest = [
@@ -222,6 +226,7 @@ def _treatments(
     parser: argparse.ArgumentParser,
     launched: Launched,
     order: str | None,
+    keep: Sequence[str],
 ) -> list[str]:
     """Which flags are verified, replaced by a stand-in, or not verified: one line for each."""
     flags_of: dict[str, list[str]] = {_VERIFIED: [], _STAND_IN: [], _NOT_VERIFIED: []}
@@ -229,13 +234,18 @@ def _treatments(
     computed = _of_one_rank(launched)
     for flag in dict.fromkeys(word.partition("=")[0] for word in words):
         if flag in actions:
-            treatment = _treatment(actions[flag], parsed, launched, order, computed)
+            treatment = _treatment(actions[flag], parsed, launched, order, keep, computed)
             flags_of[treatment].append(flag)
     return [f"{treatment}: {' '.join(flags)}" for treatment, flags in flags_of.items() if flags]
 
 
 def _treatment(
-    action: argparse.Action, parsed: Any, launched: Launched, order: str | None, computed: Any
+    action: argparse.Action,
+    parsed: Any,
+    launched: Launched,
+    order: str | None,
+    keep: Sequence[str],
+    computed: Any,
 ) -> str:
     name = action.dest
     if _matches(name, _REPLACED):
@@ -247,7 +257,7 @@ def _treatment(
     without = copy.deepcopy(parsed)
     setattr(without, name, action.default)
     try:
-        other = _launched(_checked(without), order)
+        other = _launched(_checked(without), order, keep)
     except ValueError:
         # Megatron's checks need this flag for others of the line; the small job may do without.
         options = {option: value for option, value in layout.options.items() if option != name}
@@ -271,27 +281,29 @@ def _of_one_rank(launched: Launched) -> Computed:
     return computed
 
 
-def _launched(given: Any, order: str | None = None) -> Launched:
+def _launched(given: Any, order: str | None = None, keep: Sequence[str] = ()) -> Launched:
     if getattr(given, "multi_latent_attention", False):
         raise ValueError("multi-latent attention is not verified: its layers need CUDA.")
     if getattr(given, "is_hybrid_model", False) or getattr(given, "hybrid_override_pattern", None):
         raise ValueError(f"the arguments describe a hybrid model: {_BY_HAND}")
     changed: list[str] = []
-    layout = _cut(given, changed)
+    layout = small_layout(given, keep, changed)
     if order is not None:
         layout = replace(layout, order=order)
-    options = _options(given, changed)
+    options = {**layout.options, **_options(given, changed)}
     config = given.config
     tp, groups = layout.tp, getattr(config, "num_query_groups", None)
     heads = 4 * tp
     sizes: dict[str, Any] = {
-        "num_layers": 2 * layout.pp * (layout.vp or 1),
+        # Two layers on each stage, and one in each chunk of an interleaved pipeline.
+        "num_layers": layout.pp * (layout.vp or 2),
         "hidden_size": heads * _HEAD,
         "num_attention_heads": heads,
         "num_query_groups": 2 * tp if groups not in (None, config.num_attention_heads) else None,
     }
     if config.num_moe_experts:
-        options["num_moe_experts"] = max(2 * layout.ep, config.moe_router_topk, 4)
+        experts = max(config.moe_router_topk, 4)
+        options["num_moe_experts"] = layout.ep * max(2, -(-experts // layout.ep))
         if getattr(config, "moe_shared_expert_intermediate_size", None):
             options["moe_shared_expert_intermediate_size"] = heads * _HEAD
     options = {name: value for name, value in options.items() if value is not None}
@@ -301,7 +313,9 @@ def _launched(given: Any, order: str | None = None) -> Launched:
         "rotary_percent": given.rotary_percent,
         "rotary_base": given.rotary_base,
     }
-    build = partial(small_gpt, seq_length=_LENGTH, vocab=64 * tp, sizes=sizes, model=model)
+    # Divisible by the chunks of cp and by tp.
+    length = 48 if layout.tp % 3 == 0 or layout.cp % 3 == 0 else 32
+    build = partial(small_gpt, seq_length=length, vocab=64 * tp, sizes=sizes, model=model)
     count, parts = 2 * layout.dp * (layout.pp if layout.vp else 1), 1
     if layout.cp > 1 and not options.get("calculate_per_token_loss"):
         # Megatron then averages the means of the ranks' parts: another loss, if counts differ.
@@ -311,31 +325,10 @@ def _launched(given: Any, order: str | None = None) -> Launched:
             "--calculate-per-token-loss Megatron weighs them unequally otherwise"
         )
     vocab = 64 * tp
-    batch: list[MicroBatch] = uneven_batch(max(count, 4), 2, _LENGTH, vocab, parts)
+    batch: list[MicroBatch] = uneven_batch(max(count, 4), 2, length, vocab, parts)
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
-    changed.append(f"the model is smaller: {shown}, sequences of {_LENGTH} tokens")
+    changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
     return Launched(Task(build, batch), replace(layout, options=options), changed)
-
-
-def _cut(given: Any, changed: list[str]) -> Layout:
-    """The same dims, each with at most two ranks."""
-    asked = {short: getattr(given, name, None) or 1 for short, name in SIZES.items()}
-    asked["dp"] = given.world_size // (asked["tp"] * asked["cp"] * asked["pp"])
-    sizes: dict[str, Any] = {name: min(size, 2) for name, size in asked.items()}
-    cut = [f"{name} {asked[name]} -> {sizes[name]}" for name in asked if asked[name] > 2]
-    sizes["vp"] = sizes["vp"] if asked["vp"] > 1 else None
-    sizes["etp"] = None if asked["etp"] in (asked["tp"], None) else sizes["etp"]
-    if given.num_experts is None:
-        sizes |= {"ep": 1, "etp": None}
-    while (sizes["tp"] * sizes["cp"] * sizes["dp"]) % (sizes["ep"] * (sizes["etp"] or sizes["tp"])):
-        sizes["ep"] = 1
-        cut.append("ep -> 1, as the smaller dims have no room for it")
-        if sizes["etp"] not in (None, 1):
-            sizes["etp"] = 1
-    if cut:
-        changed.append(f"dims are smaller: {', '.join(cut)}")
-    other = getattr(given, "use_tp_pp_dp_mapping", False)
-    return Layout(**sizes, order="tp-cp-ep-pp-dp" if other else Layout.order)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

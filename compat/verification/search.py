@@ -190,7 +190,7 @@ def _check(task: Task, layout: Layout) -> None:
     if layout.world_size > MAX_RANKS:
         raise ValueError(
             f"{layout} has {layout.world_size} ranks, and verify runs at most {MAX_RANKS} on one "
-            f"machine: cut larger dims to 2."
+            f"machine: make larger dims smaller."
         )
     share = layout.dp * (layout.pp if layout.vp else 1)
     if not task.batch or len(task.batch) % share:

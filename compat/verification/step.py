@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from compat.verification.layout import Layout
+from compat.verification.layout import INSTANCES, Layout
 from compat.verification.on_cpu import chunks_held, taken
 
 MicroBatch: TypeAlias = Mapping[str, Any]
@@ -163,7 +163,7 @@ def take_step(
 def _initialize(state: Any, layout: Layout) -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed as seed
 
-    instances = layout.options.get("num_distributed_optimizer_instances", 1)
+    instances = layout.options.get(INSTANCES, 1)
     state.initialize_model_parallel(
         **layout.sizes, order=layout.order, num_distributed_optimizer_instances=instances
     )

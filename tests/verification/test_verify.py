@@ -16,10 +16,12 @@ import torch
 import compat
 from compat.verification import Layout
 from compat.verification.gpt import small_gpt, uneven_batch
-from compat.verification.launch import _cut, verify_line
+from compat.verification.launch import verify_line
+from compat.verification.layout import SIZES
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.step import Task
+from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, warm
 from tests.verification.layouts import AUX, EXPERTS, KNOWN, SHARDED, TOKENS
 from tests.verification.mutants import MUTANTS, mutated
@@ -211,13 +213,44 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
         compat.verify(small_gpt, batch, Layout(tp=2))
 
 
-def test_a_launch_lines_dims_are_cut_to_two_and_named():
-    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
-    experts = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
-    given = SimpleNamespace(**sizes, **experts, world_size=256, num_experts=64)
-    changed = []
-    assert _cut(given, changed) == Layout(tp=2, pp=2, dp=2, ep=2, etp=1)
-    assert changed == ["dims are smaller: tp 8 -> 2, pp 4 -> 2, ep 8 -> 2, dp 8 -> 2"]
+def _small(world_size, keep=(), num_experts=None, **sizes):
+    names = {short: name for short, name in SIZES.items()}
+    arguments = {names.get(name, name): size for name, size in sizes.items()}
+    notes = []
+    args = SimpleNamespace(world_size=world_size, num_experts=num_experts, **arguments)
+    return small_layout(args, keep, notes), notes
+
+
+def test_a_small_layout_keeps_which_groups_have_one_two_or_more_members():
+    layout, notes = _small(16, num_experts=64, ep=4)
+    assert (layout, notes) == (Layout(dp=9, ep=3), ["dims are smaller: dp 16 -> 9, ep 4 -> 3"])
+    layout, _ = _small(8, num_experts=8, ep=8)  # expert-dp has one member in the job too
+    assert layout == Layout(dp=3, ep=3)
+    assert _small(16, tp=2, pp=2, cp=2, num_experts=8, ep=4)[0].world_size == 16
+    layout, _ = _small(64, num_experts=8, ep=2, num_distributed_optimizer_instances=4)
+    # Two instances instead of four, each with three members of expert-dp.
+    assert layout == Layout(dp=12, ep=2, options={"num_distributed_optimizer_instances": 2})
+    assert _small(512, tp=8, pp=4, vp=5)[0] == Layout(tp=2, pp=3, dp=2, vp=3)
+
+
+def test_what_a_small_layout_could_not_keep_is_said_as_a_consequence():
+    layout, notes = _small(256, tp=8, pp=4, num_experts=64, ep=8, etp=1)
+    assert layout == Layout(tp=2, pp=3, dp=2, ep=2, etp=1)
+    assert notes == [
+        "dims are smaller: tp 8 -> 2, pp 4 -> 3, dp 8 -> 2, ep 8 -> 2",
+        "two members instead of more, so a fault of three or more is not seen: dp-cp, dp, tp, "
+        "tp-cp, expert-ep, expert-tp-ep, expert-dp",
+    ]
+    _, notes = _small(4096, tp=8, cp=4, pp=8, num_experts=64, ep=64, etp=1, keep=["pp"])
+    assert "cp has one member: its reductions are not verified" in notes
+    layout, notes = _small(64, tp=8, pp=4, keep=["tp"])
+    assert layout == Layout(tp=8, dp=2)
+    assert "pp has one member: its messages are not verified" in notes
+    assert "pp has no middle stage: what only a middle stage does is not verified" in notes
+    with pytest.raises(ValueError, match="--keep xp is no dim; allowed: tp, cp, pp, dp, vp, ep"):
+        _small(8, keep=["xp"])
+    with pytest.raises(ValueError, match="with tp dp kept, no layout has at most 16 ranks"):
+        _small(64, tp=8, keep=["tp", "dp"])
 
 
 STUB = """
