@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import combinations, product
 from math import isfinite, prod
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from compat.verification.layout import INSTANCES, Layout
-from compat.verification.step import Computed, Piece
+from compat.verification.step import Computed, Piece, whole_tensors
 from hypergrid.messages import few
 
+_OWN = "initial value"  # of a weight that the job itself made
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
 _RESOLVED = 1e-5  # of a tensor's weights: a change that float32 resolves
@@ -32,6 +33,7 @@ class Finding:
     error: float  # the norm of the difference, relative to the right value's
     factor: float | None = None  # what the right value was multiplied by, if that is all
     meaning: str = ""  # such as "the size of tp"
+    step: int = 1
 
     @property
     def key(self) -> tuple[str, str]:
@@ -39,7 +41,11 @@ class Finding:
 
     def __str__(self) -> str:
         subject = f"{self.what} of {self.name}" if self.name else self.what
-        if self.factor is None or 0 < abs(self.factor - 1) < 1e-3:
+        if self.step > 1:
+            subject += f" in step {self.step}"
+        if self.what == _OWN:
+            said = "differs between replicas"
+        elif self.factor is None or 0 < abs(self.factor - 1) < 1e-3:
             said = f"differs by {self.error:.2g} of its size"
         elif self.factor == 0:
             said = "is 0"
@@ -50,6 +56,10 @@ class Finding:
 
     def matches(self, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(f"{self.what} {self.name}".strip(), each) for each in patterns)
+
+
+# What is compared of each tensor, and where a step's results hold it.
+KINDS = {"gradient": "gradients", "update": "updates", "buffer": "buffers"}
 
 
 class _Difference(NamedTuple):
@@ -67,9 +77,11 @@ class Reference:
 
     def __post_init__(self) -> None:
         self.whole = {
-            kind: _whole(getattr(self.computed, kind))
-            for kind in ("initial", "gradients", "updates")
+            kind: whole_tensors(getattr(self.computed, kind))
+            for kind in ("initial", *KINDS.values())
         }
+        after = self.computed.next_step
+        self.next_step = None if after is None else Reference(after)
         self.scale = {
             kind: sum(float(each.norm()) ** 2 for each in values.values()) ** 0.5
             for kind, values in self.whole.items()
@@ -78,18 +90,20 @@ class Reference:
     def measure(self, again: Sequence[Computed]) -> None:
         """Take the tolerances from steps that differ from this one by rounding alone."""
         errors: dict[tuple[str, str], float] = {}
-        for kind, computed in product(("gradients", "updates"), again):
+        for kind, computed in product(KINDS.values(), again):
             for piece in getattr(computed, kind):
                 error = self.difference(kind, piece).error
                 errors[kind, piece.name] = max(errors.get((kind, piece.name), 0.0), error)
         self.tolerance = MARGIN * median(errors.values())
         self.tolerances = {key: max(MARGIN * e, self.tolerance) for key, e in errors.items()}
+        if self.next_step is not None:
+            self.next_step.measure([each.next_step for each in again if each.next_step])
 
     def noise(self) -> str:
         """The quantity whose tolerance is above the noise floor, in words; "" if none is."""
         (kind, name), tolerance = max(self.tolerances.items(), key=lambda entry: entry[1])
         if tolerance <= NOISE_FLOOR:
-            return ""
+            return "" if self.next_step is None else self.next_step.noise()
         return f"the {kind.removesuffix('s')} of {name} changes by {tolerance / MARGIN:.2g}"
 
     def has_gradient(self, name: str) -> bool:
@@ -101,18 +115,6 @@ class Reference:
         right = self.whole[kind][piece.name][piece.slices]
         least = _SMALL * self.scale[kind]
         return _difference(piece.value.double(), right.double(), least)
-
-
-def _whole(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
-    """One rank's tensors; the two halves of a gated layer's first weight are pieces of one."""
-    ends: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        end = tuple(stop for _, stop in piece.where)
-        ends[piece.name] = tuple(map(max, end, ends.get(piece.name, end)))
-    whole = {name: torch.zeros(end) for name, end in ends.items()}
-    for piece in pieces:
-        whole[piece.name][piece.slices] = piece.value
-    return whole
 
 
 def _difference(value: torch.Tensor, right: torch.Tensor, least: float) -> _Difference:
@@ -127,14 +129,47 @@ def _difference(value: torch.Tensor, right: torch.Tensor, least: float) -> _Diff
 
 
 def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) -> list[Finding]:
-    """Every quantity of ``layout`` that differs from the reference by more than rounding does."""
+    """Every quantity of ``layout`` that differs from the reference by more than rounding does.
+
+    The second step is compared only where the first agrees: it begins with what the first left.
+    """
+    found = [*_initial_values(ranks), *_of_step(reference, layout, ranks)]
+    next_results = [computed.next_step for computed in ranks if computed.next_step is not None]
+    if found or not next_results or reference.next_step is None:
+        return found
+    return [
+        replace(finding, step=2) for finding in _of_step(reference.next_step, layout, next_results)
+    ]
+
+
+def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) -> list[Finding]:
     found = list(_whole_model(reference, ranks))
-    for what, kind in (("gradient", "gradients"), ("update", "updates")):
+    for what, kind in KINDS.items():
         found += _parameters(what, kind, reference, ranks)
-    wrong = {each.name for each in found if each.what == "gradient"}
-    # A wrong gradient is one finding, not two.
-    kept = [each for each in found if each.what != "update" or each.name not in wrong]
-    return [_with_meaning(each, layout) for each in kept]
+    wrong = {finding.name for finding in found if finding.what == "gradient"}
+    kept = []
+    for finding in found:
+        # A wrong gradient is one finding, not two.
+        if finding.what != "update" or finding.name not in wrong:
+            kept.append(_with_meaning(finding, layout))
+    return kept
+
+
+def _initial_values(ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Weights that replicas have initialised differently, before they got those of one rank."""
+    ranks_of: dict[Any, dict[str, list[int]]] = {}
+    for rank, computed in enumerate(ranks):
+        for place, digest in computed.own_initial.items():
+            ranks_of.setdefault(place, {}).setdefault(digest, []).append(rank)
+    odd_ranks: dict[str, set[int]] = {}
+    for (name, _), replicas in ranks_of.items():
+        # The ranks that do not have what most have; of as many, the later ones.
+        most = max(replicas.values(), key=len)
+        for member_ranks in replicas.values():
+            if member_ranks is not most:
+                odd_ranks.setdefault(name, set()).update(member_ranks)
+    for name, member_ranks_of_name in odd_ranks.items():
+        yield Finding(_OWN, name, tuple(sorted(member_ranks_of_name)), 1.0)
 
 
 def same_results(first: Computed, second: Computed) -> bool:

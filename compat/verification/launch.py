@@ -23,7 +23,7 @@ from compat.verification.gpt import small_gpt, uneven_batch
 from compat.verification.layout import FULLY_SHARDED, OF_SEVERAL, SIZES, Layout
 from compat.verification.ranks import Refused, in_checkout, on_ranks, with_python
 from compat.verification.search import Report, reports
-from compat.verification.step import Computed, MicroBatch, Task, take_step
+from compat.verification.step import Computed, MicroBatch, Task, run_variants
 from compat.verification.structure import small_layout
 
 _BY_HAND = "give compat.verify a function that builds the model."
@@ -277,7 +277,7 @@ def _treatment(
 
 def _of_one_rank(launched: Launched) -> Computed:
     alone = launched.layout.alone()
-    (computed,) = on_ranks(1, lambda _: take_step(launched.task, alone, None), 120)
+    ((computed,),) = on_ranks(1, lambda _: run_variants(launched.task, alone, None), 120)
     return computed
 
 

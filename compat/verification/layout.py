@@ -24,7 +24,7 @@ INSTANCES = "num_distributed_optimizer_instances"
 OF_SEVERAL = (
     *_OF_TP,
     *("use_distributed_optimizer", INSTANCES),
-    *("overlap_grad_reduce", "overlap_param_gather"),
+    *("overlap_grad_reduce", "overlap_param_gather", "data_parallel_random_init"),
 )
 
 

@@ -5,6 +5,9 @@
 context parallelism without Transformer Engine, these do not.
 """
 
+from __future__ import annotations
+
+import contextlib
 import copy
 import functools
 import inspect
@@ -34,9 +37,15 @@ def adapt() -> None:
     cuda.current_device = lambda: torch.device("cpu")
     # Batched sends between pipeline stages end with it.
     cuda.synchronize = lambda *_: None
-    # Gradient reduction asks for streams, though it waits on them only where work overlaps.
+    # Gradient reduction and token dispatch ask for streams; on the CPU, work runs in their order.
     cuda.Stream = _NoStream
     cuda.current_stream = _NoStream
+    cuda.Event = _NoStream
+    cuda.stream = lambda _stream: contextlib.nullcontext()
+    # Each rank draws from the CPU's generator what it would draw from its GPU's.
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = _cpu_rng_state
+    cuda.random.get_rng_state = _cpu_rng_state
     # Schedules, optimizer and gradient clipping write device="cuda" out; rotary embeddings under
     # context parallelism ask for memory that is pinned for a GPU.
     for name in ("empty", "full", "ones", "tensor", "zeros"):
@@ -44,6 +53,7 @@ def adapt() -> None:
     tensor: Any = torch.Tensor
     # Tied embeddings move a weight before they reduce it between the pipeline's ends.
     tensor.cuda = lambda self, *_args, **_kwargs: self
+    tensor.record_stream = lambda self, _stream: None
     # Gradient clipping and the distributed optimizer take only tensors that say they are CUDA's.
     tensor.type = _saying_cuda(tensor.type)
     # Bridges between modules write backend="nccl" out for the groups that they broadcast in, which
@@ -53,7 +63,20 @@ def adapt() -> None:
 
 
 class _NoStream:
+    """A stream, or an event in one, of a device that has one stream."""
+
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def _nothing(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *_args: Any) -> _NoStream:
+        return self
+
+
+def _cpu_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -86,29 +109,54 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
 
     # A name that the router reads, and that 0.16 gets from Transformer Engine alone.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    kinds = {"qk_layernorm": config.qk_layernorm}
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, **taken(get_gpt_layer_local_spec, kinds)
-    )
+    where = {
+        "normalization": config.normalization,
+        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
+        "vp_stage": vp_stage,
+        "pp_rank": pp_rank,
+    }
+    block = get_gpt_decoder_block_spec(config, False, **taken(get_gpt_decoder_block_spec, where))
+    block.layer_norm = _norm(config)
+    for layer in block.layer_specs:
+        _adapt_layer(layer, config)
+    return block
+
+
+def predicting_layers(config: Any, block: Any, vp_stage: int | None, pp_rank: int) -> Any:
+    """The specification of this stage's layers that predict further tokens; None without any."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+    function = gpt_layer_specs.get_gpt_mtp_block_spec
+    predicting = function(config, block, False, **taken(function, where))
+    for layer in predicting.layer_specs if predicting is not None else ():
+        parts = layer.submodules
+        parts.enorm = parts.hnorm = parts.layer_norm = _norm(config)
+    return predicting
+
+
+def _adapt_layer(layer: Any, config: Any) -> None:
     norm = _norm(config)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    attention = layer.submodules.self_attention.submodules
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
+    parts = layer.submodules
+    parts.input_layernorm = norm
+    parts.pre_mlp_layernorm = norm
+    attention = parts.self_attention.submodules
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if config.qk_layernorm and hasattr(attention, name):
+            setattr(attention, name, norm)
     if config.context_parallel_size > 1:
         attention.core_attention = _context_parallel_attention()
-    where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
-    count = get_num_layers_to_build(config, **taken(get_num_layers_to_build, where))
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def draw_on_cpu() -> None:
+    """Let megatron-core's tracker of generators set the CPU's state."""
+    module: Any = import_module("megatron.core.tensor_parallel.random")
+    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def let_one_rank_sum() -> None:
@@ -172,6 +220,9 @@ def _context_parallel_attention() -> type[torch.nn.Module]:
             without_cp.context_parallel_size = 1
             super().__init__(without_cp, *args, **kwargs)
             self.cp_group = kwargs["pg_collection"].cp
+            # megatron-core's own mask of a window is for a whole sequence.
+            self.window = getattr(self.scale_mask_softmax, "window_size", None)
+            self.scale_mask_softmax.window_size = None
 
         def forward(
             self,
@@ -189,7 +240,9 @@ def _context_parallel_attention() -> type[torch.nn.Module]:
             held = torch.tensor([chunks_held(rank, size) for rank in range(size)])
             positions = torch.arange(len(key)).view(2 * size, -1)[held].view(size, -1)
             queries, keys = positions[self.cp_group.rank()], positions.flatten()
-            mask = (keys[None, :] > queries[:, None]).to(query.device)
+            mask = keys[None, :] > queries[:, None]
+            if self.window is not None:
+                mask |= keys[None, :] < queries[:, None] - self.window[0]
             return super().forward(query, key, value, mask, **kwargs)
 
     return ContextParallelAttention

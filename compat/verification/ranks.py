@@ -125,6 +125,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     core = Path(str(sys.modules["megatron.core"].__file__)).parent
     if checkout is not None and core != checkout.resolve() / "megatron" / "core":
         raise ValueError(f"megatron.core was imported from {core}, not from {checkout}.")
+    on_cpu.draw_on_cpu()
     on_cpu.let_one_rank_sum()
     return body()
 

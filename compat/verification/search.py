@@ -20,7 +20,17 @@ from compat.verification.compare import (
 )
 from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
 from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks
-from compat.verification.step import Build, Loss, MicroBatch, Task, take_step
+from compat.verification.step import (
+    PLAIN,
+    RANDOM_INIT,
+    Build,
+    Computed,
+    Loss,
+    MicroBatch,
+    Task,
+    Variant,
+    run_variants,
+)
 from hypergrid.messages import few, install_command
 
 ULP = 2.0**-23  # of float32
@@ -205,10 +215,10 @@ def _check_options(layout: Layout) -> None:
     import megatron.core
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig
 
-    kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    known = set().union(*(kind.__dataclass_fields__ for kind in kinds))
+    kinds = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    known = {RANDOM_INIT}.union(*(kind.__dataclass_fields__ for kind in kinds))
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
@@ -252,12 +262,10 @@ class _Job:
     def reference(self, alone: Layout) -> Reference:
         """The results of one rank, and the effect that rounding has on them."""
         if alone not in self._references:
-            (computed,) = self._run(alone, None)
+            variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
+            ((computed, *again),) = self._run(alone, None, variants)
             reference = Reference(computed)
-            initial = reference.whole["initial"]
-            reversed_ = self._run(alone, initial, backwards=True, jitter=ULP)
-            forward = self._run(alone, initial, jitter=ULP)
-            reference.measure([*reversed_, *forward])
+            reference.measure(again)
             self._references[alone] = reference
         return self._references[alone]
 
@@ -289,7 +297,8 @@ class _Job:
             try:
                 self._refuse_noise(layout.alone())
                 reference = self.reference(layout.alone())
-                ranks = self._run(layout, reference.whole["initial"])
+                results = self._run(layout, reference.whole["initial"], [PLAIN])
+                ranks = [computed for (computed,) in results]
                 self._unmoved[layout] = set().union(*map(unmoved, [reference.computed, *ranks]))
                 self._found[layout] = findings(reference, layout, ranks)
             except Refused as refused:
@@ -303,9 +312,10 @@ class _Job:
             return f"the step did not change {few(names)}, which has a gradient"
         reference = self.reference(layout.alone())
         try:
-            ranks = self._run(layout, reference.whole["initial"], planted=True)
+            results = self._run(layout, reference.whole["initial"], [Variant(planted=True)])
         except Refused as refused:
             return f"with a planted fault: {refused}"
+        ranks = [computed for (computed,) in results]
         planted = set().union(*(computed.planted for computed in ranks))
         expected = set(filter(reference.has_gradient, planted))
         if not expected:
@@ -320,11 +330,14 @@ class _Job:
             return ""
         return f"1 % of the gradient, added on one rank, is not seen in {few(missed)}"
 
-    def _run(self, layout: Layout, initial: Any, **changes: Any) -> list[Any]:
+    def _run(
+        self, layout: Layout, initial: Any, variants: Sequence[Variant]
+    ) -> list[list[Computed]]:
+        """The results of each rank, for each variant."""
         self.steps += 1
         return on_ranks(
             layout.world_size,
-            lambda _: take_step(self.task, layout, initial, **changes),
+            lambda _: run_variants(self.task, layout, initial, variants),
             self.timeout,
         )
 

@@ -106,8 +106,9 @@ def _candidates(
 
 def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[str, int]:
     """How many members each group of rank 0 has in the plan, by the group's dims."""
+    dims: dict[str, Any] = {name: sizes[short] for short, name in SIZES.items() if short != "vp"}
     request = Request(
-        **{name: sizes[short] for short, name in SIZES.items() if short != "vp"},
+        **dims,
         num_distributed_optimizer_instances=sizes[INSTANCES],
         order=order,
         job_size=prod(_dense(sizes)),
