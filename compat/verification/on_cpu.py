@@ -60,6 +60,9 @@ def adapt() -> None:
     # torch's enumeration creates by this; the enumeration itself stays torch's own.
     c10d: Any = of_torch.c10d
     c10d.new_group = _not_nccl(c10d.new_group)
+    # Token dispatch gives sizes as a tensor, which torch's NCCL alone reads.
+    distributed: Any = torch.distributed
+    distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
 
 
 class _NoStream:
@@ -95,6 +98,22 @@ def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(*args, backend=None if backend == "nccl" else backend, **kwargs)
 
     return make
+
+
+def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(exchange)
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        plain = [value.tolist() if _is_sizes(value) else value for value in args[2:4]]
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if _is_sizes(kwargs.get(name)):
+                kwargs[name] = kwargs[name].tolist()
+        return exchange(*args[:2], *plain, *args[4:], **kwargs)
+
+    return exchanged
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,8 +168,12 @@ def _adapt_layer(layer: Any, config: Any) -> None:
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, norm)
+    core_attention = attention.core_attention
+    if getattr(config, "multi_latent_attention", False):
+        core_attention = _latent_attention()
     if config.context_parallel_size > 1:
-        attention.core_attention = _context_parallel_attention()
+        core_attention = _context_parallel_attention(core_attention)
+    attention.core_attention = core_attention
 
 
 def draw_on_cpu() -> None:
@@ -209,12 +232,31 @@ def _norm(config: Any) -> type[torch.nn.Module]:
     return Norm
 
 
-def _context_parallel_attention() -> type[torch.nn.Module]:
-    """Causal attention that gathers keys and values over cp, which the local one refuses."""
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+def _latent_attention() -> Any:
+    """Attention whose values have another size than its keys, which the local one does not know."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    class ContextParallelAttention(DotProductAttention):
+    class LatentAttention(DotProductAttention):
+        def __init__(
+            self,
+            *args: Any,
+            k_channels: int | None = None,
+            v_channels: int | None = None,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(*args, **kwargs)
+            if v_channels is not None:
+                heads = self.num_attention_heads_per_partition
+                self.hidden_size_per_partition = v_channels * heads
+
+    return LatentAttention
+
+
+def _context_parallel_attention(kind: Any) -> Any:
+    """Causal attention that gathers keys and values over cp, which the local one refuses."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    class ContextParallelAttention(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             without_cp = copy.copy(config)
             without_cp.context_parallel_size = 1
