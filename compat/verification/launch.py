@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 from compat.verification.arguments import BY_HAND, INSTEAD, check, parse
 from compat.verification.compare import same_results
 from compat.verification.layout import OF_SEVERAL, SIZES, Layout
-from compat.verification.ranks import Refused, in_checkout, on_ranks
+from compat.verification.ranks import in_checkout, on_ranks
 from compat.verification.search import Report, reports
 from compat.verification.small_job import FIELD_OF, SHAPE, SmallJob, matches, small_job
-from compat.verification.step import Computed, run_variants
+from compat.verification.step import run_variants
 
 # Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
 _OTHER_MODELS = ("mamba", "hybrid", "bert", "t5", "ict", "realm", "vision", "vlm", "retro")
@@ -118,30 +119,38 @@ def _treatments(
         for flag in action.option_strings:
             actions[flag] = action
     flags_of: dict[str, list[str]] = {VERIFIED: [], STAND_IN: [], NOT_VERIFIED: []}
-    computed = of_one_rank(job)
+    jobs_without = {}
     for flag in dict.fromkeys(word.partition("=")[0] for word in line.words):
-        if flag in actions:
-            without = copy.deepcopy(parsed)
-            setattr(without, actions[flag].dest, actions[flag].default)
-            name = actions[flag].dest
-            flags_of[treatment(line, name, job, computed, without)].append(flag)
+        if flag not in actions:
+            continue
+        name = actions[flag].dest
+        without = copy.deepcopy(parsed)
+        setattr(without, name, actions[flag].default)
+        kind, other = treatment(line, name, job, without)
+        if other is not None:
+            jobs_without[flag] = other
+        flags_of[kind].append(flag)
+    # An option that reaches the small model may have no effect on it.
+    for flag in set(jobs_without) - with_effect(job, jobs_without):
+        flags_of[VERIFIED].remove(flag)
+        flags_of[NOT_VERIFIED].append(flag)
     return [f"{kind}: {' '.join(flags)}" for kind, flags in flags_of.items() if flags]
 
 
-def treatment(line: Line, name: str, job: SmallJob, computed: Computed, without: Any) -> str:
+def treatment(line: Line, name: str, job: SmallJob, without: Any) -> tuple[str, SmallJob | None]:
     """How the argument ``name`` of a job is treated; ``without`` are the arguments without it.
 
-    ``computed`` is what one rank computes in the job.
+    With another job, its results decide: the argument is verified if they differ.
     """
     if matches(name, _REPLACED):
-        return STAND_IN
+        return STAND_IN, None
     layout = job.layout
     for short, size_name in SIZES.items():
         if name == size_name and (getattr(layout, short) or 1) > 1:
-            return VERIFIED
+            return VERIFIED, None
     option = FIELD_OF.get(name, name)
     if option in OF_SEVERAL and option in layout.options:
-        return VERIFIED
+        return VERIFIED, None
     try:
         other = line.small_job(without)
     except ValueError:
@@ -149,19 +158,24 @@ def treatment(line: Line, name: str, job: SmallJob, computed: Computed, without:
         options = {key: value for key, value in layout.options.items() if key != name}
         other = job._replace(layout=replace(layout, options=options))
     if replace(other.layout, options=layout.options) != layout:
-        return VERIFIED  # another size or order of dims
+        return VERIFIED, None  # another size or order of dims
     if other.is_same(job):
-        return NOT_VERIFIED
-    # An option that reaches the small model may have no effect on it.
-    try:
-        has_effect = not same_results(computed, of_one_rank(other))
-    except Refused:
-        has_effect = False
-    return VERIFIED if has_effect else NOT_VERIFIED
+        return NOT_VERIFIED, None
+    return VERIFIED, other
 
 
-def of_one_rank(job: SmallJob) -> Computed:
-    """What one rank computes."""
-    alone = job.layout.alone()
-    ((computed,),) = on_ranks(1, lambda _: run_variants(job.task, alone, None), 120)
-    return computed
+def with_effect(job: SmallJob, others: Mapping[str, SmallJob]) -> set[str]:
+    """The names of the jobs that compute something else on one rank than ``job`` does."""
+
+    def differing(_: int) -> set[str]:
+        (computed,) = run_variants(job.task, job.layout.alone(), None)
+        names = set()
+        for name, other in others.items():
+            # A job that cannot run without a flag shows no effect of it.
+            with contextlib.suppress(Exception):
+                (other_computed,) = run_variants(other.task, other.layout.alone(), None)
+                if not same_results(computed, other_computed):
+                    names.add(name)
+        return names
+
+    return on_ranks(1, differing, 120 + len(others))[0]

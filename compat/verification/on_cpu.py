@@ -63,6 +63,8 @@ def adapt() -> None:
     # Token dispatch gives sizes as a tensor, which torch's NCCL alone reads.
     distributed: Any = torch.distributed
     distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
+    distributed.all_gather = _of_any_sizes(distributed.all_gather)
+    distributed.reduce_scatter = _sum_of_any_sizes(distributed.reduce_scatter)
 
 
 class _NoStream:
@@ -112,6 +114,37 @@ def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return exchanged
 
 
+def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather parts of unequal sizes, as NCCL does and gloo does not."""
+
+    @functools.wraps(gather)
+    def gathered(parts: Any, part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({tuple(each.shape) for each in parts}) == 1:
+            return gather(parts, part, group=group, **kwargs)
+        for rank, place in enumerate(parts):
+            if rank == torch.distributed.get_rank(group):
+                place.copy_(part)
+            torch.distributed.broadcast(place, group=group, group_src=rank)
+        return None
+
+    return gathered
+
+
+def _sum_of_any_sizes(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Sum parts of unequal sizes, one for each rank, as NCCL does and gloo does not."""
+
+    @functools.wraps(scatter)
+    def scattered(output: torch.Tensor, parts: Any, *args: Any, group: Any = None) -> Any:
+        if len({tuple(each.shape) for each in parts}) == 1:
+            return scatter(output, parts, *args, group=group)
+        for part in parts:
+            torch.distributed.all_reduce(part, group=group)
+        output.copy_(parts[torch.distributed.get_rank(group)])
+        return None
+
+    return scattered
+
+
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
@@ -129,10 +162,15 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     # A name that the router reads, and that 0.16 gets from Transformer Engine alone.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    # A class that a layer is compared with, and no class without Transformer Engine.
+    latent: Any = multi_latent_attention
+    if not isinstance(getattr(latent, "TELinear", None), type):
+        latent.TELinear = _NoStream
     where = {
         "normalization": config.normalization,
         "qk_l2_norm": getattr(config, "qk_l2_norm", False),

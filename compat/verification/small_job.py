@@ -42,7 +42,7 @@ _HOW = (
 _LEFT_OUT = (
     *("*dropout*", "*capacity_factor*", "moe_pad_expert*", "hetero*", "mamba_*"),
     *("experimental_attention*", "linear_*", "pipeline_model_parallel_layout"),
-    *("moe_router_dtype", "recompute_modules"),
+    "moe_router_dtype",
 )
 # Arguments that set fields of DistributedDataParallelConfig, or how the job starts.
 FIELD_OF = {
@@ -198,6 +198,9 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
                 options[field.name] = value
         elif field.name in ("recompute_num_layers", "mtp_num_layers") and value:
             options[field.name] = 1
+        elif field.name == "recompute_modules":
+            if args.config.recompute_granularity == "selective" and value != ["core_attn"]:
+                left_out.append(f"{field.name}={value}")
         elif matches(field.name, _HOW):
             continue
         elif matches(field.name, _LEFT_OUT) or not is_plain:

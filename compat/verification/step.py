@@ -122,6 +122,8 @@ def run_variants(
     """
     from megatron.core import parallel_state
 
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     _initialize(parallel_state, layout)
     results = []
     for variant in variants:
