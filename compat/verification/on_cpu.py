@@ -167,10 +167,9 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
 
     # A name that the router reads, and that 0.16 gets from Transformer Engine alone.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    # A class that a layer is compared with, and no class without Transformer Engine.
+    # The class by which multi-latent attention knows a layer that is not split.
     latent: Any = multi_latent_attention
-    if not isinstance(getattr(latent, "TELinear", None), type):
-        latent.TELinear = _NoStream
+    latent.TELinear = WholeLinear
     where = {
         "normalization": config.normalization,
         "qk_l2_norm": getattr(config, "qk_l2_norm", False),
@@ -209,9 +208,29 @@ def _adapt_layer(layer: Any, config: Any) -> None:
     core_attention = attention.core_attention
     if getattr(config, "multi_latent_attention", False):
         core_attention = _latent_attention()
+        attention.linear_q_down_proj = WholeLinear
+        attention.linear_kv_down_proj = WholeLinear
     if config.context_parallel_size > 1:
         core_attention = _context_parallel_attention(core_attention)
     attention.core_attention = core_attention
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer that each tensor-parallel rank has whole, as Transformer Engine's can be.
+
+    megatron-core's local layers are split, and give other gradients than those that users run.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        init_method(self.weight)
+        # Marks a gradient that covers a part of the sequence: megatron sums it over tp.
+        mark: Any = self.weight
+        mark.sequence_parallel = config.sequence_parallel
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.linear(features, self.weight), None
 
 
 def draw_on_cpu() -> None:

@@ -98,8 +98,12 @@ _NEW_PROCESS = (
 def answer(directory: str, parent: int) -> None:
     """What the new process of ``in_checkout`` does with the request in this directory."""
     _end_with_parent(parent)
-    body, checkout = pickle.loads(Path(directory, "request").read_bytes())
-    _write(lambda: _adapted(body, checkout), Path(directory, "outcome"), ValueError)
+
+    def answered() -> Any:
+        body, checkout = pickle.loads(Path(directory, "request").read_bytes())
+        return _adapted(body, checkout)
+
+    _write(answered, Path(directory, "outcome"), ValueError)
 
 
 def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 
 import compat
 from compat.verification import Layout
-from compat.verification.gpt import small_gpt, uneven_batch
+from compat.verification.gpt import LATENT, small_gpt, uneven_batch
 from compat.verification.launch import verify_line
 from compat.verification.layout import SIZES
 from compat.verification.ranks import Refused, in_child, on_ranks
@@ -27,6 +28,7 @@ from tests.verification.layouts import AUX, EXPERTS, KNOWN, SHARDED, TOKENS
 from tests.verification.mutants import MUTANTS, mutated
 
 DENSE = {**TOKENS, **SHARDED, "use_distributed_optimizer": True}
+DOCUMENT = (ROOT / "docs" / "verify.md").read_text()
 RIGHT = [
     Layout(tp=2, pp=2, dp=2, vp=2, options=DENSE),
     Layout(tp=2, cp=2, dp=2, ep=2, options={**DENSE, **EXPERTS, "gated_linear_unit": True}),
@@ -46,6 +48,132 @@ def test_rotary_embeddings_are_verified_where_the_sequence_is_cut():
     for batch, options in ((uneven_batch(4), TOKENS), (uneven_batch(4, parts=4), {})):
         (report,) = compat.verify(build, batch, Layout(tp=2, cp=2, options=options))
         assert report.agrees, str(report)
+
+
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2}
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+MORE_EXPERTS = {**EXPERTS, **GROUPS, **BIAS, "num_moe_experts": 8}
+OF_EXPERTS = {
+    **MORE_EXPERTS,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_token_dispatcher_type": "alltoall",
+}
+ROTARY = partial(small_gpt, model={"position_embedding_type": "rope"})
+LATENT_ATTENTION = {"multi_latent_attention": True, **LATENT}
+RECOMPUTED = {
+    **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    **{"num_layers_in_first_pipeline_stage": 1, "mtp_num_layers": 1},
+}
+# One run of several features that users combine; a row of docs/verify.md for each.
+FEATURES = {
+    "experts": Layout(tp=2, dp=2, ep=2, options={**DENSE, **OF_EXPERTS}),
+    "latent attention": Layout(tp=2, options={**TOKENS, **SHARDED, **LATENT_ATTENTION}),
+    "windows": Layout(cp=2, options={**TOKENS, "window_size": (8, 0), "softmax_type": "learnable"}),
+    "pipeline": Layout(pp=2, options={**TOKENS, **RECOMPUTED}),
+    "overlap": Layout(
+        dp=2,
+        options={
+            **{"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+            **{"overlap_param_gather": True, "bucket_size": 10_000},
+            **{"average_in_collective": True, "data_parallel_random_init": True},
+        },
+    ),
+}
+ROWS = {
+    "MoE, group-limited routing, shared experts, bias of experts, alltoall": "experts",
+    "multi-latent attention, with sequence parallelism": "latent attention",
+    "sliding windows, learnable softmax": "windows",
+    "multi-token prediction, recomputation, stages of unequal depth": "pipeline",
+    "overlap of reductions and gathers, buckets, average in the collective": "overlap",
+}
+REFUSED = {
+    "latent MoE": ({**EXPERTS, "moe_latent_size": 32}, "TransformerEngine is required"),
+    "Megatron-FSDP": ({"use_megatron_fsdp": True}, "use_megatron_fsdp is not verified"),
+}
+
+
+@cache
+def _of_features():
+    def judged():
+        job = _Job(Task(ROTARY, uneven_batch(4)), (), 60)
+        return {name: job.report(layout, smallest=False) for name, layout in FEATURES.items()}
+
+    return in_child(judged)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_users_run_is_verified(row):
+    assert row in DOCUMENT, "docs/verify.md has no such row"
+    report = _of_features()[ROWS[row]]
+    assert report.agrees, f"{report} {report.trace}"
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_cannot_run_on_a_cpu_is_refused_by_name(row):
+    assert row in DOCUMENT, "docs/verify.md has no such row"
+    options, reason = REFUSED[row]
+    layout = Layout(dp=2, options={**TOKENS, **options})
+    if row == "Megatron-FSDP":
+        with pytest.raises(ValueError, match=reason):
+            compat.verify(small_gpt, uneven_batch(4), layout)
+        return
+    (report,) = compat.verify(small_gpt, uneven_batch(4), layout, smallest=False)
+    assert reason in report.refused
+
+
+def _as_replicas_that_differ(layout, **where):
+    from megatron.core.distributed import DistributedDataParallel
+
+    DistributedDataParallel.broadcast_params = lambda self: None
+    return small_gpt(layout, **where)
+
+
+def _with_an_old_bias_of_experts(layout, **where):
+    if layout.world_size > 1:
+        module = import_module("megatron.core.distributed.finalize_model_grads")
+        module.get_updated_expert_bias = lambda tokens, bias, *_: bias.clone()
+    return small_gpt(layout, **where)
+
+
+BEYOND_ONE_STEP = {
+    "initial value embedding.word_embeddings.weight": (
+        _as_replicas_that_differ,
+        Layout(dp=2, options={**TOKENS, "data_parallel_random_init": True}),
+    ),
+    "buffer decoder.layers.0.mlp.router.expert_bias": (
+        _with_an_old_bias_of_experts,
+        Layout(
+            dp=2, options={**TOKENS, **{k: v for k, v in OF_EXPERTS.items() if v != "alltoall"}}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_ONE_STEP)
+def test_initial_values_of_replicas_and_buffers_are_compared(name):
+    build, layout = BEYOND_ONE_STEP[name]
+    (report,) = compat.verify(build, uneven_batch(4), layout, smallest=False)
+    assert name in {f"{finding.what} {finding.name}" for finding in report.findings}, str(report)
+
+
+def test_a_fault_of_the_second_step_is_seen():
+    def build(layout, **where):
+        from megatron.core.distributed import DistributedDataParallel
+
+        zero = DistributedDataParallel.zero_grad_buffer
+        calls = []
+
+        def not_zeroed(self):
+            calls.append(self)
+            if layout.world_size == 1 or len(calls) == 1:
+                zero(self)
+
+        DistributedDataParallel.zero_grad_buffer = not_zeroed
+        return small_gpt(layout, **where)
+
+    (report,) = compat.verify(build, uneven_batch(4), Layout(dp=2, options=TOKENS), smallest=False)
+    assert report.findings and {finding.step for finding in report.findings} == {2}
+    assert "in step 2 is" in str(report) or "in step 2 differs" in str(report)
 
 
 @cache

@@ -1,0 +1,127 @@
+"""Every flag of Megatron's parser: has it an effect on the small job, or why has it none?
+
+A flag is added to two lines, with each of a few values, until one changes what is verified.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from compat.verification.arguments import parse
+from compat.verification.launch import NOT_VERIFIED, Line, treatment, with_effect
+from compat.verification.ranks import in_checkout
+from compat.verification.small_job import SmallJob
+
+TABLE = Path(__file__).with_name("verify_flags.csv")
+_COMMON = """--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64
+--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 64 --train-iters 10 --lr 1
+--mock-data --tokenizer-type NullTokenizer --vocab-size 512 --tensor-model-parallel-size 2
+--sequence-parallel --use-distributed-optimizer"""
+DENSE = f"{_COMMON} --pipeline-model-parallel-size 2 --position-embedding-type rope"
+EXPERTS = f"""{_COMMON} --num-experts 4 --expert-model-parallel-size 2 --swiglu
+--disable-bias-linear --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"""
+LINES = {"dense": DENSE, "experts": EXPERTS}
+WORLD_SIZE = 8
+NONE = "none"
+
+# Why the flags of an argument group have no effect on the small job.
+GROUP_REASONS: dict[str, str] = {}
+# Why one flag has none.
+REASONS: dict[str, str] = {}
+
+
+def outcomes(checkout: Path, only: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """For each flag of the parser of a checkout: what it does to the small job, and its group."""
+    return in_checkout(partial(_outcomes, tuple(only)), checkout)
+
+
+def _outcomes(only: Sequence[str]) -> dict[str, tuple[str, str]]:
+    result: dict[str, tuple[str, str]] = {}
+    for text in LINES.values():
+        line = Line(tuple(text.split()), WORLD_SIZE)
+        parsed, parser = parse(line.words, WORLD_SIZE)
+        base = line.small_job(parsed)
+        jobs: dict[str, SmallJob] = {}
+        for flag, action, group in _flags(parser):
+            known = result.get(flag, (NONE, ""))[0]
+            # The second line is for flags without an effect on the first.
+            if (only and flag not in only) or not (known == NONE or known.startswith("refused")):
+                continue
+            kind, others = _kind(line, flag, action, base, parsed)
+            # A line that takes the flag says more than one that refuses it.
+            if not (kind.startswith("refused") and flag in result):
+                result[flag] = (kind, group)
+            for number, other in enumerate(others):
+                jobs[f"{flag} {number}"] = other
+        for name in with_effect(base, jobs):
+            flag = name.split()[0]
+            result[flag] = ("effect", result[flag][1])
+    return result
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action, str]]:
+    """The first long name of each flag, and the title of its group."""
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            names = [name for name in action.option_strings if name.startswith("--")]
+            if names and action.dest != "help":
+                yield names[0], action, str(group.title)
+
+
+def _kind(
+    line: Line, flag: str, action: argparse.Action, base: SmallJob, parsed: Any
+) -> tuple[str, list[SmallJob]]:
+    """The outcome, as far as it needs no step, and the jobs that decide otherwise."""
+    refusal = ""
+    jobs = []
+    for words in _values(action):
+        with_flag = Line((*line.words, flag, *words), line.world_size)
+        try:
+            other_parsed, _ = parse(with_flag.words, WORLD_SIZE)
+            job = with_flag.small_job(other_parsed)
+        except ValueError as error:
+            refusal = f"refused: {error}"
+            continue
+        kind, other = treatment(with_flag, action.dest, job, parsed)
+        if other is not None:
+            jobs.append(job)
+        elif kind != NOT_VERIFIED:
+            return ("layout" if kind == "verified" else "stand-in"), []
+    if refusal and not jobs:
+        return refusal[:110], []
+    return NONE, jobs
+
+
+def _values(action: argparse.Action) -> Iterable[list[str]]:
+    """A few values other than the default, as words of the line."""
+    if action.nargs == 0:
+        return [[]]
+    if action.choices is not None:
+        return [[str(choice)] for choice in action.choices if choice != action.default][:4]
+    if action.type is int:
+        default = action.default if isinstance(action.default, int) else 1
+        return [[str(default + 1)], [str(2 * default + 2)]]
+    if action.type is float:
+        default = action.default if isinstance(action.default, int | float) else 0.5
+        return [[str(default / 2 + 0.01)]]
+    return [["1"], ["x"]]
+
+
+def read_table() -> dict[str, dict[str, str]]:
+    """The rows of the committed table, by flag."""
+    with TABLE.open(newline="") as file:
+        return {row["flag"]: row for row in csv.DictReader(file)}
+
+
+def reason_of(flag: str, kind: str, group: str) -> str:
+    """Why a flag has no effect; "" where it has one, or where nobody knows."""
+    if kind.startswith("refused"):
+        return kind.partition(": ")[2]
+    if kind != NONE:
+        return ""
+    return REASONS.get(flag) or GROUP_REASONS.get(group, "")
