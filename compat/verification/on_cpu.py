@@ -178,7 +178,9 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     }
     block = get_gpt_decoder_block_spec(config, False, **taken(get_gpt_decoder_block_spec, where))
     block.layer_norm = _norm(config)
-    for layer in block.layer_specs:
+    # Equal layers have one specification in common.
+    layers = {id(layer): layer for layer in block.layer_specs}
+    for layer in layers.values():
         _adapt_layer(layer, config)
     return block
 

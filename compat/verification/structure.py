@@ -36,7 +36,10 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
 
     order = "tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else Layout.order
     has_experts = args.num_experts is not None
-    members_in_job = _members(job, has_experts, order)
+    try:
+        members_in_job = _members(job, has_experts, order)
+    except (AssertionError, RuntimeError) as error:  # as Megatron refuses such sizes
+        raise ValueError(str(error)) from error
     best = None
     for sizes in _candidates(job, set(keep), has_experts):
         members = _members(sizes, has_experts, order)
