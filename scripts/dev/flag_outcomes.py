@@ -6,8 +6,10 @@ A flag is added to two lines, with each of a few values, until one changes what 
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,38 @@ LINES = {"dense": DENSE, "experts": EXPERTS}
 WORLD_SIZE = 8
 NONE = "none"
 
+_OTHER_MODEL = "another model, or another training program"
+_SERVICES = "a service beside the training step"
 # Why the flags of an argument group have no effect on the small job.
-GROUP_REASONS: dict[str, str] = {}
-# Why one flag has none.
-REASONS: dict[str, str] = {}
+GROUP_REASONS: dict[str, str] = {
+    **dict.fromkeys(("In-process restart", "autoresume", "ft_package", "msc"), _SERVICES),
+    **dict.fromkeys(("fault injector", "rerun engine", "straggler"), _SERVICES),
+    **dict.fromkeys(("one logger", "workload inspector", "profiling", "logging"), _SERVICES),
+    **dict.fromkeys(("vision", "biencoder", "kitchen", "rl", "sft"), _OTHER_MODEL),
+    **dict.fromkeys(("Logits Distillation", "heterogeneous architecture"), _OTHER_MODEL),
+    **dict.fromkeys(("experimental_attention_variant",), _OTHER_MODEL),
+    "checkpointing": "weights are those of one rank, and nothing is saved",
+    "data and dataloader": "the batch is ours",
+    "inference": "inference, and no training step",
+    "learning rate and weight decay": "the settings of the optimizer have stand-ins",
+    "mixed precision": "the small job computes in float32",
+    "regularization": "dropout is left out, and the settings of the optimizer have stand-ins",
+    "tokenizer": "the batch is ours",
+    "Transformer-Engine": "Transformer Engine does not run on a CPU",
+    "validation": "no validation step",
+}
+# Why flags have none, by pattern: the first that fits.
+REASONS: dict[str, str] = {
+    **dict.fromkeys(("*fusion*", "*fused*", "*cuda*", "*nccl*", "*sharp*"), "needs a GPU"),
+    **dict.fromkeys(("*fp8*", "*fp4*", "*bf16*", "*fp16*", "*fp32*", "*dtype*"), "float32 runs"),
+    **dict.fromkeys(("*offload*", "*tp-comm*", "*deepep*", "*hybridep*"), "needs a GPU"),
+    **dict.fromkeys(("*kernel*", "*-backend*", "*symm*", "*batch-invariant*"), "needs a GPU"),
+    **dict.fromkeys(("*mamba*", "*hybrid*", "*bert*", "*retro*", "*ict*"), _OTHER_MODEL),
+    **dict.fromkeys(("*log*", "*timing*", "*print*", "*wandb*", "*tensorboard*"), _SERVICES),
+    **dict.fromkeys(
+        ("*fsdp*", "*hsdp*", "*data-parallel-sharding*"), "refused: its code needs CUDA"
+    ),
+}
 
 
 def outcomes(checkout: Path, only: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
@@ -52,7 +82,7 @@ def _outcomes(only: Sequence[str]) -> dict[str, tuple[str, str]]:
             # The second line is for flags without an effect on the first.
             if (only and flag not in only) or not (known == NONE or known.startswith("refused")):
                 continue
-            kind, others = _kind(line, flag, action, base, parsed)
+            kind, others = _kind(line, action, base, parsed)
             # A line that takes the flag says more than one that refuses it.
             if not (kind.startswith("refused") and flag in result):
                 result[flag] = (kind, group)
@@ -74,42 +104,39 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Acti
 
 
 def _kind(
-    line: Line, flag: str, action: argparse.Action, base: SmallJob, parsed: Any
+    line: Line, action: argparse.Action, base: SmallJob, parsed: Any
 ) -> tuple[str, list[SmallJob]]:
     """The outcome, as far as it needs no step, and the jobs that decide otherwise."""
     refusal = ""
-    jobs = []
-    for words in _values(action):
-        with_flag = Line((*line.words, flag, *words), line.world_size)
+    for value in _values(action):
+        with_flag = copy.deepcopy(parsed)
+        setattr(with_flag, action.dest, value)
         try:
-            other_parsed, _ = parse(with_flag.words, WORLD_SIZE)
-            job = with_flag.small_job(other_parsed)
-        except ValueError as error:
+            job = line.small_job(with_flag)
+        except (ValueError, ArithmeticError) as error:
             refusal = f"refused: {error}"
             continue
-        kind, other = treatment(with_flag, action.dest, job, parsed)
+        kind, other = treatment(line, action.dest, job, parsed)
         if other is not None:
-            jobs.append(job)
-        elif kind != NOT_VERIFIED:
+            return NONE, [job]
+        if kind != NOT_VERIFIED:
             return ("layout" if kind == "verified" else "stand-in"), []
-    if refusal and not jobs:
-        return refusal[:110], []
-    return NONE, jobs
+    return refusal[:120] or NONE, []
 
 
-def _values(action: argparse.Action) -> Iterable[list[str]]:
-    """A few values other than the default, as words of the line."""
+def _values(action: argparse.Action) -> Iterable[Any]:
+    """A few values other than the default."""
     if action.nargs == 0:
-        return [[]]
+        return [action.const]
     if action.choices is not None:
-        return [[str(choice)] for choice in action.choices if choice != action.default][:4]
+        return [choice for choice in action.choices if choice != action.default][:3]
     if action.type is int:
         default = action.default if isinstance(action.default, int) else 1
-        return [[str(default + 1)], [str(2 * default + 2)]]
+        return [2 * default + 2, default + 1]
     if action.type is float:
         default = action.default if isinstance(action.default, int | float) else 0.5
-        return [[str(default / 2 + 0.01)]]
-    return [["1"], ["x"]]
+        return [default / 2 + 0.01]
+    return ["1"]
 
 
 def read_table() -> dict[str, dict[str, str]]:
@@ -121,7 +148,10 @@ def read_table() -> dict[str, dict[str, str]]:
 def reason_of(flag: str, kind: str, group: str) -> str:
     """Why a flag has no effect; "" where it has one, or where nobody knows."""
     if kind.startswith("refused"):
-        return kind.partition(": ")[2]
+        return kind.partition(": ")[2].replace("\n", " ")
     if kind != NONE:
         return ""
-    return REASONS.get(flag) or GROUP_REASONS.get(group, "")
+    for pattern, reason in REASONS.items():
+        if fnmatchcase(flag, pattern):
+            return reason
+    return GROUP_REASONS.get(group, "")

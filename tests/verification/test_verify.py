@@ -389,7 +389,7 @@ from megatron.core.transformer import TransformerConfig
 
 def parse_args(extra_args_provider):
     parser = argparse.ArgumentParser()
-    for flag in ("--swiglu", "--apply-layernorm-1p", "--use-torch-fsdp2", "--save-interval", "--fails"):
+    for flag in ("--swiglu", "--apply-layernorm-1p", "--use-torch-fsdp2", "--save", "--fails"):
         parser.add_argument(flag, action="store_true")
     for flag in ("--attention-output-gate", "--squared-relu"):
         parser.add_argument(flag, action="store_true")
@@ -445,13 +445,13 @@ def test_the_checkout_decides_whichever_megatron_core_is_loaded(checkout, monkey
 
 @pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
 def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout):
-    line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --apply-layernorm-1p --save-interval"
+    line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --apply-layernorm-1p --save"
     changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
     assert report.agrees, str(report)
     assert changed[-3:] == [
         "verified: --tensor-model-parallel-size --swiglu",
         "replaced by a stand-in: --num-layers",
-        "not verified: --apply-layernorm-1p --save-interval",
+        "not verified: --apply-layernorm-1p --save",
     ]
     with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
         verify_line("", ["--use-torch-fsdp2"], 2, checkout)
