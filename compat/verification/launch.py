@@ -118,7 +118,7 @@ def _treatments(
     for action in parser._actions:
         for flag in action.option_strings:
             actions[flag] = action
-    flags_of: dict[str, list[str]] = {VERIFIED: [], STAND_IN: [], NOT_VERIFIED: []}
+    kinds: dict[str, str] = {}
     jobs_without = {}
     for flag in dict.fromkeys(word.partition("=")[0] for word in line.words):
         if flag not in actions:
@@ -126,15 +126,18 @@ def _treatments(
         name = actions[flag].dest
         without = copy.deepcopy(parsed)
         setattr(without, name, actions[flag].default)
-        kind, other = treatment(line, name, job, without)
+        kinds[flag], other = treatment(line, name, job, without)
         if other is not None:
             jobs_without[flag] = other
-        flags_of[kind].append(flag)
     # An option that reaches the small model may have no effect on it.
     for flag in set(jobs_without) - with_effect(job, jobs_without):
-        flags_of[VERIFIED].remove(flag)
-        flags_of[NOT_VERIFIED].append(flag)
-    return [f"{kind}: {' '.join(flags)}" for kind, flags in flags_of.items() if flags]
+        kinds[flag] = NOT_VERIFIED
+    lines = []
+    for kind in (VERIFIED, STAND_IN, NOT_VERIFIED):
+        flags = [flag for flag in kinds if kinds[flag] == kind]
+        if flags:
+            lines.append(f"{kind}: {' '.join(flags)}")
+    return lines
 
 
 def treatment(line: Line, name: str, job: SmallJob, without: Any) -> tuple[str, SmallJob | None]:

@@ -59,9 +59,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("*kernel*", "*-backend*", "*symm*", "*batch-invariant*"), "needs a GPU"),
     **dict.fromkeys(("*mamba*", "*hybrid*", "*bert*", "*retro*", "*ict*"), _OTHER_MODEL),
     **dict.fromkeys(("*log*", "*timing*", "*print*", "*wandb*", "*tensorboard*"), _SERVICES),
-    **dict.fromkeys(
-        ("*fsdp*", "*hsdp*", "*data-parallel-sharding*"), "refused: its code needs CUDA"
-    ),
+    **dict.fromkeys(("*fsdp*", "*hsdp*", "*data-parallel-sharding*"), "its code needs CUDA"),
 }
 
 
@@ -113,7 +111,7 @@ def _kind(
         setattr(with_flag, action.dest, value)
         try:
             job = line.small_job(with_flag)
-        except (ValueError, ArithmeticError) as error:
+        except Exception as error:
             refusal = f"refused: {error}"
             continue
         kind, other = treatment(line, action.dest, job, parsed)
