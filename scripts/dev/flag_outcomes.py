@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -66,6 +65,16 @@ REASONS: dict[str, str] = {
 def outcomes(checkout: Path, only: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
     """For each flag of the parser of a checkout: what it does to the small job, and its group."""
     return in_checkout(partial(_outcomes, tuple(only)), checkout)
+
+
+def flags_of(checkout: Path) -> list[str]:
+    """The flags of the parser of a checkout."""
+    return in_checkout(_all_flags, checkout)
+
+
+def _all_flags() -> list[str]:
+    _, parser = parse(DENSE.split(), WORLD_SIZE)
+    return [flag for flag, _, _ in _flags(parser)]
 
 
 def _outcomes(only: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -135,12 +144,6 @@ def _values(action: argparse.Action) -> Iterable[Any]:
         default = action.default if isinstance(action.default, int | float) else 0.5
         return [default / 2 + 0.01]
     return ["1"]
-
-
-def read_table() -> dict[str, dict[str, str]]:
-    """The rows of the committed table, by flag."""
-    with TABLE.open(newline="") as file:
-        return {row["flag"]: row for row in csv.DictReader(file)}
 
 
 def reason_of(flag: str, kind: str, group: str) -> str:
