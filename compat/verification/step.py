@@ -306,16 +306,16 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
         if stage is not None:  # older models ask parallel_state which of them is built
             state.set_virtual_pipeline_model_parallel_rank(stage)
         where = {"ignore_virtual": False, "vp_stage": stage}
-        made = task.build(
+        chunk = task.build(
             layout,
             pre_process=begins(**taken(begins, where)),
             post_process=ends(**taken(ends, where)),
             vp_stage=stage,
         )
-        if not hasattr(made, "config"):
-            raise TypeError(f"build() must give a model of megatron-core, got {made!r:.80}")
-        made.model_type = getattr(made, "model_type", None) or _encoder_or_decoder()
-        chunks.append(made)
+        if not hasattr(chunk, "config"):
+            raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
+        chunk.model_type = getattr(chunk, "model_type", None) or _encoder_or_decoder()
+        chunks.append(chunk)
     if layout.vp:
         state.set_virtual_pipeline_model_parallel_rank(0)
     return chunks
