@@ -415,6 +415,10 @@ def verify(
         list[str] | None,
         typer.Option(metavar="PATTERN", help="A known finding, 'gradient *.bias'; repeatable."),
     ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIM", help="A dim that keeps the job's size, 'tp'; repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Compare a training step in the layout of a launch line with the same step on one rank.
@@ -427,7 +431,9 @@ def verify(
     """
     # Python would end with status 1, which says that something differs.
     try:
-        return _verified(from_args, checkout, variables or (), world_size, allow or (), as_json)
+        return _verified(
+            from_args, checkout, variables or (), world_size, allow or (), keep or (), as_json
+        )
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise  # a file that cannot be read: the command's own sentence names it
@@ -440,6 +446,7 @@ def _verified(
     variables: Sequence[str],
     world_size: int | None,
     allow: Sequence[str],
+    keep: Sequence[str],
     as_json: bool,
 ) -> int:
     from compat.verification.launch import verify_line
@@ -448,7 +455,9 @@ def _verified(
     job, start = started(line_of(from_args), pairs, world_size=world_size)
     order = job.arguments.get("order")
     script, words = script_of(start.words)
-    changed, report = verify_line(script, words, job.world_size, checkout, order=order, allow=allow)
+    changed, report = verify_line(
+        script, words, job.world_size, checkout, order=order, allow=allow, keep=keep
+    )
     if as_json:
         prints.as_json({"changed": changed, **report.as_dict()})
     else:

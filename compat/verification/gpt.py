@@ -13,15 +13,22 @@ from compat.verification.step import MicroBatch
 
 SMALL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
 TIED = {"share_embeddings_and_output_weights": True}
-ON_CPU = {"use_cpu_initialization": True, "masked_softmax_fusion": False}
+# Of multi-latent attention; the defaults are those of a model of 236 billion parameters.
+LATENT = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8},
+    **{"v_head_dim": 8, "rope_type": "rope"},
+}
+ON_CPU = {"masked_softmax_fusion": False}
 
 
 def config_of(layout: Layout, **model: Any) -> Any:
     """The ``TransformerConfig`` of a layout and its options, without dropout, in float32."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    has_latent_attention = layout.options.get("multi_latent_attention", False)
+    kind = MLATransformerConfig if has_latent_attention else TransformerConfig
     interleaved = layout.vp is not None
-    given = {
+    fields = {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "pipeline_dtype": torch.float32,
@@ -30,13 +37,13 @@ def config_of(layout: Layout, **model: Any) -> Any:
         "batch_p2p_comm": not interleaved,
         **ON_CPU,
         **model,
-        **layout.fields_of(TransformerConfig),
+        **layout.fields_of(kind),
         **layout.sizes,
     }
-    if given.get("num_moe_experts"):
-        # The one dispatcher that needs neither streams nor messages of unequal sizes.
-        given.setdefault("moe_token_dispatcher_type", "allgather")
-    return TransformerConfig(**on_cpu.taken(TransformerConfig, given))
+    if fields.get("num_moe_experts"):
+        # The default, alltoall, is slower over gloo.
+        fields.setdefault("moe_token_dispatcher_type", "allgather")
+    return kind(**on_cpu.taken(kind, fields))
 
 
 def small_gpt(
@@ -55,14 +62,19 @@ def small_gpt(
     from megatron.core.models.gpt import GPTModel
 
     config = config_of(layout, **sizes)
-    stage, pp_rank = where.get("vp_stage"), parallel_state.get_pipeline_model_parallel_rank()
+    stage = where.get("vp_stage")
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    layers = on_cpu.local_layers(config, stage, pp_rank)
+    further: dict[str, Any] = {}
+    if getattr(config, "mtp_num_layers", None):
+        further["mtp_block_spec"] = on_cpu.predicting_layers(config, layers, stage, pp_rank)
     return GPTModel(
         config,
-        on_cpu.local_layers(config, stage, pp_rank),
+        layers,
         vocab_size=vocab,
         max_sequence_length=seq_length,
         **model,
-        **on_cpu.taken(GPTModel, where),
+        **on_cpu.taken(GPTModel, {**where, **further}),
     )
 
 

@@ -19,11 +19,15 @@ _OF_TP = ("sequence_parallel",)  # megatron-core refuses these without tensor pa
 # Megatron-FSDP, by both of its names, and FSDP2: plain data parallelism would run instead.
 FULLY_SHARDED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 LOSS_PER_TOKEN = "calculate_per_token_loss"
+INSTANCES = "num_distributed_optimizer_instances"
 # How several ranks work together, and not what they compute.
 OF_SEVERAL = (
     *_OF_TP,
-    *("use_distributed_optimizer", "num_distributed_optimizer_instances"),
-    *("overlap_grad_reduce", "overlap_param_gather"),
+    *("use_distributed_optimizer", INSTANCES),
+    *("overlap_grad_reduce", "overlap_param_gather", "data_parallel_random_init"),
+    *("average_in_collective", "bucket_size", "moe_token_dispatcher_type"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
 
 
@@ -113,28 +117,32 @@ class Layout:
     def smaller(self) -> Iterator[tuple[str, Layout]]:
         """Each dim or option that can be taken away, and the layout without it.
 
-        The loss per token comes last: without it context parallelism differs by itself.
+        Example: of tp=3, first tp=1, then tp=2. The loss per token comes last: without it context
+        parallelism differs by itself.
         """
-        trials: list[tuple[str, dict[str, Any]]] = [
-            (f"{name}={getattr(self, name)}", {name: 1, **({"vp": None} if name == "pp" else {})})
-            for name in ("dp", "pp", "cp", "ep", "tp")
-            if getattr(self, name) > 1
-        ]
-        trials += [
-            (f"{name}={getattr(self, name)}", {name: None})
-            for name in ("vp", "etp")
-            if getattr(self, name) is not None
-        ]
-        if self.order != Layout.order:
-            trials.append((f"order={self.order}", {"order": Layout.order}))
-        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
-            left = {key: value for key, value in self.options.items() if key != name}
-            trials.append((name, {"options": left}))
-        for what, change in trials:
-            if change.get("tp") == 1 and not self.options.keys().isdisjoint(_OF_TP):
-                kept = {k: v for k, v in self.options.items() if k not in _OF_TP}
-                change["options"] = kept
+        for name, change in self._changes():
+            options = change.get("options", self.options)
+            if change.get("tp") == 1:
+                options = {key: value for key, value in options.items() if key not in _OF_TP}
             try:
-                yield what, replace(self, **change)
+                layout = replace(self, **{**change, "options": options})
             except ValueError:  # such a layout does not exist
                 continue
+            yield name, layout
+
+    def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        dims = [name for name in ("dp", "pp", "cp", "ep", "tp") if getattr(self, name) > 1]
+        for name in dims:
+            without_chunks = {"vp": None} if name == "pp" else {}
+            yield f"{name}={getattr(self, name)}", {name: 1, **without_chunks}
+        for name in dims:
+            if getattr(self, name) > 2:
+                yield f"{name} > 2", {name: 2}
+        for name in ("vp", "etp"):
+            if getattr(self, name) is not None:
+                yield f"{name}={getattr(self, name)}", {name: None}
+        if self.order != Layout.order:
+            yield f"order={self.order}", {"order": Layout.order}
+        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
+            options = {key: value for key, value in self.options.items() if key != name}
+            yield name, {"options": options}

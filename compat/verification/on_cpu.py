@@ -5,6 +5,9 @@
 context parallelism without Transformer Engine, these do not.
 """
 
+from __future__ import annotations
+
+import contextlib
 import copy
 import functools
 import inspect
@@ -34,9 +37,15 @@ def adapt() -> None:
     cuda.current_device = lambda: torch.device("cpu")
     # Batched sends between pipeline stages end with it.
     cuda.synchronize = lambda *_: None
-    # Gradient reduction asks for streams, though it waits on them only where work overlaps.
+    # Gradient reduction and token dispatch ask for streams; on the CPU, work runs in their order.
     cuda.Stream = _NoStream
     cuda.current_stream = _NoStream
+    cuda.Event = _NoStream
+    cuda.stream = lambda _stream: contextlib.nullcontext()
+    # Each rank draws from the CPU's generator what it would draw from its GPU's.
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = _cpu_rng_state
+    cuda.random.get_rng_state = _cpu_rng_state
     # Schedules, optimizer and gradient clipping write device="cuda" out; rotary embeddings under
     # context parallelism ask for memory that is pinned for a GPU.
     for name in ("empty", "full", "ones", "tensor", "zeros"):
@@ -44,16 +53,35 @@ def adapt() -> None:
     tensor: Any = torch.Tensor
     # Tied embeddings move a weight before they reduce it between the pipeline's ends.
     tensor.cuda = lambda self, *_args, **_kwargs: self
+    tensor.record_stream = lambda self, _stream: None
     # Gradient clipping and the distributed optimizer take only tensors that say they are CUDA's.
     tensor.type = _saying_cuda(tensor.type)
     # Bridges between modules write backend="nccl" out for the groups that they broadcast in, which
     # torch's enumeration creates by this; the enumeration itself stays torch's own.
     c10d: Any = of_torch.c10d
     c10d.new_group = _not_nccl(c10d.new_group)
+    # Token dispatch gives sizes as a tensor, which torch's NCCL alone reads.
+    distributed: Any = torch.distributed
+    distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
+    distributed.all_gather = _of_any_sizes(distributed.all_gather)
+    distributed.reduce_scatter = _sum_of_any_sizes(distributed.reduce_scatter)
 
 
 class _NoStream:
+    """A stream, or an event in one, of a device that has one stream."""
+
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def _nothing(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *_args: Any) -> _NoStream:
+        return self
+
+
+def _cpu_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -74,6 +102,53 @@ def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(exchange)
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        plain = [value.tolist() if _is_sizes(value) else value for value in args[2:4]]
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if _is_sizes(kwargs.get(name)):
+                kwargs[name] = kwargs[name].tolist()
+        return exchange(*args[:2], *plain, *args[4:], **kwargs)
+
+    return exchanged
+
+
+def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather parts of unequal sizes, as NCCL does and gloo does not."""
+
+    @functools.wraps(gather)
+    def gathered(parts: Any, part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({tuple(each.shape) for each in parts}) == 1:
+            return gather(parts, part, group=group, **kwargs)
+        for rank, place in enumerate(parts):
+            if rank == torch.distributed.get_rank(group):
+                place.copy_(part)
+            torch.distributed.broadcast(place, group=group, group_src=rank)
+        return None
+
+    return gathered
+
+
+def _sum_of_any_sizes(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Sum parts of unequal sizes, one for each rank, as NCCL does and gloo does not."""
+
+    @functools.wraps(scatter)
+    def scattered(output: torch.Tensor, parts: Any, *args: Any, group: Any = None) -> Any:
+        if len({tuple(each.shape) for each in parts}) == 1:
+            return scatter(output, parts, *args, group=group)
+        for part in parts:
+            torch.distributed.all_reduce(part, group=group)
+        output.copy_(parts[torch.distributed.get_rank(group)])
+        return None
+
+    return scattered
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
 def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -86,29 +161,84 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
 
     # A name that the router reads, and that 0.16 gets from Transformer Engine alone.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    kinds = {"qk_layernorm": config.qk_layernorm}
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, **taken(get_gpt_layer_local_spec, kinds)
-    )
-    norm = _norm(config)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    attention = layer.submodules.self_attention.submodules
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    if config.context_parallel_size > 1:
-        attention.core_attention = _context_parallel_attention()
+    # The class by which multi-latent attention knows a layer that is not split.
+    latent: Any = multi_latent_attention
+    latent.TELinear = WholeLinear
+    where = {
+        "normalization": config.normalization,
+        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
+        "vp_stage": vp_stage,
+        "pp_rank": pp_rank,
+    }
+    block = get_gpt_decoder_block_spec(config, False, **taken(get_gpt_decoder_block_spec, where))
+    block.layer_norm = _norm(config)
+    # Equal layers have one specification in common.
+    layers = {id(layer): layer for layer in block.layer_specs}
+    for layer in layers.values():
+        _adapt_layer(layer, config)
+    return block
+
+
+def predicting_layers(config: Any, block: Any, vp_stage: int | None, pp_rank: int) -> Any:
+    """The specification of this stage's layers that predict further tokens; None without any."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
     where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
-    count = get_num_layers_to_build(config, **taken(get_num_layers_to_build, where))
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    function = gpt_layer_specs.get_gpt_mtp_block_spec
+    predicting = function(config, block, False, **taken(function, where))
+    for layer in predicting.layer_specs if predicting is not None else ():
+        parts = layer.submodules
+        parts.enorm = parts.hnorm = parts.layer_norm = _norm(config)
+    return predicting
+
+
+def _adapt_layer(layer: Any, config: Any) -> None:
+    norm = _norm(config)
+    parts = layer.submodules
+    parts.input_layernorm = norm
+    parts.pre_mlp_layernorm = norm
+    attention = parts.self_attention.submodules
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if config.qk_layernorm and hasattr(attention, name):
+            setattr(attention, name, norm)
+    core_attention = attention.core_attention
+    if getattr(config, "multi_latent_attention", False):
+        core_attention = _latent_attention()
+        attention.linear_q_down_proj = WholeLinear
+        attention.linear_kv_down_proj = WholeLinear
+    if config.context_parallel_size > 1:
+        core_attention = _context_parallel_attention(core_attention)
+    attention.core_attention = core_attention
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer that each tensor-parallel rank has whole, as Transformer Engine's can be.
+
+    megatron-core's local layers are split, and give other gradients than those that users run.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        init_method(self.weight)
+        # Marks a gradient that covers a part of the sequence: megatron sums it over tp.
+        mark: Any = self.weight
+        mark.sequence_parallel = config.sequence_parallel
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.linear(features, self.weight), None
+
+
+def draw_on_cpu() -> None:
+    """Let megatron-core's tracker of generators set the CPU's state."""
+    module: Any = import_module("megatron.core.tensor_parallel.random")
+    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def let_one_rank_sum() -> None:
@@ -161,17 +291,39 @@ def _norm(config: Any) -> type[torch.nn.Module]:
     return Norm
 
 
-def _context_parallel_attention() -> type[torch.nn.Module]:
-    """Causal attention that gathers keys and values over cp, which the local one refuses."""
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+def _latent_attention() -> Any:
+    """Attention whose values have another size than its keys, which the local one does not know."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    class ContextParallelAttention(DotProductAttention):
+    class LatentAttention(DotProductAttention):
+        def __init__(
+            self,
+            *args: Any,
+            k_channels: int | None = None,
+            v_channels: int | None = None,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(*args, **kwargs)
+            if v_channels is not None:
+                heads = self.num_attention_heads_per_partition
+                self.hidden_size_per_partition = v_channels * heads
+
+    return LatentAttention
+
+
+def _context_parallel_attention(kind: Any) -> Any:
+    """Causal attention that gathers keys and values over cp, which the local one refuses."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    class ContextParallelAttention(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             without_cp = copy.copy(config)
             without_cp.context_parallel_size = 1
             super().__init__(without_cp, *args, **kwargs)
             self.cp_group = kwargs["pg_collection"].cp
+            # megatron-core's own mask of a window is for a whole sequence.
+            self.window = getattr(self.scale_mask_softmax, "window_size", None)
+            self.scale_mask_softmax.window_size = None
 
         def forward(
             self,
@@ -189,7 +341,9 @@ def _context_parallel_attention() -> type[torch.nn.Module]:
             held = torch.tensor([chunks_held(rank, size) for rank in range(size)])
             positions = torch.arange(len(key)).view(2 * size, -1)[held].view(size, -1)
             queries, keys = positions[self.cp_group.rank()], positions.flatten()
-            mask = (keys[None, :] > queries[:, None]).to(query.device)
+            mask = keys[None, :] > queries[:, None]
+            if self.window is not None:
+                mask |= keys[None, :] < queries[:, None] - self.window[0]
             return super().forward(query, key, value, mask, **kwargs)
 
     return ContextParallelAttention

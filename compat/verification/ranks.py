@@ -55,14 +55,14 @@ def in_child(body: Callable[[], T]) -> T:
     if torch.cuda.is_initialized():
         raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
-        told = Path(directory, "outcome")
-        pid = _fork(lambda: _adapted(body), told, ValueError)
+        outcome_file = Path(directory, "outcome")
+        pid = _fork(lambda: _adapted(body), outcome_file, ValueError)
         try:
             os.waitpid(pid, 0)
         except BaseException:
             _end([pid])
             raise
-        return _outcome(told)
+        return _outcome(outcome_file)
 
 
 def in_checkout(body: Callable[[], T], checkout: Path) -> T:
@@ -98,8 +98,12 @@ _NEW_PROCESS = (
 def answer(directory: str, parent: int) -> None:
     """What the new process of ``in_checkout`` does with the request in this directory."""
     _end_with_parent(parent)
-    body, checkout = pickle.loads(Path(directory, "request").read_bytes())
-    _write(lambda: _adapted(body, checkout), Path(directory, "outcome"), ValueError)
+
+    def answered() -> Any:
+        body, checkout = pickle.loads(Path(directory, "request").read_bytes())
+        return _adapted(body, checkout)
+
+    _write(answered, Path(directory, "outcome"), ValueError)
 
 
 def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
@@ -125,6 +129,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     core = Path(str(sys.modules["megatron.core"].__file__)).parent
     if checkout is not None and core != checkout.resolve() / "megatron" / "core":
         raise ValueError(f"megatron.core was imported from {core}, not from {checkout}.")
+    on_cpu.draw_on_cpu()
     on_cpu.let_one_rank_sum()
     return body()
 
@@ -146,12 +151,12 @@ def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
         files = [Path(directory, str(rank)) for rank in range(world)]
         children = {}
-        for rank, told in enumerate(files):
-            pid = _fork(lambda rank=rank: _joined(rank, world, directory, body), told)  # type: ignore[misc]
+        for rank, outcome_file in enumerate(files):
+            pid = _fork(lambda rank=rank: _joined(rank, world, directory, body), outcome_file)  # type: ignore[misc]
             children[pid] = rank
         try:
             _wait(dict(children), files, time.monotonic() + timeout)
-            return [_outcome(told) for told in files]
+            return [_outcome(outcome_file) for outcome_file in files]
         finally:
             _end(children)
 
@@ -181,14 +186,14 @@ def _wait(running: dict[int, int], files: Sequence[Path], end: float) -> None:
             time.sleep(0.01)
 
 
-def _fork(body: Callable[[], Any], told: Path, *told_as_is: type[Exception]) -> int:
+def _fork(body: Callable[[], Any], outcome_file: Path, *plain_errors: type[Exception]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     if pid := os.fork():
         return pid
     _end_with_parent(parent)
-    os._exit(_write(body, told, *told_as_is))
+    os._exit(_write(body, outcome_file, *plain_errors))
 
 
 def _end_with_parent(parent: int) -> None:
@@ -201,19 +206,19 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _write(body: Callable[[], Any], told: Path, *told_as_is: type[Exception]) -> int:
+def _write(body: Callable[[], Any], outcome_file: Path, *plain_errors: type[Exception]) -> int:
     """Run ``body`` and write its result or error to a file; the exit status."""
     code = 0
     try:
         outcome = (True, body())
     except BaseException as error:
         code = 1
-        if not isinstance(error, told_as_is):
+        if not isinstance(error, plain_errors):
             error = Refused(_text(error), traceback.format_exc())
         outcome = (False, error)
-    part = told.with_suffix(".part")
+    part = outcome_file.with_suffix(".part")
     part.write_bytes(pickle.dumps(outcome))
-    part.rename(told)
+    part.rename(outcome_file)
     return code
 
 
@@ -226,10 +231,10 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {sentence}"
 
 
-def _outcome(told: Path) -> Any:
-    if not told.exists():
+def _outcome(outcome_file: Path) -> Any:
+    if not outcome_file.exists():
         raise Refused("a process ended without a word: was it killed?")
-    is_result, value = pickle.loads(told.read_bytes())
+    is_result, value = pickle.loads(outcome_file.read_bytes())
     if not is_result:
         raise value
     return value

@@ -20,7 +20,17 @@ from compat.verification.compare import (
 )
 from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
 from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks
-from compat.verification.step import Build, Loss, MicroBatch, Task, take_step
+from compat.verification.step import (
+    PLAIN,
+    RANDOM_INIT,
+    Build,
+    Computed,
+    Loss,
+    MicroBatch,
+    Task,
+    Variant,
+    run_variants,
+)
 from hypergrid.messages import few, install_command
 
 ULP = 2.0**-23  # of float32
@@ -37,6 +47,14 @@ class Smallest:
     layout: Layout
     findings: list[Finding]
     needed: dict[str, str]  # what may not be taken away, and what happens without it
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "layout": str(self.layout),
+            "findings": [vars(finding) for finding in self.findings],
+            "needed": self.needed,
+        }
 
 
 @dataclass(frozen=True)
@@ -70,10 +88,10 @@ class Report:
         else:
             lines = [f"{head} do not compute what one rank computes (differences above {bound}):"]
             lines += [f"  {line}" for line in describe(self.findings)]
-        for each in self.smallest:
-            lines.append(f"  smallest layout that differs: {each.layout}")
-            lines += [f"    {line}" for line in describe(each.findings)]
-            lines += [f"    without {what}: {seen}" for what, seen in each.needed.items()]
+        for least in self.smallest:
+            lines.append(f"  smallest layout that differs: {least.layout}")
+            lines += [f"    {line}" for line in describe(least.findings)]
+            lines += [f"    without {name}: {effect}" for name, effect in least.needed.items()]
         if self.allowed:
             lines.append(f"  allowed: {'; '.join(describe(self.allowed))}")
         lines.append(f"  not covered: {'; '.join(self.not_covered)}.")
@@ -87,16 +105,9 @@ class Report:
             "agrees": self.agrees,
             "refused": self.refused,
             "tolerance": self.tolerance,
-            "findings": [vars(each) for each in self.findings],
-            "allowed": [vars(each) for each in self.allowed],
-            "smallest": [
-                {
-                    "layout": str(each.layout),
-                    "findings": [vars(found) for found in each.findings],
-                    "needed": each.needed,
-                }
-                for each in self.smallest
-            ],
+            "findings": [vars(finding) for finding in self.findings],
+            "allowed": [vars(finding) for finding in self.allowed],
+            "smallest": [least.as_dict() for least in self.smallest],
             "not_covered": list(self.not_covered),
             "steps": self.steps,
             "seconds": round(self.seconds, 1),
@@ -190,7 +201,7 @@ def _check(task: Task, layout: Layout) -> None:
     if layout.world_size > MAX_RANKS:
         raise ValueError(
             f"{layout} has {layout.world_size} ranks, and verify runs at most {MAX_RANKS} on one "
-            f"machine: cut larger dims to 2."
+            f"machine: make larger dims smaller."
         )
     share = layout.dp * (layout.pp if layout.vp else 1)
     if not task.batch or len(task.batch) % share:
@@ -205,10 +216,10 @@ def _check_options(layout: Layout) -> None:
     import megatron.core
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig
 
-    kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    known = set().union(*(kind.__dataclass_fields__ for kind in kinds))
+    kinds = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    known = {RANDOM_INIT}.union(*(kind.__dataclass_fields__ for kind in kinds))
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
@@ -229,22 +240,24 @@ class _Job:
         self._unmoved: dict[Layout, set[str]] = {}
 
     def report(self, layout: Layout, smallest: bool) -> Report:
-        start, before = time.monotonic(), self.steps
-        found = self.differing(layout)
-        if isinstance(found, Refused):
-            seconds, steps = time.monotonic() - start, self.steps - before
-            return Report(layout, [], [], [], 0, steps, seconds, str(found), found.trace)
-        allowed = [each for each in found if each.matches(self.allow)]
-        told = [each for each in found if each not in allowed]
-        refused = "" if told else self._worthless(layout)
-        least = list(self._all_smallest(layout, told)) if smallest else []
+        start = time.monotonic()
+        steps_before = self.steps
+        differing = self.differing(layout)
+        if isinstance(differing, Refused):
+            seconds = time.monotonic() - start
+            steps = self.steps - steps_before
+            return Report(layout, [], [], [], 0, steps, seconds, str(differing), differing.trace)
+        allowed = [finding for finding in differing if finding.matches(self.allow)]
+        wrong = [finding for finding in differing if finding not in allowed]
+        refused = "" if wrong else self._worthless(layout)
+        least = list(self._all_smallest(layout, wrong)) if smallest else []
         return Report(
             layout,
-            told,
+            wrong,
             allowed,
             least,
             self.reference(layout.alone()).tolerance,
-            self.steps - before,
+            self.steps - steps_before,
             time.monotonic() - start,
             refused,
         )
@@ -252,12 +265,10 @@ class _Job:
     def reference(self, alone: Layout) -> Reference:
         """The results of one rank, and the effect that rounding has on them."""
         if alone not in self._references:
-            (computed,) = self._run(alone, None)
+            variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
+            ((computed, *again),) = self._run(alone, None, variants)
             reference = Reference(computed)
-            initial = reference.whole["initial"]
-            reversed_ = self._run(alone, initial, backwards=True, jitter=ULP)
-            forward = self._run(alone, initial, jitter=ULP)
-            reference.measure([*reversed_, *forward])
+            reference.measure(again)
             self._references[alone] = reference
         return self._references[alone]
 
@@ -289,7 +300,8 @@ class _Job:
             try:
                 self._refuse_noise(layout.alone())
                 reference = self.reference(layout.alone())
-                ranks = self._run(layout, reference.whole["initial"])
+                results = self._run(layout, reference.whole["initial"], [PLAIN])
+                ranks = [computed for (computed,) in results]
                 self._unmoved[layout] = set().union(*map(unmoved, [reference.computed, *ranks]))
                 self._found[layout] = findings(reference, layout, ranks)
             except Refused as refused:
@@ -303,14 +315,15 @@ class _Job:
             return f"the step did not change {few(names)}, which has a gradient"
         reference = self.reference(layout.alone())
         try:
-            ranks = self._run(layout, reference.whole["initial"], planted=True)
+            results = self._run(layout, reference.whole["initial"], [Variant(planted=True)])
         except Refused as refused:
             return f"with a planted fault: {refused}"
+        ranks = [computed for (computed,) in results]
         planted = set().union(*(computed.planted for computed in ranks))
         expected = set(filter(reference.has_gradient, planted))
         if not expected:
             return "no parameter has a gradient"
-        seen = {each.name for each in findings(reference, layout, ranks)}
+        seen = {finding.name for finding in findings(reference, layout, ranks)}
         missed = []
         for name in sorted(expected - seen):
             # What --allow leaves out is not verified, and the report says so.
@@ -320,33 +333,37 @@ class _Job:
             return ""
         return f"1 % of the gradient, added on one rank, is not seen in {few(missed)}"
 
-    def _run(self, layout: Layout, initial: Any, **changes: Any) -> list[Any]:
+    def _run(
+        self, layout: Layout, initial: Any, variants: Sequence[Variant]
+    ) -> list[list[Computed]]:
+        """The results of each rank, for each variant."""
         self.steps += 1
         return on_ranks(
             layout.world_size,
-            lambda _: take_step(self.task, layout, initial, **changes),
+            lambda _: run_variants(self.task, layout, initial, variants),
             self.timeout,
         )
 
-    def _all_smallest(self, layout: Layout, found: list[Finding]) -> Iterable[Smallest]:
+    def _all_smallest(self, layout: Layout, wrong: list[Finding]) -> Iterable[Smallest]:
         """One for each cause: what the smallest layout does not show is searched for again."""
-        left = found
-        while left:
-            least = self._smallest(layout, {each.key for each in left})
+        unexplained = wrong
+        while unexplained:
+            least = self._smallest(layout, {finding.key for finding in unexplained})
             yield least
-            shown = {each.key for each in least.findings}
-            left = [each for each in left if each.key not in shown]
+            shown = {finding.key for finding in least.findings}
+            unexplained = [finding for finding in unexplained if finding.key not in shown]
 
     def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
         needed: dict[str, str] = {}
-        for what, trial in layout.smaller():
-            found = self.differing(trial)
-            if isinstance(found, Refused):
-                needed[what] = f"refused: {found}"
-            elif not {each.key for each in found} & keys:
-                needed[what] = "agrees"
-            elif what != LOSS_PER_TOKEN:
+        for name, trial in layout.smaller():
+            differing = self.differing(trial)
+            if isinstance(differing, Refused):
+                needed[name] = f"refused: {differing}"
+            elif not {finding.key for finding in differing} & keys:
+                needed[name] = "agrees"
+            elif name != LOSS_PER_TOKEN:
                 return self._smallest(trial, keys)
-        found = self.differing(layout)
-        assert not isinstance(found, Refused)
-        return Smallest(layout, [e for e in found if not e.matches(self.allow)], needed)
+        differing = self.differing(layout)
+        assert not isinstance(differing, Refused)
+        wrong = [finding for finding in differing if not finding.matches(self.allow)]
+        return Smallest(layout, wrong, needed)

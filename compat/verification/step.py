@@ -1,4 +1,4 @@
-"""One optimizer step of one rank, and what it computed, by names of the whole model.
+"""Two optimizer steps of one rank, and what they computed, by names of the whole model.
 
 megatron-core's own sharded state dicts say which part of which whole tensor a rank holds. They are
 taken while parameters hold gradients, so that gradients get the same names and places.
@@ -6,16 +6,17 @@ taken while parameters hold gradients, so that gradients get the same names and 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from compat.verification.layout import Layout
+from compat.verification.layout import INSTANCES, Layout
 from compat.verification.on_cpu import chunks_held, taken
 
 MicroBatch: TypeAlias = Mapping[str, Any]
@@ -23,6 +24,9 @@ Slices: TypeAlias = tuple[tuple[int, int], ...]
 Build: TypeAlias = Callable[..., Any]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
+RANDOM_INIT = "data_parallel_random_init"
+# Fields that the configurations of data parallelism and of the optimizer have in common.
+_SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather")
 _FAULT = 1.01  # times a gradient: the fault that is planted in ranks
 
 
@@ -49,14 +53,26 @@ class MicroBatchLoss(NamedTuple):
 
 @dataclass
 class Computed:
-    """The results of one rank's step."""
+    """The results of one rank's step, and of the step after it."""
 
     initial: list[Piece] = field(default_factory=list)
+    # Digests of the weights that the job's own initialisation made, by name and place.
+    own_initial: dict[tuple[str, Slices], str] = field(default_factory=dict)
     gradients: list[Piece] = field(default_factory=list)
     updates: list[Piece] = field(default_factory=list)
+    buffers: list[Piece] = field(default_factory=list)
     losses: list[MicroBatchLoss] = field(default_factory=list)
     norm: float = 0.0
     planted: set[str] = field(default_factory=set)  # tensors whose gradient this rank made wrong
+    next_step: Computed | None = None
+
+
+class ForwardStep(Protocol):
+    """A script's ``forward_step``, for one layout: it takes its own part of the whole batch."""
+
+    def __call__(
+        self, config: Any, layout: Layout, batch: Sequence[MicroBatch]
+    ) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,7 @@ class Task:
     batch: Sequence[MicroBatch]
     loss: Loss | None = None
     seq_length: int | None = None
+    script: ForwardStep | None = None  # instead of our own cut of the batch and our own loss
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,105 +92,211 @@ class Task:
         return first.shape[0], self.seq_length or first.shape[1]
 
 
-def take_step(
+@dataclass(frozen=True)
+class Variant:
+    """How a run differs from the plain one.
+
+    ``backwards`` takes micro batches in the reverse order and ``jitter`` changes weights by so
+    much, relative to each: what differs then is what rounding does. ``planted`` makes each gradient
+    wrong on one rank, in a single step.
+    """
+
+    backwards: bool = False
+    jitter: float = 0.0
+    planted: bool = False
+
+
+PLAIN = Variant()
+
+
+def run_variants(
     task: Task,
     layout: Layout,
     initial: Mapping[str, torch.Tensor] | None,
-    backwards: bool = False,
-    jitter: float = 0.0,
-    planted: bool = False,
-) -> Computed:
-    """*Collective.* Build the model, load ``initial`` weights, take one step and tell what it did.
+    variants: Sequence[Variant] = (PLAIN,),
+) -> list[Computed]:
+    """*Collective.* Take two optimizer steps for each variant, each from ``initial`` weights.
 
-    Without ``initial`` the model's own weights, made uneven, are taken. ``backwards`` takes micro
-    batches in the reverse order and ``jitter`` changes weights by so much, relative to each: what
-    differs then is what rounding does. ``planted`` makes each gradient wrong on one rank.
+    Without ``initial``, the first variant takes the model's own weights, made uneven, and the
+    others take the same.
     """
     from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    _initialize(parallel_state, layout)
+    results = []
+    for variant in variants:
+        computed = _take_steps(task, layout, initial, variant, parallel_state)
+        results.append(computed)
+        if initial is None:
+            initial = whole_tensors(computed.initial)
+    return results
+
+
+def _take_steps(
+    task: Task,
+    layout: Layout,
+    initial: Mapping[str, torch.Tensor] | None,
+    variant: Variant,
+    state: Any,
+) -> Computed:
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    torch.manual_seed(SEED)
-    _initialize(parallel_state, layout)
-    chunks = _build(task, layout, parallel_state)
+    _seed(layout, state)
+    chunks = _build(task, layout, state)
     config = chunks[0].config
-    generator = torch.Generator().manual_seed(SEED)
-    with torch.no_grad():
-        for chunk in chunks:
-            if initial is None:
-                for parameter in chunk.parameters():
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-            else:
-                _load(chunk, initial)
-            for parameter in chunk.parameters() if jitter else ():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.mul_(1 + jitter * noise)
     computed = Computed()
-    if planted:
-        _plant_faults(chunks, computed, parallel_state)
-    ddp = DistributedDataParallelConfig(
-        **{"grad_reduce_in_fp32": True, **layout.fields_of(DistributedDataParallelConfig)}
-    )
-    model = [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=bool(at))
-        for at, chunk in enumerate(chunks)
-    ]
+    if variant.planted:
+        _plant_faults(chunks, computed, state)
+    ddp_fields = {"grad_reduce_in_fp32": True, **layout.fields_of(DistributedDataParallelConfig)}
+    ddp = DistributedDataParallelConfig(**ddp_fields)
+    model = []
+    for number, chunk in enumerate(chunks):
+        model.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0))
+    if layout.options.get(RANDOM_INIT):
+        for wrapped in model:
+            wrapped.broadcast_params()
+    computed.own_initial = _digests(chunks)
+    _set_weights(chunks, initial, variant.jitter)
+    computed.initial = _pieces(chunks)
+
     # With so large an eps Adam's step is linear in the gradient: rounding flips no sign of it.
     settings = {"lr": 1.0, "adam_eps": 1.0, "clip_grad": 1e9, "weight_decay": 0.1}
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(**{**settings, **layout.fields_of(OptimizerConfig)}), model
-    )
+    settings |= {name: getattr(ddp, name) for name in _SHARED_FIELDS}
+    optimizer_config = OptimizerConfig(**{**settings, **layout.fields_of(OptimizerConfig)})
+    optimizer = get_megatron_optimizer(optimizer_config, model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:
-        syncs = [chunk.no_sync for chunk in model]
-        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
-    computed.initial = _pieces(chunks)
-    numbers = _own_micro_batches(task, layout, parallel_state, backwards)
-    size, length = task.shape
-    step = _forward_step(task, computed, parallel_state)
-    forward_backward = get_forward_backward_func()
-    forward_backward(
-        forward_step_func=step,
-        data_iterator=[iter(numbers) for _ in model] if len(model) > 1 else iter(numbers),
-        model=model,
-        num_microbatches=len(numbers),
-        seq_length=length,
-        micro_batch_size=size,
-        forward_only=False,
-    )
-    _gather_sharded(model)
-    gradients = {p: getattr(p, "main_grad", None) for c in model for p in c.module.parameters()}
-    with _holding(gradients):
-        computed.gradients = _pieces(chunks)
-    computed.norm = float(optimizer.step()[1])
-    before = {(piece.name, piece.where): piece.value for piece in computed.initial}
-    computed.updates = [
-        piece._replace(value=piece.value - before[piece.name, piece.where])
-        for piece in _pieces(chunks)
-    ]
+        config.no_sync_func = _of_chunks([chunk.no_sync for chunk in model])
+        if layout.options.get("align_grad_reduce", True) and layout.vp:
+            config.grad_sync_func = _of_chunks([chunk.start_grad_sync for chunk in model])
+    if ddp.overlap_param_gather and layout.vp:
+        config.param_sync_func = _of_chunks([chunk.start_param_sync for chunk in model])
+
+    numbers = _own_micro_batches(task, layout, state, variant.backwards)
+    _step(task, layout, computed, chunks, model, optimizer, numbers, state)
+    if not variant.planted:
+        computed.next_step = Computed(initial=_pieces(chunks))
+        _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
     return computed
 
 
-def _initialize(state: Any, layout: Layout) -> None:
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed as seed
+def _of_chunks(functions: Sequence[Any]) -> Any:
+    """As megatron-core takes them: a list, or the function of a single chunk."""
+    return functions if len(functions) > 1 else functions[0]
 
-    instances = layout.options.get("num_distributed_optimizer_instances", 1)
+
+def _step(
+    task: Task,
+    layout: Layout,
+    computed: Computed,
+    chunks: Sequence[Any],
+    model: Sequence[Any],
+    optimizer: Any,
+    numbers: Sequence[int],
+    state: Any,
+) -> None:
+    """Take one optimizer step, and write what it did to ``computed``."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for wrapped in model:
+        wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    samples, length = task.shape
+    iterators = [iter(numbers) for _ in model]
+    forward_backward = get_forward_backward_func()
+    forward_backward(
+        forward_step_func=_forward_step(task, layout, chunks[0].config, computed, state),
+        data_iterator=_of_chunks(iterators),
+        model=list(model),
+        num_microbatches=len(numbers),
+        seq_length=length,
+        micro_batch_size=samples,
+        forward_only=False,
+    )
+    _gather_sharded(model)
+    gradients = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            gradients[parameter] = getattr(parameter, "main_grad", None)
+    with _holding(gradients):
+        computed.gradients = _pieces(chunks)
+    computed.norm = float(optimizer.step()[1])
+    for wrapped in model:
+        # With overlap, parameters are gathered in the next forward pass.
+        if wrapped.ddp_config.overlap_param_gather:
+            wrapped.start_param_sync(force_sync=True)
+    before = {(piece.name, piece.where): piece.value for piece in computed.initial}
+    for piece in _pieces(chunks):
+        update = piece.value - before[piece.name, piece.where]
+        computed.updates.append(piece._replace(value=update))
+    computed.buffers = _pieces(chunks, of_buffers=True)
+
+
+def _initialize(state: Any, layout: Layout) -> None:
+    instances = layout.options.get(INSTANCES, 1)
     state.initialize_model_parallel(
         **layout.sizes, order=layout.order, num_distributed_optimizer_instances=instances
     )
+
+
+def _seed(layout: Layout, state: Any) -> None:
+    """Seed as Megatron's training does: stages differ, data-parallel ranks only if asked for."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    seed = SEED + 100 * state.get_pipeline_model_parallel_rank()
+    if layout.options.get(RANDOM_INIT):
+        seed += 10 * state.get_data_parallel_rank()
+    torch.manual_seed(seed)
     ranks = {
         "tp_rank": state.get_tensor_model_parallel_rank(),
         "ep_rank": state.get_expert_model_parallel_rank(),
         "etp_rank": state.get_expert_tensor_parallel_rank(),
     }
-    # Without dropout nothing is drawn: the tracker for inference needs no CUDA generator.
-    seed(SEED, inference_rng_tracker=True, **taken(seed, ranks))
+    model_parallel_cuda_manual_seed(seed, **taken(model_parallel_cuda_manual_seed, ranks))
+
+
+def _set_weights(
+    chunks: Sequence[Any], initial: Mapping[str, torch.Tensor] | None, jitter: float
+) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for chunk in chunks:
+            if initial is not None:
+                _load(chunk, initial)
+            for parameter in chunk.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                if initial is None:
+                    parameter.add_(noise * 0.02)
+                elif jitter:
+                    parameter.mul_(1 + jitter * noise)
+
+
+def _digests(chunks: Sequence[Any]) -> dict[tuple[str, Slices], str]:
+    digests = {}
+    for piece in _pieces(chunks):
+        digest = hashlib.sha256(piece.value.contiguous().numpy().tobytes()).hexdigest()
+        digests[piece.name, piece.where] = digest
+    return digests
+
+
+def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """One rank's tensors; the two halves of a gated layer's first weight are pieces of one."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        end = tuple(stop for _, stop in piece.where)
+        ends[piece.name] = tuple(map(max, end, ends.get(piece.name, end)))
+    whole = {name: torch.zeros(end) for name, end in ends.items()}
+    for piece in pieces:
+        whole[piece.name][piece.slices] = piece.value.to(torch.float32)
+    return whole
 
 
 def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
@@ -183,16 +306,16 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
         if stage is not None:  # older models ask parallel_state which of them is built
             state.set_virtual_pipeline_model_parallel_rank(stage)
         where = {"ignore_virtual": False, "vp_stage": stage}
-        made = task.build(
+        chunk = task.build(
             layout,
             pre_process=begins(**taken(begins, where)),
             post_process=ends(**taken(ends, where)),
             vp_stage=stage,
         )
-        if not hasattr(made, "config"):
-            raise TypeError(f"build() must give a model of megatron-core, got {made!r:.80}")
-        made.model_type = getattr(made, "model_type", None) or _encoder_or_decoder()
-        chunks.append(made)
+        if not hasattr(chunk, "config"):
+            raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
+        chunk.model_type = getattr(chunk, "model_type", None) or _encoder_or_decoder()
+        chunks.append(chunk)
     if layout.vp:
         state.set_virtual_pipeline_model_parallel_rank(0)
     return chunks
@@ -237,26 +360,41 @@ def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) 
     return numbers[::-1] if backwards else numbers
 
 
-def _forward_step(task: Task, computed: Computed, state: Any) -> Callable[..., Any]:
-    cp_rank, cp_size = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+def _forward_step(
+    task: Task, layout: Layout, config: Any, computed: Computed, state: Any
+) -> Callable[..., Any]:
+    cp_rank = state.get_context_parallel_rank()
+    cp_size = state.get_context_parallel_world_size()
+    of_script = task.script(config, layout, task.batch) if task.script is not None else None
 
     def step(numbers: Iterator[int], model: Any) -> tuple[Any, Any]:
         number = next(numbers)
-        own = {
-            name: _of_cp_rank(value, cp_rank, cp_size) for name, value in task.batch[number].items()
-        }
-        inputs = {name: value for name, value in own.items() if name != "loss_mask"}
-        output = model(**taken(model.module.forward, inputs))
+        if of_script is not None:
+            output, loss = of_script(number, model)
+        else:
+            part = {}
+            for name, value in task.batch[number].items():
+                part[name] = _of_cp_rank(value, cp_rank, cp_size)
+            inputs = {name: value for name, value in part.items() if name != "loss_mask"}
+            # Layers that predict further tokens take the mask in the model.
+            if getattr(config, "mtp_num_layers", None):
+                inputs["loss_mask"] = part["loss_mask"]
+            output = model(**taken(model.module.forward, inputs))
+            loss = partial(_loss, task, part)
 
-        def loss_of(output: torch.Tensor) -> tuple[Any, ...]:
-            total, tokens = (task.loss or masked_sum)(output, own)
-            told = MicroBatchLoss(number, cp_rank, total.item(), tokens.item())
-            computed.losses.append(told)
-            return total, tokens.to(torch.int), {}
+        def recorded(output: torch.Tensor) -> tuple[Any, ...]:
+            total, tokens, *report = loss(output)
+            result = MicroBatchLoss(number, cp_rank, total.item(), tokens.item())
+            computed.losses.append(result)
+            return total, tokens.to(torch.int), *report
 
-        return output, loss_of
+        return output, recorded
 
     return step
+
+
+def _loss(task: Task, part: MicroBatch, output: torch.Tensor) -> tuple[Any, ...]:
+    return *(task.loss or masked_sum)(output, part), {}
 
 
 def masked_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,13 +438,13 @@ def _holding(values: Mapping[Any, torch.Tensor | None]) -> Iterator[None]:
             parameter.data = data
 
 
-def _pieces(chunks: Iterable[Any]) -> list[Piece]:
-    """Copies of all that the chunks hold."""
-    return [
-        piece._replace(value=piece.value.detach().clone())
-        for chunk in chunks
-        for piece in _shards(chunk)
-    ]
+def _pieces(chunks: Iterable[Any], of_buffers: bool = False) -> list[Piece]:
+    """Copies of all parameters, or all buffers, that the chunks hold."""
+    pieces = []
+    for chunk in chunks:
+        for piece in _shards(chunk, of_buffers):
+            pieces.append(piece._replace(value=piece.value.detach().clone()))
+    return pieces
 
 
 def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
@@ -316,28 +454,28 @@ def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
         piece.value.copy_(whole[piece.name][piece.slices])
 
 
-def _shards(chunk: Any) -> Iterator[Piece]:
-    """Views of the chunk's parameters, with their places in whole tensors."""
-    parameters = {_storage(each) for each in chunk.parameters()}
-    yield from _walk(
-        chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}), parameters
-    )
+def _shards(chunk: Any, of_buffers: bool = False) -> Iterator[Piece]:
+    """Views of the chunk's parameters, or buffers, with their places in whole tensors."""
+    tensors = chunk.buffers() if of_buffers else chunk.parameters()
+    storages = {_storage(tensor) for tensor in tensors}
+    state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    yield from _walk(state, storages)
 
 
-def _walk(node: Any, parameters: set[int]) -> Iterator[Piece]:
+def _walk(node: Any, storages: set[int]) -> Iterator[Piece]:
     if hasattr(node, "build_fn"):  # one parameter that is stored as several tensors
         node = node.build()
     if isinstance(node, Mapping):
         node = list(node.values())
     if isinstance(node, list | tuple):
-        for each in node:
-            yield from _walk(each, parameters)
-    elif hasattr(node, "global_offset") and _storage(node.data) in parameters:
-        ahead = node.prepend_axis_num
-        number = "".join(f"[{at}]" for at in node.global_offset[:ahead])
-        starts = node.global_offset[ahead:]
-        where = tuple((at, at + n) for at, n in zip(starts, node.local_shape, strict=True))
-        yield Piece(node.key + number, where, node.data)
+        for child in node:
+            yield from _walk(child, storages)
+    elif hasattr(node, "global_offset") and _storage(node.data) in storages:
+        prepended = node.prepend_axis_num
+        number = "".join(f"[{offset}]" for offset in node.global_offset[:prepended])
+        starts = node.global_offset[prepended:]
+        ends = [start + size for start, size in zip(starts, node.local_shape, strict=True)]
+        yield Piece(node.key + number, tuple(zip(starts, ends, strict=True)), node.data)
 
 
 def _storage(tensor: torch.Tensor | None) -> int:

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,16 +16,19 @@ import torch
 
 import compat
 from compat.verification import Layout
-from compat.verification.gpt import small_gpt, uneven_batch
-from compat.verification.launch import _cut, verify_line
+from compat.verification.gpt import LATENT, small_gpt, uneven_batch
+from compat.verification.launch import verify_line
+from compat.verification.layout import SIZES
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.step import Task
+from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, warm
 from tests.verification.layouts import AUX, EXPERTS, KNOWN, SHARDED, TOKENS
 from tests.verification.mutants import MUTANTS, mutated
 
 DENSE = {**TOKENS, **SHARDED, "use_distributed_optimizer": True}
+DOCUMENT = (ROOT / "docs" / "verify.md").read_text()
 RIGHT = [
     Layout(tp=2, pp=2, dp=2, vp=2, options=DENSE),
     Layout(tp=2, cp=2, dp=2, ep=2, options={**DENSE, **EXPERTS, "gated_linear_unit": True}),
@@ -44,6 +48,132 @@ def test_rotary_embeddings_are_verified_where_the_sequence_is_cut():
     for batch, options in ((uneven_batch(4), TOKENS), (uneven_batch(4, parts=4), {})):
         (report,) = compat.verify(build, batch, Layout(tp=2, cp=2, options=options))
         assert report.agrees, str(report)
+
+
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2}
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+MORE_EXPERTS = {**EXPERTS, **GROUPS, **BIAS, "num_moe_experts": 8}
+OF_EXPERTS = {
+    **MORE_EXPERTS,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_token_dispatcher_type": "alltoall",
+}
+ROTARY = partial(small_gpt, model={"position_embedding_type": "rope"})
+LATENT_ATTENTION = {"multi_latent_attention": True, **LATENT}
+RECOMPUTED = {
+    **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    **{"num_layers_in_first_pipeline_stage": 1, "mtp_num_layers": 1},
+}
+# One run of several features that users combine; a row of docs/verify.md for each.
+FEATURES = {
+    "experts": Layout(tp=2, dp=2, ep=2, options={**DENSE, **OF_EXPERTS}),
+    "latent attention": Layout(tp=2, options={**TOKENS, **SHARDED, **LATENT_ATTENTION}),
+    "windows": Layout(cp=2, options={**TOKENS, "window_size": (8, 0), "softmax_type": "learnable"}),
+    "pipeline": Layout(pp=2, options={**TOKENS, **RECOMPUTED}),
+    "overlap": Layout(
+        dp=2,
+        options={
+            **{"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+            **{"overlap_param_gather": True, "bucket_size": 10_000},
+            **{"average_in_collective": True, "data_parallel_random_init": True},
+        },
+    ),
+}
+ROWS = {
+    "MoE, group-limited routing, shared experts, bias of experts, alltoall": "experts",
+    "multi-latent attention, with sequence parallelism": "latent attention",
+    "sliding windows, learnable softmax": "windows",
+    "multi-token prediction, recomputation, stages of unequal depth": "pipeline",
+    "overlap of reductions and gathers, buckets, average in the collective": "overlap",
+}
+REFUSED = {
+    "latent MoE": ({**EXPERTS, "moe_latent_size": 32}, "TransformerEngine is required"),
+    "Megatron-FSDP": ({"use_megatron_fsdp": True}, "use_megatron_fsdp is not verified"),
+}
+
+
+@cache
+def _of_features():
+    def judged():
+        job = _Job(Task(ROTARY, uneven_batch(4)), (), 60)
+        return {name: job.report(layout, smallest=False) for name, layout in FEATURES.items()}
+
+    return in_child(judged)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_users_run_is_verified(row):
+    assert row in DOCUMENT, "docs/verify.md has no such row"
+    report = _of_features()[ROWS[row]]
+    assert report.agrees, f"{report} {report.trace}"
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_cannot_run_on_a_cpu_is_refused_by_name(row):
+    assert row in DOCUMENT, "docs/verify.md has no such row"
+    options, reason = REFUSED[row]
+    layout = Layout(dp=2, options={**TOKENS, **options})
+    if row == "Megatron-FSDP":
+        with pytest.raises(ValueError, match=reason):
+            compat.verify(small_gpt, uneven_batch(4), layout)
+        return
+    (report,) = compat.verify(small_gpt, uneven_batch(4), layout, smallest=False)
+    assert reason in report.refused
+
+
+def _as_replicas_that_differ(layout, **where):
+    from megatron.core.distributed import DistributedDataParallel
+
+    DistributedDataParallel.broadcast_params = lambda self: None
+    return small_gpt(layout, **where)
+
+
+def _with_an_old_bias_of_experts(layout, **where):
+    if layout.world_size > 1:
+        module = import_module("megatron.core.distributed.finalize_model_grads")
+        module.get_updated_expert_bias = lambda tokens, bias, *_: bias.clone()
+    return small_gpt(layout, **where)
+
+
+BEYOND_ONE_STEP = {
+    "initial value embedding.word_embeddings.weight": (
+        _as_replicas_that_differ,
+        Layout(dp=2, options={**TOKENS, "data_parallel_random_init": True}),
+    ),
+    "buffer decoder.layers.0.mlp.router.expert_bias": (
+        _with_an_old_bias_of_experts,
+        Layout(
+            dp=2, options={**TOKENS, **{k: v for k, v in OF_EXPERTS.items() if v != "alltoall"}}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_ONE_STEP)
+def test_initial_values_of_replicas_and_buffers_are_compared(name):
+    build, layout = BEYOND_ONE_STEP[name]
+    (report,) = compat.verify(build, uneven_batch(4), layout, smallest=False)
+    assert name in {f"{finding.what} {finding.name}" for finding in report.findings}, str(report)
+
+
+def test_a_fault_of_the_second_step_is_seen():
+    def build(layout, **where):
+        from megatron.core.distributed import DistributedDataParallel
+
+        zero = DistributedDataParallel.zero_grad_buffer
+        calls = []
+
+        def not_zeroed(self):
+            calls.append(self)
+            if layout.world_size == 1 or len(calls) == 1:
+                zero(self)
+
+        DistributedDataParallel.zero_grad_buffer = not_zeroed
+        return small_gpt(layout, **where)
+
+    (report,) = compat.verify(build, uneven_batch(4), Layout(dp=2, options=TOKENS), smallest=False)
+    assert report.findings and {finding.step for finding in report.findings} == {2}
+    assert "in step 2 is" in str(report) or "in step 2 differs" in str(report)
 
 
 @cache
@@ -211,13 +341,44 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
         compat.verify(small_gpt, batch, Layout(tp=2))
 
 
-def test_a_launch_lines_dims_are_cut_to_two_and_named():
-    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
-    experts = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
-    given = SimpleNamespace(**sizes, **experts, world_size=256, num_experts=64)
-    changed = []
-    assert _cut(given, changed) == Layout(tp=2, pp=2, dp=2, ep=2, etp=1)
-    assert changed == ["dims are smaller: tp 8 -> 2, pp 4 -> 2, ep 8 -> 2, dp 8 -> 2"]
+def _small(world_size, keep=(), num_experts=None, **sizes):
+    names = {short: name for short, name in SIZES.items()}
+    arguments = {names.get(name, name): size for name, size in sizes.items()}
+    notes = []
+    args = SimpleNamespace(world_size=world_size, num_experts=num_experts, **arguments)
+    return small_layout(args, keep, notes), notes
+
+
+def test_a_small_layout_keeps_which_groups_have_one_two_or_more_members():
+    layout, notes = _small(16, num_experts=64, ep=4)
+    assert (layout, notes) == (Layout(dp=9, ep=3), ["dims are smaller: dp 16 -> 9, ep 4 -> 3"])
+    layout, _ = _small(8, num_experts=8, ep=8)  # expert-dp has one member in the job too
+    assert layout == Layout(dp=3, ep=3)
+    assert _small(16, tp=2, pp=2, cp=2, num_experts=8, ep=4)[0].world_size == 16
+    layout, _ = _small(64, num_experts=8, ep=2, num_distributed_optimizer_instances=4)
+    # Two instances instead of four, each with three members of expert-dp.
+    assert layout == Layout(dp=12, ep=2, options={"num_distributed_optimizer_instances": 2})
+    assert _small(512, tp=8, pp=4, vp=5)[0] == Layout(tp=2, pp=3, dp=2, vp=3)
+
+
+def test_what_a_small_layout_could_not_keep_is_said_as_a_consequence():
+    layout, notes = _small(256, tp=8, pp=4, num_experts=64, ep=8, etp=1)
+    assert layout == Layout(tp=2, pp=3, dp=2, ep=2, etp=1)
+    assert notes == [
+        "dims are smaller: tp 8 -> 2, pp 4 -> 3, dp 8 -> 2, ep 8 -> 2",
+        "two members instead of more, so a fault of three or more is not seen: dp-cp, dp, tp, "
+        "tp-cp, expert-ep, expert-tp-ep, expert-dp",
+    ]
+    _, notes = _small(4096, tp=8, cp=4, pp=8, num_experts=64, ep=64, etp=1, keep=["pp"])
+    assert "cp has one member: its reductions are not verified" in notes
+    layout, notes = _small(64, tp=8, pp=4, keep=["tp"])
+    assert layout == Layout(tp=8, dp=2)
+    assert "pp has one member: its messages are not verified" in notes
+    assert "pp has no middle stage: what only a middle stage does is not verified" in notes
+    with pytest.raises(ValueError, match="--keep xp is no dim; allowed: tp, cp, pp, dp, vp, ep"):
+        _small(8, keep=["xp"])
+    with pytest.raises(ValueError, match="with tp dp kept, no layout has at most 16 ranks"):
+        _small(64, tp=8, keep=["tp", "dp"])
 
 
 STUB = """
@@ -228,7 +389,7 @@ from megatron.core.transformer import TransformerConfig
 
 def parse_args(extra_args_provider):
     parser = argparse.ArgumentParser()
-    for flag in ("--swiglu", "--qk-l2-norm", "--use-torch-fsdp2", "--save-interval", "--fails"):
+    for flag in ("--swiglu", "--apply-layernorm-1p", "--use-torch-fsdp2", "--save", "--fails"):
         parser.add_argument(flag, action="store_true")
     for flag in ("--attention-output-gate", "--squared-relu"):
         parser.add_argument(flag, action="store_true")
@@ -253,7 +414,7 @@ def core_transformer_config_from_args(args):
         hidden_size=64,
         num_attention_heads=8,
         gated_linear_unit=args.swiglu,
-        qk_l2_norm=args.qk_l2_norm,
+        layernorm_zero_centered_gamma=args.apply_layernorm_1p,
         attention_output_gate=args.attention_output_gate,
         **function,
     )
@@ -284,13 +445,13 @@ def test_the_checkout_decides_whichever_megatron_core_is_loaded(checkout, monkey
 
 @pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
 def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout):
-    line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --qk-l2-norm --save-interval"
+    line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --apply-layernorm-1p --save"
     changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
     assert report.agrees, str(report)
     assert changed[-3:] == [
         "verified: --tensor-model-parallel-size --swiglu",
         "replaced by a stand-in: --num-layers",
-        "not verified: --qk-l2-norm --save-interval",
+        "not verified: --apply-layernorm-1p --save",
     ]
     with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
         verify_line("", ["--use-torch-fsdp2"], 2, checkout)

@@ -1,0 +1,68 @@
+"""The functions of Megatron's training script that cut a batch and compute the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compat.verification.layout import SIZES, Layout
+from compat.verification.step import MicroBatch
+
+
+class Script:
+    """``pretrain_gpt.py`` of the checkout that is first on the path.
+
+    Its ``forward_step`` calls its ``get_batch`` and gives its ``loss_func``; all three read the
+    job's global arguments, which here have the sizes of the small layout.
+    """
+
+    def __init__(self, name: str, args: Any) -> None:
+        self.module: Any = import_module(Path(name).stem)
+        self.args = args
+
+    def __call__(
+        self, config: Any, layout: Layout, batch: Sequence[MicroBatch]
+    ) -> Callable[..., Any]:
+        from megatron.core.timers import Timers
+        from megatron.training import global_vars
+
+        samples, length = batch[0]["input_ids"].shape
+        args = copy.copy(self.args)
+        for short, name in SIZES.items():
+            setattr(args, name, getattr(layout, short))
+        args.micro_batch_size = samples
+        args.seq_length = length
+        # A check of one value, which asks torch for a GPU's memory.
+        args.check_for_nan_in_loss_and_grad = False
+        args.check_for_spiky_loss = False
+        variables: Any = global_vars
+        variables._GLOBAL_ARGS = args
+        variables._GLOBAL_TIMERS = Timers(0, "minmax")
+        # get_batch asks which stage predicts further tokens: the small model's configuration.
+        self.module.core_transformer_config_from_args = lambda *_, **__: config
+
+        def forward(number: int, model: Any) -> Any:
+            sample = _sample(batch[number], args)
+            return self.module.forward_step(iter([sample]), model)
+
+        return forward
+
+
+def _sample(micro_batch: MicroBatch, args: Any) -> dict[str, Any]:
+    """A micro batch as Megatron's data loader gives it."""
+    sample = {
+        "tokens": micro_batch["input_ids"],
+        "labels": micro_batch["labels"],
+        "loss_mask": micro_batch["loss_mask"],
+        "position_ids": micro_batch["position_ids"],
+    }
+    if getattr(args, "create_attention_mask_in_dataloader", False):
+        samples, length = micro_batch["input_ids"].shape
+        future = torch.ones(length, length).triu(1).bool()
+        sample["attention_mask"] = future.expand(samples, 1, length, length).contiguous()
+    return sample

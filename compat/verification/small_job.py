@@ -1,0 +1,226 @@
+"""The small job that the arguments of a launch line become: a GPT, a layout and a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+from compat.verification.arguments import BY_HAND
+from compat.verification.gpt import LATENT, small_gpt, uneven_batch
+from compat.verification.layout import LOSS_PER_TOKEN, SIZES, Layout
+from compat.verification.script import Script
+from compat.verification.step import Task
+from compat.verification.structure import small_layout
+
+_HEAD = 8  # the size of an attention head
+# Fields of TransformerConfig that the small model sets itself.
+SHAPE = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("*ffn_hidden_size", "num_moe_experts", "moe_shared_expert_intermediate_size"),
+    *("num_layers_in_*_pipeline_stage", "seq_length", *SIZES.values()),
+    *("microbatch_group_size_per_vp_stage", "*_num_weight_shards", "multi_latent_attention"),
+)
+# Fields that change how fast something is computed, or how precisely, and not what.
+_HOW = (
+    *("*_dtype", "bf16", "fp16", "fp4*", "fp8*", "*init_method*", "perform_initialization"),
+    *("*fusion*", "persist_layer_norm", "transformer_impl", "*cuda*", "attention_backend"),
+    *("tp_comm_*", "*p2p*", "deallocate_*", "*offload*"),
+    *("inference_*", "config_logger_dir", "*_func", "symmetric_ar_type", "use_te_*", "timers"),
+    *("moe_grouped_gemm", "moe_enable_deepep", "cp_comm_type"),
+    *("memory_efficient_layer_norm", "barrier_with_L1_time", "use_ring_exchange_p2p"),
+    *("moe_*_backend", "moe_flex*", "moe_deepep*", "moe_hybridep*", "variable_seq_lengths"),
+    *("external_cuda_graph", "flash_decode", "batch_invariant_mode", "disable_parameter_*"),
+    *("enable_autocast", "use_kitchen*", "*_sync_func", "distribute_saved_activations"),
+    *("attention_softmax_in_fp32", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    "delay_wgrad_compute",
+)
+# Fields that a small model on a CPU leaves out though they change the result.
+_LEFT_OUT = (
+    *("*dropout*", "*capacity_factor*", "moe_pad_expert*", "hetero*", "mamba_*"),
+    *("experimental_attention*", "linear_*", "pipeline_model_parallel_layout"),
+    "moe_router_dtype",
+)
+# Arguments that set fields of DistributedDataParallelConfig, or how the job starts.
+FIELD_OF = {
+    "data_parallel_random_init": "data_parallel_random_init",
+    "ddp_average_in_collective": "average_in_collective",
+    "ddp_bucket_size": "bucket_size",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "overlap_param_gather": "overlap_param_gather",
+    "use_distributed_optimizer": "use_distributed_optimizer",
+}
+_BUCKET_SIZE = 10_000  # parameters: several buckets for each small chunk
+
+
+class SmallJob(NamedTuple):
+    """What is verified instead of the job, and in words what became smaller or was left out."""
+
+    task: Task
+    layout: Layout
+    changed: list[str]
+
+    def is_same(self, other: SmallJob) -> bool:
+        """Whether two jobs have the same model, options and layout."""
+        build: Any = self.task.build
+        other_build: Any = other.task.build
+        return build.keywords == other_build.keywords and self.layout == other.layout
+
+
+def small_job(
+    args: Any, order: str | None = None, keep: Sequence[str] = (), script: str = ""
+) -> SmallJob:
+    """The small job of checked arguments; ``script`` is the training script, if Megatron's."""
+    is_hybrid = getattr(args, "is_hybrid_model", False)
+    patterns = ("hybrid_override_pattern", "hybrid_layer_pattern")
+    if is_hybrid or any(getattr(args, name, None) for name in patterns):
+        raise ValueError(f"the arguments describe a hybrid model: {BY_HAND}")
+    changed: list[str] = []
+    layout = small_layout(args, keep, changed)
+    if order is not None:
+        layout = replace(layout, order=order)
+    sizes = _sizes(args, layout)
+    options = {**layout.options, **_options(args, sizes, changed)}
+    if args.config.num_moe_experts:
+        options |= _experts(args.config, layout, sizes)
+    _split_pipeline_unevenly(args, layout, sizes, options)
+    layout = replace(layout, options=options)
+
+    # Divisible by the chunks of cp and by tp.
+    length = 48 if layout.tp % 3 == 0 or layout.cp % 3 == 0 else 32
+    vocab = 64 * layout.tp
+    model = {
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": getattr(args, "use_rope_scaling", False),
+        "rope_scaling_factor": getattr(args, "rope_scaling_factor", 8.0),
+        "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
+    }
+    build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
+    # Two for each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
+    micro_batches = 2 * layout.dp * (layout.pp if layout.vp else 1)
+    parts = 1
+    if layout.cp > 1 and not options.get(LOSS_PER_TOKEN):
+        # Megatron then averages the means of the ranks' parts: another loss, if counts differ.
+        parts = 2 * layout.cp
+        changed.append(
+            "each cp rank has the same number of unmasked tokens: without "
+            "--calculate-per-token-loss Megatron weighs them unequally otherwise"
+        )
+    batch = uneven_batch(max(micro_batches, 4), 2, length, vocab, parts)
+    shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
+    changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
+    forward = Script(script, args) if script else None
+    return SmallJob(Task(build, batch, script=forward), layout, changed)
+
+
+def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
+    config = args.config
+    heads = 4 * layout.tp
+    groups = getattr(config, "num_query_groups", None)
+    has_groups = groups not in (None, config.num_attention_heads)
+    return {
+        # Two layers on each stage, and one in each chunk of an interleaved pipeline.
+        "num_layers": layout.pp * (layout.vp or 2),
+        "hidden_size": heads * _HEAD,
+        "num_attention_heads": heads,
+        "num_query_groups": 2 * layout.tp if has_groups else None,
+    }
+
+
+def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    topk = config.moe_router_topk
+    least = max(topk, 4)
+    if getattr(config, "moe_router_num_groups", None):
+        # Two groups, of which one is chosen: it alone must have enough experts.
+        options["moe_router_num_groups"] = 2
+        options["moe_router_group_topk"] = 1
+        least = 2 * max(topk, 2)
+    for_each_rank = max(2, -(-least // layout.ep))
+    options["num_moe_experts"] = layout.ep * for_each_rank
+    if getattr(config, "moe_shared_expert_intermediate_size", None):
+        options["moe_shared_expert_intermediate_size"] = sizes["hidden_size"]
+    if getattr(config, "moe_latent_size", None):
+        options["moe_latent_size"] = sizes["hidden_size"] // 2
+    if isinstance(config.moe_layer_freq, list):
+        options["moe_layer_freq"] = config.moe_layer_freq[: sizes["num_layers"]]
+    return options
+
+
+def _split_pipeline_unevenly(
+    args: Any, layout: Layout, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Give the first or last stage one layer, where the job gives it another number."""
+    if layout.pp == 1 or layout.vp:
+        return
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        # With two stages, the other one already has another number.
+        if getattr(args.config, name, None) and (layout.pp > 2 or sizes["num_layers"] % 2 == 0):
+            options[name] = 1
+            sizes["num_layers"] -= 1
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is one of ``patterns``, which may have asterisks."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, Any]:
+    """Fields of the configurations that the arguments set, if they change what is computed."""
+    from megatron.core.transformer import TransformerConfig
+
+    options: dict[str, Any] = {}
+    left_out = []
+    for field in dataclasses.fields(TransformerConfig):
+        value = getattr(args.config, field.name)
+        if value == field.default or matches(field.name, SHAPE):
+            continue
+        is_plain = isinstance(value, bool | int | float | str)
+        if field.name in ("activation_func", "window_attn_skip_freq"):
+            options[field.name] = value
+        elif field.name == "window_size" and value is not None:
+            options[field.name] = (4, 0)
+        elif field.name == "moe_token_dispatcher_type":
+            if value == "flex":
+                left_out.append("moe_token_dispatcher_type=flex")
+            else:
+                options[field.name] = value
+        elif field.name == "moe_layer_freq":
+            if isinstance(value, int):
+                options[field.name] = value
+        elif field.name in ("recompute_num_layers", "mtp_num_layers") and value:
+            options[field.name] = 1
+        elif field.name == "recompute_modules":
+            if args.config.recompute_granularity == "selective" and value != ["core_attn"]:
+                left_out.append(f"{field.name}={value}")
+        elif matches(field.name, _HOW):
+            continue
+        elif matches(field.name, _LEFT_OUT) or not is_plain:
+            left_out += [f"{field.name}={value}"] if value else []
+        else:
+            options[field.name] = value
+    if getattr(args, "multi_latent_attention", False):
+        options |= {"multi_latent_attention": True, **LATENT, "rope_type": args.rope_type}
+        if args.q_lora_rank is None:
+            options["q_lora_rank"] = None
+    for name, field_name in FIELD_OF.items():
+        value = getattr(args, name, None)
+        if value is True:
+            options[field_name] = True
+        elif name == "ddp_bucket_size" and value:
+            options[field_name] = _BUCKET_SIZE
+    if args.optimizer != "adam":
+        left_out.append(f"optimizer={args.optimizer}")
+    if left_out:
+        changed.append(f"left out: {', '.join(left_out)}")
+    return {
+        name: value for name, value in options.items() if value is not None or name == "q_lora_rank"
+    }

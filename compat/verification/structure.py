@@ -1,0 +1,172 @@
+"""The smallest layout that keeps a job's structure: which groups have one, two or more members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+from compat.megatron.request import Request
+from compat.megatron.rows import PlannedRows
+from compat.verification.layout import INSTANCES, SIZES, Layout
+from compat.verification.ranks import MAX_RANKS
+from hypergrid.messages import few
+
+DIMS = ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
+_MANY = 3  # members that stand for any larger number; of stages: a first, a middle and a last
+# Products of the sizes 1, 2 and 3, and the powers of two, as far as ranks reach.
+_SMALL_SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16)
+
+
+def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
+    """The layout of Megatron's arguments on at most 16 ranks, with consequences in ``notes``.
+
+    Dims in ``keep`` have the size that the job has. Example: ep=4 on 16 ranks has four members in
+    expert-dp; with ep=3 on 9 ranks, ep and expert-dp both keep more than two members.
+
+    Raises
+    ------
+    ValueError
+        A name in ``keep`` is no dim, or the kept dims need more than 16 ranks.
+    """
+    job = _job_sizes(args)
+    unknown = [name for name in keep if name not in DIMS]
+    if unknown:
+        raise ValueError(f"--keep {unknown[0]} is no dim; allowed: {', '.join(DIMS)}.")
+
+    order = "tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else Layout.order
+    has_experts = args.num_experts is not None
+    try:
+        members_in_job = _members(job, has_experts, order)
+    except (AssertionError, RuntimeError) as error:  # as Megatron refuses such sizes
+        raise ValueError(str(error)) from error
+    best = None
+    for sizes in _candidates(job, set(keep), has_experts):
+        members = _members(sizes, has_experts, order)
+        rank = (*_losses(members_in_job, members, job, sizes), prod(_dense(sizes)), sizes["ep"])
+        if best is None or rank < best[0]:
+            best = (rank, sizes, members)
+    if best is None:
+        raise ValueError(f"with {' '.join(keep)} kept, no layout has at most {MAX_RANKS} ranks.")
+
+    _, small, members = best
+    names = (*DIMS, INSTANCES)
+    cut = [f"{name} {job[name]} -> {small[name]}" for name in names if job[name] != small[name]]
+    if cut:
+        notes.append(f"dims are smaller: {', '.join(cut)}")
+        notes.extend(_consequences(members_in_job, members, job, small))
+    return Layout(
+        **{name: small[name] for name in ("tp", "cp", "pp", "dp", "ep")},
+        vp=small["vp"] if small["vp"] > 1 else None,
+        etp=small["etp"] if small["etp"] != small["tp"] else None,
+        order=order,
+        options={INSTANCES: small[INSTANCES]} if small[INSTANCES] > 1 else {},
+    )
+
+
+def _job_sizes(args: Any) -> dict[str, int]:
+    sizes = {short: getattr(args, name, None) or 1 for short, name in SIZES.items()}
+    sizes["dp"] = args.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+    sizes[INSTANCES] = getattr(args, INSTANCES, None) or 1
+    # Without experts nobody uses the expert groups, and etp is tp unless given.
+    if args.num_experts is None:
+        sizes["ep"] = 1
+    if args.num_experts is None or not getattr(args, SIZES["etp"], None):
+        sizes["etp"] = sizes["tp"]
+    return sizes
+
+
+def _dense(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return sizes["tp"], sizes["cp"], sizes["pp"], sizes["dp"]
+
+
+def _candidates(
+    job: Mapping[str, int], keep: set[str], has_experts: bool
+) -> Iterator[dict[str, int]]:
+    """Every smaller layout that exists, on at most 16 ranks."""
+    choices = {}
+    for name, size in job.items():
+        if name in keep:
+            choices[name] = [size]
+        elif name == "vp":
+            choices[name] = [min(size, _MANY)]
+        else:
+            choices[name] = [small for small in _SMALL_SIZES if small <= size]
+    for dense in product(*(choices[name] for name in ("tp", "cp", "pp", "dp"))):
+        if prod(dense) > MAX_RANKS:
+            continue
+        tp, cp, pp, dp = dense
+        # A job whose experts are split as its dense layers keeps that.
+        expert_tensor_sizes = choices["etp"] if job["etp"] != job["tp"] else [tp]
+        for ep, etp, instances in product(choices["ep"], expert_tensor_sizes, choices[INSTANCES]):
+            expert_data_size, rest = divmod(tp * cp * dp, ep * etp)
+            dense_fits = dp * cp % instances == 0
+            expert_fits = rest == 0 and (not has_experts or expert_data_size % instances == 0)
+            if dense_fits and expert_fits:
+                sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+                yield {**sizes, "vp": choices["vp"][0] if pp > 1 else 1, INSTANCES: instances}
+
+
+def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[str, int]:
+    """How many members each group of rank 0 has in the plan, by the group's dims."""
+    dims: dict[str, Any] = {name: sizes[short] for short, name in SIZES.items() if short != "vp"}
+    request = Request(
+        **dims,
+        num_distributed_optimizer_instances=sizes[INSTANCES],
+        order=order,
+        job_size=prod(_dense(sizes)),
+        create_gloo_process_groups=False,
+    )
+    members = {}
+    for row, ranks in PlannedRows(request).plan.groups_of(0):
+        is_expert = row.layout.startswith("expert")
+        if is_expert and not has_experts:
+            continue
+        name = "-".join(dim for dim in row.dims if dim != "gtp_remat")
+        if is_expert:
+            name = f"expert-{name}"
+        if row.chunk is not None:
+            name += " of an optimizer instance"
+        # The groups of the pipeline's ends have the same dims as the pipeline.
+        if row.pick == "all":
+            members[name] = len(ranks)
+    return members
+
+
+def _losses(
+    job: Mapping[str, int],
+    small: Mapping[str, int],
+    job_sizes: Mapping[str, int],
+    small_sizes: Mapping[str, int],
+) -> tuple[int, ...]:
+    """What a small layout does not keep, the worst first; less is better."""
+    alone, joined, other = 0, 0, 0
+    for name, size in job.items():
+        small_size = small.get(name, 1)
+        alone += small_size == 1 < size
+        joined += size == 1 < small_size
+        other += min(size, _MANY) != min(small_size, _MANY)
+    lost_middle = job_sizes["pp"] >= _MANY > small_sizes["pp"]
+    return alone, joined, int(lost_middle), other
+
+
+def _consequences(
+    job: Mapping[str, int],
+    small: Mapping[str, int],
+    job_sizes: Mapping[str, int],
+    small_sizes: Mapping[str, int],
+) -> Iterator[str]:
+    """What the small layout cannot show, in words."""
+    for name, size in job.items():
+        small_size = small.get(name, 1)
+        if small_size == 1 < size:
+            kind = "messages" if name == "pp" else "reductions"
+            yield f"{name} has one member: its {kind} are not verified"
+        elif size == 1 < small_size:
+            yield f"{name} has {small_size} members, and one in the job"
+    if job_sizes["pp"] >= _MANY > small_sizes["pp"]:
+        yield "pp has no middle stage: what only a middle stage does is not verified"
+    pairs = [name for name, size in job.items() if small.get(name, 1) == 2 < size]
+    if pairs:
+        yield f"two members instead of more, so a fault of three or more is not seen: {few(pairs)}"
