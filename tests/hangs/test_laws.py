@@ -19,22 +19,22 @@ def test_a_program_without_a_fault_ends_and_nobody_is_accused(seed):
 
 
 def test_whoever_is_named_with_certainty_is_guilty_and_nine_of_ten_are_named_first():
-    found = tally(range(250), only="whole")["whole"]
+    found = tally(range(160), only="whole")["whole"]
     assert found.holds(*GOALS["whole"]), [found.line(), *found.wrong]
-    assert found.cases > 180
+    assert found.cases > 110
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "whole"])
 def test_on_worse_evidence_no_innocent_is_named_with_certainty(kind):
-    (found,) = tally(range(120), only=kind).values()
+    (found,) = tally(range(80), only=kind).values()
     goal = GOALS.get(f"{kind}, varied", (0.4, 0.1))
     assert found.holds(*goal), [found.line(), *found.wrong]
-    assert found.cases > 20  # few worlds have a host of eight
+    assert found.cases > 12  # few worlds have a host of eight
 
 
 def test_ranks_that_name_different_roots_leave_nothing_that_is_certain():
     cases = 0
-    for seed in range(200):
+    for seed in range(120):
         rng = random.Random(seed)
         program = random_program(rng)
         changed = injected(program, "root", rng.randrange(program.world), rng)
@@ -44,13 +44,13 @@ def test_ranks_that_name_different_roots_leave_nothing_that_is_certain():
             assert not found.certain or {*found.ranks} <= run.program.guilty.keys(), found.sentence
             assert not (found.certain and found.kind in ("slow", "ok")), (seed, found.sentence)
             cases += 1
-    assert cases > 25
+    assert cases > 15
 
 
 def test_no_innocent_is_named_with_certainty_if_several_are_guilty():
-    found = tally(range(150), several=True, only="whole")["whole"]
+    found = tally(range(100), several=True, only="whole")["whole"]
     assert found.holds(0), found.wrong
-    assert found.cases > 90 and found.certain > found.cases / 3
+    assert found.cases > 60 and found.certain > found.cases / 3
 
 
 def test_ranks_that_are_missed_in_several_groups_are_not_certain_by_one_of_them():
