@@ -20,7 +20,9 @@ from compat.verification.small_job import FIELD_OF, SHAPE, SmallJob, matches, sm
 from compat.verification.step import run_variants
 
 # Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
-_OTHER_MODELS = ("mamba", "hybrid", "bert", "t5", "ict", "realm", "vision", "vlm", "retro")
+_OTHER_MODELS = (
+    *("mamba", "hybrid", "mimo", "bert", "t5", "ict", "realm", "vision", "vlm", "retro"),
+)
 # Megatron's own scripts for a GPT: their get_batch and loss_func run.
 _SCRIPTS = ("pretrain_gpt.py",)
 # How a flag of the line is treated.

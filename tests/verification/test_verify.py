@@ -337,8 +337,10 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
     assert not report.agrees and "cannot be verified: " in str(report)
     with pytest.raises(ValueError, match="give a checkout of Megatron-LM"):
         verify_line("", [], 1, Path("/nowhere"))
-    with pytest.raises(ValueError, match=r"pretrain_mamba.py trains no GPT: give compat\.verify"):
-        verify_line("path/pretrain_mamba.py", [], 1, Path("/nowhere"))
+    for model in ("mamba", "hybrid", "mimo"):
+        name = f"pretrain_{model}.py"
+        with pytest.raises(ValueError, match=rf"{name} trains no GPT: give compat\.verify"):
+            verify_line(f"path/{name}", [], 1, Path("/nowhere"))
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ModuleNotFoundError, match="verify needs megatron-core: pip install"):
         compat.verify(small_gpt, batch, Layout(tp=2))
