@@ -74,4 +74,4 @@ def nothing_aborted():
     """Forget an abort() in this process, as ranks that are forked from it would remember it."""
     from hypergrid.agreement import store
 
-    store._settled = store._aborts
+    store._aborts_before_creation = store._aborts

@@ -19,7 +19,7 @@ from compat.megatron import helpers as group_helpers
 from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.request import Request, creates, in_words, replaced_functions
 from compat.megatron.rows import PlannedRow, PlannedRows, aliases, rows_of
-from compat.megatron.table import ROWS, Row, slots
+from compat.megatron.table import AT_HAND, ROWS, Row, slots
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
@@ -28,8 +28,6 @@ from hypergrid.policy import Agreement
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
 _COLLNET = "NCCL_COLLNET_ENABLE"
-# The groups whose place and size the getters find without a lookup: the global, and theirs.
-_AT_HAND = {"_TENSOR_MODEL_PARALLEL_GROUP": "_tp", "_PIPELINE_MODEL_PARALLEL_GROUP": "_pp"}
 Values = dict[str, Any]  # by the names of private globals
 
 
@@ -171,8 +169,8 @@ def _make(
         if planned.key is None and len(set(ranks)) == len(ranks):
             place_and_size = sorted(ranks).index(rank), len(ranks)
             values["_numbers"][group] = place_and_size
-            if planned.slot in _AT_HAND:
-                values[_AT_HAND[planned.slot]] = (values[planned.slot], *place_and_size)
+            if planned.slot in AT_HAND:
+                values[AT_HAND[planned.slot]] = (values[planned.slot], *place_and_size)
         if row.chunk is None and row.pick == "all" and row.explicit is None:
             _hold(grid, row, group)
 

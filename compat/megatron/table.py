@@ -233,3 +233,6 @@ EXTRA_ALL_GATHER: tuple[Row, ...] = (
         "parameters",                  "ep_dp",           grid="expert", field="expt_dp_ag"),
 )
 # fmt: on
+
+# The groups whose place and size the getters find without a lookup: the global, and theirs.
+AT_HAND = {"_TENSOR_MODEL_PARALLEL_GROUP": "_tp", "_PIPELINE_MODEL_PARALLEL_GROUP": "_pp"}

@@ -215,7 +215,7 @@ def test_the_release_that_is_planned_is_told_chosen_and_saved(tmp_path, monkeypa
     assert again.partition("\n\n")[2] == old.partition("\n\n")[2]
     assert json.loads(run(f"{small} --json"))["megatron"] == "0.16"
     assert "is not a release: write it as in '0.16.1'" in run(f"{small} --megatron main", 2)
-    monkeypatch.setattr(releases, "_FOUND", ((0, 19), None, "none installed"))
+    monkeypatch.setattr(releases, "_DECIDED", ((0, 19), None, "none installed"))
     assert "\nfor megatron-core 0.19 (none installed)\n" in run(small)
 
 
