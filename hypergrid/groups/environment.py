@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,9 +16,9 @@ from torch.distributed import ProcessGroup
 from hypergrid import of_torch
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
-from hypergrid.groups.grid import BASE, HyperCommGrid, ordered
+from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.layout import RankLayout
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import Ranks
 from hypergrid.policy import Agreement, Policy
@@ -37,33 +36,20 @@ class _Family:
     """All groups of a name, of which a rank is in one at most; equal on all ranks."""
 
     name: str
-    backend: str | None
-    everyone: Callable[[], list[Ranks]]  # each ascending; costs O(world) over dims
+    keys: list[_Key]  # of each group; its members ascend
     dims: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def keys(self) -> list[_Key]:
-        """What tells each of the groups from all others."""
-        return [(self.backend, ranks) for ranks in self.everyone()]
 
 
 class EnvironmentTable:
     """One object to ask about ranks, groups and meshes, as ColossalAI's issue 3051 proposed.
 
-    The name of a group is its dims in any order (``"dp-tp"``), after the mesh or view that they
-    are of (``"train/dp"``, ``"moe/ep"``), or the label it was given. No group is created twice:
-    members and a backend that the table knows are the same group under a second name. The default
-    group does not count.
+    A group has the name that it was given, a group of a mesh ``"mesh/dim"``. No group is created
+    twice: members and a backend that the table knows are the same group under a second name. The
+    default group does not count.
 
     A job may hold several tables; each destroys what it created. Methods that create are
     *collective* over the world, the others *local*. One that refuses its arguments raises when the
     other ranks know of it, after a minute at most.
-
-    Parameters
-    ----------
-    source : HyperCommGrid, optional
-        Whose groups are in the table too, also those that it creates later; of a ``ParallelState``
-        its ``grid``.
 
     Raises
     ------
@@ -80,29 +66,22 @@ class EnvironmentTable:
     (True, 4)
     """
 
-    def __init__(self, source: HyperCommGrid | None = None) -> None:
+    def __init__(self) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "an EnvironmentTable needs a world: call torch.distributed.init_process_group() "
                 "first, as in a script that torchrun starts."
             )
-        if source is not None and not isinstance(source, HyperCommGrid):
-            raise TypeError(
-                f"EnvironmentTable() takes a hypergrid.HyperCommGrid, not one of "
-                f"{type(source).__module__}. Give its own: grid.core, state.grid."
-            )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.default_process_group = of_torch.default_group()
-        self._source = source
         self._policy = replace(Policy.resolve(), share="none")
         self._start()
 
     def _start(self) -> None:
         self._pool = GroupPool(Agreement(epoch=""), self._policy, repr(self))
+        # By name: all groups of the name, and the one of this rank.
         self._created: dict[str, tuple[_Family, ProcessGroup]] = {}
-        # By the part of a name before "/". Those of meshes own no groups.
-        self._grids = {} if self._source is None else {"": self._source}
         self._meshes: dict[str, DeviceMesh] = {}
 
     def __repr__(self) -> str:
@@ -111,7 +90,7 @@ class EnvironmentTable:
     @property
     def process_group_pool(self) -> dict[str, ProcessGroup]:
         """Every group by its names; torch's non-member marker where this rank is outside."""
-        return {name: group for name, (_, group) in self._named().items()}
+        return {name: group for name, (_, group) in self._created.items()}
 
     @property
     def device_mesh_pool(self) -> dict[str, DeviceMesh]:
@@ -147,21 +126,18 @@ class EnvironmentTable:
         return self._look_up("device mesh", name, self._meshes)
 
     def _look_up(self, kind: str, name: str, pool: Mapping[str, T]) -> T:
-        if name in pool:
-            return pool[name]
-        family = self._over(name)
-        if family is not None and family.name in pool:  # its dims in another order
-            return pool[family.name]
-        raise KeyError(
-            f"there is no {kind} {shown(name)} on rank {self.rank}: call "
-            f"create_{kind.replace(' ', '_')}() on every rank first. Created so far: "
-            f"{sorted(pool) or 'none'}."
-        )
+        if name not in pool:
+            raise KeyError(
+                f"there is no {kind} {shown(name)} on rank {self.rank}: call "
+                f"create_{kind.replace(' ', '_')}() on every rank first. Created so far: "
+                f"{sorted(pool) or 'none'}."
+            )
+        return pool[name]
 
     def create_process_group(
         self,
         name: str,
-        ranks: Iterable[int] | Iterable[Iterable[int]] | None = None,
+        ranks: Iterable[int] | Iterable[Iterable[int]],
         *,
         backend: str | None = None,
         timeout: timedelta | None = None,
@@ -172,44 +148,27 @@ class EnvironmentTable:
         Parameters
         ----------
         name : str
-            Dims of the source (``"dp-tp"``), of a view (``"moe/ep"``) or of a mesh made here
-            (``"train/dp-tp"``). With ``ranks``, a label of your choice.
-        ranks : iterable of int, or several of them, optional
+            A label of your choice.
+        ranks : iterable of int, or several of them
             The members. Several groups under one label have no rank in common; on each rank the
             label means its own one.
         backend, timeout, pg_options
-            As for ``torch.distributed.new_group``; by default the backend of the grid.
+            As for ``torch.distributed.new_group``; by default the default group's backend.
 
         Raises
         ------
         ValueError
             The name means other groups, invalid ranks, or options for a group that exists.
-        KeyError
-            Without ``ranks``: no dims of a known grid.
         AgreementError, CreationError
             Ranks asked for different things, or a group could not be created; all roll back.
         """
         with self._refusing():
-            family = self._over(name)
-            if ranks is not None:
-                if family is not None or not isinstance(name, str) or not name:
-                    raise ValueError(
-                        f"with ranks, the name of a group must be a text that names no dims; rank "
-                        f"{self.rank} was given {shown(name)}."
-                    )
-                groups = _groups_of(ranks, name, self.world_size)
-                family = _Family(name, plain_backend(backend), groups.copy)
-            elif family is None:
-                dims = []
-                for mesh, grid in self._grids.items():
-                    for dim in grid.dim_names:
-                        dims.append(f"{mesh}/{dim}" if mesh else dim)
-                raise KeyError(
-                    f"{shown(name)} names no dims that rank {self.rank} knows: {dims or 'none'}. "
-                    f"For a group with that label, give ranks."
+            if not isinstance(name, str) or not name:
+                raise ValueError(
+                    f"the name of a group must be a text; rank {self.rank} was given {shown(name)}."
                 )
-            elif backend is not None:
-                family = replace(family, backend=plain_backend(backend) or family.backend)
+            groups = _groups_of(ranks, name, self.world_size)
+            family = _Family(name, _keys(groups, backend))
         return self._create([family], timeout=timeout, pg_options=pg_options)[0]
 
     def create_device_mesh(
@@ -223,7 +182,7 @@ class EnvironmentTable:
     ) -> DeviceMesh:
         """Create a mesh over the world; its groups are ``"name/dim"`` in the table.
 
-        For a mesh over the source's groups call its ``device_mesh()``. Errors as for a group.
+        Errors as for a group.
 
         Parameters
         ----------
@@ -240,27 +199,27 @@ class EnvironmentTable:
                     f"the name of a mesh must be a text without '/', as its groups are called "
                     f"name/dim; rank {self.rank} was given {shown(name)}."
                 )
-            if name in self._meshes or (self._source and name in self._source.views):
-                raise ValueError(
-                    f"rank {self.rank} has a mesh or view {name!r}: take another name."
-                )
+            if name in self._meshes:
+                raise ValueError(f"rank {self.rank} has a mesh {name!r}: take another name.")
             layout = RankLayout(tuple(dim_names)[::-1], tuple(shape)[::-1])
             if layout.size != self.world_size:
                 raise ValueError(
                     f"device mesh {name!r} of shape {shown(shape)} has {layout.size} ranks and the "
                     f"world has {self.world_size}. For a part of it, make a HyperCommGrid with a "
-                    f"rank_offset and give it to EnvironmentTable()."
+                    f"rank_offset and call its device_mesh()."
                 )
-            grid = HyperCommGrid.over(layout, backend=plain_backend(backend))
-            families = [_over(grid, f"{name}/{dim}", [dim]) for dim in layout.dims]
+            families = []
+            for dim in layout.dims:
+                keys = _keys(layout.groups(dim).tolist(), backend)
+                families.append(_Family(f"{name}/{dim}", keys, (dim,)))
+        grid = HyperCommGrid.over(layout, backend=plain_backend(backend))
         for dim, group in zip(layout.dims, self._create(families), strict=True):
             grid.hold(dim, group)
         self._meshes[name] = grid.device_mesh(device_type=device_type)
-        self._grids[name] = grid
         return self._meshes[name]
 
     def destroy(self) -> None:
-        """Destroy every group that this table created and forget the others. *Local*."""
+        """Destroy every group that this table created. *Local*."""
         self._pool.destroy()
         self._start()
 
@@ -268,58 +227,23 @@ class EnvironmentTable:
         world = range(self.world_size)
         return telling_others(lambda: world, patience=timedelta(minutes=1))
 
-    def _over(self, name: Any) -> _Family | None:
-        """The groups over the dims that a name means, whether or not they exist."""
-        if not isinstance(name, str):
-            return None
-        where, _, dims = name.rpartition("/")
-        # Before "/" there is a mesh of this table, or else a view of the source.
-        grid = self._grids.get(where)
-        view = None
-        if grid is None:
-            grid = self._source
-            view = where
-        if grid is None or not dims:
-            return None
-        try:
-            group_name = grid.name(dims, view=view)
-            names = ordered(grid.views[view or BASE], dims)
-        except (KeyError, LayoutError):
-            return None
-        if where and view is None:
-            group_name = f"{where}/{group_name}"
-        return _over(grid, group_name, names, view)
-
-    def _named(self) -> dict[str, tuple[_Family, ProcessGroup]]:
-        """Each name that has groups, with this rank's."""
-        named = dict(self._created)
-        if self._source is None:
-            return named
-        for name, group in self._source.groups.items():
-            family = self._over(name)
-            if family is not None:
-                if group is None:  # this rank is outside the grid
-                    group = NOT_A_MEMBER
-                named[name] = (family, group)
-        return named
-
     def _create(self, families: list[_Family], **options: Any) -> list[ProcessGroup]:
         """This rank's group of each family: a known one with these members, or created now."""
+        keys = [key for family in families for key in family.keys]
         with self._refusing():
-            named = self._named()
-            group_of: dict[_Key, tuple[str, ProcessGroup]] = {}
-            for name, (family, group) in named.items():
+            # By key: the first name that the group has, and this rank's group of that name.
+            known: dict[_Key, tuple[str, ProcessGroup]] = {}
+            for name, (family, group) in self._created.items():
                 for key in family.keys:
-                    group_of.setdefault(key, (name, group))
+                    known.setdefault(key, (name, group))
             for family in families:
-                namesake, _ = named.get(family.name, (family, None))
+                namesake, _ = self._created.get(family.name, (family, None))
                 if set(namesake.keys) != set(family.keys):
                     raise ValueError(
                         f"the name {family.name!r} means other groups on rank {self.rank}: take "
                         f"another name."
                     )
-            keys = [key for family in families for key in family.keys]
-            existing = sorted(group_of[key][0] for key in keys if key in group_of)
+            existing = sorted(known[key][0] for key in keys if key in known)
             if existing and any(value is not None for value in options.values()):
                 raise ValueError(
                     f"process group {families[0].name!r} exists as {existing[0]!r}, whose timeout "
@@ -340,7 +264,7 @@ class EnvironmentTable:
         groups = []
         with self._pool.agreed(range(self.world_size), proposal):
             for family in families:
-                group = self._create_missing(family, group_of, options)
+                group = self._create_missing(family, known, options)
                 groups.append(group)
         for family, group in zip(families, groups, strict=True):
             self._created[family.name] = (family, group)
@@ -349,55 +273,45 @@ class EnvironmentTable:
     def _create_missing(
         self,
         family: _Family,
-        group_of: dict[_Key, tuple[str, ProcessGroup]],
+        known: dict[_Key, tuple[str, ProcessGroup]],
         options: dict[str, Any],
     ) -> ProcessGroup:
-        """Create the groups of ``family`` that ``group_of`` lacks; gives that of this rank."""
-        missing = [key for key in family.keys if key not in group_of]
-        missing_ranks = [ranks for _, ranks in missing]
+        """Create the groups of ``family`` that are not known yet; gives that of this rank."""
+        backend, _ = family.keys[0]
+        missing = []
+        ranks_of = {}  # the group of this rank, if it is missing
         own_key = None
         for key in family.keys:
             _, ranks = key
             if self.rank in ranks:
                 own_key = key
-        ranks_of = {}
-        if own_key in missing:
-            ranks_of[family.name] = own_key[1]
+            if key not in known:
+                missing.append(ranks)
+                if self.rank in ranks:
+                    ranks_of[family.name] = ranks
         created = self._pool.make(
-            family.name,
-            ranks_of,
-            missing_ranks.copy,
-            dims=family.dims,
-            backend=family.backend,
-            **options,
+            family.name, ranks_of, missing.copy, dims=family.dims, backend=backend, **options
         )
-        for key in missing:
-            group_of[key] = (family.name, created[0] if created else NOT_A_MEMBER)
+        group = created[0] if created else NOT_A_MEMBER
+        for key in family.keys:
+            known.setdefault(key, (family.name, group))
         if own_key is None:
             return NOT_A_MEMBER  # type: ignore[no-any-return]
-        _, group = group_of[own_key]
-        return group
+        return known[own_key][1]
 
 
-def _over(grid: HyperCommGrid, name: str, dims: Sequence[str], view: str | None = None) -> _Family:
-    def everyone() -> list[Ranks]:
-        return _ascending(grid.get_rank_enum(dims, view=view))
-
-    return _Family(name, plain_backend(grid.backend), everyone, tuple(dims))
+def _keys(groups: Iterable[Iterable[int]], backend: str | None) -> list[_Key]:
+    plain = plain_backend(backend)
+    return [(plain, tuple(sorted(ranks))) for ranks in groups]
 
 
-def _ascending(groups: Iterable[Iterable[int]]) -> list[Ranks]:
-    return [tuple(sorted(ranks)) for ranks in groups]
-
-
-def _groups_of(ranks: Any, name: str, world_size: int) -> list[Ranks]:
+def _groups_of(ranks: Any, name: str, world_size: int) -> list[list[int]]:
     """One group, or several without a common rank."""
     try:
         lists = list(ranks)
-        are_groups = all(isinstance(members, Iterable) for members in lists)
-        if not lists or not are_groups:
+        if not lists or not isinstance(lists[0], Iterable):
             lists = [lists]  # one group
-        groups = _ascending(map(operator.index, members) for members in lists)
+        groups = [list(map(operator.index, members)) for members in lists]
     except TypeError:
         raise ValueError(
             f"the ranks of {name!r} must be whole numbers, or lists of them, got {shown(ranks)}."

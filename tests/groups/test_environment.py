@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import hypergrid
-from hypergrid import EnvironmentTable, HyperCommGrid
+from hypergrid import EnvironmentTable
 from tests.support.forked import on_ranks, open_groups, run_ranks
 
 
@@ -67,8 +67,6 @@ def test_groups_are_found_by_meaningful_names_and_given_back(rank):
     table.create_process_group("halves", [[1, 0], [2, 3]])
     table.create_process_group("io", [0, 3], timeout=timedelta(seconds=9))
     table.create_device_mesh("train", (2, 2), ("dp", "tp"))
-    whole = table.create_process_group("train/tp-dp")
-    assert table.get_process_group("train/dp-tp") is whole
     total = torch.tensor([rank])
     dist.all_reduce(total, group=table.get_process_group("halves"))
     described = {each["label"]: each["ranks"] for each in json.loads(hypergrid.dump())["groups"]}
@@ -78,7 +76,7 @@ def test_groups_are_found_by_meaningful_names_and_given_back(rank):
     half, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
     io = [0, 3] if rank in (0, 3) else None
     names = {"halves": half, "io": io, "train/dp": column, "train/tp": half}
-    assert seen == {**names, "train/dp-tp": [0, 1, 2, 3]}
+    assert seen == names
     assert total.item() == sum(half) and len(open_groups()) == 1
     assert described["halves"] == half and described["train/dp"] == column
 
@@ -113,67 +111,8 @@ def test_what_has_the_same_members_and_backend_is_created_once(rank, environment
         assert total.item() == expected
     assert len(open_groups()) == 4  # default, pairs, dp, own
     assert "'pairs' means other groups on rank" in texts[0]
-    assert "a text that names no dims" in texts[1] and "a mesh or view 'm'" in texts[2]
+    assert "'m/tp' means other groups on rank" in texts[1] and "has a mesh 'm'" in texts[2]
     assert "exists as 'pairs'" in texts[3] and "leave them out" in texts[3]
-
-
-@on_ranks(4)
-def test_groups_of_a_grid_are_found_and_stay_its_own(rank):
-    grid = HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"])
-    table = EnvironmentTable(grid)
-    tp = grid.create_pg("tp")
-    assert table.get_process_group("tp") is tp and list(table.process_group_pool) == ["tp"]
-    assert table.create_process_group("tp-cp") is tp is table.get_process_group("cp-tp")  # cp=1
-    both = table.create_process_group("tp-dp")
-    assert both is table.get_process_group("dp-tp") and _ranks(both) == [0, 1, 2, 3]
-    mesh = table.create_device_mesh("m", (2, 2), ("b", "a"))
-    assert mesh.get_group("a") is tp
-    texts = [
-        _refused(lambda: table.create_process_group("tp", [0, 2])),
-        _refused(lambda: table.create_process_group("pp"), KeyError),
-        _refused(lambda: table.get_process_group("cp-dp"), KeyError),
-        _refused(lambda: table.get_process_group("lost"), KeyError),
-        _refused(lambda: table.get_device_mesh("lost"), KeyError),
-    ]
-    table.destroy()
-    assert table.process_group_pool == {"tp": tp} and len(open_groups()) == 2
-    grid.destroy()
-    assert table.process_group_pool == {} and len(open_groups()) == 1
-    assert "a text that names no dims" in texts[0]
-    assert "'pp' names no dims that rank" in texts[1]
-    assert "['tp', 'cp', 'dp', 'm/a', 'm/b']" in texts[1]
-    assert "call create_process_group() on every rank first" in texts[2]
-    assert "no process group 'lost'" in texts[3] and "create_device_mesh()" in texts[4]
-
-
-@on_ranks(4)
-def test_groups_of_a_state_are_found_by_their_dims(rank):
-    from compat.state import ParallelState
-
-    state = ParallelState.create(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    table = EnvironmentTable(state.grid)
-    tp = state.get_tensor_model_parallel_group()
-    assert table.get_process_group("tp") is tp and table.is_master("tp") is (rank % 2 == 0)
-    assert table.get_process_group("expert/tp-ep") is state.grid.get_pg("tp-ep", view="expert")
-    before = len(open_groups())
-    assert table.create_process_group("mine", [[0, 1], [2, 3]]) is tp
-    table.create_process_group("other", [0, 1, 3])
-    table.destroy()
-    assert len(open_groups()) == before
-    wrong = _refused(lambda: EnvironmentTable(state), TypeError)
-    state.destroy()
-    assert "state.grid" in wrong and len(open_groups()) == 1
-
-
-@on_ranks(4)
-def test_ranks_outside_a_window_get_torchs_marker(rank):
-    grid = HyperCommGrid([2], ["tp"], rank_offset=2)
-    table = EnvironmentTable(grid)
-    group = table.create_process_group("tp")
-    assert table.get_process_group("tp") is group
-    seen = _ranks(group), table.get_rank("tp")
-    assert seen == (([2, 3], rank - 2) if rank > 1 else (None, -1))
-    assert table.create_process_group("all", range(4)).size() == 4
 
 
 @on_ranks(4)
@@ -248,6 +187,10 @@ def test_other_refusals_are_sentences(fake_world):
         EnvironmentTable()
     fake_world(4, rank=3)
     table = EnvironmentTable()
+    with pytest.raises(KeyError, match=r"no process group 'lost' on rank 3: call create_proc"):
+        table.get_process_group("lost")
+    with pytest.raises(KeyError, match=r"create_device_mesh\(\) on every rank first"):
+        table.get_device_mesh("lost")
     for name in ("", 7, None):
         with pytest.raises(ValueError, match="the name of a group must be a text"):
             table.create_process_group(name, [0])

@@ -421,9 +421,6 @@ def test_our_functions_take_either_grid(fake_world):
     tp = grid.get_pg("tp")
     assert transformer_engine.amax_group(grid) is transformer_engine.amax_group(grid.core)
     assert collection.from_grid(grid, ["tp"]).tp is tp is collection.from_grid(grid.core).tp
-    assert hypergrid.EnvironmentTable(grid.core).get_process_group("tp") is tp
-    with pytest.raises(TypeError, match=r"compat.hyper_comm_grid.*grid\.core"):
-        hypergrid.EnvironmentTable(grid)
 
 
 def test_source_of_the_oracle_is_a_release_that_has_the_module():
