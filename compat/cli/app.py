@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from compat.cli import prints, processes
+from compat.cli import asking, prints
 from compat.cli.command import Json, app, command
 from compat.cli.launch import script_of
 from compat.cli.prints import red, span
@@ -267,41 +267,32 @@ def diff(
 
 @command()
 def diagnose(
-    directory: Annotated[
-        Path | None, typer.Argument(help="Where the job left its flight recorders.")
-    ] = None,
+    directory: Annotated[Path, typer.Argument(help="Where the job left its flight recorders.")],
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Name ranks by this saved plan.")
     ] = None,
-    pids: Annotated[
-        list[int] | None,
-        typer.Option("--pid", help="Have these ranks, or a torchrun's, write first; repeatable."),
-    ] = None,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Have the ranks, on all hosts, write first.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
     as_json: Json = False,
 ) -> int:
     """Find the rank that everyone waits for in a job that hangs, from the files of its ranks.
 
-    With --pid the ranks of a running job on this host are asked first; they record by
-    hypergrid.record, and the directory is that of HYPERGRID_RECORD.
+    With --ask the ranks of a running job, which record by hypergrid.record, write before the files
+    are read: within five seconds. A rank that does not is named after twenty.
 
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.hangs import reading, verdict
 
-    problems: tuple[str, ...] = ()
-    if pids:
-        try:
-            directory, _, problems = processes.ask(pids, directory)
-        except processes.AskError as error:
-            raise JobError(f"{error}.") from None
-    if directory is None:
-        raise JobError("name the DIRECTORY of the dumps, or the processes by --pid.")
     if not directory.is_dir():
         raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
+    silent_ranks = asking.ask(directory) if ask else []
     with prints.progress("Reading") as progress:
         recordings = reading.read(directory, os.cpu_count() or 1, progress)
-    recordings.problems += problems
+    if silent_ranks:
+        recordings.problems.append(f"ranks {few(silent_ranks)} were asked and did not write.")
     if not recordings.ranks:
         sentences = [_without_dumps(directory), *recordings.problems[:3]]
         raise JobError(" ".join(sentences))

@@ -253,8 +253,7 @@ class _Words:
             return f"no collective is recorded. {keeps}"
         return (
             "no rank has written what it was doing: no flight recorder, stack or error. Ranks that "
-            "still run and record by hypergrid.record write on hypergrid diagnose --pid, or touch "
-            f"DIR/asked. {keeps}"
+            f"still run and record by hypergrid.record write on hypergrid diagnose --ask DIR. {keeps}"
         )
 
     def _slow(self) -> str:

@@ -8,7 +8,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from compat.cli import processes
+from compat.cli import asking
 from compat.cli.app import app
 from tests.cli.test_cli import run
 from tests.support import hostile
@@ -78,30 +78,25 @@ def test_too_many_ranks_are_refused_at_once(tmp_path, many):
     assert "too many" in run(f"check --plan {tmp_path / 'plan.json'}", 2)
 
 
-def test_ranks_are_asked_in_a_directory_that_others_cannot_change(tmp_path, monkeypatch):
+def test_ranks_are_asked_in_a_directory_that_others_cannot_change(tmp_path):
     victim, shared = tmp_path / "victim", tmp_path / "shared"
     victim.write_text("mine")
     shared.mkdir()
     (shared / "asked").symlink_to(victim)
-    said = {"host": processes.socket.gethostname(), "rank": 0, "pid": os.getpid()}
-    (shared / "groups_0.json").write_text(json.dumps(said))
-    (shared / "groups_1.json").write_text('{"host": ' + "[" * 5000)
-    monkeypatch.setattr(processes, "_state", lambda pid: None)  # it has ended
-    found = processes.ask([os.getpid()], shared)
-    assert found.problems == (f"rank 0 (pid {os.getpid()}) has ended",)
+    (shared / "groups_0.json").write_text('{"host": ' + "[" * 5000)
+    (shared / "groups_1x.json").write_text("")
+    assert asking.ask(shared, 0.2) == [0]
     assert victim.read_text() == "mine" and not (shared / "asked").is_symlink()
     assert sorted(path.name for path in shared.iterdir()) == [
-        "asked", "groups_0.json", "groups_1.json",
+        "asked", "groups_0.json", "groups_1x.json",
     ]  # fmt: skip
-    shared.chmod(0o777)
-    with pytest.raises(processes.AskError, match="every user may replace the files in"):
-        processes.ask([os.getpid()], shared)
     forged = tmp_path / "a\nNobody is stuck"
-    forged.mkdir()
-    with pytest.raises(processes.AskError, match=r"a\\nNobody is stuck"):
-        processes.ask([os.getpid()], forged)
-    shared.chmod(0o1777)
-    processes.ask([os.getpid()], shared)
+    shared.rename(forged)
+    forged.chmod(0o777)
+    with pytest.raises(PermissionError, match="every user may replace the files in"):
+        asking.ask(forged)
+    said = run(f"diagnose --ask {shlex.quote(str(forged))}", 2)
+    assert len(said.splitlines()) == 1
 
 
 def test_an_error_is_not_longer_than_a_paragraph():

@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 from contextlib import ExitStack
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,7 +22,7 @@ from torch.distributed import ProcessGroup, Work
 
 import hypergrid
 from compat import parallel_state as ps
-from compat.cli.processes import AskError, ask
+from compat.cli.asking import ask
 from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.groups import pool
 from hypergrid.hangs.reading import read
@@ -484,55 +483,17 @@ def test_a_launcher_s_ranks_are_asked_from_outside(tmp_path):
         wait_for(
             lambda: all(each.exists() and "default_pg" in each.read_text() for each in groups), 120
         )
-        said = ask([job.pid])
-        assert (said.directory, said.ranks, said.problems) == (directory, (0, 1), ())
-        assert [stacks(directory, rank)["reason"] for rank in (0, 1)] == ["SIGUSR1"] * 2
-        sleeping = json.loads(groups[1].read_text())["pid"]
-        os.kill(sleeping, signal.SIGSTOP)
-        status = Path(f"/proc/{sleeping}/stat")  # it stops a little later
-        wait_for(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", 20)
-        said = ask([job.pid], directory)
-        assert said.ranks == (0,)
-        assert said.problems == (f"rank 1 (pid {sleeping}) is stopped and cannot answer",)
+        assert ask(directory) == []
+        reasons = [stacks(directory, rank)["reason"] for rank in (0, 1)]
+        assert reasons == ["asked in the directory"] * 2
+        os.kill(json.loads(groups[1].read_text())["pid"], signal.SIGSTOP)
+        assert ask(directory, 12) == [1]
     finally:
         for each in groups:  # torchrun gives each rank a session of its own
             if each.exists():
                 os.kill(json.loads(each.read_text())["pid"], signal.SIGKILL)
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-
-
-def test_a_rank_of_another_user_is_asked_by_the_file(recorder, tmp_path, monkeypatch):
-    def refused(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", refused)
-    found = ask([os.getpid()], tmp_path, timeout=20)
-    assert (found.ranks, found.problems) == ((0,), ())
-    assert written(tmp_path, 0, "asked in the directory")
-
-
-def test_no_process_is_sent_a_signal_that_would_end_it(tmp_path):
-    with subprocess.Popen(["sleep", "100"]) as other:
-        try:
-            with pytest.raises(AskError, match="none of these processes was started with"):
-                ask([other.pid])
-            with pytest.raises(AskError, match="no rank of this host has recorded"):
-                ask([other.pid], tmp_path)
-            said = {"rank": 0, "host": socket.gethostname(), "pid": other.pid}
-            Path(tmp_path, "groups_0.json").write_text(json.dumps(said))
-            found = ask([other.pid], tmp_path)
-            assert found.problems == (
-                f"rank 0 (pid {other.pid}) does not catch SIGUSR1: not asked",
-            )
-            with subprocess.Popen(["sleep", "100"]) as stranger:
-                with pytest.raises(AskError, match="no rank among the processes"):
-                    ask([stranger.pid], tmp_path)
-                stranger.kill()
-        finally:
-            other.kill()
-    with pytest.raises(AskError, match=f"there is no process {other.pid}"):
-        ask([other.pid], tmp_path)
 
 
 @on_ranks(1)

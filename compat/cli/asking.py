@@ -1,0 +1,51 @@
+"""Asks the ranks of a running job, on all hosts, to write their recordings."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TypedDict
+
+from hypergrid.files import FileError, bytes_of, check_private, decoded, replace
+
+_REQUEST = "asked"  # a file; recorders look at it every five seconds
+
+
+class _Stack(TypedDict):
+    """Of a rank's ``stack_RANK.json``."""
+
+    written_ns: int
+
+
+def ask(directory: Path, seconds: float = 20) -> list[int]:
+    """Have all ranks that record to ``directory`` write, and wait for that.
+
+    Returns the ranks that did not. Raises PermissionError if every user may replace the files of
+    the directory.
+    """
+    check_private(directory)
+    # A rank's own clock says when it wrote: it is compared with nothing but itself.
+    written_before = {}
+    for path in directory.glob("groups_*.json"):
+        if match := re.fullmatch(r"groups_(\d{1,7})\.json", path.name):
+            rank = int(match[1])
+            written_before[rank] = _written_time(directory, rank)
+    replace(directory / _REQUEST, b"")
+    silent_ranks = sorted(written_before)
+    end = time.monotonic() + seconds
+    while silent_ranks and time.monotonic() < end:
+        time.sleep(0.1)
+        silent_ranks = [
+            rank for rank in silent_ranks if _written_time(directory, rank) == written_before[rank]
+        ]
+    return silent_ranks
+
+
+def _written_time(directory: Path, rank: int) -> int:
+    """When a rank wrote its stack, in nanoseconds; 0 if it did not."""
+    name = f"stack_{rank}.json"
+    with suppress(OSError, FileError):
+        return decoded(bytes_of(directory / name), _Stack, name)["written_ns"]
+    return 0
