@@ -253,7 +253,8 @@ class _Words:
             return f"no collective is recorded. {keeps}"
         return (
             "no rank has written what it was doing: no flight recorder, stack or error. Ranks that "
-            f"still run and record by hypergrid.record write on hypergrid diagnose --ask DIR. {keeps}"
+            "still run and record by hypergrid.record write on hypergrid diagnose --ask DIR. "
+            f"{keeps}"
         )
 
     def _slow(self) -> str:
