@@ -97,6 +97,7 @@ class Bench:
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     counts: list[tuple[str, ...]] = field(default_factory=list)
     simulated: list[tuple[str, ...]] = field(default_factory=list)
+    calls: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def repeats(self, full: int, quick: int = 1) -> int:
@@ -172,6 +173,8 @@ def all_cases(bench: Bench) -> list[Case]:
             Case(real_titles(world), lambda bench, world=world: real(bench, world))
             for world in (QUICK_REAL_WORLDS if bench.quick else REAL_WORLDS)
         ),
+        Case(tuple(map(BARE.format, BARE_WORLDS)), bare),
+        Case((CALLS,), calls),
         *(
             Case(getter_titles(release), lambda bench, release=release: getters(bench, release))
             for release in RELEASES
@@ -206,6 +209,10 @@ IMPORT = (
     "CUDA contexts that the import makes",
     "What the swap compares before it replaces megatron's modules",
 )
+BARE = "{} gloo ranks, beside `new_group` calls without an agreement"
+BARE_WORLDS = (8, 16)
+CALLS = "Calls of a rank to torch"
+CALLING = (1024, 16_384, 65_536)
 SHADOW = "Initialisation of 8 gloo ranks with `--shadow`, without its imports"
 RECORDING = (
     "CPU of an `all_reduce` of one gloo rank, recorded by `hypergrid.record`",
@@ -316,6 +323,38 @@ def real(bench: Bench, world: int) -> list[Row]:
             seconds = found[title]["seconds"], found["stock"]["seconds"]
             rows.append(Row(title, *seconds, at_least=bar))
     return rows
+
+
+def bare(bench: Bench) -> list[Row]:
+    """Ours, and named calls of ``new_group`` for the same groups, in pairs."""
+    rows = []
+    for world in BARE_WORLDS[: 1 if bench.quick else None]:
+        found = child(
+            "bench_real.py",
+            job="compare",
+            timeout=600,
+            world=world,
+            variants={
+                "ours": {"side": "ours", "environment": {}},
+                "bare": {"side": "bare", "environment": {}},
+            },
+            repeats=bench.repeats(20, 2),
+            seconds=bench.seconds(60),
+        )
+        seconds = found["ours"]["seconds"], found["bare"]["seconds"]
+        rows.append(Row(BARE.format(world), *seconds, "calls alone", paired=True))
+    return rows
+
+
+def calls(bench: Bench) -> list[Row]:
+    """Stock's calls, and ours where each name is a split and where members create alone."""
+    for world in CALLING[: 2 if bench.quick else None]:
+        counts = [
+            child("bench_creation.py", job="creation_calls", side=side, way=way, world=world)
+            for side, way in (("stock", "auto"), ("ours", "split"), ("ours", "members"))
+        ]
+        bench.calls.append((f"{world:,}", *(f"{count:,}" for count in counts)))
+    return []
 
 
 def getter_titles(release: str) -> tuple[str, ...]:
@@ -525,6 +564,10 @@ def document(bench: Bench, markdown: bool = False) -> str:
         head = ("The busiest rank", "new_group calls", "Communicators", "Store operations")
         rows = [(*head, "Sockets and files"), *bench.counts]
         text += ["", table(rows, markdown, right=range(1, 5))]
+    if bench.calls:
+        head = ("Ranks", "stock: `new_group`, each with every rank", "ours: splits, each with every")
+        rows = [(*head, "ours: `new_group`, members alone"), *bench.calls]
+        text += ["", table(rows, markdown, right=range(4))]
     if bench.simulated:
         head = ("Virtual ranks", "Case", "Operations a rank", "Round trips a rank")
         head = (*head, "Characters a rank", "CPU of the store's process")

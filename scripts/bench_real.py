@@ -17,7 +17,11 @@ from bench_sides import answer, digest, load, rounds
 from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
+from compat.megatron.rows import PlannedRows
+from compat.state import request_of
 from compat.swap import shadow
+from hypergrid import of_torch
+from hypergrid.groups import creation
 from tests.support import forked
 from tests.support.counting import CountingStore
 
@@ -32,20 +36,25 @@ SIZES = {
 def one_rank(rank: int, world: int, variant: dict[str, Any], counting: bool) -> dict[str, Any]:
     """Initialise between two barriers and say how long that took, or what it did."""
     os.environ.update(variant["environment"])
-    module = load(variant["side"])
+    bare = variant["side"] == "bare"
+    module = load("ours" if bare else variant["side"])
     if variant.get("shadow"):
         shadow.watch(module)
     store: Any = forked.store()
     calls: Counter[str] = Counter()
     if counting:
         store = CountingStore(store)
-        _count_new_groups(calls)
+        count_new_groups(calls)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    groups = groups_of(rank) if bare else []
     dist.barrier()
     files = _open_files()
     operations = store.counts.total() if counting else 0
     start = time.perf_counter()
-    module.initialize_model_parallel(**SIZES)
+    if bare:
+        create_alone(groups)
+    else:
+        module.initialize_model_parallel(**SIZES)
     operations = store.counts.total() - operations if counting else 0
     new_groups = calls.total()
     dist.barrier()
@@ -56,12 +65,29 @@ def one_rank(rank: int, world: int, variant: dict[str, Any], counting: bool) -> 
             "communicators": len(set(c10d._world.pg_map) - {dist.group.WORLD}),
             "store operations": operations,
             "sockets and files": _open_files() - files,
-            "digest": digest(module),
+            "digest": None if bare else digest(module),
         }
     return result
 
 
-def _count_new_groups(calls: Counter[str]) -> None:
+def groups_of(rank: int) -> list[tuple[str, tuple[int, ...], str | None]]:
+    """Label, ranks and backend of each group that Megatron has on this rank."""
+    plan = PlannedRows(request_of(SIZES)).plan
+    return [
+        (label, ranks, row.backend)
+        for row in plan.rows
+        for label, ranks in plan.mine(row, rank).items()
+    ]
+
+
+def create_alone(groups: list[tuple[str, tuple[int, ...], str | None]]) -> None:
+    """Create groups by named calls of ``new_group``, without any agreement of the ranks."""
+    for label, ranks, backend in groups:
+        with of_torch.numbered(creation.group_name(label, ranks, "bench")):
+            dist.new_group(list(ranks), backend=backend, group_desc=label)
+
+
+def count_new_groups(calls: Counter[str]) -> None:
     original = c10d.new_group
 
     @members_only
@@ -96,6 +122,7 @@ def compare(
     for name, variant in variants.items():
         ranks = run(world, variant, counting=True)
         digests.add(tuple(rank.pop("digest") for rank in ranks))
+        digests.discard((None,) * world)  # calls without getters
         counts = {key: max(rank[key] for rank in ranks) for key in ranks[0] if key != "seconds"}
         other = outcome.get(variant.get("fewer_than", ""))
         if other is None or counts["store operations"] < other["counts"]["store operations"]:
