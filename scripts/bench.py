@@ -565,8 +565,8 @@ def document(bench: Bench, markdown: bool = False) -> str:
         rows = [(*head, "Sockets and files"), *bench.counts]
         text += ["", table(rows, markdown, right=range(1, 5))]
     if bench.calls:
-        head = ("Ranks", "stock: `new_group`, each with every rank", "ours: splits, each with every")
-        rows = [(*head, "ours: `new_group`, members alone"), *bench.calls]
+        head = ("NCCL groups: ranks", "Stock: `new_group`", "Ours: splits, one a name")
+        rows = [(*head, "Ours: `new_group` by members"), *bench.calls]
         text += ["", table(rows, markdown, right=range(4))]
     if bench.simulated:
         head = ("Virtual ranks", "Case", "Operations a rank", "Round trips a rank")

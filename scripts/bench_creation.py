@@ -1,4 +1,4 @@
-"""The benchmark's count of what a rank asks torch for: ``bench_creation.py '{"job": NAME, ...}'``."""
+"""The benchmark's count of a rank's calls to torch: ``bench_creation.py '{"job": NAME, ...}'``."""
 
 from __future__ import annotations
 
