@@ -12,16 +12,12 @@ import torch.distributed as dist
 
 from compat.megatron.request import Request, in_words
 from compat.megatron.rows import PlannedRows
-from compat.planned.layouts import most_hosts
 from compat.state import ParallelState
 from hypergrid import of_torch
 from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
-from hypergrid.plan import GroupPlan
 from hypergrid.summary import dims_in_words, long_dims
-from hypergrid.topology import Topology
 
 
 def report(state: ParallelState) -> str:
@@ -39,7 +35,7 @@ def report(state: ParallelState) -> str:
     if request.helpers:
         lines.append(f"outside code has replaced {in_words(request.helpers)}")
     lines += of_torch.lacking()
-    lines += _on_hosts(planned_rows.plan)
+    lines += _on_hosts(planned_rows.plan.window.stop)
     lines = [f"hypergrid: {line}" for line in lines]
     return "\n".join([*lines, *_groups(planned_rows, pool)])
 
@@ -103,9 +99,9 @@ def _host_key(rank: int) -> str:
     return f"hypergrid/machine/{rank}"
 
 
-def _on_hosts(plan: GroupPlan) -> Iterator[str]:
+def _on_hosts(world_size: int) -> Iterator[str]:
     """A sentence if ranks are interleaved over hosts, and all ranks have reported their hosts."""
-    ranks = range(plan.window.stop)
+    ranks = range(world_size)
     keys = [_host_key(rank) for rank in ranks]
     store = shared_store()
     if store is None or not store.check(keys):
@@ -118,17 +114,8 @@ def _on_hosts(plan: GroupPlan) -> Iterator[str]:
         return
     host = interleaved[0]
     ranks_of_host = [rank for rank in ranks if hosts[rank] == host]
-    sentence = f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}"
-    world = RankLayout(("rank",), (len(hosts),))
-    touched = most_hosts(plan.layouts, Topology(world, hosts))
-    in_blocks = most_hosts(plan.layouts, Topology(world, dict(Counter(hosts))))
-    for kind, number in touched.items():
-        if number > in_blocks[kind]:
-            sentence += (
-                f"; {kind} groups touch up to {number} hosts, and {in_blocks[kind]} with "
-                f"consecutive ranks"
-            )
     yield (
-        f"{sentence}. Start with srun --distribution=block, or a host file that lists each host "
-        f"once"
+        f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}, so that groups "
+        f"of neighbouring ranks cross hosts. Start with srun --distribution=block, or a host file "
+        f"that lists each host once"
     )

@@ -81,7 +81,7 @@ def _note(module: torch.nn.Module, frame: FrameType | None) -> None:
         frame = frame.f_back
     owner = _owner_of(holders)
     if owner is None:
-        for caller, _ in _callers(frame):
+        for caller in _callers(frame):
             if isinstance(caller, torch.nn.Module) and caller in _owner_of_module:
                 owner = _owner_of_module[caller]
                 break
@@ -151,40 +151,22 @@ def _object_of(frame: FrameType) -> Any:
     return None
 
 
-@dataclass(slots=True)
-class Place:
-    """Where in the job a read is."""
+def reader_of(frame: FrameType) -> tuple[Any, Owner | None]:
+    """The object that reads in ``frame``, the innermost that has groups, and their owner."""
+    for caller in _callers(frame):
+        owner = owner_of(caller)
+        if owner is not None:
+            return caller, owner
+    return None, None
 
-    phase: str  # "construction", "forward" or ""
-    outermost: str  # the class of the outermost module, or ""
-    reader: Any  # the innermost object that has groups
-    owner: Owner | None
 
-
-def look_around(frame: FrameType) -> Place:
-    """The place of a read: the callers are searched, from the innermost."""
-    place = Place("", "", None, None)
+def _callers(frame: FrameType | None) -> Iterator[Any]:
+    """The objects whose methods are running, the innermost first."""
     previous = None
-    for caller, method in _callers(frame):
-        if isinstance(caller, torch.nn.Module):
-            place.outermost = type(caller).__name__
-            if not place.phase:
-                place.phase = _PHASES.get(method, "")
-        # Several methods of one object may call each other: it is asked once.
-        if place.owner is None and caller is not previous:
-            place.owner = owner_of(caller)
-            place.reader = caller
-        previous = caller
-    return place
-
-
-_PHASES = {"__init__": "construction", "_call_impl": "forward", "forward": "forward"}
-
-
-def _callers(frame: FrameType | None) -> Iterator[tuple[Any, str]]:
-    """The objects whose methods are running, the innermost first, and the methods' names."""
     while frame is not None:
         caller = _object_of(frame)
-        if caller is not None:
-            yield caller, frame.f_code.co_name
+        # Several methods of one object may call each other.
+        if caller is not None and caller is not previous:
+            yield caller
+            previous = caller
         frame = frame.f_back

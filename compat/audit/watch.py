@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from compat.audit import owners
 from compat.audit.getters import AUDITED, instead_of, slots_behind
 from compat.audit.log import Log, file_of, function_of
-from compat.audit.owners import UNKNOWN, Place
+from compat.audit.owners import UNKNOWN, Owner
 from compat.megatron.getters import SETTERS
 from compat.state import SLOTS, activations, all_states, current, namespace
 from hypergrid import of_torch
@@ -223,17 +223,13 @@ def _record(name: str, changes: bool, frame: FrameType, group: ProcessGroup | No
     slot = _slot(name, group)
     if slot is not None and group is None:
         group = _group_or_none(namespace().get(slot))
-    place = owners.look_around(frame)
-    phase = _phase(place)
     state = current()
     if _logs:
         use = {
             "module": frame.f_globals.get("__name__", "?"),
             "line": frame.f_lineno,
-            "outermost": place.outermost,
             "name": name,
             "writes": changes,
-            "phase": phase,
             "state": state.name if state.request is not None else "none",
             "group": slot.lstrip("_") if slot else "",
         }
@@ -243,7 +239,7 @@ def _record(name: str, changes: bool, frame: FrameType, group: ProcessGroup | No
     if changes or slot is None:
         return
     if _logs or _is_strict():
-        _judge(_Read(name, slot, group, frame), place, phase)
+        _judge(_Read(name, slot, group, frame))
 
 
 def _slot(name: str, group: ProcessGroup | None) -> str | None:
@@ -260,14 +256,6 @@ def _slot(name: str, group: ProcessGroup | None) -> str | None:
     elif len(slots) > 1:
         return None
     return slots[0] if slots else None
-
-
-def _phase(place: Place) -> str:
-    if current().request is None and not all_states():
-        return "before initialisation"
-    if of_torch.in_backward():
-        return "backward"
-    return place.phase or "elsewhere"
 
 
 class _Read(NamedTuple):
@@ -289,26 +277,25 @@ class _Read(NamedTuple):
         return f"or {instead_of(self.name, self.slot)}."
 
 
-def _judge(read: _Read, place: Place, phase: str) -> None:
+def _judge(read: _Read) -> None:
     """Report a read of another state than the reader's, or of whatever state is current."""
-    expected = UNKNOWN
-    if place.owner is not None:
-        expected = place.owner.group(read.slot)
-    if expected is UNKNOWN:
-        _judge_activation(read, phase)
+    reader, owner = owners.reader_of(read.frame)
+    expected = UNKNOWN if owner is None else owner.group(read.slot)
+    if owner is None or expected is UNKNOWN:
+        _judge_activation(read)
     # Some globals hold lists of groups, which are not compared.
     elif expected is not read.group and isinstance(expected, (ProcessGroup, NoneType)):
-        _report_other_state(read, place, expected)
+        _report_other_state(read, reader, owner, expected)
 
 
-def _report_other_state(read: _Read, place: Place, expected: ProcessGroup | None) -> None:
-    owner = place.owner
-    assert owner is not None
+def _report_other_state(
+    read: _Read, reader: Any, owner: Owner, expected: ProcessGroup | None
+) -> None:
     sources = [current()] if read.group is None else owners.states_of([read.group])
     source = next(iter(sources), None)
     built = "given groups of" if owner.was_given else "built under"
     text = (
-        f"{type(place.reader).__name__} {built} {owner.name} {read.verb} of {_state_name(source)} "
+        f"{type(reader).__name__} {built} {owner.name} {read.verb} of {_state_name(source)} "
         f"at {_location(read.frame)}, by {read.name}(). Read inside `with state.activate():` of "
         f"its own state, {read.remedy}"
     )
@@ -320,7 +307,7 @@ def _report_other_state(read: _Read, place: Place, expected: ProcessGroup | None
     _report("another state", text, example)
 
 
-def _judge_activation(read: _Read, phase: str) -> None:
+def _judge_activation(read: _Read) -> None:
     """Report a read by code that holds no groups, if several states might be meant."""
     is_open, ended = activations()
     states = all_states()
@@ -329,7 +316,7 @@ def _judge_activation(read: _Read, phase: str) -> None:
     kind = "no activate() is open"
     when = "while no activate() is open"
     advice = "Read inside `with state.activate():`"
-    if phase == "backward" and ended:
+    if ended and of_torch.in_backward():
         kind = "activate() has ended"
         when = f"in backward, after activate() of {ended!r} has ended"
         advice = "Run forward and backward inside one activate()"

@@ -18,7 +18,7 @@ from compat.cli import asking, prints
 from compat.cli.command import Json, app, command
 from compat.cli.launch import script_of
 from compat.cli.prints import red, span
-from compat.cli.source import PlannedJob, line_of, read, saved, started
+from compat.cli.source import PlannedJob, line_of, read, started
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
 from compat.planned.layouts import (
@@ -33,8 +33,8 @@ from compat.planned.orders import ranked_orders
 from hypergrid import __version__
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
-from hypergrid.messages import few, one_line, printable
-from hypergrid.show.diff import Dump, against_dump, difference, unfit
+from hypergrid.messages import few, printable
+from hypergrid.show.diff import Dump, against_dump, difference
 from hypergrid.summary import communicators, dims_in_words, summaries
 
 __all__ = ["app"]
@@ -268,9 +268,6 @@ def diff(
 @command()
 def diagnose(
     directory: Annotated[Path, typer.Argument(help="Where the job left its flight recorders.")],
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Name ranks by this saved plan.")
-    ] = None,
     ask: Annotated[
         bool, typer.Option("--ask", help="Have the ranks, on all hosts, write first.")
     ] = False,
@@ -296,16 +293,7 @@ def diagnose(
     if not recordings.ranks:
         sentences = [_without_dumps(directory), *recordings.problems[:3]]
         raise JobError(" ".join(sentences))
-    layout = None
-    if plan is not None:
-        layout = saved(plan).plan
-        mismatch = unfit(layout, recordings)
-        # A plan of another job would name wrong ranks and groups.
-        if mismatch:
-            problem = f"{plan} is not the plan of this job: {mismatch}."
-            recordings.problems.append(one_line(problem))
-            layout = None
-    result = verdict.diagnose(recordings, layout)
+    result = verdict.diagnose(recordings)
     if as_json:
         prints.as_json(result.to_json())
     else:
@@ -314,7 +302,7 @@ def diagnose(
         from hypergrid.show.job import hosts_of, page_data, plan_of
         from hypergrid.show.page import page
 
-        drawn = layout or plan_of(recordings)
+        drawn = plan_of(recordings)
         title = f"{directory.name}: {result.kind}"
         data = page_data(recordings, result)
         text = page(drawn, hosts_of(recordings, drawn), title, job=data)

@@ -85,7 +85,6 @@ def examined() -> Iterator[tuple[str, str, str]]:
     checkout = _checkout(Path(__file__).parents[2])
     yield "hypergrid", f"{version}{checkout}", ""
     yield from _torch()
-    yield _distribution("numpy")
     yield from _megatron()
     yield from _transformer_engine()
     yield _resiliency()
@@ -99,7 +98,8 @@ def examined() -> Iterator[tuple[str, str, str]]:
 
 
 def _torch() -> Iterator[tuple[str, str, str]]:
-    name, state, remedy = _distribution("torch")
+    name = "torch"
+    state = _installed(name) or "not installed as a package"
     try:
         import torch
         import torch.distributed as dist
@@ -107,7 +107,7 @@ def _torch() -> Iterator[tuple[str, str, str]]:
         yield name, f"{state}, and importing it fails: {error}", "Install a torch that works here."
         return
     device = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
-    yield name, f"{torch.__version__}, {device}", remedy
+    yield name, f"{torch.__version__}, {device}", ""
     backends = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]
     if backends:
         yield "backends", ", ".join(backends), ""
@@ -241,24 +241,15 @@ def _transformer_engine() -> Iterator[tuple[str, str, str]]:
 
 
 def _resiliency() -> tuple[str, str, str]:
-    from compat.megatron.releases import RELEASE
-
     name = "nvidia-resiliency-ext"
     state = _installed(name)
     if state is None:
         return name, "not installed; only restarts inside the process need it", ""
     try:
-        package = importlib.import_module("nvidia_resiliency_ext")
+        importlib.import_module("nvidia_resiliency_ext")
     except Exception as error:
         return name, f"{state}, and importing it fails: {error}", "Install what it asks for."
-    if hasattr(package, "__version__") or RELEASE < (0, 17):
-        return name, state, ""
-    return (
-        name,
-        f"{state} has no __version__, and megatron-core {'.'.join(map(str, RELEASE))} asks for it: "
-        f"importing megatron.core.dist_checkpointing fails",
-        "Use a newer nvidia-resiliency-ext, or megatron-core up to 0.16.",
-    )
+    return name, state, ""
 
 
 # By launcher: the variables of a rank, of its place on its host, and of how many the host has.
@@ -303,11 +294,6 @@ def _ranks() -> Iterator[tuple[str, str, str]]:
 def _checkout(home: Path) -> str:
     """A note that the import comes from a checkout and no installed package; "" otherwise."""
     return "" if home.name in ("site-packages", "dist-packages") else f", a checkout in {home}"
-
-
-def _distribution(name: str) -> tuple[str, str, str]:
-    state = _installed(name)
-    return name, state or "not installed as a package", ""
 
 
 def _installed(name: str) -> str | None:

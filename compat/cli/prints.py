@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,8 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import Progress
 from rich.segment import Segment
@@ -35,7 +35,8 @@ from hypergrid.summary import (
     summaries,
 )
 
-_LONGEST = 250  # characters of a name that are kept in one piece
+_LONGEST = 1000  # characters of a name
+_WIDEST = 300  # characters of a table, which is wider than the terminal where a word is
 _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
 _MOST_NAMES = 4  # of the functions that a file reads
@@ -170,28 +171,14 @@ def orders(
     places: str,
 ) -> None:
     """The ``best`` of ``count`` orders, and the requested one: how many ``places`` groups touch."""
-    shown = list(best)
-    if requested not in best:
-        shown.append(requested)
     rows = []
-    for ranked in shown:
-        marks = []
-        if ranked is best[0]:
-            marks.append("best")
-        if ranked is requested:
-            marks.append("yours")
-        style = "bold" if ranked is best[0] else ""
-        cells = (", ".join(marks), ranked.order, *map(str, ranked.numbers))
-        rows.append([Text(cell, style=style) for cell in cells])
-    out.print(f"How many {places} a group touches at most, by kind of groups:")
-    columns = ["", "order"]
-    columns += [f">{kind}" for kind in requested.hosts]
-    table(out, columns, rows)
+    for ranked in best:
+        rows.append(("", ranked.order, *ranked.numbers))
+    rows.append(("yours", requested.order, *requested.numbers))
+    out.print(f"How many {places} a group touches at most, the best order first:")
+    columns = [f">{kind}" for kind in requested.hosts]
+    table(out, ("", "order", *columns), rows)
     out.print()
-    out.print(
-        "Of two orders the better one has the smaller number in the first column in which they "
-        "differ; kinds that send more are further left."
-    )
     if best[0].numbers == requested.numbers:
         out.print(f"No order of {count} is better than yours.")
     else:
@@ -280,23 +267,19 @@ def audit(recordings: Audit, changes: Sequence[Change] | None) -> None:
         out.print(line.append(problem.text, "not bold default"))
         reads = f"{problem.reads:,} reads on {len(problem.ranks)} ranks"
         out.print(f"  {reads}; {problem.example}\n", style="dim")
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for package, package_files in groupby(recordings.files(), lambda file: file.package):
         files = list(package_files)
-        reads = f"{sum(file.reads for file in files):,}"
-        sites = f"{sum(file.sites for file in files):,}"
-        heads = (package, reads, sites, "")
-        rows.append([Text(cell, "bold") for cell in heads])
+        reads = sum(file.reads for file in files)
+        sites = sum(file.sites for file in files)
+        rows.append((Text(package, "bold"), f"{reads:,}", f"{sites:,}", ""))
         for file in files:
             most_read = file.names.most_common(_MOST_NAMES)
             names = [f"{name} {count:,}" for name, count in most_read]
             if len(file.names) > _MOST_NAMES:
                 names.append(f"{len(file.names) - _MOST_NAMES} more")
             base = file.file.rpartition("/")[2]
-            reads = f"{file.reads:,}"
-            sites = f"{file.sites:,}"
-            cells = (f"  {base}", reads, sites, ", ".join(names))
-            rows.append([Text(cell) for cell in cells])
+            rows.append((f"  {base}", f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
     table(out, ("package and file", ">reads", ">sites", "of"), rows)
     ranks = f"{len(recordings.ranks)} ranks"
     # A rank that was restarted has recorded in several processes.
@@ -336,26 +319,19 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
     No word is cut, but an absurd one: the table is rather wider than the terminal.
     """
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    text_rows = []
+    for column in columns:
+        name = column.lstrip(">")
+        if column.startswith(">"):
+            grid.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+        else:
+            grid.add_column(name, overflow="fold")
     for row in rows:
         cells = [cell if isinstance(cell, Text) else Text(str(cell)) for cell in row]
         for cell in cells:
-            cell.truncate(4 * _LONGEST, overflow="ellipsis")
-        text_rows.append(cells)
-    least_width = -1  # there is a blank between columns
-    for index, column in enumerate(columns):
-        is_right = column.startswith(">")
-        name = column.lstrip(">")
-        justify: JustifyMethod = "right" if is_right else "left"
-        grid.add_column(name, justify=justify, overflow="fold", no_wrap=is_right)
-        widths = [len(name)]
-        for cells in text_rows:
-            # Numbers are not wrapped, so their whole line counts; text is wrapped at blanks.
-            words = cells[index].plain.split("\n" if is_right else None)
-            widths.extend(map(len, words))
-        least_width += 1 + min(_LONGEST, max(widths))
-    for cells in text_rows:
+            cell.truncate(_LONGEST, overflow="ellipsis")
         grid.add_row(*cells)
+    # Of each column its longest word.
+    least_width = Measurement.get(out, out.options.update(width=_WIDEST), grid).minimum
     if least_width > out.width:
         grid.width = least_width
     out.print(grid, crop=False)
@@ -381,27 +357,13 @@ def as_json(data: Mapping[str, Any]) -> None:
 
 
 class _Console(Console):
-    """Writes out the control characters of names, and no blanks at the ends of lines."""
+    """Writes out the control characters of names."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        blanks: list[Segment] = []  # that may end a line
         for text, style, control in super().render(renderable, options):
-            if control:
-                yield Segment(text, style, control)
-                continue
-            text = re.sub(r" +\n", "\n", printable(text))
-            # Blanks with a background are seen: they are the squares of a table of ranks.
-            has_background = style is not None and style.bgcolor is not None
-            visible = text if has_background else text.rstrip(" ")
-            if visible:
-                # Blanks are written once something follows them in their line.
-                if not visible.startswith("\n"):
-                    yield from blanks
-                blanks = []
-                yield Segment(visible, style)
-            blanks.append(Segment(text[len(visible) :], style))
+            yield Segment(text if control else printable(text), style, control)
 
 
 def console() -> Console:

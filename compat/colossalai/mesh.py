@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.layout import LayoutError, RankLayout
+from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import Ranks
 
@@ -112,17 +112,14 @@ class ProcessGroupMesh:
                 f"invalid mode {shown(mode)} for coordinate {shown(coord)} of shape "
                 f"{shown(shape)}; allowed: {', '.join(get_args(Mode))}."
             )
-        layout = _layout(shape)
         indices = [_whole(index, "coordinate") for index in coord]
-        if len(indices) != len(layout.sizes):
-            raise LayoutError(
-                f"coordinate {shown(coord)} has {len(indices)} numbers and the shape "
-                f"{shown(shape)} has {len(layout.sizes)}: give one for each axis."
-            )
-        if mode == "raise":
-            index_of_dim = dict(zip(layout.dims, indices[::-1], strict=True))
-            return layout.rank(**index_of_dim)
-        return int(np.ravel_multi_index(indices, shape, mode))
+        try:
+            return int(np.ravel_multi_index(indices, tuple(shape), mode))
+        except ValueError as error:
+            raise ValueError(
+                f"coordinate {shown(coord)} does not fit the shape {shown(shape)}: {error}. Give "
+                f"one index for each axis, from 0 to its size less 1."
+            ) from None
 
     @staticmethod
     def get_coords_along_axis(

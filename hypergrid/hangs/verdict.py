@@ -12,7 +12,6 @@ from hypergrid.hangs.causes import Cause, Kind, Rules
 from hypergrid.hangs.reading import Call, Frame, Recording
 from hypergrid.hangs.waiting import UNRECORDED, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
-from hypergrid.plan import GroupPlan
 
 SCHEMA = 1
 PATIENCE = 1.0  # seconds; who waits for less is not stuck
@@ -64,17 +63,14 @@ class Diagnosis:
         return {"schema": SCHEMA, "ok": self.ok, **vars(self)}
 
 
-def diagnose(
-    recording: Recording, plan: GroupPlan | None = None, *, patience: float = PATIENCE
-) -> Diagnosis:
+def diagnose(recording: Recording, *, patience: float = PATIENCE) -> Diagnosis:
     """The first cause of a hang, told apart from those who wait because of it.
 
-    With ``plan``, ranks are named by its coordinates, otherwise by those of the recorded groups.
     ``patience``: seconds; who has waited for less when the dumps were written is not stuck.
     """
     waiting = Waiting(recording, patience)
     cause = Rules(waiting).cause()
-    words = _Words(waiting, plan, cause)
+    words = _Words(waiting, cause)
     sentence = words.sentence()
     if cause.kind != "slow":  # it begins with the name of a call
         sentence = sentence[:1].upper() + sentence[1:]
@@ -152,11 +148,10 @@ _PLURAL = {"they": "they", "their": "their", "them": "them", "dumps": "their dum
 class _Words:
     """Says a cause in sentences."""
 
-    def __init__(self, waiting: Waiting, plan: GroupPlan | None, cause: Cause) -> None:
+    def __init__(self, waiting: Waiting, cause: Cause) -> None:
         self.waiting = waiting
         self.ranks = waiting.ranks
         self.groups = waiting.recording.groups
-        self.plan = plan
         self.cause = cause
         self.is_plural = len(cause.ranks) > 1
         self.pronouns = _PLURAL if self.is_plural else _SINGULAR
@@ -423,7 +418,7 @@ class _Words:
         facts = []
         if rank in self.ranks and self.ranks[rank].host:
             facts.append(self.ranks[rank].host)
-        places = coordinate(self.waiting.recording, self.plan, rank)
+        places = coordinate(self.waiting.recording, rank)
         if places:
             facts.append(" ".join(f"{dim}={place}" for dim, place in places.items()))
         if not facts:
@@ -440,12 +435,8 @@ class _Words:
         return f" for {least}{lasting(wait.ns)}"
 
 
-def coordinate(recording: Recording, plan: GroupPlan | None, rank: int) -> dict[str, int]:
-    """From the plan's layout, or from the places in the largest group over each dim."""
-    if plan is not None:
-        if rank not in plan.layout:
-            return {}
-        return plan.layout.trimmed.coordinate(rank)
+def coordinate(recording: Recording, rank: int) -> dict[str, int]:
+    """A rank's coordinate: its places in the largest recorded group over each dim."""
     best: dict[str, tuple[int, ...]] = {}
     for group in recording.groups.values():
         if len(group.dims) == 1 and group.ranks and rank in group.ranks:

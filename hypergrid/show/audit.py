@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from hypergrid.files import FileError, bytes_of, decoded
 
 SCHEMA = 1  # of a rank's file
-_KEYS = ("module", "file", "line", "function", "outermost", "name", "writes")
+_KEYS = ("module", "file", "line", "function", "name", "writes")
 
 
 class _Known(TypedDict):
@@ -31,9 +31,7 @@ class _Use(_Known):
     """A line of a rank's file."""
 
     file: str
-    outermost: str
     writes: bool
-    phase: str
     state: str
     group: str
     count: int
@@ -65,12 +63,10 @@ class Site:
     file: str
     line: int
     function: str
-    outermost: str
     name: str
     writes: bool
     count: int
     ranks: int
-    phases: Mapping[str, int]
     states: Mapping[str, int]
     groups: Mapping[str, int]
 
@@ -231,20 +227,17 @@ def _merged(processes: Sequence[_Process], unread: Sequence[str]) -> Audit:
 def _site(key: tuple[Any, ...], uses: Sequence[tuple[int, _Use]]) -> Site:
     """One line of code, from what each rank recorded of it."""
     ranks = set()
-    phases: Counter[str] = Counter()
     states: Counter[str] = Counter()
     groups: Counter[str] = Counter()
     for rank, use in uses:
         ranks.add(rank)
-        phases[use["phase"]] += use["count"]
         states[use["state"]] += use["count"]
         groups[use["group"]] += use["count"]
     fields: dict[str, Any] = dict(zip(_KEYS, key, strict=True))
     return Site(
         **fields,
-        count=phases.total(),
+        count=states.total(),
         ranks=len(ranks),
-        phases=dict(phases.most_common()),
         states=dict(states.most_common()),
         groups=dict(groups.most_common()),
     )

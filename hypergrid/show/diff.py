@@ -8,12 +8,9 @@ from typing import TypedDict
 
 import numpy as np
 
-from hypergrid.hangs.reading import DEFAULT, Recording
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
 from hypergrid.plan import GroupPlan
-
-_COMPARED = 64  # groups of a recording that are compared with those of a plan
 
 
 class LiveGroup(TypedDict):
@@ -124,32 +121,6 @@ def difference(
             regrouped.append(Regrouped(label, (old_count, new_count), ranks))
     worlds = (len(before.window), len(after.window))
     return Difference(worlds, len(common), tuple(moved), tuple(regrouped), tuple(resharded))
-
-
-def unfit(plan: GroupPlan, recording: Recording) -> str:
-    """Why the plan cannot be that of a recorded job; "" if it can."""
-    live_groups: list[tuple[str, tuple[int, ...]]] = []
-    is_world_known = False
-    for group in recording.groups.values():
-        if group.ranks:
-            live_groups.append((group.label, group.ranks))
-            # Without the default group, ranks without a recording may exist.
-            is_world_known |= group.label == DEFAULT
-    live_size = recording.world_size
-    planned_size = len(plan.window)
-    if live_size > planned_size or (is_world_known and live_size < planned_size):
-        return f"it is for {planned_size} ranks, and the job has {live_size}"
-    for label, live in live_groups[:_COMPARED]:
-        rank = live[0]
-        if rank not in plan.window:
-            return f"rank {rank} is outside its ranks {plan.window[0]}..{plan.window[-1]}"
-        planned = [ranks for row, ranks in plan.groups_of(rank) if row.label == label]
-        if planned and live not in planned:
-            return (
-                f"{label} of rank {rank} has the ranks {_listed(planned)} there, and "
-                f"{_listed([live])} in the job"
-            )
-    return ""
 
 
 def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:

@@ -38,11 +38,8 @@ def test_the_count_of_each_getter_on_the_demos_training_equals_an_independent_on
     assert len(counts) == len(found.ranks) == found.processes == 8
     assert found.names() == dict(sum(map(Counter, counts), Counter()))
     assert len(found.names()) > 30 and found.reads > 1000
-    phases = Counter()
     for site in found.sites:
-        phases.update(site.phases)
         assert site.ranks <= 8 and sum(site.groups.values()) == site.count
-    assert phases.keys() == {"construction", "forward", "backward", "elsewhere"}
     assert not found.problems and not found.unread
 
 
@@ -140,7 +137,7 @@ def test_private_globals_and_names_imported_before_are_seen_and_nothing_is_left(
         ("get_tensor_model_parallel_rank", False),
         ("set_tensor_model_parallel_rank", True),
     }
-    assert sites["is_initialized", False].phases == {"before initialisation": 8}
+    assert sites["is_initialized", False].states == {"none": 8}
     assert sites["_CONTEXT_PARALLEL_GROUP", False].groups == {"CONTEXT_PARALLEL_GROUP": 8}
 
 

@@ -14,10 +14,8 @@ SITE = {
     "file": "megatron/core/transformer/attention.py",
     "line": 272,
     "function": "Attention.__init__",
-    "outermost": "GPTModel",
     "name": "get_tensor_model_parallel_group",
     "writes": False,
-    "phase": "construction",
     "state": "actor",
     "group": "TENSOR_MODEL_PARALLEL_GROUP",
     "count": 3,
@@ -36,9 +34,9 @@ def write(directory, rank, sites, problems=()):
 @pytest.fixture
 def left(tmp_path):
     directory = tmp_path / "left"
-    script = {"module": "__main__", "file": "<b>.py", "function": "<module>", "phase": "elsewhere"}
+    script = {"module": "__main__", "file": "<b>.py", "function": "<module>"}
     for rank in range(2):
-        write(directory, rank, [{}, {"count": 1, "phase": "forward"}, {**script, "line": 9}])
+        write(directory, rank, [{}, {"count": 1}, {**script, "line": 9}])
     return directory
 
 
@@ -52,10 +50,10 @@ def test_the_table_has_reads_and_sites_by_package_and_file(left):
     assert "14 reads by 2 sites, on 2 ranks, megatron-core 0.16." in printed
 
 
-def test_as_json_a_site_has_its_phases_states_and_groups(left):
+def test_as_json_a_site_has_its_states_and_groups(left):
     found = json.loads(run(f"audit {left} --json"))
     site = next(each for each in found["sites"] if each["line"] == 272)
-    assert site["phases"] == {"construction": 6, "forward": 2} and site["ranks"] == 2
+    assert site["count"] == 8 and site["ranks"] == 2
     assert site["states"] == {"actor": 8} and site["groups"] == {SITE["group"]: 8}
     assert found["names"] == {SITE["name"]: 14} and found["reads"] == 14
 

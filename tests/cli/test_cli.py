@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import types
 from unittest import mock
 
 import pytest
@@ -69,7 +68,7 @@ def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(tmp_path):
     assert without_flags(run(f"plan --from-args '{LINE}'")) == said
     assert run(f"plan --plan {saved}") == said
     assert run(f"check --plan {saved}", 1) == run("check " + SIZES, 1)
-    assert run(f"check --suggest --plan {saved}", 1).count("best") == 1
+    assert run(f"check --suggest --plan {saved}", 1).count("best order first") == 1
 
 
 @pytest.mark.parametrize(
@@ -283,9 +282,8 @@ def test_tp_that_leaves_the_host_is_seen_and_the_order_that_fixes_it():
     said = run("check --suggest " + FAR, 1)
     assert "error: tp-across-hosts" in said
     assert "-> order=tp-" in said
-    assert "best" in said and "yours" in said
-    best = next(line.split()[1] for line in said.splitlines() if line.startswith("best"))
-    assert f"hypergrid-launch --order {best}" in " ".join(said.split())
+    assert "yours" in said
+    best = " ".join(said.split()).partition("hypergrid-launch --order ")[2].rstrip(".")
     assert "tp-across-hosts" not in run(f"check {HOSTS} --tp 4 --pp 2 --order {best}")
 
 
@@ -399,23 +397,6 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(a_path_with):
     (path / "megatron" / "__init__.py").write_text("import einops")
     state, remedy = machine._trial()
     assert state == "fails: OSError: libmagic.so: cannot open" and "Fix" in remedy
-
-
-@pytest.mark.parametrize(
-    ("release", "content", "warned"),
-    [((0, 19), "", True), ((0, 16), "", False), ((0, 19), "__version__ = '0.7'", False)],
-)
-def test_the_doctor_names_a_resiliency_package_that_breaks_megatrons_import(
-    release, content, warned, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("compat.megatron.releases.RELEASE", release)
-    monkeypatch.setattr(machine, "_installed", lambda name: "0.4.1")
-    package = types.ModuleType("nvidia_resiliency_ext")
-    exec(content, vars(package))
-    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", package)
-    name, state, remedy = machine._resiliency()
-    assert name == "nvidia-resiliency-ext" and bool(remedy) == warned
-    assert ("0.4.1 has no __version__, and megatron-core 0.19 asks for it" in state) == warned
 
 
 @pytest.mark.parametrize(

@@ -50,28 +50,6 @@ def test_the_same_as_json(left):
     assert (said["kind"], said["ranks"], said["members"]) == ("never entered", [3], [2, 3])
 
 
-def test_coordinates_come_from_a_plan(left, tmp_path):
-    saved = tmp_path / "plan.json"
-    saved.write_text(run("plan --world-size 4 --tp 2 --pp 2 --json"))
-    assert run(f"diagnose {left} --plan {saved}", status=1).startswith("Rank 3 (host0, tp=1 pp=1)")
-
-
-def test_a_plan_of_another_job_is_not_used(left, tmp_path):
-    saved = tmp_path / "plan.json"
-    for sizes, why in (
-        ("--world-size 8 --tp 2", "it is for 8 ranks, and the job has 4."),
-        ("--world-size 4 --tp 4", "TENSOR_MODEL_PARALLEL_GROUP of rank 0 has the ranks"),
-    ):
-        saved.write_text(run(f"plan {sizes} --json"))
-        for path in left.glob("trace_*"):
-            path.write_bytes(path.read_bytes().replace(b"X\x06\0\0\0TENSOR", LABEL))
-        said = " ".join(run(f"diagnose {left} --plan {saved}", status=1).split())
-        assert said.startswith("Rank 3 (host0) never") and why in said
-
-
-LABEL = b"X\x1b\0\0\0TENSOR_MODEL_PARALLEL_GROUP"
-
-
 def test_the_verdict_is_printed_before_a_page_that_cannot_be_written(left):
     said = run(f"diagnose {left} --html {left / 'no' / 'page.html'}", status=2)
     assert said.startswith("Rank 3 (host0) never entered") and "No such file" in said

@@ -45,7 +45,7 @@ def test_ravel_is_numpys_in_all_modes(shape, mode, data):
     try:
         expected = int(np.ravel_multi_index(coordinate, shape, mode))
     except ValueError:
-        with pytest.raises(ValueError, match="is outside"):
+        with pytest.raises(ValueError, match="does not fit the shape"):
             ProcessGroupMesh.ravel(coordinate, shape, mode)
         return
     assert ProcessGroupMesh.ravel(coordinate, shape, mode) == expected
@@ -245,8 +245,8 @@ def test_destroy_gives_everything_back_and_groups_can_be_made_anew():
         (lambda m: m(2, 3), AssertionError, "has 6 ranks and the world has 8", AssertionError),
         (lambda m: m(), TypeError, "at least one axis", TypeError),
         (lambda m: m.ravel((0,), (2,), "bounce"), AssertionError, "raise, wrap, clip", None),
-        (lambda m: m.ravel((0, 2), (2, 2)), ValueError, "axis1=2 is outside", None),
-        (lambda m: m.ravel((0,), (2, 2)), ValueError, "one for each axis", None),
+        (lambda m: m.ravel((0, 2), (2, 2)), ValueError, "does not fit the shape", None),
+        (lambda m: m.ravel((0,), (2, 2)), ValueError, "one index for each axis", None),
         (lambda m: m(2, 4).size(2), IndexError, "axis 2 does not exist.*axes 0 to 1", None),
         (lambda m: m(2, 4).coordinate(2), IndexError, "axis 2 does not exist", None),
         (lambda m: m(2, 4).get_ranks_in_group("x"), KeyError, "'x' is not a group of", None),

@@ -32,14 +32,13 @@ def printing():
 
 
 @on_ranks(4)
-def test_the_report_notices_interleaved_ranks_and_which_groups_cross_hosts_for_it(rank):
+def test_the_report_notices_interleaved_ranks(rank):
     said = reported(printing(), "abab", rank)
     dist.barrier()
     if rank == 0:
-        # The tp groups are [0, 1] and [2, 3]; those of dp, [0, 2] and [1, 3], are inside a host.
         assert (
-            "ranks are interleaved over hosts: a has ranks 0, 2; tp groups touch up to 2 hosts, "
-            "and 1 with consecutive ranks. Start with srun --distribution=block" in said
+            "ranks are interleaved over hosts: a has ranks 0, 2, so that groups of neighbouring "
+            "ranks cross hosts. Start with srun --distribution=block" in said
         )
     said = reported(printing(), "aabb", rank)
     if rank == 0:

@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "cli" / "launch"
 SIZES = "--world-size 64 --tp 4 --pp 2 --ep 2"
 SITE = {
-    **{"module": "m.a", "file": "m/a.py", "line": 3, "function": "f", "outermost": "m.b"},
-    **{"name": "get_x", "writes": False, "phase": "forward", "state": "s", "group": "g"},
+    **{"module": "m.a", "file": "m/a.py", "line": 3, "function": "f"},
+    **{"name": "get_x", "writes": False, "state": "s", "group": "g"},
     "count": 7,
 }
 READS = {
