@@ -17,6 +17,7 @@ VARIABLE = "HYPERGRID_SHADOW"
 _PREFIX = "hypergrid (shadow): "
 _LINES_OF_A_RANK = 8
 _LINES_IN_ALL = 20
+_END = "hypergrid/shadow/end"  # in the store; counts the ranks that have something to say
 _WAIT = 9.0  # seconds for the answers of the other ranks; they wait one more for the verdict
 _COMPARED = (
     "Compared: names, arguments and defaults of the replaced modules; of the groups the ranks, "
@@ -37,15 +38,20 @@ def is_wanted() -> bool:
 @contextmanager
 def failure_noted() -> Iterator[None]:
     """Note an error of stock's initialisation, for the line at the end of the process."""
-    global _failure, _store
-    from hypergrid.agreement import store as stores
-
-    _store = stores.shared_store()
+    global _failure
+    _keep_store()
     try:
         yield
     except BaseException as error:
         _failure = f"initialize_model_parallel failed, {type(error).__name__}: {error}"
         raise
+
+
+def _keep_store() -> None:
+    global _store
+    from hypergrid.agreement import store as stores
+
+    _store = stores.shared_store() or _store
 
 
 def report_at_exit() -> None:
@@ -59,19 +65,18 @@ def _say_at_exit() -> None:
     rank = int(os.environ.get("RANK", "0"))
     if _compared:
         return
+    _keep_store()  # the script may have failed before its first initialisation
     # Without a store, rank 0 alone speaks, and not the processes that it starts for its data.
     is_helper = multiprocessing.parent_process() is not None
     if _store is None and (is_helper or rank):
         return
     # The lower ranks come first; one that was killed does not come.
     time.sleep(min(rank, 10) / 10)
-    is_first = _store is None
     # The store is lost with the rank that served it, which spoke when it ended.
     with suppress(RuntimeError):
-        is_first = is_first or _store.add("hypergrid/shadow/end", 1) == 1
-    if is_first:
-        reason = _failure or "the script did not call initialize_model_parallel"
-        print(f"{_PREFIX}rank {rank}: nothing was compared: {reason}.", flush=True)
+        if _store is None or _store.add(_END, 1) == 1:
+            reason = _failure or "the script did not call initialize_model_parallel"
+            print(f"{_PREFIX}rank {rank}: nothing was compared: {reason}.", flush=True)
 
 
 def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]) -> None:
@@ -89,6 +94,7 @@ def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]
     with suppress(RuntimeError):  # the store is lost with the rank that served it
         if _store is not None:
             _store.set(f"{key}/{rank}", "\n".join(lines))
+            _store.add(_END, 1)  # a rank that never initialises does not say that nothing was
     if rank == ranks[0]:
         # No daemon: a process that ends early still prints the line.
         arguments = (key, ranks, lines, summary)

@@ -67,6 +67,11 @@ JOB = """
     if "nothing" in sys.argv:
         sys.exit()
     dist.init_process_group("gloo")
+    if "fails" in sys.argv:
+        if rank:
+            raise ValueError("before the first initialisation")
+        time.sleep(5)  # it serves the store
+        os._exit(15)  # as the launcher would end it
     before = c10d._world.group_count
     parallel_state.initialize_model_parallel(3 if "refused" in sys.argv else 2, 2)
     if dist.get_rank() == 0:
@@ -164,10 +169,11 @@ def test_what_a_shadow_run_cannot_obey_is_refused(tmp_path):
     [
         ("nothing", "rank 0: nothing was compared: the script did not call"),
         ("refused", "nothing was compared: initialize_model_parallel failed, RuntimeError: "),
+        ("fails", "rank 1: nothing was compared: the script did not call"),
     ],
 )
 def test_a_run_without_an_initialisation_says_so_in_one_line(tmp_path, argument, why):
-    out = run_job(tmp_path, "--shadow", argument, fails=argument == "refused")
+    out = run_job(tmp_path, "--shadow", argument, fails=argument != "nothing")
     (said,) = (line for line in out.splitlines() if line.startswith("hypergrid"))
     assert why in said
 
