@@ -270,9 +270,9 @@ def audit(recordings: Audit, changes: Sequence[Change] | None) -> None:
     rows: list[tuple[object, ...]] = []
     for package, package_files in groupby(recordings.files(), lambda file: file.package):
         files = list(package_files)
-        reads = sum(file.reads for file in files)
-        sites = sum(file.sites for file in files)
-        rows.append((Text(package, "bold"), f"{reads:,}", f"{sites:,}", ""))
+        package_reads = sum(file.reads for file in files)
+        package_sites = sum(file.sites for file in files)
+        rows.append((Text(package, "bold"), f"{package_reads:,}", f"{package_sites:,}", ""))
         for file in files:
             most_read = file.names.most_common(_MOST_NAMES)
             names = [f"{name} {count:,}" for name, count in most_read]
