@@ -45,6 +45,7 @@ Doubt: TypeAlias = Literal[
 ]
 _BEFORE = 8  # last calls of a rank, one of which may have ended another rank
 _MANY = 4  # as many times more ranks are right where only their number speaks
+_BOTH = 3  # the weight of a departure against which its own past and other ranks speak
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
@@ -84,15 +85,20 @@ class Rules:
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
         ends = waiting.last_ones
-        free = set().union(*(ranks for ranks in ends if len(ranks) == 1))
-        # A rank whose own call all ranks are in moves as soon as that ends.
-        at_rest = free.difference(*(wait.inside for wait in waiting.running))
+        free: set[int] = set()
+        for ranks in ends:
+            if len(ranks) == 1:
+                free |= ranks
+        at_rest = set(free)
+        for wait in waiting.running:
+            # A rank whose own call all ranks are in moves as soon as that ends.
+            at_rest.difference_update(wait.inside)
         if not ends:
             at_rest = waiting.raised or waiting.gone
         if at_rest:
             return self._free(at_rest)
         if ends and not free:
-            return self._circle(max(ends, key=len))
+            return self._circle(ends[0])
         if waiting.running:
             return self._slow()
         if waiting.last.keys() <= waiting.blind:
@@ -103,12 +109,12 @@ class Rules:
         """All known ranks are in a call."""
         waiting = self.waiting
         longest = max(waiting.running, key=lambda wait: wait.ns)
-        members = waiting.recording.groups[longest.group].ranks or ()
         is_whole = all(recording.whole for recording in self.ranks.values())
+        is_known = set(longest.inside) == set(waiting.recording.groups[longest.group].ranks)
         doubt: Doubt = ""
         if longest.call.what.name in _ROOTED:
             doubt = "root"
-        elif waiting.waits or waiting.gone or not is_whole or {*members} != {*longest.inside}:
+        elif waiting.waits or waiting.gone or not is_whole or not is_known:
             doubt = "partial"
         return Cause("slow", (), longest, doubt=doubt)
 
@@ -122,6 +128,7 @@ class Rules:
         kind: Kind = "never entered"
         if raised:
             kind = "raised"
+            # The errors of ranks that raised later may be its consequences.
             named = {min(raised, key=lambda rank: self.ranks[rank].written)}
         else:
             departed = self._departed_among(free)
@@ -132,46 +139,45 @@ class Rules:
             if not named and gone:
                 kind = "no dump"
                 named = gone
-        named = named or free
+            # Every flight recorder among them is missing.
+            named = named or free
         waits = self._waits_for(named)
-        nearest = max(waits, key=lambda wait: self._nearness(named, wait), default=None)
+        earliest = max(waits, key=self._earliness, default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
-        doubt = self._doubt(kind, named, nearest)
-        if nearest is not None:
-            named = named.intersection(nearest.missed)
-        return Cause(kind, self._most_missed_first(named), nearest, doubt=doubt)
+        doubt = self._doubt(kind, named, earliest)
+        if earliest is not None:
+            named = named.intersection(earliest.missed)
+        return Cause(kind, self._most_missed_first(named), earliest, doubt=doubt)
 
-    def _nearness(self, named: set[int], wait: Wait) -> tuple[int, ...]:
-        """How many of them are missed there; whether it is due; how early in the program."""
-        missed = named.intersection(wait.missed)
-        is_due = self.history.is_due(min(missed), wait.call)
+    def _earliness(self, wait: Wait) -> tuple[int, int]:
+        """How early in the program a call is, then for how long ranks have been in it."""
         # Places of calls can be compared only where recorders reach back to the first call.
         place = wait.at if self.ranks[wait.rank].whole else 0
-        return (len(missed), is_due, -place, wait.ns)
+        return (-place, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]
 
     def _departed_among(self, free: set[int]) -> Cause | None:
         """A rank that did not do what was due, and so made ``free`` seem to be the cause."""
-        waiting = self.waiting
-        gone = free & waiting.gone
+        gone = free & self.waiting.gone
         waits = self._waits_for(free)
         suspects = set(free)
         for wait in waits:
-            suspects.update(wait.inside, wait.unlike)
+            suspects.update(wait.inside)
         departures = self._departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
         if gone and not guilty and not self._most_are_gone():
-            all_departures = self._departures(self.ranks.keys() - gone)
-            guilty = [departure for departure in all_departures if self._is_late(departure)]
+            # What a rank did may have ended another, far from where it is missed.
+            every_departure = self._departures(self.ranks.keys() - gone)
+            guilty = [departure for departure in every_departure if self._is_late(departure)]
         return self._departed(guilty, waits) or self._minority(waits, departures)
 
     def _most_are_gone(self) -> bool:
         return 2 * len(self.waiting.gone) > len(self.waiting.world)
 
     def _most_missed_first(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """The rank that most others are seen to wait for comes first."""
+        """The rank that most ranks are seen to wait for comes first."""
         waiters = dict.fromkeys(sorted(ranks), 0)
         for wait in self.waiting.waits:
             for rank in waiters.keys() & {*wait.missed}:
@@ -190,8 +196,7 @@ class Rules:
         """All wait for each other: who did not do what was due."""
         waiting = self.waiting
         departures = self._departures(within)
-        # Both comparisons speak against the same rank.
-        strong = [departure for departure in departures if departure.weight[0] > 2]
+        strong = [departure for departure in departures if departure.weight[0] == _BOTH]
         waits = []
         for rank in sorted(within):
             waits += waiting.of.get(rank, [])
@@ -200,16 +205,8 @@ class Rules:
         if cause is not None:
             return cause
         unseen = waiting.unseen & within
-        # Most of a group are in a call: that the others are not is more than they can do.
-        most = []
-        for wait in waiting.waits:
-            if 0 < len(wait.absent) < len(wait.inside) and unseen.issuperset(wait.absent):
-                most.append(wait)
-        if most:
-            wait = max(most, key=lambda wait: len(wait.inside))
-            return Cause("never entered", wait.absent, wait, doubt="hidden")
         if unseen:
-            return Cause("order", tuple(sorted(unseen)), doubt="hidden")
+            return self._unseen(unseen)
         circle = waiting.circle(within)
         first = next((wait for _, _, wait in circle if wait is not None), None)
         kind: Kind = "order"
@@ -218,16 +215,29 @@ class Rules:
         ranks = tuple(sorted(rank for rank, _, _ in circle))
         return Cause(kind, ranks, first, circle, doubt="which")
 
+    def _unseen(self, unseen: set[int]) -> Cause:
+        """Some of the ranks that wait for each other are in sends or receives of whom is unknown."""
+        # If most of a group are in a call, the few that are not are the fault.
+        fullest: Wait | None = None
+        for wait in self.waiting.waits:
+            is_fuller = fullest is None or len(wait.inside) > len(fullest.inside)
+            is_most = 0 < len(wait.absent) < len(wait.inside)
+            if is_fuller and is_most and unseen.issuperset(wait.absent):
+                fullest = wait
+        if fullest is not None:
+            return Cause("never entered", fullest.absent, fullest, doubt="hidden")
+        return Cause("order", tuple(sorted(unseen)), doubt="hidden")
+
     def _minority(self, waits: Sequence[Wait], departures: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
-        for (group, seq), (*smaller, largest) in self.waiting.unequal.items():
+        for wait in waits:
+            *smaller, largest = self.waiting.unequal.get((wait.group, wait.seq), [set()])
             named = set().union(*smaller)
-            wait = next((wait for wait in waits if wait.group == group), None)
-            if wait is not None and len(named) < len(largest):
+            if named and len(named) < len(largest):
                 departure = next((d for d in departures if d.rank in named), None)
                 doubt: Doubt = "" if len(largest) >= _MANY * len(named) else "either"
                 ranks = tuple(sorted(named))
-                return Cause("mismatch", ranks, wait._replace(seq=seq), (), departure, doubt)
+                return Cause("mismatch", ranks, wait, (), departure, doubt)
         return None
 
     def _departures(self, ranks: Iterable[int]) -> list[Departure]:
@@ -240,11 +250,13 @@ class Rules:
             return None
         waiting = self.waiting
         first = departures[0]
-        clearest = [departure for departure in departures if departure.weight == first.weight]
-        named = tuple(sorted(departure.rank for departure in clearest))
+        named = []
         own_waits = []
-        for rank in named:
-            own_waits += waiting.of.get(rank, [])
+        for departure in departures:
+            if departure.weight == first.weight:
+                named.append(departure.rank)
+                own_waits += waiting.of.get(departure.rank, [])
+        # A call that others made differently shows the fault best.
         unlike = [wait for wait in own_waits if wait.unlike]
         wait = next(iter([*unlike, *own_waits, *waits]), None)
         kind: Kind = "order"
@@ -253,11 +265,10 @@ class Rules:
             kind = "mismatch"
         elif len(waiting.last_ones) == 1 < len(waiting.last_ones[0]):
             circle = waiting.circle(waiting.last_ones[0])
-        doubt: Doubt = ""
-        is_sure = len(named) == 1 and self._is_only_one(first)
-        if not is_sure and not all(self._is_proven(departure) for departure in clearest):
-            doubt = "either"
-        return Cause(kind, named, wait, circle, first, doubt)
+        doubt: Doubt = "either"
+        if self._is_proven(first) or (len(named) == 1 and self._is_only_one(first)):
+            doubt = ""
+        return Cause(kind, tuple(sorted(named)), wait, circle, first, doubt)
 
     # Whether others may have caused the same recording.
 
@@ -279,11 +290,8 @@ class Rules:
             return "hidden" if waiting.guessing else "alone"
         if not is_gone and any(self._is_old(rank, wait) for rank in named):
             return "old"
-        # One rank may wait in a call that should not be, for ranks that have done all.
-        fewest = max(2, len(named) + 1)
-        if self.history.is_usual(wait.rank, wait.at) is False:
-            fewest = max(fewest, _MANY * len(named))
-        if self.history.makers(wait.rank, wait.at) < fewest:
+        # A few ranks may wait in a call that should not be, for more ranks that are right.
+        if self.history.makers(wait.rank, wait.at) <= len(named):
             return "either"
         if is_gone and not self._is_everyone_right():
             return "either"
@@ -302,8 +310,10 @@ class Rules:
         if waiting.blind.intersection(ranks):
             return "blind"
         for rank in ranks:
+            # The calls that a rank has queued may wait for a send that the recorder has lost.
             if rank in waiting.unseen or rank in waiting.of:
                 return "hidden"
+            # Without a stack, a rank that looks busy may be in a send or receive.
             if rank in self.ranks and not self.ranks[rank].stack and not waiting.sees_p2p(rank):
                 return "hidden"
         return ""
@@ -311,17 +321,23 @@ class Rules:
     def _is_everyone_right(self) -> bool:
         """Whether no rank with a file can be the cause that another left none."""
         waiting = self.waiting
-        seen = self.ranks.keys() - waiting.gone
+        seen_ranks = self.ranks.keys() - waiting.gone
         if len(waiting.last_ones) > 1 or len(waiting.gone) > 1:
             return False
         if waiting.raised or waiting.unequal or waiting.blind:
             return False
         # A rank that is in no recorded call may be in one that is not recorded.
-        if self._hidden(seen - waiting.of.keys()):
+        if self._hidden(seen_ranks - waiting.of.keys()):
             return False
-        if any(departure.weight[0] > 1 for departure in self._departures(seen)):
-            return False
-        return all(self.history.is_confirmed(rank) and self._is_harmless(rank) for rank in seen)
+        for departure in self._departures(seen_ranks):
+            # Where it did as always, and most ranks did otherwise, the others are suspects.
+            is_outvoted = departure.before is False and departure.others > departure.alike
+            if departure.before or is_outvoted:
+                return False
+        for rank in seen_ranks:
+            if not self.history.is_confirmed(rank) or not self._is_harmless(rank):
+                return False
+        return True
 
     def _is_harmless(self, rank: int) -> bool:
         """Whether its last calls cannot have ended a rank: gloo ends one that receives too much."""
@@ -340,9 +356,6 @@ class Rules:
         due = departure.due
         if not departure.is_proven or due is None or self.waiting.sees_p2p(rank):
             return departure.is_proven
-        call = self.ranks[rank].calls[departure.at]
-        if (call.group, call.seq) in self.waiting.unequal:
-            return True
         groups = self.waiting.recording.groups
         for wait in self.waiting.waits:
             is_missed = rank in wait.absent or rank in wait.unlike

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hypergrid.hangs.reading import DEFAULT, Call, Recording, Title
+from hypergrid.hangs.recording import DEFAULT, Call, Group, Recording, Title
 from hypergrid.hangs.waiting import pair_of
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
@@ -39,11 +39,10 @@ class Departure(NamedTuple):
         return self.before is True and self.others > max(1, self.alike)
 
     @property
-    def weight(self) -> tuple[int, int, int]:
+    def weight(self) -> tuple[int, int]:
         """How much speaks against it; the greater, the more."""
         own = {True: 2, None: 0, False: -1}[self.before]
-        score = own + (self.others > self.alike) + self.is_proven
-        return (score, self.at, self.others - self.alike)
+        return (own + (self.others > self.alike), self.at)
 
 
 class History:
@@ -66,31 +65,38 @@ class History:
         self._examples: dict[tuple[int, int], tuple[int, int]] = {}
         self._precedents_of: dict[int, dict[int, tuple[int, bool]]] = {}
         self._read_tokens()
-        cut = [len(dump.calls) for dump in recording.ranks.values() if not dump.whole]
-        self._past = max(_LEAST, min([3 * _PAST, *cut]) // 3)
+        shortest = 3 * _PAST
+        for rank_recording in recording.ranks.values():
+            if not rank_recording.whole:
+                shortest = min(shortest, len(rank_recording.calls))
+        self._past = max(_LEAST, shortest // 3)
         for rank, size in self._class_sizes.items():
             self._count_followers(rank, size)
 
     def _read_tokens(self) -> None:
-        number_of: dict[Any, int] = {}
-        kinds = []
+        number_of_role: dict[Any, int] = {}
+        numbers = []
         for title in self.recording.titles:
-            kinds.append(number_of.setdefault(self._role(title), len(number_of)))
-        self._kind_of_title = np.array(kinds, np.int64)
+            numbers.append(number_of_role.setdefault(self._role(title), len(number_of_role)))
+        kind_of_title = np.array(numbers, np.int64)
         classes: dict[bytes, list[int]] = defaultdict(list)
         for rank, rank_recording in self.recording.ranks.items():
             calls = rank_recording.calls
             if calls:
-                self._kinds[rank] = self._kind_of_title[calls.title]
-                self._tokens[rank] = self._kinds[rank] << 32 | calls.seq & 0xFFFFFFFF
-                classes[self._tokens[rank].tobytes()].append(rank)
+                kinds = kind_of_title[calls.title]
+                # The kind in the upper half, the number of the call in the lower.
+                tokens = kinds << 32 | calls.seq & 0xFFFFFFFF
+                self._kinds[rank] = kinds
+                self._tokens[rank] = tokens
+                classes[tokens.tobytes()].append(rank)
         for ranks in classes.values():
             self._class_sizes[ranks[0]] = len(ranks)
 
     def _count_followers(self, rank: int, size: int) -> None:
         tokens = self._tokens[rank].tolist()
-        self._makers.update(dict.fromkeys(tokens, size))
         pasts = self._pasts(rank)
+        for token in set(tokens):
+            self._makers[token] += size
         for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
             past = pasts[at]
             if past is not None:
@@ -105,13 +111,11 @@ class History:
         for rank in ranks:
             if rank not in self._tokens:
                 continue
-            partings = [*self._partings(rank)]
-            if not any(departure.before for departure in partings):
-                parted = {departure.at for departure in partings}
-                surprises = self._surprises(rank)
-                partings += [departure for departure in surprises if departure.at not in parted]
-            if partings:
-                yield max(partings, key=lambda departure: departure.weight)
+            departures = {departure.at: departure for departure in self._surprises(rank)}
+            # What other ranks did is said first.
+            departures.update({departure.at: departure for departure in self._partings(rank)})
+            if departures:
+                yield max(departures.values(), key=lambda departure: departure.weight)
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
@@ -123,7 +127,10 @@ class History:
         tokens = self._tokens[rank].tolist()
         kinds = self._kinds[rank].tolist()
         pasts = self._pasts(rank)
-        contexts = [tuple(kinds[max(0, at - _CONTEXT) : at + 1]) for at in range(len(kinds))]
+        # Each call with the eight before it.
+        contexts = []
+        for at in range(len(kinds)):
+            contexts.append(tuple(kinds[max(0, at - _CONTEXT) : at + 1]))
         repeats = Counter(contexts)
         for at in range(len(kinds) // 2, len(kinds)):
             if repeats[contexts[at]] < 2 and self._followers_of(pasts[at])[tokens[at]] < 2:
@@ -134,56 +141,49 @@ class History:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
 
-    def is_usual(self, rank: int, at: int) -> bool | None:
-        """Whether a rank did before what it did there; None if it was never in such a place."""
-        kinds = self._kinds[rank]
-        if at not in self._precedents(rank):
-            return None
-        place, _ = self._precedents(rank)[at]
-        return bool(kinds[place] == kinds[at])
-
-    def is_due(self, rank: int, call: Call) -> bool:
-        """Whether a rank usually makes such a call after its last one."""
-        if rank not in self._kinds:
-            return False
-        kinds = self._kinds[rank]
-        precedent = self._precedents(rank).get(len(kinds))
-        if precedent is None:
-            return False
-        title = self.recording.titles.index(call.title)
-        return bool(kinds[precedent[0]] == self._kind_of_title[title])
+    def is_usual(self, rank: int, at: int) -> bool:
+        """Whether a rank made this call in such a place before."""
+        return self._made_before(rank, at, self._kinds[rank][at]) is True
 
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made the same two calls one after the other."""
-        before, now = self._tokens[rank][at - 1 : at + 1]
+        first, second = self._tokens[rank][at - 1 : at + 1]
         makers = 0
         for other, size in self._class_sizes.items():
             tokens = self._tokens[other]
-            if ((tokens[:-1] == before) & (tokens[1:] == now)).any():
+            if ((tokens[:-1] == first) & (tokens[1:] == second)).any():
                 makers += size
         return makers > 1
 
     def _role(self, title: Title) -> tuple[Any, ...]:
         """The part of a title that is equal in all groups of a label."""
-        groups = self.recording.groups
-        group = groups[title.group]
-        members = group.ranks or ()
+        group = self.recording.groups[title.group]
+        members = group.ranks
         pair = None
         if title.p2p and group.label == DEFAULT:
             pair = pair_of(title.what, members or range(self.recording.world_size))
         if pair is None:
             step = members[1] - members[0] if len(members) > 1 else 0
             return (group.label or title.group, len(members), step, title.p2p, title.text)
-        # A send in the default group names ranks of the job, which no two pairs have in common: it
-        # counts as one of the smallest group of both, or by the distance of both.
-        where: tuple[Any, ...] = (pair[1] - pair[0],)
-        smallest = len(members)
-        for other in groups.values():
-            ranks = other.ranks or ()
-            if {*pair} <= {*ranks} and other.label != DEFAULT and len(ranks) <= smallest:
-                smallest = len(ranks) - 1
-                where = (other.label, *map(ranks.index, pair))
-        return (title.label, title.what.name, *where, title.text.partition("|")[2])
+        shapes = title.text.partition("|")[2]
+        return (title.what.name, shapes, *self._place_of_pair(pair))
+
+    def _place_of_pair(self, pair: tuple[int, int]) -> tuple[Any, ...]:
+        """The smallest group that holds both ranks, and their places in it; else their distance.
+
+        A send in the default group names ranks of the job, which no two pairs have in common: 0 to
+        4 and 1 to 5 of two pipelines are both the first to the second of theirs.
+        """
+        source, target = pair
+        smallest: Group | None = None
+        for group in self.recording.groups.values():
+            holds_both = source in group.ranks and target in group.ranks
+            is_smaller = smallest is None or len(group.ranks) < len(smallest.ranks)
+            if holds_both and is_smaller and group.label != DEFAULT:
+                smallest = group
+        if smallest is None:
+            return (target - source,)
+        return (smallest.label, smallest.ranks.index(source), smallest.ranks.index(target))
 
     def _pasts(self, rank: int) -> list[int | None]:
         """Before each call, what stands for the calls before it; None where too few are known."""
@@ -198,8 +198,10 @@ class History:
             sums = np.cumsum(tokens * powers) - tokens * powers  # of the calls before each
             hashes = (sums - sums[starts]) * inverses[starts]
         is_known = self.recording.ranks[rank].whole | (places >= self._past)
-        pairs = zip(hashes.tolist(), is_known.tolist(), strict=True)
-        return [value if known else None for value, known in pairs]
+        pasts: list[int | None] = hashes.tolist()
+        for place in np.flatnonzero(~is_known).tolist():
+            pasts[place] = None
+        return pasts
 
     def _followers_of(self, past: int | None) -> Counter[int]:
         """How many ranks made each call after the same calls."""
@@ -215,16 +217,16 @@ class History:
         for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
             past = pasts[at]
             followers = self._followers_of(past)
-            rivals = followers.keys() - {tokens[at]}
+            rivals = [token for token in followers if token != tokens[at]]
             if past is None or not rivals:
                 continue
-            alike = followers[tokens[at]]
             # Of several that as many ranks made, the one that was recorded first.
-            token = max(followers, key=lambda token: (token in rivals, followers[token]))
-            others = followers[token]
-            before = self._made_before(rank, at, token >> 32)
+            due_token = max(rivals, key=followers.__getitem__)
+            others = followers[due_token]
+            alike = followers[tokens[at]]
+            before = self._made_before(rank, at, due_token >> 32)
             if others > alike or (before and others == alike):
-                peer, peer_at = self._examples[past, token]
+                peer, peer_at = self._examples[past, due_token]
                 due = self.recording.ranks[peer].calls[peer_at]
                 after = calls[at - 1] if at else None
                 yield Departure(rank, at, due, after, others, alike, before)
@@ -241,8 +243,7 @@ class History:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
         for at, (place, is_known) in self._precedents(rank).items():
-            is_recent = len(calls) - _RECENT <= at < len(calls)
-            if is_recent and not is_known and not self.is_shared(rank, at):
+            if not is_known and not self.is_shared(rank, at):
                 yield Departure(rank, at, calls[place], calls[at - 1], 0, 1, True)
 
     def _precedents(self, rank: int) -> dict[int, tuple[int, bool]]:
@@ -257,12 +258,12 @@ class History:
         kinds = self._kinds[rank][first:]
         precedents: dict[int, tuple[int, bool]] = {}
         alike = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
-        for at in range(1, len(kinds) + 1):  # also of the place after the last call
+        for at in range(1, len(kinds)):
             alike[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], alike[: at - 1] + 1, 0)
             longest = int(alike[:at].max())
             if longest >= _LONG:
                 places = np.flatnonzero(alike[:at] == longest)
-                is_known = bool(np.isin(kinds[at : at + 1], kinds[places]).any())
+                is_known = bool((kinds[places] == kinds[at]).any())
                 precedents[first + at] = (first + int(places[-1]), is_known)
         self._precedents_of[rank] = precedents
         return precedents

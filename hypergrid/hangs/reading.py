@@ -13,11 +13,10 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +25,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hypergrid.hangs import pickles
+from hypergrid.hangs.recording import (
+    DEFAULT,
+    Calls,
+    Frame,
+    Group,
+    RankRecording,
+    Recording,
+    Title,
+)
 from hypergrid.messages import one_line
 
 _NUMBERED = re.compile(r"^(.*?)(\d{1,9})(\.json)?$")
@@ -35,199 +43,25 @@ _MOST_CALLS = 64 << 20  # of all files
 _MOST_FILES = 100_000  # of a directory
 _MOST_FRAMES = 100
 _FAR = 10 * 10**9  # ns; more than clocks of hosts differ
-_NAMES = (
-    *("process_group", "is_p2p", "profiling_name"),
-    *("input_sizes", "output_sizes", "input_dtypes", "output_dtypes"),
-    *("collective_seq_id", "p2p_seq_id", "retired", "state"),
-    *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
+# The fields of a call that are equal for many calls of a recorder, and the others.
+_SHARED_FIELDS = itemgetter(
+    "process_group",
+    "is_p2p",
+    "profiling_name",
+    "input_sizes",
+    "output_sizes",
+    "input_dtypes",
+    "output_dtypes",
 )
-_FIELDS = itemgetter(*_NAMES)
-_SHARED = 7  # so many of them are the same for many calls
-DEFAULT = "default_pg"  # torch's description of the default group
-ENDED = "ended"  # the reason that ``hypergrid.record`` gives where no exception ended the script
-
-
-class Frame(NamedTuple):
-    """One line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-class What(NamedTuple):
-    """The operation of a call. Sizes and dtypes are text."""
-
-    name: str  # "all_reduce", "send"
-    detail: str  # what follows the name: a root, or "0->1", in ranks of the group
-    inputs: str
-    outputs: str
-    input_dtypes: str
-    output_dtypes: str
-
-
-class Title(NamedTuple):
-    """The part that many calls have in common: group, name, sizes and dtypes."""
-
-    group: str  # key of ``Recording.groups``
-    label: str  # of the group, as torch's recorder has it
-    p2p: bool
-    text: str  # equal for calls of the same name, sizes and dtypes; ``what`` takes it apart
-
-    @property
-    def what(self) -> What:
-        """Name, sizes and dtypes."""
-        return _what(self.text)
-
-    @property
-    def backend(self) -> str:
-        """Such as "gloo"; "nccl" for each of NCCL's backends, as torch 2.15 has several."""
-        prefix = self.text.partition("|")[0].partition(":")[0]
-        return "nccl" if prefix.startswith("nccl") else prefix
-
-
-class Call(NamedTuple):
-    """One entry of a flight recorder. Times are nanoseconds since 1970, 0 where not recorded."""
-
-    title: Title
-    seq: int  # the how many-th collective of its group, or point-to-point operation
-    created: int
-    started: int
-    completed: int
-    done: bool
-    frames: tuple[Frame, ...]  # innermost first; only of a call that is not done, or the last
-
-    @property
-    def group(self) -> str:
-        """Key of ``Recording.groups``."""
-        return self.title.group
-
-    @property
-    def p2p(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.title.p2p
-
-    @property
-    def what(self) -> What:
-        """Name, sizes and dtypes."""
-        return _what(self.title.text)
-
-
-class Calls(Sequence[Call]):
-    """The calls of a rank, oldest first, in columns: a job has millions.
-
-    ``title`` are places in the list of titles, which all ranks of a recording share; the other
-    columns are those of ``Call``.
-    """
-
-    def __init__(
-        self,
-        titles: list[Title] | None = None,
-        columns: Any = ((),) * 6,
-        frames: Mapping[int, tuple[Frame, ...]] | None = None,
-    ) -> None:
-        self.titles = [] if titles is None else titles
-        self.frames = dict(frames or {})
-        self.columns = np.stack([np.asarray(column, np.int64) for column in columns])
-        self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
-
-    @property
-    def done(self) -> Any:
-        """A mask of the calls that have ended."""
-        return self.columns[5] != 0
-
-    def __len__(self) -> int:
-        return len(self.seq)
-
-    def __getitem__(self, at: int) -> Call:  # type: ignore[override]
-        title, seq, created, started, completed, done = self.columns[:, at].tolist()
-        place = range(len(self))[at]  # calls[-1] is the last
-        frames = self.frames.get(place, ())
-        return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
-
-    def at(self, places: Any) -> Calls:
-        """The calls at some places, or where a mask is true, in that order."""
-        places = np.arange(len(self))[places]
-        frames = {}
-        for new, old in enumerate(places.tolist()):
-            if old in self.frames:
-                frames[new] = self.frames[old]
-        return Calls(self.titles, self.columns[:, places], frames)
-
-    def joined(self, others: Calls) -> Calls:
-        """Both, by the time at which they were made."""
-        frames = dict(self.frames)
-        for place, stack in others.frames.items():
-            frames[len(self) + place] = stack
-        joined = Calls(self.titles, np.hstack((self.columns, others.columns)), frames)
-        return joined.at(np.argsort(joined.created, kind="stable"))
-
-
-@lru_cache(maxsize=4096)
-def _what(text: str) -> What:
-    # "gloo:send 0->1|[[4]]|[[4]]|['Float']|['Float']": name, sizes and dtypes of both sides
-    title, *shapes = text.split("|")
-    name, _, detail = title.rpartition(":")[2].partition(" ")
-    return What(name.lstrip("_") or "an operation", detail, *shapes)
-
-
-@dataclass
-class Group:
-    """A process group: its members in order, where they are known."""
-
-    name: str  # torch's
-    label: str = ""
-    ranks: tuple[int, ...] | None = None
-    dims: tuple[str, ...] = ()
-
-    @property
-    def shown(self) -> str:
-        """How a sentence calls it."""
-        if self.label == DEFAULT:
-            return "the default group"
-        return self.label or f"group {self.name}"
-
-
-@dataclass
-class RankRecording:
-    """The files of one rank."""
-
-    rank: int
-    host: str = ""
-    pid: int | None = None
-    written: int = 0  # when its flight recorder was written, ns since 1970; 0 if not known
-    latest: int = 0  # its file was not written after this, ns since 1970; 0 if not known
-    started: int = 0  # when the process began to record, ns since 1970; 0 if not known
-    job: str = ""  # the launcher's name of the job
-    reason: str = ""
-    error: str = ""
-    stack: tuple[Frame, ...] = ()  # of the main thread, innermost first
-    calls: Calls = field(default_factory=Calls)
-    whole: bool = True  # the recorder reaches back to the first call
-    has_calls: bool = False  # a flight recorder was read
-
-    @property
-    def ended(self) -> bool:
-        """Whether its script has ended, and not by an exception."""
-        return self.reason == ENDED
-
-    @property
-    def answered(self) -> bool:
-        """Whether it wrote anything after the hang: its groups are written at the start."""
-        return self.has_calls or bool(self.stack or self.error)
-
-
-@dataclass
-class Recording:
-    """The files of all ranks."""
-
-    ranks: dict[int, RankRecording]
-    groups: dict[str, Group]
-    world_size: int
-    problems: list[str]
-    titles: list[Title] = field(default_factory=list)  # of all calls
-    unread: set[int] = field(default_factory=set)  # ranks with a file that could not be read
-    mixed: str = ""  # why the files seem to be of two jobs or runs
+_OWN_FIELDS = itemgetter(
+    "collective_seq_id",
+    "p2p_seq_id",
+    "time_created_ns",
+    "time_discovered_started_ns",
+    "time_discovered_completed_ns",
+    "retired",
+    "state",
+)
 
 
 def read(
@@ -393,7 +227,7 @@ def _process(data: dict[str, Any]) -> RankRecording:
     return RankRecording(
         _rank(data["rank"]),
         host=_text(data.get("host") or ""),
-        pid=int(data.get("pid") or 0) or None,
+        pid=int(data.get("pid") or 0),
         started=int(life["started_ns"]),
         job=_text(life["job"]),
     )
@@ -401,32 +235,30 @@ def _process(data: dict[str, Any]) -> RankRecording:
 
 def _calls(entries: list[dict[str, Any]]) -> tuple[Calls, bool]:
     """Entries of a flight recorder, and whether they reach back to the first call."""
-    # Millions of entries: the bytes of the fields that many of them share stand for these.
     if not entries:
         return Calls(), True
-    fields = [*zip(*map(_FIELDS, entries), strict=True)]
-    collective_seq, p2p_seq, retired, state, *times = fields[_SHARED:]
-    place_of: dict[bytes, int] = {}
     titles: list[Title] = []
-    places: list[int] = []
-    for values in zip(*fields[:_SHARED], strict=True):
-        key = marshal.dumps(values)
-        if key not in place_of:
-            place_of[key] = len(titles)
-            titles.append(_title(*values))
-        places.append(place_of[key])
-    is_p2p = np.array([title.p2p for title in titles], bool)[places]
-    seq = np.where(is_p2p, _numbers(p2p_seq), _numbers(collective_seq))
-    done: list[bool] = []
+    place_of: dict[bytes, int] = {}
+    rows: list[tuple[Any, ...]] = []
     frames: dict[int, tuple[Frame, ...]] = {}
     for at, entry in enumerate(entries):
-        done.append(retired[at] is True or state[at] == "completed")
+        # There are millions of entries: the bytes of these fields find the title in one step.
+        shared_fields = _SHARED_FIELDS(entry)
+        key = marshal.dumps(shared_fields)
+        if key not in place_of:
+            place_of[key] = len(titles)
+            titles.append(_title(*shared_fields))
+        place = place_of[key]
+        collective_seq, p2p_seq, *times, retired, state = _OWN_FIELDS(entry)
+        seq = p2p_seq if titles[place].p2p else collective_seq
+        is_done = retired is True or state == "completed"
+        rows.append((place, seq, *times, is_done))
         # The stack of a call is shown if it has not ended, or is the last one.
-        if not done[at] or at == len(entries) - 1:
+        if not is_done or at == len(entries) - 1:
             frames[at] = _frames(entry.get("frames"))
+    columns = [_numbers(column) for column in zip(*rows, strict=True)]
     is_whole = int(entries[0].get("record_id") or 0) == 0
-    calls = Calls(titles, (places, seq, *map(_numbers, times), done), frames)
-    return _without_batches(calls), is_whole
+    return _without_batches(Calls(titles, columns, frames)), is_whole
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
@@ -542,9 +374,9 @@ class _Reader:
         if loaded.world_size:
             self.sizes.setdefault(loaded.world_size, rank)
         for group in loaded.groups:
-            first = self.named[group.name].setdefault(group.ranks or (), group)
+            first = self.named[group.name].setdefault(group.ranks, group)
             first.dims = first.dims or group.dims  # torch's recorder has no dims
-            self.members_of[rank, group.name] = first.ranks or ()
+            self.members_of[rank, group.name] = first.ranks
 
     def _failed(self, path: Path, problem: str) -> None:
         self.problems.append(one_line(f"{path.name} {problem}."))
@@ -589,7 +421,7 @@ class _Reader:
             if rank in self.sends and not has_sends:
                 recording.calls = recording.calls.joined(self._with_keys(rank, self.sends[rank]))
         sizes = [*self.sizes]
-        for known_ranks in (ranks, *(group.ranks or () for group in self.groups.values())):
+        for known_ranks in (ranks, *(group.ranks for group in self.groups.values())):
             sizes.append(max(known_ranks, default=-1) + 1)
         world_size = max(sizes)
         mixed = self._several_sizes() or _gap(ranks)

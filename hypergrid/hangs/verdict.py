@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from hypergrid.hangs.causes import Cause, Kind, Rules
-from hypergrid.hangs.reading import Call, Frame, Recording
+from hypergrid.hangs.recording import Call, Frame, Recording
 from hypergrid.hangs.waiting import UNRECORDED, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
 

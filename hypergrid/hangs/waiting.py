@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hypergrid.hangs.reading import DEFAULT, Call, Calls, Frame, Recording, Title, What
+from hypergrid.hangs.recording import DEFAULT, Call, Calls, Frame, Recording, Title, What
 
 _NOWHERE = -1  # the last number of a rank that did not call a group
 _ALL = 1 << 62  # more than any number

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from hypergrid.hangs.reading import Call, RankRecording, Recording
+from hypergrid.hangs.recording import Call, RankRecording, Recording
 from hypergrid.hangs.verdict import Diagnosis, lasting
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow

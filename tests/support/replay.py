@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hypergrid.hangs.reading import DEFAULT, Call, Recording
+from hypergrid.hangs.recording import DEFAULT, Call, Recording
 from tests.support.programs import Op, Program
 
 # What a rank does that calls nothing any more.
