@@ -142,18 +142,19 @@ class Rules:
             # Every flight recorder among them is missing.
             named = named or free
         waits = self._waits_for(named)
-        earliest = max(waits, key=self._earliness, default=None)
+        earliest = max(waits, key=lambda wait: self._earliness(named, wait), default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, earliest)
         if earliest is not None:
             named = named.intersection(earliest.missed)
         return Cause(kind, self._most_missed_first(named), earliest, doubt=doubt)
 
-    def _earliness(self, wait: Wait) -> tuple[int, int]:
-        """How early in the program a call is, then for how long ranks have been in it."""
+    def _earliness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
+        """Whether a call is due, how early in the program it is, and how long ranks are in it."""
+        is_due = self.history.is_due(min(named.intersection(wait.missed)), wait.call)
         # Places of calls can be compared only where recorders reach back to the first call.
         place = wait.at if self.ranks[wait.rank].whole else 0
-        return (-place, wait.ns)
+        return (is_due, -place, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]

@@ -78,12 +78,12 @@ class History:
         numbers = []
         for title in self.recording.titles:
             numbers.append(number_of_role.setdefault(self._role(title), len(number_of_role)))
-        kind_of_title = np.array(numbers, np.int64)
+        self._kind_of_title = np.array(numbers, np.int64)
         classes: dict[bytes, list[int]] = defaultdict(list)
         for rank, rank_recording in self.recording.ranks.items():
             calls = rank_recording.calls
             if calls:
-                kinds = kind_of_title[calls.title]
+                kinds = self._kind_of_title[calls.title]
                 # The kind in the upper half, the number of the call in the lower.
                 tokens = kinds << 32 | calls.seq & 0xFFFFFFFF
                 self._kinds[rank] = kinds
@@ -144,6 +144,17 @@ class History:
     def is_usual(self, rank: int, at: int) -> bool:
         """Whether a rank made this call in such a place before."""
         return self._made_before(rank, at, self._kinds[rank][at]) is True
+
+    def is_due(self, rank: int, call: Call) -> bool:
+        """Whether a rank usually makes such a call after its last one."""
+        if rank not in self._kinds:
+            return False
+        kinds = self._kinds[rank]
+        precedent = self._precedents(rank).get(len(kinds))
+        if precedent is None:
+            return False
+        title = self.recording.titles.index(call.title)
+        return bool(kinds[precedent[0]] == self._kind_of_title[title])
 
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made the same two calls one after the other."""
@@ -243,7 +254,7 @@ class History:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
         for at, (place, is_known) in self._precedents(rank).items():
-            if not is_known and not self.is_shared(rank, at):
+            if at < len(calls) and not is_known and not self.is_shared(rank, at):
                 yield Departure(rank, at, calls[place], calls[at - 1], 0, 1, True)
 
     def _precedents(self, rank: int) -> dict[int, tuple[int, bool]]:
@@ -258,12 +269,12 @@ class History:
         kinds = self._kinds[rank][first:]
         precedents: dict[int, tuple[int, bool]] = {}
         alike = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
-        for at in range(1, len(kinds)):
+        for at in range(1, len(kinds) + 1):  # also of the place after the last call
             alike[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], alike[: at - 1] + 1, 0)
             longest = int(alike[:at].max())
             if longest >= _LONG:
                 places = np.flatnonzero(alike[:at] == longest)
-                is_known = bool((kinds[places] == kinds[at]).any())
+                is_known = bool(np.isin(kinds[at : at + 1], kinds[places]).any())
                 precedents[first + at] = (first + int(places[-1]), is_known)
         self._precedents_of[rank] = precedents
         return precedents

@@ -107,8 +107,9 @@ class Calls(Sequence[Call]):
 
     def __getitem__(self, at: int) -> Call:  # type: ignore[override]
         place = range(len(self))[at]  # calls[-1] is the last
-        title, *numbers, done = self.columns[:, place].tolist()
-        return Call(self.titles[title], *numbers, bool(done), self.frames.get(place, ()))
+        title, seq, created, started, completed, done = self.columns[:, place].tolist()
+        frames = self.frames.get(place, ())
+        return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
 
     def at(self, places: Any) -> Calls:
         """The calls at some places, or where a mask is true, in that order."""

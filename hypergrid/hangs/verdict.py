@@ -273,7 +273,7 @@ class _Words:
         calls = []
         for ranks in (named, others):
             rank = min(ranks.intersection(self.cause.ranks) or ranks)
-            call = self.waiting.made(rank, *wait[:2])
+            call = self.waiting.call_of(rank, *wait[:2])
             if call is not None:
                 calls.append((rank, call, ranks))
         return calls

@@ -93,25 +93,16 @@ class Waiting:
         self.ranks = recording.ranks
         self.patience = int(patience * 1e9)  # ns
         self.world = range(recording.world_size)
-        answered = {rank for rank, dump in self.ranks.items() if dump.answered}
-        self.gone = {*self.world} - answered
-        self.blind = {rank for rank in answered if not self.ranks[rank].has_calls}
+        self.gone = set(self.world)
+        self.blind: set[int] = set()
         self.raised: set[int] = set()
         self.victims: set[int] = set()
         self.last: dict[int, Call] = {}
-        self._end = 0  # of all recordings
-        for rank, dump in self.ranks.items():
-            if dump.error:
-                # The error of a victim is that another rank did not come, or closed connections.
-                if _OF_OTHERS.search(dump.error):
-                    self.victims.add(rank)
-                else:
-                    self.raised.add(rank)
-            if dump.calls:
-                self.last[rank] = dump.calls[-1]
-            self._end = max(self._end, self.last_time(rank), dump.written)
         self.top: dict[int, dict[str, int]] = {}  # the last number of each group
+        self._end = 0  # of all recordings
         self._pending: dict[int, list[_Pending]] = {}
+        for rank in self.ranks:
+            self._sort_in(rank)
         for rank in self.ranks:
             self._find_pending(rank)
         self.waits: list[Wait] = []
@@ -119,15 +110,7 @@ class Waiting:
         self.unequal: dict[tuple[str, int], list[set[int]]] = {}
         self._find_collectives()
         self._find_pairs()
-        self.of: dict[int, list[Wait]] = defaultdict(list)
-        for wait in self.waits:
-            for rank in wait.inside:
-                if rank not in self.raised:
-                    self.of[rank].append(wait)
-        # What a rank has queued behind another call holds nobody up, as long as that has not ended.
-        for rank, waits in self.of.items():
-            entered = [wait for wait in waits if rank not in wait.behind]
-            self.of[rank] = entered or waits
+        self.of = self._waits_of_ranks()
         self.unseen: set[int] = set()
         for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims:
             if self.unrecorded_frame(rank) and self._is_idle(rank):
@@ -135,6 +118,36 @@ class Waiting:
         self.guessing = self.unseen | self.victims - self.of.keys()
         self.blocked = self.of.keys() | self.guessing
         self.last_ones = self._last_ones()
+
+    def _sort_in(self, rank: int) -> None:
+        """Whether a rank left a dump, which part of it, and whether it raised."""
+        recording = self.ranks[rank]
+        if recording.answered:
+            self.gone.discard(rank)
+            if not recording.has_calls:
+                self.blind.add(rank)
+        # The error of a victim is that another rank did not come, or closed connections.
+        if recording.error and _OF_OTHERS.search(recording.error):
+            self.victims.add(rank)
+        elif recording.error:
+            self.raised.add(rank)
+        if recording.calls:
+            self.last[rank] = recording.calls[-1]
+        self._end = max(self._end, self.last_time(rank), recording.written)
+
+    def _waits_of_ranks(self) -> dict[int, list[Wait]]:
+        """The waits that hold up each rank."""
+        all_waits: dict[int, list[Wait]] = defaultdict(list)
+        for wait in self.waits:
+            for rank in wait.inside:
+                if rank not in self.raised:
+                    all_waits[rank].append(wait)
+        waits_of = {}
+        for rank, waits in all_waits.items():
+            # What is queued behind another call holds nobody up, as long as that has not ended.
+            entered = [wait for wait in waits if rank not in wait.behind]
+            waits_of[rank] = entered or waits
+        return waits_of
 
     def members(self, key: str) -> tuple[int, ...]:
         """The ranks of a group; of one whose members are not known, those that called it."""
@@ -157,20 +170,20 @@ class Waiting:
 
     def _last_ones(self) -> list[set[int]]:
         """Sets of ranks that wait for nobody but each other: one of each has to move first."""
-        # Waits are nodes too, with negative numbers; -1 is the guess: any rank.
+        # Waits are nodes too, with negative numbers: a rank leads to its waits, and a wait to all
+        # that it misses. -1 is the guess: any rank.
         graph: dict[int, Sequence[int]] = {}
         node_of: dict[int, int] = {}
-        for wait in self.waits:
-            node = -2 - len(node_of)
-            node_of[id(wait)] = node
-            graph[node] = wait.missed
+        for number, wait in enumerate(self.waits):
+            node_of[id(wait)] = -2 - number
+            graph[-2 - number] = wait.missed
         for rank, waits in self.of.items():
             graph[rank] = [node_of[id(wait)] for wait in waits]
         for rank in self.guessing:
             graph[-1] = self.world
             graph[rank] = [*graph.get(rank, ()), -1]
-        components = _last_components(graph)
-        return [{node for node in component if node >= 0} for component in components]
+        ranks = set(self.world)
+        return [component & ranks for component in _last_components(graph)]
 
     def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
         """A circle among ranks that wait for each other: who waits for whom, and where."""
@@ -193,7 +206,10 @@ class Waiting:
         sees_p2p = self.sees_p2p(rank)
         for frame in self.ranks[rank].stack[:8]:
             if frame.function in UNRECORDED and "distributed" in frame.file:
-                return None if frame.function in _P2P and sees_p2p else frame
+                if frame.function in _P2P and sees_p2p:
+                    return None
+                return frame
+            # Such as Megatron's p2p_communication.py, which may wait for a handle.
             if "p2p" in frame.file.rpartition("/")[2] and not sees_p2p:
                 return frame
         return None
@@ -201,15 +217,18 @@ class Waiting:
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
-        titles = [calls.titles[place] for place in np.unique(calls.title)]
-        return any(title.p2p or title.backend == "nccl" for title in titles)
+        for place in np.unique(calls.title):
+            title = calls.titles[place]
+            if title.p2p or title.backend == "nccl":
+                return True
+        return False
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
         calls = self.ranks[rank].calls
         return int(calls.columns[2:5].max()) if calls else 0
 
-    def made(self, rank: int, group: str, seq: int) -> Call | None:
+    def call_of(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
         for at in np.flatnonzero(calls.seq == seq).tolist():
@@ -243,11 +262,13 @@ class Waiting:
                 is_entered = first.group == call.group and first.seq == call.seq
             pending.append(_Pending(at, call, is_entered))
         if not pending and rank in self.victims and calls:
-            pending.append(_Pending(len(calls) - 1, calls[-1], True))  # it ended with an error
+            # It was marked as ended by the error.
+            pending.append(_Pending(len(calls) - 1, calls[-1], True))
         if pending and not recording.ended:
             self._pending[rank] = pending
 
     def _find_collectives(self) -> None:
+        """Calls that not all members of their group have entered alike."""
         inside: dict[tuple[str, int], dict[int, _Pending]] = defaultdict(dict)
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
@@ -256,19 +277,21 @@ class Waiting:
         for (group, seq), pending_of in inside.items():
             absent: list[int] = []
             called: list[int] = []
+            behind: set[int] = set()
             for rank in self.members(group):
                 last_number = self.top.get(rank, {}).get(group, _NOWHERE)
-                if last_number >= seq and rank not in self.gone:
-                    called.append(rank)
-                else:
+                if last_number < seq or rank in self.gone:
                     absent.append(rank)
-            behind = {rank for rank in called if not self._has_entered(rank, group, seq)}
+                    continue
+                called.append(rank)
+                if not self._has_entered(rank, group, seq):
+                    behind.add(rank)
             alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
-            recorded = set().union(*alike)
+            recorded: set[int] = set().union(*alike)
             for ranks in alike:
                 self._add_wait(
-                    {rank: pending for rank, pending in pending_of.items() if rank in ranks},
+                    {rank: pending_of[rank] for rank in pending_of if rank in ranks},
                     absent=tuple(absent),
                     unlike=tuple(sorted(recorded - ranks)),
                     behind=tuple(behind & ranks),
@@ -284,9 +307,9 @@ class Waiting:
 
     def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[set[int]]:
         """The ranks that made a call, by what must be the same for all of them, the most last."""
-        ranks_of: dict[Any, set[int]] = defaultdict(set)
+        ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(set)
         for rank in ranks:
-            call = self.made(rank, group, seq)
+            call = self.call_of(rank, group, seq)
             if call is not None:
                 ranks_of[must_agree(call.what)].add(rank)
         alike = sorted(ranks_of.values(), key=len)
@@ -305,14 +328,17 @@ class Waiting:
             return
         first = min(inside, key=lambda rank: inside[rank].call.created)
         at, call, _ = inside[first]
-        ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
-        if self._is_stuck(inside, ns):
-            ranks = (tuple(inside), absent, unlike, behind)
-            wait = Wait(call.group, call.seq, call, first, at, *ranks, ns)
-            if wait.missed:
-                self.waits.append(wait)
-            else:
-                self.running.append(wait)
+        ns = 0
+        for rank, pending in inside.items():
+            ns = max(ns, self._ns(rank, pending.call))
+        if not self._is_stuck(inside, ns):
+            return
+        ranks = (tuple(inside), absent, unlike, behind)
+        wait = Wait(call.group, call.seq, call, first, at, *ranks, ns)
+        if wait.missed:
+            self.waits.append(wait)
+        else:
+            self.running.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
         """For how long a rank had been in a call when it wrote; 0 if that is not known."""
@@ -343,19 +369,9 @@ class Waiting:
                 key = self._pair_key(pending.call.title)
                 if key is not None and rank == key.rank:
                     pending_of[key].append(pending)
-        made = Counter({key: len(pending) for key, pending in pending_of.items()})
-        whole: set[int] = set()
-        for key in pending_of:
-            whole.update(rank for rank in key.ranks if rank in self.ranks)
-        whole = {rank for rank in whole if self.ranks[rank].whole}
-        for rank in whole:
-            calls = self.ranks[rank].calls
-            places, counts = np.unique(calls.title[calls.done], return_counts=True)
-            for place, count in zip(places, counts, strict=True):
-                key = self._pair_key(calls.titles[place])
-                # What the other rank did is known only from its own recorder.
-                if key is not None and whole.issuperset(key.ranks):
-                    made[key] += int(count)
+        made = self._ended_pairs(pending_of)
+        for key, operations in pending_of.items():
+            made[key] += len(operations)
         for key, operations in pending_of.items():
             answer = key.answer
             unanswered = made[key] - made[answer]
@@ -364,6 +380,24 @@ class Waiting:
                 self._add_wait({key.rank: operations[first]}, absent=(answer.rank,))
             elif answer in pending_of and not pending_of[answer][0].is_entered:
                 self._add_wait({key.rank: operations[0]}, behind=(answer.rank,))
+
+    def _ended_pairs(self, keys: Iterable[_PairKey]) -> Counter[_PairKey]:
+        """How many sends and receives have ended, of pairs whose recorders both are whole."""
+        whole: set[int] = set()
+        for key in keys:
+            for rank in key.ranks:
+                if rank in self.ranks and self.ranks[rank].whole:
+                    whole.add(rank)
+        ended: Counter[_PairKey] = Counter()
+        for rank in whole:
+            calls = self.ranks[rank].calls
+            places, counts = np.unique(calls.title[calls.done], return_counts=True)
+            for place, count in zip(places, counts, strict=True):
+                ended_key = self._pair_key(calls.titles[place])
+                # What the other rank did is known only from its own recorder.
+                if ended_key is not None and whole.issuperset(ended_key.ranks):
+                    ended[ended_key] += int(count)
+        return ended
 
     def _pair_key(self, title: Title) -> _PairKey | None:
         """The key of a send or receive; None for another call."""
@@ -411,26 +445,34 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, int] | None:
 def _last_components(graph: Mapping[int, Sequence[int]]) -> Iterator[set[int]]:
     """The strongly connected components from which no edge leads out.
 
-    Of 0 -> 1 -> 2 -> 1 that is {1, 2}: walk on until a circle closes, and take it as one node.
+    Of 0 -> 1 -> 2 -> 1 that is {1, 2}: from each of these, all that can be reached leads back.
     """
-    closed: set[int] = set()
-    for root in {*graph}.union(*graph.values()):
-        # Components, each of which leads to the next, with the edges that are left to follow.
-        path: list[tuple[set[int], list[int]]] = []
-        targets = [root]
-        while targets:
-            node = targets.pop()
-            if node in closed:
-                break
-            place = next((at for at, (nodes, _) in enumerate(path) if node in nodes), len(path))
-            if place == len(path):
-                path.append(({node}, [*graph.get(node, ())]))
-            nodes, targets = path[place]
-            for other_nodes, other_targets in path[place + 1 :]:
-                nodes |= other_nodes
-                targets += other_targets
-            del path[place + 1 :]
-        else:
-            if path:
-                yield path[-1][0]
-        closed.update(*(nodes for nodes, _ in path))
+    reverse: dict[int, list[int]] = defaultdict(list)
+    for node, targets in graph.items():
+        for target in targets:
+            reverse[target].append(node)
+    nodes_left = {*graph, *reverse}
+    while nodes_left:
+        node = min(nodes_left)
+        ahead = _reachable(graph, node)
+        behind = _reachable(reverse, node)
+        while not ahead <= behind:
+            # Some nodes ahead do not lead back: the last component is among them.
+            node = min(ahead - behind)
+            ahead = _reachable(graph, node)
+            behind = _reachable(reverse, node)
+        yield ahead
+        # All other nodes behind it lead into it, so that they are in no last component.
+        nodes_left -= behind
+
+
+def _reachable(graph: Mapping[int, Sequence[int]], start: int) -> set[int]:
+    """The nodes to which edges lead from one, and that node."""
+    reached = {start}
+    to_visit = [start]
+    while to_visit:
+        for target in graph.get(to_visit.pop(), ()):
+            if target not in reached:
+                reached.add(target)
+                to_visit.append(target)
+    return reached
