@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -99,17 +99,14 @@ def diagnose(recording: Recording, *, patience: float = PATIENCE) -> Diagnosis:
 
 
 def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
-    ranks_of: dict[State, Iterable[int]] = {
-        "elsewhere": waiting.world,
-        "running": [rank for wait in waiting.running for rank in wait.inside],
-        "waiting": waiting.blocked | waiting.unseen,
-        "raised": waiting.raised,
-        "no dump": waiting.gone,
-        "cause": cause.ranks,
-    }
-    states: dict[int, State] = {}
-    for state, ranks in ranks_of.items():
-        states.update(dict.fromkeys(ranks, state))
+    """The state of each rank; of several that hold, the last of these."""
+    states: dict[int, State] = dict.fromkeys(waiting.world, "elsewhere")
+    for wait in waiting.running:
+        states.update(dict.fromkeys(wait.inside, "running"))
+    states.update(dict.fromkeys(waiting.blocked, "waiting"))
+    states.update(dict.fromkeys(waiting.raised, "raised"))
+    states.update(dict.fromkeys(waiting.gone, "no dump"))
+    states.update(dict.fromkeys(cause.ranks, "cause"))
     return states
 
 
@@ -117,11 +114,11 @@ def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
 _NEXT = {
     "mismatch": "compare the lines of the script that make these two calls.",
     "order": "find the condition in the script that only some ranks meet before these calls.",
-    "raised": "read the error in the output of that rank.",
-    "no dump": "look for that rank in the log of its host's kernel, and in that of the scheduler.",
-    "never entered": "read the stack of that rank, and ask again: if it is only slow, the number "
-    "of its last call grows.",
-    "slow": "look at the network and the devices of these ranks.",
+    "raised": "read the error in the output of {rank}.",
+    "no dump": "look for {rank} in the kernel's log of the host, and in the scheduler's log.",
+    "never entered": "read the stack of {rank}, and ask again: if the rank is only slow, the "
+    "number of its last call grows.",
+    "slow": "look at the network and the devices of the ranks in that call.",
 }
 _DOUBTS = {
     "few": "this may not be the directory of all ranks",
@@ -141,8 +138,20 @@ _DOUBTS = {
 }
 
 
-_SINGULAR = {"they": "it", "their": "its", "them": "it", "dumps": "its dump"}
-_PLURAL = {"they": "they", "their": "their", "them": "them", "dumps": "their dumps"}
+_SINGULAR = {
+    "they": "it",
+    "their": "its",
+    "them": "it",
+    "They are": "It is",
+    "dumps": "its dump",
+}
+_PLURAL = {
+    "they": "they",
+    "their": "their",
+    "them": "them",
+    "They are": "They are",
+    "dumps": "their dumps",
+}
 
 
 class _Words:
@@ -180,33 +189,51 @@ class _Words:
         cause = self.cause
         lines = self._places()
         if cause.kind != "slow":
-            waits = self.waiting.waits
-            explained = {*cause.ranks, *(rank for rank, *_ in cause.circle)}
-            if cause.wait is not None and not cause.circle:
-                lines.append(self._line(cause.wait))
-                waits = [wait for wait in waits if wait[:2] != cause.wait[:2]]
-            elsewhere = {rank for wait in waits for rank in wait.inside} - explained
-            if elsewhere:
-                calls = {wait[:2] for wait in waits if elsewhere.intersection(wait.inside)}
-                ranks = _ranks(sorted(elsewhere), "waits", "wait")
-                lines.append(f"{ranks} in {_many(len(calls), 'call')}.")
+            lines += self._waits()
         if cause.kind in _NEXT:
-            lines.append(f"Next: {_NEXT[cause.kind]}")
+            rank = _ranks(cause.ranks) if cause.ranks else ""
+            lines.append(f"Next: {_NEXT[cause.kind].format(rank=rank)}")
+        return lines
+
+    def _waits(self) -> list[str]:
+        """Who misses the cause, and how many ranks wait elsewhere."""
+        cause = self.cause
+        lines = []
+        shown_place = None
+        if cause.wait is not None and not cause.circle:
+            lines.append(self._line(cause.wait))
+            shown_place = cause.wait[:2]
+        shown_ranks = set(cause.ranks)
+        for rank, _, _ in cause.circle:
+            shown_ranks.add(rank)
+        elsewhere: set[int] = set()
+        calls = set()
+        for wait in self.waiting.waits:
+            waiting_ranks = {*wait.inside} - shown_ranks
+            if waiting_ranks and wait[:2] != shown_place:
+                elsewhere |= waiting_ranks
+                calls.add(wait[:2])
+        if elsewhere:
+            ranks = _ranks(sorted(elsewhere), "waits", "wait")
+            lines.append(f"{ranks} in {_many(len(calls), 'call')}.")
         return lines
 
     def _places(self) -> list[str]:
         """Where the ranks of the cause are, in at most two lines."""
         cause = self.cause
-        stacks: list[tuple[int, str, Sequence[Frame]]] = []
-        if cause.doubt == "hidden" or cause.kind == "empty":
-            for rank in sorted(self.waiting.unseen or self.ranks):
-                stacks.append((rank, "is", self.ranks[rank].stack))
-        elif cause.kind == "mismatch" and not cause.circle:
-            for rank, call, _ in self._unequal():
-                stacks.append((rank, "made the call", call.frames))
-        else:
+        if cause.circle:
             return [self._step(*step) for step in cause.circle[:2]]
-        lines = [f"rank {rank} {verb} in {_at(stack)}." for rank, verb, stack in stacks if stack]
+        lines = []
+        if cause.kind == "mismatch":
+            for rank, call, _ in self._unequal():
+                if call.frames:
+                    lines.append(f"rank {rank} made the call in {_at(call.frames)}.")
+        # The sentence says where a rank is that never entered a call.
+        elif cause.kind == "empty" or (cause.kind == "order" and cause.doubt == "hidden"):
+            for rank in sorted(self.waiting.unseen or self.ranks):
+                stack = self.ranks[rank].stack
+                if stack:
+                    lines.append(f"rank {rank} is in {_at(stack)}.")
         return lines[:2]
 
     def _step(self, rank: int, needed: int, wait: Wait | None) -> str:
@@ -214,10 +241,9 @@ class _Words:
         if wait is None:
             return f"rank {rank} is in a send or recv and may wait for rank {needed}."
         if rank in wait.behind:
-            call = f"has queued {self._call(wait)} behind another call,"
-        else:
-            call = f"is in {self._call(wait)}"
-        return f"rank {rank} {call} and waits for rank {needed}."
+            queued = f"rank {rank} has queued {self._call(wait)} behind another call"
+            return f"{queued}, and waits for rank {needed}."
+        return f"rank {rank} is in {self._call(wait)} and waits for rank {needed}."
 
     def _line(self, wait: Wait) -> str:
         """Who is in a call, and for whom these ranks wait."""
@@ -229,10 +255,13 @@ class _Words:
     # The kinds.
 
     def _well(self) -> str:
-        recordings = self.ranks.values()
-        calls = sum(len(recording.calls) for recording in recordings)
+        calls = 0
+        running = len(self.waiting.gone)
+        for recording in self.ranks.values():
+            calls += len(recording.calls)
+            running += not recording.ended
         well = "nobody is stuck"
-        if not self.waiting.gone and all(recording.ended for recording in recordings):
+        if not running:
             well = "the script of every rank ended, none by an exception"
         text = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
         if self.cause.doubt:
@@ -254,8 +283,8 @@ class _Words:
 
     def _slow(self) -> str:
         wait = self._wait()
-        inside = _ranks(wait.inside, "has", "have")
-        text = f"{self._call(wait)}: {inside} been in it{self._lasting(wait)}, with equal calls"
+        inside = self._inside(wait, "in it")
+        text = f"{self._call(wait)}: {inside}, with equal calls"
         if self.cause.doubt:
             return f"{text}."
         return f"{text}, so nobody is missing. It is slow, or the network under it does not answer."
@@ -294,63 +323,73 @@ class _Words:
         if departure is None:
             return ""
         due = self._title(departure.due)
-        rank = f"rank {departure.rank}"
         if departure.others and departure.others >= departure.alike:
             others = _many(departure.others, "other rank")
             text = f" There {others} that had done the same until then called {due}"
             if departure.before:
-                text = f"{text}, as {rank} did in earlier steps"
+                text = f"{text}, as rank {departure.rank} did in earlier steps"
             return f"{text}."
         if departure.before:
-            return f" There {rank} called {due.partition(' #')[0]} in earlier steps."
+            name, _, _ = due.partition(" #")
+            return f" There rank {departure.rank} called {name} in earlier steps."
         return ""
 
     def _absent(self) -> str:
-        cause = self.cause
-        wait = cause.wait
-        named = self._named(cause.ranks)
+        wait = self.cause.wait
+        named = self._named(self.cause.ranks)
         where = self._whereabouts()
         if wait is None:
-            guessing = sorted(self.waiting.guessing - {*cause.ranks})
-            if not guessing:
-                subject = f"{self.pronouns['they']} "
-                return f"{named} {where.removeprefix(subject)}"
-            frame = self.waiting.unrecorded_frame(guessing[0])
-            function = "a send or recv"
-            if frame is not None and frame.function in UNRECORDED:
-                function = frame.function
-            waits = _ranks(guessing, "waits", "wait")
-            return f"{named} did not take part in {function}, in which {waits}; {where}"
+            missed = self._missed_unrecorded()
+            if missed:
+                return f"{named} {missed}; {where}"
+            subject = f"{self.pronouns['they']} "
+            return f"{named} {where.removeprefix(subject)}"
         call = self._call(wait)
-        inside = _ranks(wait.inside, "has", "have")
-        lasting = self._lasting(wait)
         if not wait.call.p2p:
-            return f"{named} never entered {call}, which {inside} been in{lasting}; {where}"
+            return f"{named} never entered {call}, which {self._inside(wait, 'in')}; {where}"
         verb = "received" if wait.call.what.name == "send" else "sent"
-        return f"{named} never {verb} what {inside} been waiting for in {call}{lasting}; {where}"
+        waiters = _ranks(wait.inside, "has", "have")
+        lasting = self._lasting(wait)
+        return f"{named} never {verb} what {waiters} been waiting for in {call}{lasting}; {where}"
+
+    def _missed_unrecorded(self) -> str:
+        """The call, not recorded, in which others wait; nothing if nobody is seen to wait."""
+        guessing = sorted(self.waiting.guessing - {*self.cause.ranks})
+        if not guessing:
+            return ""
+        frame = self.waiting.unrecorded_frame(guessing[0])
+        function = "a send or recv"
+        if frame is not None and frame.function in UNRECORDED:
+            function = frame.function
+        return f"did not take part in {function}, in which {_ranks(guessing, 'waits', 'wait')}"
 
     def _order(self) -> str:
         cause = self.cause
-        texts = []
         departure = cause.departure
+        if departure is None and not cause.circle:
+            return f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv."
+        texts = []
         if departure is not None:
             call = self._title(self.ranks[departure.rank].calls[departure.at])
             if departure.after is not None:
                 call = f"{call} after {self._title(departure.after)}"
             due = f"where {self._title(departure.due)} is next"
-            named = self._named(cause.ranks)
-            texts.append(f"{named} called {call}, {due}.{self._evidence()}")
+            texts.append(f"{self._named(cause.ranks)} called {call}, {due}.{self._evidence()}")
         if cause.circle:
-            calls = [self._call(wait) for _, _, wait in cause.circle if wait is not None]
-            ranks = _ranks(sorted(rank for rank, _, _ in cause.circle))
-            where = " and ".join([*dict.fromkeys(calls)][:2]) or "send and recv"
-            deadlock = "That is a deadlock" if texts else "deadlock"
-            texts.append(f"{deadlock}: {ranks} wait for each other in {where}.")
-        elif departure is None:
-            texts.append(f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv.")
+            texts.append(self._deadlock("That is a deadlock" if texts else "deadlock"))
         elif cause.wait is not None:
-            texts.append(f"It is in {self._call(cause.wait)}.")
+            texts.append(f"{self.pronouns['They are']} in {self._call(cause.wait)}.")
         return " ".join(texts)
+
+    def _deadlock(self, title: str) -> str:
+        ranks = []
+        calls: list[str] = []
+        for rank, _, wait in self.cause.circle:
+            ranks.append(rank)
+            if wait is not None and self._call(wait) not in calls:
+                calls.append(self._call(wait))
+        where = " and ".join(calls[:2]) or "send and recv"
+        return f"{title}: {_ranks(ranks)} wait for each other in {where}."
 
     def _whereabouts(self) -> str:
         """The known facts about where the first cause is."""
@@ -366,27 +405,23 @@ class _Words:
             return f"{self.pronouns['they']} left no dump: ended, stopped or unreachable{process}."
         subject = f"rank {rank}" if self.is_plural else "it"
         if cause.kind == "raised":
-            error = recording.error.partition("\n")[0][:200]
-            return f"{subject} raised {error.rstrip('.')}."
+            error, _, _ = recording.error.partition("\n")
+            return f"{subject} raised {error[:200].rstrip('.')}."
+        facts = []
+        if recording.ended:
+            facts.append(f"the script of rank {rank} has ended")
+        elif recording.stack:
+            facts.append(f"{subject} is in {_at(recording.stack)}")
         last = self.waiting.last.get(rank)
         if last is not None:
-            fact = f"last call was {self._title(last)}."
-            if not last.done:
-                fact = f"last call was {self._title(last)}, not finished."
+            owner = "its" if facts or not self.is_plural else f"rank {rank}'s"
+            unfinished = "" if last.done else ", not finished"
+            facts.append(f"{owner} last call was {self._title(last)}{unfinished}")
         elif rank in self.waiting.blind:
-            fact = f"the calls of rank {rank} are not known."
+            facts.append(f"the calls of rank {rank} are not known")
         else:
-            fact = f"{subject} has called nothing so far."
-        place = ""
-        if recording.ended:
-            place = f"the script of rank {rank} has ended, and "
-        elif recording.stack:
-            place = f"{subject} is in {_at(recording.stack)}, and "
-        if last is None:
-            return f"{place}{fact}"
-        if self.is_plural and not place:
-            return f"rank {rank}'s {fact}"
-        return f"{place}its {fact}"
+            facts.append(f"{subject} has called nothing so far")
+        return f"{', and '.join(facts)}."
 
     # Names.
 
@@ -425,6 +460,13 @@ class _Words:
             return f"rank {rank}"
         return f"rank {rank} ({', '.join(facts)})"
 
+    def _inside(self, wait: Wait, place: str) -> str:
+        """Such as "rank 4 has been in it for 3.2 s"."""
+        lasting = self._lasting(wait)
+        if lasting:
+            return f"{_ranks(wait.inside, 'has', 'have')} been {place}{lasting}"
+        return f"{_ranks(wait.inside, 'is', 'are')} {place}"
+
     def _lasting(self, wait: Wait) -> str:
         """Such as " for 3.2 s"; nothing for an instant."""
         if wait.ns < 10**8:
@@ -460,18 +502,20 @@ def lasting(ns: int) -> str:
 def _shown(call: Call, other: Call) -> str:
     """A call by that in which it differs from another: "all_reduce of size [4]"."""
     operation = call.what
-    if operation.name != other.what.name:
+    other_operation = other.what
+    if operation.name != other_operation.name:
         return operation.name
-    if operation.detail != other.what.detail:
+    if operation.detail != other_operation.detail:
         return f"{operation.name} with {operation.detail or 'no root'}"
     kind = "size"
-    values = (operation.inputs, operation.outputs)
-    if values == (other.what.inputs, other.what.outputs):
+    values = [operation.inputs, operation.outputs]
+    if values == [other_operation.inputs, other_operation.outputs]:
         kind = "dtype"
-        values = (operation.input_dtypes, operation.output_dtypes)
+        values = [operation.input_dtypes, operation.output_dtypes]
+    if values[0] == values[1]:
+        del values[1]
     texts = [value[1:-1].replace("'", "") or "none" for value in values]
-    # An input and an output of one size are said once.
-    return f"{operation.name} of {kind} {' -> '.join(dict.fromkeys(texts))[:80]}"
+    return f"{operation.name} of {kind} {' -> '.join(texts)[:80]}"
 
 
 def _at(stack: Sequence[Frame]) -> str:
