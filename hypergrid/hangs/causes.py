@@ -217,7 +217,7 @@ class Rules:
         return Cause(kind, ranks, first, circle, doubt="which")
 
     def _unseen(self, unseen: set[int]) -> Cause:
-        """Some of the ranks that wait for each other are in sends or receives of whom is unknown."""
+        """Ranks that wait for each other are in sends or receives that are not recorded."""
         # If most of a group are in a call, the few that are not are the fault.
         fullest: Wait | None = None
         for wait in self.waiting.waits:

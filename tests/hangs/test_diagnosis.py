@@ -357,8 +357,8 @@ def test_of_one_dump_of_many_little_is_certain(job):
     assert (found.kind, found.ranks, found.certain) == ("no dump", (1, 2, 3), False)
     assert found.sentence == (
         "Ranks 1..3 never entered all_reduce #1 of the default group 0..3, which rank 0 is in; "
-        "they left no dump: ended, stopped or unreachable. Not certain: this may not be the directory "
-        "of all ranks."
+        "they left no dump: ended, stopped or unreachable. Not certain: this may not be the "
+        "directory of all ranks."
     )
 
 
