@@ -391,7 +391,7 @@ def test_the_packages_can_be_imported_from_a_zip(tmp_path):
                     packed.write(file, file.relative_to(ROOT))
     code = (
         "import compat.parallel_state as ps, inspect; print(ps.__file__); "
-        "print(inspect.signature(ps.initialize_model_parallel))"
+        "print(inspect.signature(ps.initialize_model_parallel)); import compat.cli.app"
     )
     printed = []
     for path in (archive, ROOT):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 from typing import NamedTuple
 
 
@@ -29,7 +29,9 @@ class Flag(NamedTuple):
 def flags_of(program: str) -> Mapping[str, Flag]:
     """The flags of a program, by their names without the dashes before them."""
     flags = {}
-    for line in Path(__file__).with_name(f"{program}.txt").read_text().splitlines():
+    # Also where the package is in a zip.
+    text = files(__name__).joinpath(f"{program}.txt").read_text()
+    for line in text.splitlines():
         name, *fields = line.split()
         flags[name] = Flag(*fields)
     return flags
