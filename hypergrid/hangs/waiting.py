@@ -375,11 +375,19 @@ class Waiting:
         for key, operations in pending_of.items():
             answer = key.answer
             unanswered = made[key] - made[answer]
+            absent: tuple[int, ...] = ()
+            behind: tuple[int, ...] = ()
+            operation = operations[0]
             if unanswered > 0:
-                first = max(0, len(operations) - unanswered)
-                self._add_wait({key.rank: operations[first]}, absent=(answer.rank,))
+                operation = operations[max(0, len(operations) - unanswered)]
+                absent = (answer.rank,)
             elif answer in pending_of and not pending_of[answer][0].is_entered:
-                self._add_wait({key.rank: operations[0]}, behind=(answer.rank,))
+                behind = (answer.rank,)
+            else:
+                continue
+            if not operation.is_entered:
+                behind = (*behind, key.rank)
+            self._add_wait({key.rank: operation}, absent=absent, behind=behind)
 
     def _ended_pairs(self, keys: Iterable[_PairKey]) -> Counter[_PairKey]:
         """How many sends and receives have ended, of pairs whose recorders both are whole."""
