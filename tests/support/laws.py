@@ -36,7 +36,7 @@ class Case:
 
     seed: int
     run: programs.Run
-    found: Diagnosis
+    diagnosis: Diagnosis
     same: bool = False  # all guilty ranks met one condition, in one line
     kind: str = "whole"  # of evidence
     early: frozenset[int] = frozenset()  # ranks that wrote before the end
@@ -52,33 +52,33 @@ class Case:
 
     @property
     def accuses(self) -> bool:
-        return self.found.certain and bool(self.found.ranks)
+        return self.diagnosis.certain and bool(self.diagnosis.ranks)
 
     @property
     def wrong(self) -> bool:
         """Whether an innocent is named with certainty, or waiting ranks are said to be well."""
-        innocent = not self.outvoted and not set(self.found.ranks) <= self.guilty.keys()
+        innocent = not self.outvoted and not set(self.diagnosis.ranks) <= self.guilty.keys()
         hosts = [host for host in self.run.hosts if host.rank not in self.early]
         waits = any(host.now or host.open for host in hosts)
-        nobody = self.found.ok or self.found.kind == "slow"
-        return self.found.certain and (innocent or (nobody and waits))
+        nobody = self.diagnosis.ok or self.diagnosis.kind == "slow"
+        return self.diagnosis.certain and (innocent or (nobody and waits))
 
     @property
     def first(self) -> bool:
-        return bool(self.found.ranks) and self.found.ranks[0] in self.guilty
+        return bool(self.diagnosis.ranks) and self.diagnosis.ranks[0] in self.guilty
 
     @property
     def alone(self) -> bool:
-        return bool(self.found.ranks) and set(self.found.ranks) <= self.guilty.keys()
+        return bool(self.diagnosis.ranks) and set(self.diagnosis.ranks) <= self.guilty.keys()
 
     def __str__(self) -> str:
         program = self.run.program
         how = program.prefix or ("nccl" if program.nccl else "gloo")
         how += " stacks" * program.stacks + " p2p" * program.p2p
-        certain = "certain" if self.found.certain else "not certain"
+        certain = "certain" if self.diagnosis.certain else "not certain"
         return (
             f"{self.kind}, seed {self.seed}: {program.guilty} of {program.world} on {how}; "
-            f"{self.found.kind} {self.found.ranks} {certain}: {self.found.sentence}"
+            f"{self.diagnosis.kind} {self.diagnosis.ranks} {certain}: {self.diagnosis.sentence}"
         )
 
 
@@ -124,8 +124,9 @@ def judged(
             early = degraded.write(run, Path(directory), kind, rng)
             if early is None:
                 continue
-            found = diagnose(read(directory))
-        yield Case(seed, run, found, same, f"{kind}, varied" if varied else kind, early)
+            diagnosis = diagnose(read(directory))
+        title = f"{kind}, varied" if varied else kind
+        yield Case(seed, run, diagnosis, same, title, early)
 
 
 def verdict(run: programs.Run) -> Diagnosis:
