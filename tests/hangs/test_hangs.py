@@ -114,27 +114,27 @@ def finished(job):
 
 
 @pytest.mark.parametrize(
-    "fault, silent, kind, ranks, group",
+    "fault, kind, ranks, group",
     [
-        (slept_through, (), "never entered", (3,), "tp"),
-        (skipped_a_call, (), "order", (1,), "the default group"),
-        (called_another_operation, (), "mismatch", (2,), "tp"),
-        (gave_another_size, (), "mismatch", (1,), "the default group"),
-        (gave_another_dtype, (), "mismatch", (2,), "the default group"),
-        (took_another_order, (), "order", (1,), "the default group"),
-        (raised, (), "raised", (0,), "tp"),
-        (stopped, (2,), "no dump", (2,), "tp"),
-        (was_killed, (2,), "no dump", (2,), "tp"),
-        (did_not_send, (), "never entered", (2,), "tp"),
-        (finished, (), "ok", (), None),
+        (slept_through, "never entered", (3,), "tp"),
+        (skipped_a_call, "order", (1,), "the default group"),
+        (called_another_operation, "mismatch", (2,), "tp"),
+        (gave_another_size, "mismatch", (1,), "the default group"),
+        (gave_another_dtype, "mismatch", (2,), "the default group"),
+        (took_another_order, "order", (1,), "the default group"),
+        (raised, "raised", (0,), "tp"),
+        (stopped, "no dump", (2,), "tp"),
+        (was_killed, "no dump", (2,), "tp"),
+        (did_not_send, "never entered", (2,), "tp"),
+        (finished, "ok", (), None),
     ],
 )
-def test_the_first_cause_is_named(fault, silent, kind, ranks, group, tmp_path):
-    left = tmp_path / "left"
-    left.mkdir()
-    found = diagnose(read(hang(4, lambda rank: fault(Job(rank)), left, silent=silent)))
-    theirs = torchfrtrace(completed(left, tmp_path / "completed"))
-    print(found.sentence, *found.chain, "torchfrtrace:", theirs.text, theirs.error, sep="\n")
-    assert (found.kind, found.ranks, found.group) == (kind, ranks, group), found
+def test_the_first_cause_is_named(fault, kind, ranks, group, tmp_path):
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    diagnosis = diagnose(read(hang(4, lambda rank: fault(Job(rank)), recorded)))
+    theirs = torchfrtrace(completed(recorded, tmp_path / "completed"))
+    print(diagnosis.sentence, *diagnosis.chain, "torchfrtrace:", theirs.text, sep="\n")
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.group) == (kind, ranks, group), diagnosis
     # Told the members, torch's analysis names all ranks that are missed anywhere.
     assert not theirs.ranks or theirs.ranks & set(ranks), theirs

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,15 +24,18 @@ import torch.distributed as dist
 import compat
 
 compat.install()
-from tests.support import ROOT, forked  # noqa: E402
+from tests.support import ROOT, forked, hung  # noqa: E402
 
 sys.path[:0] = [str(ROOT / "scripts")]
 import train_gpt  # noqa: E402
 
 import hypergrid  # noqa: E402
 
-RANKS, RANK, STEP = 8, 5, 3  # who does it (tp=1 dp=0 pp=1), and in which step
+RANKS = 8
+RANK = 5  # who does it: tp=1 dp=0 pp=1
+STEP = 3  # in which it does it
 MODEL = "--tp 2 --pp 2 --steps 6 --global-batch-size 8 --layers 2 --hidden-size 32 --seq-length 32"
+torch_all_reduce = dist.all_reduce
 PATIENCE = 120  # seconds until a hang must have come to rest
 
 
@@ -55,15 +59,12 @@ def in_the_losses(act):
     """Do ``act`` in place of the step's last call, the all_reduce of the loss over the world."""
 
     def arm(begun):
-        original = dist.all_reduce
-
         def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, **options):
             if begun() and group is None and tensor.numel() == 1 and op == dist.ReduceOp.MAX:
                 return act(tensor)
-            return original(tensor, op, group, **options)
+            return torch_all_reduce(tensor, op, group, **options)
 
         dist.all_reduce = all_reduce
-        dist._original_all_reduce = original
 
     return arm
 
@@ -85,25 +86,25 @@ def in_other_order(begun):
 
 def sending_twice(begun):
     """Send the step's first activations a second time."""
-    original, again = dist.isend, []
+    isend = dist.isend
+    batch_isend_irecv = dist.batch_isend_irecv
+    sent_twice = []
 
-    def isend(tensor, dst=None, group=None, tag=0, **options):
-        if begun() and not again:
-            again.append(original(tensor, dst, group, tag, **options))
-        return original(tensor, dst, group, tag, **options)
+    def twice(tensor, dst=None, group=None, tag=0, **options):
+        if begun() and not sent_twice:
+            sent_twice.append(isend(tensor, dst, group, tag, **options))
+        return isend(tensor, dst, group, tag, **options)
 
-    dist.isend = dist.distributed_c10d.isend = isend
-    original_batch = dist.batch_isend_irecv
+    dist.isend = dist.distributed_c10d.isend = twice
 
-    def batch_isend_irecv(operations):
-        if begun() and not again:
-            sends = [each for each in operations if each.op is not dist.irecv]
-            if sends:
-                again.append(sends)
-                operations = [*sends, *operations]
-        return original_batch(operations)
+    def batch_twice(operations):
+        if begun() and not sent_twice:
+            sends = [operation for operation in operations if operation.op is not dist.irecv]
+            sent_twice.extend(sends)
+            operations = [*sends, *operations]
+        return batch_isend_irecv(operations)
 
-    dist.batch_isend_irecv = batch_isend_irecv
+    dist.batch_isend_irecv = batch_twice
 
 
 def end_by(number):
@@ -120,12 +121,12 @@ def spin():
 
 
 def twice(tensor):
-    dist._original_all_reduce(tensor, dist.ReduceOp.MAX)
-    dist._original_all_reduce(tensor, dist.ReduceOp.MAX)
+    torch_all_reduce(tensor, dist.ReduceOp.MAX)
+    torch_all_reduce(tensor, dist.ReduceOp.MAX)
 
 
 def other_dtype(tensor):
-    dist._original_all_reduce(tensor.double())
+    torch_all_reduce(tensor.double())
 
 
 # The rank that does it, and what.
@@ -138,7 +139,7 @@ FAULTS = {
     "skips": (RANK, in_the_losses(lambda tensor: None)),
     "adds": (RANK, in_the_losses(twice)),
     "another": (RANK, in_the_losses(lambda tensor: dist.broadcast(tensor, 0))),
-    "size": (RANK, in_the_losses(lambda tensor: dist._original_all_reduce(tensor.repeat(3)))),
+    "size": (RANK, in_the_losses(lambda tensor: torch_all_reduce(tensor.repeat(3)))),
     "dtype": (RANK, in_the_losses(other_dtype)),
     "order": (RANK, in_other_order),
     "sends twice": (1, sending_twice),
@@ -152,27 +153,17 @@ RESTLESS = ("spinning", "slow")
 def hang(fault, directory, seconds=PATIENCE):
     """Hang a job in this way; its recording is in ``directory`` afterwards. All ranks are ended."""
     directory.mkdir(parents=True)
-    rank, _ = FAULTS[fault]
+    culprit, _ = FAULTS[fault]
     begun = directory / "begun"
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(RANKS)
-    children = {}
-    with listener:
-        for each in range(RANKS):
-            pid = os.fork()
-            if pid == 0:
-                _rank(each, fault, directory, listener, begun)
-            children[pid] = each
-        try:
-            _rest(children, begun, fault, time.monotonic() + seconds)
-            asked = _ask(children, directory, time.monotonic() + 60)
-        finally:
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-            for pid in children:
-                os.waitpid(pid, 0)
-    truth = {"fault": fault, "rank": rank, "asked": asked}
+    with socket.create_server(("127.0.0.1", 0), backlog=RANKS) as listener:
+        run = partial(_rank, fault=fault, directory=directory, listener=listener, begun=begun)
+        with hung.forked(RANKS, run) as rank_of:
+            hung.wait_for(begun, seconds)
+            is_busy = fault in RESTLESS
+            resting = [pid for pid, rank in rank_of.items() if rank != culprit or not is_busy]
+            hung.wait_for_rest(resting, seconds)
+            asked = hung.ask(rank_of, directory, seconds)
+    truth = {"fault": fault, "rank": culprit, "asked": asked}
     (directory / "fault.json").write_text(json.dumps(truth))
 
 
@@ -200,64 +191,22 @@ def _rank(rank, fault, directory, listener, begun):
 
 def _begins(begun):
     """A function that says whether the step has come; the file then exists."""
-    step = [0]
-    original = train_gpt.micro_batches
+    micro_batches = train_gpt.micro_batches
+    last_step = 0
 
-    def micro_batches(args, state, text, number):
-        step[0] = number
-        return original(args, state, text, number)
+    def noted(args, state, text, number):
+        nonlocal last_step
+        last_step = number
+        return micro_batches(args, state, text, number)
 
-    train_gpt.micro_batches = micro_batches
+    train_gpt.micro_batches = noted
 
-    def come():
-        if step[0] >= STEP:
+    def has_come():
+        if last_step >= STEP:
             begun.touch()
-        return step[0] >= STEP
+        return last_step >= STEP
 
-    return come
-
-
-def _rest(children, begun, fault, end):
-    """Wait until the fault was done and no rank uses its processor any more."""
-    while not begun.exists():
-        _check(end, "the fault did not happen")
-    quiet, before = 0, None
-    while quiet < 6:
-        _check(end, "the ranks did not come to rest")
-        found = {pid: _used(pid) for pid, rank in children.items()}
-        if fault in RESTLESS:
-            culprit = FAULTS[fault][0]
-            found = {pid: used for pid, used in found.items() if children[pid] != culprit}
-        idle = found == before and not any("R" in states for _, states in found.values())
-        quiet, before = quiet + 1 if idle else 0, found
-
-
-def _ask(children, directory, end):
-    """Have every rank that still runs write at once; returns these."""
-    asked = {pid: rank for pid, rank in children.items() if not set(_used(pid)[1]) & set("ZT")}
-    start = time.time_ns()
-    for pid in asked:
-        os.kill(pid, signal.SIGUSR1)
-    for rank in asked.values():
-        stack = directory / f"stack_{rank}.json"
-        while not stack.exists() or json.loads(stack.read_text())["written_ns"] < start:
-            _check(end, f"rank {rank} did not write")
-    return sorted(asked.values())
-
-
-def _check(end, what):
-    if time.monotonic() > end:
-        raise TimeoutError(what)
-    time.sleep(0.3)
-
-
-def _used(pid):
-    """Hundredths of seconds of processor time (of its main thread), and the state of each."""
-    try:
-        main = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0, "Z"
-    return int(main[11]) + int(main[12]), main[0]
+    return has_come
 
 
 def main():

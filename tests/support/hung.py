@@ -1,4 +1,4 @@
-"""Real ranks that really hang: forked gloo processes that dump what a job would leave."""
+"""Real ranks that really hang: forked gloo processes, each of which records what a job leaves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,46 +18,21 @@ import torch
 import torch.distributed as dist
 
 import hypergrid
-from tests.support.forked import _wait
 
-_STILL = 1.5  # seconds in one place: longer than the diagnosis' patience
+_LOOK = 0.3  # seconds between looks at the processes
+_STILL = 6  # looks that find a process at rest: longer than the diagnosis' patience
 
 
-def hang(
-    world: int,
-    body: Callable[[int], Any],
-    directory: Path,
-    *,
-    silent: Collection[int] = (),
-    timeout: float = 60,
-) -> Path:
-    """Call ``body(rank)`` on each rank; when all but ``silent`` ranks stand still, they dump.
+def hang(world: int, body: Callable[[int], Any], directory: Path, seconds: float = 60) -> Path:
+    """Call ``body(rank)`` on each rank; when all stand still, they record. All are ended then.
 
-    A rank whose process has ended is silent too: gloo aborts on messages of an unexpected size.
-    Each rank writes groups_N.json, trace_N and stack_N.json to ``directory``, given back; a thread
-    of its own does that, as its main thread may be in a collective. All processes are ended.
+    Of a rank whose process has ended or is stopped there is no recording, but what it wrote itself.
     """
-    children = {}
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            _rank(rank, world, body, directory)
-        children[pid] = rank
-    speaking = set(range(world)) - set(silent)
-    deadline = time.monotonic() + timeout
-    try:
-        while not all((directory / f"stack_{rank}.json").exists() for rank in speaking):
-            for pid in [each for each in children if os.waitpid(each, os.WNOHANG)[0]]:
-                speaking.discard(children.pop(pid))
-            if time.monotonic() > deadline:
-                raise AssertionError(f"no dumps in time: {sorted(os.listdir(directory))}")
-            if all((directory / f".still_{rank}").exists() for rank in speaking):
-                (directory / ".go").touch()
-            time.sleep(0.05)
-    finally:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        _wait(children, time.monotonic() + 10)
+    with forked(world, lambda rank: _rank(rank, world, body, directory)) as rank_of:
+        for rank in range(world):
+            wait_for(directory / f"started_{rank}", seconds)
+        wait_for_rest(rank_of, seconds)
+        ask(rank_of, directory, seconds)
     return directory
 
 
@@ -67,66 +40,88 @@ def _rank(rank: int, world: int, body: Callable[[int], Any], directory: Path) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.disable()  # pytest's: gloo aborts where another dtype arrives
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), TORCH_FR_BUFFER_SIZE="2000")
-    error = None
     try:
         torch.set_num_threads(1)
+        hypergrid.record(directory)
         store = dist.FileStore(str(directory / ".store"), world)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300)
-        )
+        timeout = timedelta(seconds=300)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         dist.barrier()
-        threading.Thread(target=_watch, args=(rank, directory), daemon=True).start()
+        (directory / f"started_{rank}").touch()
         body(rank)
-    except BaseException as raised:
-        traceback.print_exc(file=sys.__stderr__)
-        error = f"{type(raised).__name__}: {raised}"
-    if error:
-        dump(rank, directory, error)
-        (directory / f".still_{rank}").touch()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     while True:
         time.sleep(1)  # its connections stay open, as in a process that is not yet gone
 
 
-def _watch(rank: int, directory: Path) -> None:
-    place, since = None, time.monotonic()
-    mark = directory / f".still_{rank}"
-    while not (directory / ".go").exists():
-        now = [(frame[0], frame[1]) for frame in _frames()]
-        if now != place:
-            place, since = now, time.monotonic()
-            mark.unlink(missing_ok=True)
-        elif time.monotonic() - since > _STILL:
-            mark.touch()
-        time.sleep(0.05)
-    dump(rank, directory, None)
+@contextmanager
+def forked(world: int, run: Callable[[int], object]) -> Iterator[dict[int, int]]:
+    """Fork a process for each rank, which ends after ``run``; gives the rank of each process."""
+    rank_of = {}
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            run(rank)
+            os._exit(0)
+        rank_of[pid] = rank
+    try:
+        yield rank_of
+    finally:
+        for pid in rank_of:
+            os.kill(pid, signal.SIGKILL)
+        for pid in rank_of:
+            os.waitpid(pid, 0)
 
 
-def _frames() -> list[list[Any]]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = []
-    while frame is not None:
-        frames.append([frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name])
-        frame = frame.f_back
-    return frames
+def wait_for(path: Path, seconds: float, written_after: int = 0) -> None:
+    """Wait for a file; for a file of stacks, until it was written after a moment (ns)."""
+    end = time.monotonic() + seconds
+    while not path.exists() or (written_after and _moment(path) < written_after):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{path.name} was not written")
+        time.sleep(_LOOK)
 
 
-def dump(rank: int, directory: Path, error: str | None) -> None:
-    stack = directory / f"stack_{rank}.json"
-    if stack.exists():
-        return
-    hypergrid.dump(directory / f"groups_{rank}.json")
-    trace = torch._C._distributed_c10d._dump_fr_trace()
-    (directory / f"trace_{rank}").write_bytes(trace)
-    record = {
-        "schema": 1,
-        "rank": rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "written_ns": time.time_ns(),
-        "reason": "exception" if error else "SIGUSR1",
-        "error": error,
-        "threads": [{"name": "MainThread", "main": True, "frames": _frames()}],
-    }
-    part = stack.with_suffix(".part")
-    part.write_text(json.dumps(record))
-    part.rename(stack)
+def _moment(path: Path) -> int:
+    moment: int = json.loads(path.read_text())["written_ns"]
+    return moment
+
+
+def wait_for_rest(processes: Iterable[int], seconds: float) -> None:
+    """Wait until none of the processes uses its processor any more."""
+    end = time.monotonic() + seconds
+    still_looks = 0
+    before = None
+    while still_looks < _STILL:
+        used = [_used(pid) for pid in processes]
+        is_running = any(state == "R" for _, state in used)
+        still_looks = 0 if is_running or used != before else still_looks + 1
+        before = used
+        if time.monotonic() > end:
+            raise TimeoutError("the ranks did not come to rest")
+        time.sleep(_LOOK)
+
+
+def ask(rank_of: Mapping[int, int], directory: Path, seconds: float) -> list[int]:
+    """Have every rank that still runs write at once; returns these."""
+    begin = time.time_ns()
+    asked = []
+    for pid, rank in rank_of.items():
+        _, state = _used(pid)
+        if state not in "ZT":
+            os.kill(pid, signal.SIGUSR1)
+            asked.append(rank)
+    for rank in asked:
+        wait_for(directory / f"stack_{rank}.json", seconds, begin)
+    return sorted(asked)
+
+
+def _used(pid: int) -> tuple[int, str]:
+    """Hundredths of seconds of processor time of its main thread, and that thread's state."""
+    try:
+        status = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+    except OSError:
+        return 0, "Z"
+    fields = status.rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12]), fields[0]
