@@ -10,7 +10,7 @@ import copy
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -41,6 +41,12 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     rank_bytes = np.asarray(ranks, dtype="<i8").tobytes()
     digest.update(rank_bytes)
     return int.from_bytes(digest.digest(), "big")
+
+
+def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
+    """The groups of these labels and ranks that torch knows. *Local*."""
+    names = {str(group_name(label, ranks, epoch)) for label, ranks in ranks_of.items()}
+    return [group for group, name in of_torch.known().items() if name in names]
 
 
 @contextmanager

@@ -208,6 +208,10 @@ class GroupPool:
                 self._labels.append(label)
         except BaseException as error:
             self._roll_back(before)
+            # A Ctrl-C may come when torch has the group and this pool does not.
+            in_pool = [pooled.group for pooled in self.groups]
+            named = creation.named_groups(ranks_of, epoch)
+            closing.abort(group for group in named if group not in in_pool)
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, ranks_of.values(), backend, error) from error
             raise

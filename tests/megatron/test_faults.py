@@ -24,7 +24,7 @@ from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
 from hypergrid.groups import creation, gloo
 from tests.support import ROOT, own_keys, own_lines, soaking
-from tests.support.forked import open_groups, run_ranks, total
+from tests.support.forked import from_all, on_ranks, open_groups, run_ranks, total
 
 
 def test_a_fault_in_any_function_leaves_the_process_as_before_and_a_retry_works():
@@ -148,6 +148,20 @@ def _interrupted_while_it_destroys(rank):
 def test_what_an_interrupt_leaves_is_destroyed_by_the_next_call():
     for left, finally_left in run_ranks(4, _interrupted_while_it_destroys):
         assert left > 1 and finally_left == 1
+
+
+@on_ranks(2)
+def test_an_interrupt_that_comes_when_torch_alone_has_a_group_leaves_none(rank):
+    grid = HyperCommGrid([2], ["dp"])
+    before = len(open_groups())
+    with (
+        mock.patch("hypergrid.groups.pool.PooledGroup", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        grid.create_pg("dp")
+    assert len(open_groups()) == before
+    from_all(None)
+    assert total(grid.create_pg("dp")) == 2
 
 
 def _aborts_without_threads(rank):
