@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hypergrid
 from compat import swap
@@ -147,11 +147,12 @@ def _plan_alone() -> None:
     import torch.distributed as dist
 
     from compat.megatron.releases import RELEASE
+    from compat.megatron.rows import PlannedRows
     from compat.state import ParallelState
 
-    def initialize(self: ParallelState, request: Any, *_: Any, **options: Any) -> NoReturn:
-        if dist.get_rank() == request.rank_offset:
-            plan = json.loads(request.plan.to_json())
+    def initialize(self: ParallelState, planned: PlannedRows) -> NoReturn:
+        if dist.get_rank() == planned.request.rank_offset:
+            plan = json.loads(planned.plan.to_json())
             plan["megatron"] = ".".join(map(str, RELEASE))
             ranks_per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
             if ranks_per_host.isdecimal():
@@ -159,7 +160,7 @@ def _plan_alone() -> None:
             print(json.dumps(plan), flush=True)
         raise SystemExit
 
-    ParallelState.initialize = initialize  # type: ignore[method-assign, assignment]
+    ParallelState.initialize = initialize  # type: ignore[method-assign]
 
 
 def _run(script: str, args: list[str], module: bool, install: Callable[[], None] | None) -> None:

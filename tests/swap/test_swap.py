@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 
+from hypergrid.plan import GroupPlan
 from tests.support import ROOT, warm
 
 
@@ -188,6 +189,17 @@ def test_the_launcher_runs_an_unchanged_script_and_its_order_wins(tmp_path, show
 def test_without_flags_the_scripts_own_order_stands(tmp_path, shows_the_order):
     out = launch(shows_the_order, "2", cwd=tmp_path)
     assert "compat.parallel_state [0, 4]" in out and "hypergrid: rank" not in out
+
+
+def test_the_plan_of_a_script_is_printed_at_its_initialisation_which_ends_it(
+    tmp_path, shows_the_order
+):
+    out = launch("--plan", "--order", "tp-cp-pp-dp", shows_the_order, "1", cwd=tmp_path)
+    (printed,) = (line for line in out.splitlines() if line.startswith("{"))
+    plan = GroupPlan.from_json(printed)
+    assert plan.layouts["decoder"].trimmed.dims == ("tp", "pp", "dp")
+    assert "PIPELINE_MODEL_PARALLEL_GROUP" in [row.label for row in plan.rows]
+    assert "compat.parallel_state [" not in out
 
 
 def test_no_swap_runs_stock(tmp_path, shows_the_order):
