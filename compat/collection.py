@@ -96,7 +96,8 @@ def from_grid(grid: AnyGrid, required: Iterable[str] | None = None, *, view: str
             row_view = BASE
             if row.grid == "expert" and view in grid.views:
                 row_view = view
-            dims = [dim for dim in row.dims.split("-") if dim in grid.views[row_view].dims]
+            grid_dims = grid.views[row_view].dims
+            dims = [dim for dim in row.dims.split("-") if dim in grid_dims]
             if not dims:
                 raise KeyError(f"the grid has no dim of {row.dims!r}, which {name!r} is over.")
             groups[name] = grid.get_pg(dims, view=row_view)

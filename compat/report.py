@@ -65,7 +65,10 @@ def _creation(pool: GroupPool) -> str:
 
 def _choices(request: Request) -> str:
     choices = {"order": request.order, **asdict(request.policy)}
-    return ", ".join(f"{name}={value} ({request.sources[name]})" for name, value in choices.items())
+    texts = []
+    for name, value in choices.items():
+        texts.append(f"{name}={value} ({request.sources[name]})")
+    return ", ".join(texts)
 
 
 def _groups(planned_rows: PlannedRows, pool: GroupPool) -> Iterator[str]:

@@ -93,7 +93,7 @@ def owner_of(reader: Any) -> Owner | None:
     if isinstance(reader, torch.nn.Module) and reader in _owner_of_module:
         return _owner_of_module[reader]
     # Torch's objects hold groups for others.
-    if type(reader).__module__.partition(".")[0] in ("torch", "builtins", "_pytest"):
+    if type(reader).__module__.partition(".")[0] in ("torch", "builtins"):
         return None
     if _is_collection(reader):
         return _owner_of([reader])
@@ -132,10 +132,11 @@ def states_of(groups: list[Any]) -> set[ParallelState]:
 
 def _holders_in(values: Iterable[Any]) -> list[Any]:
     """The groups and the collections of groups among ``values``."""
-    # Of a copy: another thread may set an attribute meanwhile.
-    return [
-        value for value in [*values] if isinstance(value, ProcessGroup) or _is_collection(value)
-    ]
+    holders = []
+    for value in [*values]:  # a copy: another thread may set an attribute meanwhile
+        if isinstance(value, ProcessGroup) or _is_collection(value):
+            holders.append(value)
+    return holders
 
 
 def _is_collection(value: Any) -> bool:

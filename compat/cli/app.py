@@ -195,11 +195,11 @@ def check(
     places = subject.domains or subject.hosts
     ranking = ranked_orders(subject.order, subject.layouts_in, places)
     requested = next(ranked for ranked in ranking if ranked.order == subject.order)
-    better = (
-        (ranked.order, subject.layouts_in(ranked.order) or {})
-        for ranked in ranking
-        if ranked.numbers <= requested.numbers and ranked is not requested
-    )
+    better = []
+    for ranked in ranking:
+        layouts = subject.layouts_in(ranked.order)
+        if layouts and ranked is not requested and ranked.numbers <= requested.numbers:
+            better.append((ranked.order, layouts))
     results = findings(_faults_of(subject), subject.layouts, better)
     if subject.job is not None:
         results = by_severity([*refusals(subject.job), *results])

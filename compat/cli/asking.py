@@ -37,9 +37,9 @@ def ask(directory: Path, seconds: float = 20) -> list[int]:
     end = time.monotonic() + seconds
     while silent_ranks and time.monotonic() < end:
         time.sleep(0.1)
-        silent_ranks = [
-            rank for rank in silent_ranks if _written_time(directory, rank) == written_before[rank]
-        ]
+        for rank in list(silent_ranks):
+            if _written_time(directory, rank) != written_before[rank]:
+                silent_ranks.remove(rank)
     return silent_ranks
 
 

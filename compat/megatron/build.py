@@ -239,7 +239,9 @@ def _hold(grid: HyperCommGrid, row: GroupRow, group: ProcessGroup) -> None:
     view = BASE if row.layout == DECODER else row.layout
     layout = grid.views[view]
     grid.hold(row.dims, group, view=view)
-    dims = [dim for dim in row.dims if dim != "gtp_remat" or layout.dim_size(dim) > 1]
+    dims = list(row.dims)
+    if "gtp_remat" in dims and layout.dim_size("gtp_remat") == 1:
+        dims.remove("gtp_remat")
     if dims:
         grid.hold(dims, group, view=view)
 

@@ -156,17 +156,17 @@ class Calls:
         request = self.planned_rows.request
         row = rows[0]
         planned_rows = self._planned(rows)
+        created: list[tuple[PlannedRow, Any]] = []
         if row.holds == "sizes":
             smallest = {}
             if row.least:
                 smallest["min_cp_size"] = getattr(request, row.least)
             pg_options = options(request, row.options)
             by_size = self._helper(row.creator)(self.rank, ranks, pg_options, **smallest)
-            return [
-                (planned, by_size[planned.key])
-                for planned in planned_rows
-                if planned.key in by_size
-            ]
+            for planned in planned_rows:
+                if planned.key in by_size:
+                    created.append((planned, by_size[planned.key]))
+            return created
         sizes = level_sizes(request, row)
         twins: list[Any] = []
         if RELEASE_HAS["plain_levels"]:
@@ -191,7 +191,6 @@ class Calls:
         # The lists are of this rank's groups: without any there are no levels to look up.
         if self.rank not in ranks:
             return []
-        created = []
         for planned in planned_rows:
             of_levels = twins if planned.is_twin else groups
             created.append((planned, of_levels[level_of(planned)]))

@@ -262,9 +262,12 @@ RELEASE_HAS = facts()
 def in_words() -> str:
     """The release that is followed, and how the source that decides differs from it."""
     words = f"{RELEASE[0]}.{RELEASE[1]}"
-    public = [name for name in SPANS if name[0] != "_"]
-    more = [name for name in public if present(name) > _is_in(SPANS[name], RELEASE)]
-    fewer = [name for name in public if present(name) < _is_in(SPANS[name], RELEASE)]
+    more = []
+    fewer = []
+    for name, span in SPANS.items():
+        if name.startswith("_") or present(name) == _is_in(span, RELEASE):
+            continue
+        (more if present(name) else fewer).append(name)
     if more:
         words += f", with {', '.join(more)}"
     if fewer:

@@ -446,8 +446,10 @@ class Request:
     def _lay_out(self, grid: str) -> RankLayout:
         sizes = self._sizes(grid)
         offset = self._offset(grid)
-        absent = "gtp_remat" in self.order.lower() and not RELEASE_HAS["gtp_remat"]
-        if (absent or self.rank_offset < 0) and not self.decides_ranks:
+        # Both are refused below, or laid out by our own gtp_remat: an order that is wrong by itself
+        # is refused first, as by upstream.
+        has_unknown_dim = "gtp_remat" in self.order.lower() and not RELEASE_HAS["gtp_remat"]
+        if (has_unknown_dim or self.rank_offset < 0) and not self.decides_ranks:
             self._check_order(sizes)
         if self.rank_offset < 0:
             raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")

@@ -435,7 +435,10 @@ def cut(
 def of_level(ranks: list[int], sizes: list[int], level: int) -> list[list[int]]:
     """The groups of one level of ``ranks`` cut into sizes, innermost first."""
     layout = RankLayout(tuple(map(str, range(len(sizes)))), tuple(sizes))
-    return [[ranks[place] for place in places] for places in layout.groups(str(level)).tolist()]
+    groups = []
+    for places in layout.groups(str(level)).tolist():
+        groups.append([ranks[place] for place in places])
+    return groups
 
 
 def level_sizes(request: Request, row: Row) -> list[int]:

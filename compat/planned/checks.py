@@ -83,7 +83,9 @@ def refusals(job: Job) -> Iterator[Finding]:
         return job.arguments.get(f"{name}_parallel_size", 1)
 
     model = job.model
-    flags = {flag for names in job.flags.values() for flag in names}
+    flags: set[str] = set()
+    for names in job.flags.values():
+        flags.update(names)
     yield from _indivisible(
         "num-experts",
         model.get("num-experts"),
@@ -187,22 +189,18 @@ def _across(layouts: Layouts, place: str, places: Topology) -> Iterator[Finding]
         if kind not in groups:
             continue
         touched = hosts_touched(groups[kind], places)
-        count = len(touched)
         crossing = int((touched > 1).sum())
         if not crossing:
             continue
         # The finding about tp covers the tensor-parallel groups of experts.
         if kind == "tp":
             groups.pop("expert tp", None)
-        which = "each of the" if crossing == count else f"{crossing} of the"
-        verb = "has" if crossing in (1, count) else "have"
-        article = "an" if place == "NVLink domain" else "a"
         yield Finding(
             f"{kind}-across-{place}s".replace(" ", "-").lower(),
             severity,
-            f"{kind} leaves the {place}: {which} {count} groups of {groups[kind].shape[1]} ranks "
-            f"{verb} ranks on up to {touched.max()} {place}s.",
+            f"{kind} leaves the {place}: {crossing} of {len(touched)} groups of "
+            f"{groups[kind].shape[1]} ranks have ranks on up to {touched.max()} {place}s.",
             cost,
-            f"No order avoids it without a more expensive fault. A smaller {kind} would fit into "
-            f"{article} {place}.",
+            f"No order avoids it without a more expensive fault. A smaller {kind} would stay "
+            f"inside.",
         )

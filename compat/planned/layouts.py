@@ -29,7 +29,7 @@ _KINDS = {
     "expert dp": ("expert", ("dp",)),
     "pp": ("decoder", ("pp",)),
 }
-KNOWN_DIMS = {dim for _, dims in _KINDS.values() for dim in dims}
+KNOWN_DIMS = {"tp", "cp", "ep", "dp", "pp"}
 
 
 def unknown_dims(layouts: Layouts) -> list[str]:

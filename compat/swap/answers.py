@@ -48,6 +48,7 @@ def failure_noted() -> Iterator[None]:
 
 
 def _keep_store() -> None:
+    """Keep the store that the ranks share: the default group may be gone at the end."""
     global _store
     from hypergrid.agreement import store as stores
 
