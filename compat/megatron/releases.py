@@ -198,15 +198,14 @@ def _nearest_known(text: str, origin: str) -> Version:
 
 def _most_alike(source: Source, stated: Version) -> Version:
     """The release whose names are the most like those of ``source``; of equal ones the stated."""
-    releases = [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
-
-    def likeness(release: Version) -> tuple[int, bool, Version]:
-        same = 0
+    best = (-1, False, OLDEST)
+    for minor in range(OLDEST[1], NEWEST[1] + 1):
+        release = (0, minor)
+        alike = 0
         for name, span in SPANS.items():
-            same += (name in source.names) == _is_in(span, release)
-        return same, release == stated, release
-
-    return max(releases, key=likeness)
+            alike += (name in source.names) == _is_in(span, release)
+        best = max(best, (alike, release == stated, release))
+    return best[2]
 
 
 def _decide() -> tuple[Version, Source | None, str]:
@@ -394,7 +393,7 @@ def _rewritten(function: Any, placed: list[str], named: list[str], defaults: dic
     rewritten = FunctionType(new_code, function.__globals__, name)
     functools.update_wrapper(rewritten, function)
     del rewritten.__wrapped__  # type: ignore[attr-defined]
-    with_default = [n for n in placed if n in defaults and defaults[n] is not REQUIRED]
-    rewritten.__defaults__ = tuple(defaults[n] for n in with_default)
+    with_default = [n for n in placed if defaults[n] is not REQUIRED]
+    rewritten.__defaults__ = tuple(map(defaults.get, with_default))
     rewritten.__kwdefaults__ = {n: defaults[n] for n in named}
     return rewritten

@@ -481,7 +481,11 @@ class Request:
         sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
-        divisor = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        factors = []
+        for name, size in sizes.items():
+            if size > 1:
+                factors.append(f"{name}={size}")
+        divisor = " x ".join(factors)
         if grid == "expert":
             world -= self._encoder_size
         elif encoder_ranks := prod(self._encoder_sizes):
@@ -583,7 +587,8 @@ def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout
     try:
         return RankLayout.from_order("-".join(dims), sizes, offset)
     except LayoutError as error:
-        if any(size != 1 and name not in dims for name, size in sizes.items()):
+        larger_dims = {name for name, size in sizes.items() if size != 1}
+        if larger_dims - {*dims}:
             raise RuntimeError(str(error)) from None
         raise
 

@@ -94,12 +94,14 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str], world_size: int) -> 
     # (2, -1, 2) in a world of 8: 8 / (2 * 2) = 2 in place of the -1.
     known_product = prod(size for size in shape if size != -1)
     remaining = world_size // max(known_product, 1)
-    sizes = [remaining if size == -1 else size for size in shape]
+    sizes = list(shape)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = remaining
     try:
         layout = RankLayout(tuple(names)[::-1], tuple(sizes)[::-1])
     except LayoutError as error:
         raise RuntimeError(f"{invalid}: {error}") from None
-    if layout.size != world_size or not sizes or list(shape).count(-1) > 1:
+    if layout.size != world_size or not sizes:
         raise RuntimeError(
             f"{invalid}: there must be at least one size, at most one of them -1, and they must "
             f"multiply to the world's {world_size} ranks."
