@@ -99,6 +99,7 @@ class Calls:
                             yield planned, members, group
 
     def _planned(self, rows: Iterable[Row]) -> list[PlannedRow]:
+        """The planned rows that were made of some rows of the table, twins included."""
         planned_rows = []
         for row in rows:
             for planned in self.planned_rows.rows:

@@ -72,6 +72,8 @@ class Row:
         label = self.desc or self.slot.lstrip("_")
         twin = label + "_GLOO"
         if self.levels:
+            # A global with all levels has a description for each; rows that are one level alone
+            # are the ones with a twin.
             level = "{}" if self.holds == "levels" else self.level
             label = f"HIERARCHICAL_{self.levels}_L{level}"
             twin = f"HIERARCHICAL_{self.levels}_GLOO_L{self.level}"
