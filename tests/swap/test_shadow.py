@@ -19,8 +19,12 @@ from compat.swap import answers, shadow
 from tests.parity.repairs import replaced
 from tests.support import ROOT, warm
 from tests.support.forked import open_groups, run_ranks
-from tests.support.stock import MAIN, NEWEST, following, load_stock, source
+from tests.support.stock import MAIN, NEWEST, following, have_stock, load_stock, source
 
+NEWEST_AND_BRANCHES = [*NEWEST]
+for branch in ("main", "dev"):
+    absent = pytest.mark.skipif(not have_stock(branch), reason=f"no {branch} under .cache")
+    NEWEST_AND_BRANCHES.append(pytest.param(branch, marks=[pytest.mark.long, absent]))
 TODAY = f"{datetime.date.today():%Y%m%d}"
 # What the first initialisation of a job shows; others raise, or show after a destroy.
 VISIBLE = {
@@ -347,8 +351,11 @@ def with_other_lists(stock):
     stock.generate_masked_orthogonal_rank_groups = lambda *args, **kwargs: plain(*args, **kwargs)
 
 
-def wrapping(name):
+def wrapping(*names):
+    """One of the functions of these names, which stock has."""
+
     def replace(stock):
+        name = next(name for name in names if hasattr(stock, name))
         plain = getattr(stock, name)
         setattr(stock, name, functools.wraps(plain)(lambda *a, **k: plain(*a, **k)))
 
@@ -371,7 +378,7 @@ REPLACEMENTS_OF_CLIENTS = [
     *((each, HYBRID) for each in (with_any_arguments, with_ranks_of_another_order)),
     (wrapping("get_nccl_options"), EXPERTS),
     (wrapping("create_hierarchical_groups"), CONTEXT),
-    (wrapping("create_hybrid_dp_cp_groups"), HYBRID),
+    (wrapping("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups"), HYBRID),
     (wrapping("default_embedding_ranks"), INTERLEAVED),
     (wrapping("default_position_embedding_ranks"), INTERLEAVED),
     (wrapping("_set_global_memory_buffer"), EXPERTS),
@@ -381,7 +388,13 @@ REPLACEMENTS_OF_CLIENTS = [
 
 
 def of_clients(rank, release):
-    return [shadowed(rank, release, *row[:1], (), row[1]) for row in REPLACEMENTS_OF_CLIENTS]
+    text = source(release)
+    results = []
+    for replace, sizes in REPLACEMENTS_OF_CLIENTS:
+        # The branch dev has no hybrid groups, and its dynamic ones need CUDA.
+        known = {name: size for name, size in sizes.items() if f"    {name}: " in text}
+        results.append(shadowed(rank, release, replace, (), known))
+    return results
 
 
 def check_clients(release):
@@ -399,7 +412,7 @@ def in_a_process_of(release, check):
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("release", NEWEST)
+@pytest.mark.parametrize("release", NEWEST_AND_BRANCHES)
 def test_functions_that_clients_replace_are_no_false_alarm(release):
     in_a_process_of(release, "check_clients")
 
@@ -527,7 +540,7 @@ def beside_broken_copies(rank, release):
     return {
         name: shadowed(rank, release, None, [edit], sizes)
         for name, (edit, sizes) in BROKEN.items()
-        if edit[0] in text
+        if edit[0] in text and all(f"    {argument}: " in text for argument in sizes)
     }
 
 
@@ -543,7 +556,7 @@ def check_broken_copies(release):
     print("done")
 
 
-@pytest.mark.parametrize("release", NEWEST)
+@pytest.mark.parametrize("release", NEWEST_AND_BRANCHES)
 def test_each_difference_of_a_broken_copy_of_stock_is_noticed_on_some_rank(release):
     in_a_process_of(release, "check_broken_copies")
 
