@@ -6,17 +6,10 @@ import re
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TypedDict
 
-from hypergrid.files import FileError, bytes_of, check_private, decoded, replace
+from hypergrid.files import check_private, replace
 
 _REQUEST = "asked"  # a file; recorders look at it every five seconds
-
-
-class _Stack(TypedDict):
-    """Of a rank's ``stack_RANK.json``."""
-
-    written_ns: int
 
 
 def ask(directory: Path, seconds: float = 20) -> list[int]:
@@ -26,7 +19,7 @@ def ask(directory: Path, seconds: float = 20) -> list[int]:
     the directory.
     """
     check_private(directory)
-    # A rank's own clock says when it wrote: it is compared with nothing but itself.
+    # The clocks of hosts differ: the time of a file is compared with its earlier time only.
     written_before = {}
     for path in directory.glob("groups_*.json"):
         if match := re.fullmatch(r"groups_(\d{1,7})\.json", path.name):
@@ -45,7 +38,6 @@ def ask(directory: Path, seconds: float = 20) -> list[int]:
 
 def _written_time(directory: Path, rank: int) -> int:
     """When a rank wrote its stack, in nanoseconds; 0 if it did not."""
-    name = f"stack_{rank}.json"
-    with suppress(OSError, FileError):
-        return decoded(bytes_of(directory / name), _Stack, name)["written_ns"]
+    with suppress(OSError):
+        return (directory / f"stack_{rank}.json").stat().st_mtime_ns
     return 0
