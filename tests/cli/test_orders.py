@@ -191,4 +191,4 @@ def test_a_remedy_is_an_order_that_avoids_the_fault_or_the_advice_that_none_does
     assert found["tp-across-hosts"].order == ranking[0].order
     assert ranking[0].order.startswith("tp")
     none = findings(check, layouts)[0]
-    assert none.order is None and "A smaller tp would fit" in none.remedy
+    assert none.order is None and "A smaller tp would stay inside" in none.remedy
