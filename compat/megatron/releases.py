@@ -261,12 +261,15 @@ RELEASE_HAS = facts()
 def in_words() -> str:
     """The release that is followed, and how the source that decides differs from it."""
     words = f"{RELEASE[0]}.{RELEASE[1]}"
-    more = []
-    fewer = []
+    more: list[str] = []
+    fewer: list[str] = []
     for name, span in SPANS.items():
         if name.startswith("_") or present(name) == _is_in(span, RELEASE):
             continue
-        (more if present(name) else fewer).append(name)
+        if present(name):
+            more.append(name)
+        else:
+            fewer.append(name)
     if more:
         words += f", with {', '.join(more)}"
     if fewer:
