@@ -1,8 +1,7 @@
 """The arguments of one initialisation: checked in upstream's order, and the layouts they make.
 
 Also the functions of parallel_state that outside code has replaced. Stock's initialisation calls
-its helpers through its module, so frameworks hook into it by replacing them there: a longer
-timeout, other options, other ranks, a communicator of their own.
+its helpers through its module, so frameworks hook into it by replacing them there.
 """
 
 from __future__ import annotations
@@ -286,9 +285,8 @@ class Request:
         dist = _dist()
         asking = (dist.get_rank, dist.get_world_size, dist.is_initialized)
         # Where outside code decides the ranks too, it may count more than there are processes.
-        if self.decides_ranks or not any(map(creation.is_replaced, asking)):
-            return None
-        if not dist.is_initialized():
+        is_replaced = any(map(creation.is_replaced, asking))
+        if self.decides_ranks or not is_replaced or not dist.is_initialized():
             return None
         default_group = dist.group.WORLD
         size: int = dist.get_world_size()
@@ -407,10 +405,6 @@ class Request:
             tensor = self.tensor_model_parallel_size
         return tensor, stages
 
-    @property
-    def _encoder_size(self) -> int:
-        return 0 if self.encoder is None else self.encoder.size
-
     def _sizes(self, grid: str) -> dict[str, int]:
         """The sizes of "decoder", "expert" or "encoder" by dim."""
         sizes = {
@@ -439,15 +433,14 @@ class Request:
 
     def _offset(self, grid: str) -> int:
         """The first rank of a grid: the encoder's ranks come before the decoder's."""
-        if grid == "encoder":
+        if grid == "encoder" or self.encoder is None:
             return self.rank_offset
-        return self.rank_offset + self._encoder_size
+        return self.encoder.stop
 
     def _lay_out(self, grid: str) -> RankLayout:
         sizes = self._sizes(grid)
         offset = self._offset(grid)
-        # Both are refused below, or laid out by our own gtp_remat: an order that is wrong by itself
-        # is refused first, as by upstream.
+        # An order that is wrong by itself is refused first, as by upstream.
         has_unknown_dim = "gtp_remat" in self.order.lower() and not RELEASE_HAS["gtp_remat"]
         if (has_unknown_dim or self.rank_offset < 0) and not self.decides_ranks:
             self._check_order(sizes)
@@ -481,13 +474,9 @@ class Request:
         sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
         world = self.world_size
-        factors = []
-        for name, size in sizes.items():
-            if size > 1:
-                factors.append(f"{name}={size}")
-        divisor = " x ".join(factors)
-        if grid == "expert":
-            world -= self._encoder_size
+        divisor = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        if grid == "expert" and self.encoder is not None:
+            world -= self.encoder.size
         elif encoder_ranks := prod(self._encoder_sizes):
             model += encoder_ranks * self.context_parallel_size
             divisor += (
@@ -558,8 +547,7 @@ def _of_kind(kind: str) -> list[str]:
     return [name for name, hint in _HINTS.items() if kind in hint]
 
 
-# The kind of each argument, in words, and how it is made of plain Python values: numbers and lists
-# may come from numpy or torch, paths from pathlib.
+# How each argument becomes plain Python (numbers may be numpy's), and its kind in words.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(_of_kind("int"), (operator.index, "a whole number")),
     **dict.fromkeys(_of_kind("bool"), (bool, "True or False")),
