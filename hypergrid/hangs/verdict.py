@@ -118,6 +118,7 @@ _NEXT = {
     "no dump": "look for {rank} in the kernel's log of the host, and in the scheduler's log.",
     "never entered": "read the stack of {rank}, and ask again: if the rank is only slow, the "
     "number of its last call grows.",
+    "root": "compare the roots that the ranks name, then look at the network and the devices.",
     "slow": "look at the network and the devices of the ranks in that call.",
 }
 _DOUBTS = {
@@ -190,9 +191,9 @@ class _Words:
         lines = self._places()
         if cause.kind != "slow":
             lines += self._waits()
-        if cause.kind in _NEXT:
-            rank = _ranks(cause.ranks) if cause.ranks else ""
-            lines.append(f"Next: {_NEXT[cause.kind].format(rank=rank)}")
+        advice = _NEXT.get("root" if cause.doubt == "root" else cause.kind)
+        if advice is not None:
+            lines.append(f"Next: {advice.format(rank=_ranks(cause.ranks))}")
         return lines
 
     def _waits(self) -> list[str]:
@@ -526,6 +527,8 @@ def _at(stack: Sequence[Frame]) -> str:
 
 def _ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
     """The ranks, and the verb that belongs to one or to several."""
+    if not ranks:
+        return ""
     if len(ranks) == 1:
         return f"rank {ranks[0]} {one}".rstrip()
     return f"ranks {_span(sorted(ranks))} {several}".rstrip()

@@ -232,8 +232,9 @@ VERDICTS = {
         without=[1, 2, 3],
     ),
     "a rank without a file is not certain where another raised": Case(
-        {"1 2 3": "world..."},
-        *("raised", (3,), True),
+        {EVERYONE: "world..."},
+        *("no dump", (0,), False),
+        stacks=("", "load", "load"),
         errors={3: "ValueError: the batch is empty"},
         without=[0],
     ),
