@@ -43,7 +43,6 @@ Doubt: TypeAlias = Literal[
     "either",  # it may be the others who are wrong
     "which",  # it may be any of them
 ]
-_BEFORE = 8  # last calls of a rank, one of which may have ended another rank
 _MANY = 4  # as many times more ranks are right where only their number speaks
 _BOTH = 3  # the weight of a departure against which its own past and other ranks speak
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -151,13 +150,19 @@ class Rules:
 
     def _earliness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
         """Whether a call is due, how early in the program it is, and how long ranks are in it."""
-        is_due = self.history.is_due(min(named.intersection(wait.missed)), wait.call)
+        missed_rank = min(named.intersection(wait.missed))
+        is_due = self.history.is_due(missed_rank, wait.call)
         # Places of calls can be compared only where recorders reach back to the first call.
         place = wait.at if self.ranks[wait.rank].whole else 0
         return (is_due, -place, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
-        return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]
+        """The calls in which at least one of the ranks is missed."""
+        waits = []
+        for wait in self.waiting.waits:
+            if not ranks.isdisjoint(wait.missed):
+                waits.append(wait)
+        return waits
 
     def _departed_among(self, free: set[int]) -> Cause | None:
         """A rank that did not do what was due, and so made ``free`` seem to be the cause."""
@@ -181,8 +186,10 @@ class Rules:
         """The rank that most ranks are seen to wait for comes first."""
         waiters = dict.fromkeys(sorted(ranks), 0)
         for wait in self.waiting.waits:
-            for rank in waiters.keys() & {*wait.missed}:
-                waiters[rank] += len(wait.inside)
+            for rank in wait.missed:
+                if rank in waiters:
+                    waiters[rank] += len(wait.inside)
+        # Of ranks that equally many wait for, the lowest comes first.
         return tuple(sorted(waiters, key=lambda rank: -waiters[rank]))
 
     def _is_late(self, departure: Departure) -> bool:
@@ -201,8 +208,11 @@ class Rules:
         waits = []
         for rank in sorted(within):
             waits += waiting.of.get(rank, [])
-        cause = self._departed(strong, waits) or self._minority(waits, departures)
-        cause = cause or self._departed(departures, waits)
+        cause = self._departed(strong, waits)
+        if cause is None:
+            cause = self._minority(waits, departures)
+        if cause is None:
+            cause = self._departed(departures, waits)
         if cause is not None:
             return cause
         unseen = waiting.unseen & within
@@ -232,16 +242,25 @@ class Rules:
     def _minority(self, waits: Sequence[Wait], departures: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
         for wait in waits:
-            *smaller, largest = self.waiting.unequal.get((wait.group, wait.seq), [set()])
-            named = set().union(*smaller)
-            if named and len(named) < len(largest):
-                departure = next((d for d in departures if d.rank in named), None)
-                doubt: Doubt = "" if len(largest) >= _MANY * len(named) else "either"
-                ranks = tuple(sorted(named))
-                return Cause("mismatch", ranks, wait, (), departure, doubt)
+            parts = self.waiting.unequal.get((wait.group, wait.seq), [])
+            named: set[int] = set()
+            for smaller_part in parts[:-1]:
+                named |= smaller_part
+            if not named or len(named) >= len(parts[-1]):
+                continue
+            # What the minority did instead of what was due.
+            departure = None
+            for candidate in reversed(departures):
+                if candidate.rank in named:
+                    departure = candidate
+            doubt: Doubt = "either"
+            if len(parts[-1]) >= _MANY * len(named):
+                doubt = ""
+            return Cause("mismatch", tuple(sorted(named)), wait, (), departure, doubt)
         return None
 
     def _departures(self, ranks: Iterable[int]) -> list[Departure]:
+        """What each rank did instead of what was due, the clearest first."""
         departures = self.history.departures(sorted(ranks))
         return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
@@ -335,21 +354,8 @@ class Rules:
             is_outvoted = departure.before is False and departure.others > departure.alike
             if departure.before or is_outvoted:
                 return False
-        for rank in seen_ranks:
-            if not self.history.is_confirmed(rank) or not self._is_harmless(rank):
-                return False
-        return True
-
-    def _is_harmless(self, rank: int) -> bool:
-        """Whether its last calls cannot have ended a rank: gloo ends one that receives too much."""
-        history = self.history
-        calls = self.ranks[rank].calls
-        for at in range(max(0, len(calls) - _BEFORE), len(calls)):
-            title = calls[at].title
-            is_rare = history.makers(rank, at) < _MANY and not history.is_usual(rank, at)
-            if title.backend == "gloo" and not title.p2p and is_rare:
-                return False
-        return True
+        # A call that nobody else made may have ended it: gloo ends a rank that receives too much.
+        return all(self.history.is_confirmed(rank) for rank in seen_ranks)
 
     def _is_proven(self, departure: Departure) -> bool:
         """Without its sends and receives, a stage looks as another until others wait for it."""

@@ -41,8 +41,15 @@ class Departure(NamedTuple):
     @property
     def weight(self) -> tuple[int, int]:
         """How much speaks against it; the greater, the more."""
-        own = {True: 2, None: 0, False: -1}[self.before]
-        return (own + (self.others > self.alike), self.at)
+        score = 0
+        if self.before is True:
+            score = 2
+        elif self.before is False:
+            score = -1
+        if self.others > self.alike:
+            score += 1
+        # Of departures against which equally much speaks, the later one holds the job up.
+        return (score, self.at)
 
 
 class History:
@@ -141,10 +148,6 @@ class History:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
 
-    def is_usual(self, rank: int, at: int) -> bool:
-        """Whether a rank made this call in such a place before."""
-        return self._made_before(rank, at, self._kinds[rank][at]) is True
-
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
         if rank not in self._kinds:
@@ -170,6 +173,7 @@ class History:
         """The part of a title that is equal in all groups of a label."""
         group = self.recording.groups[title.group]
         members = group.ranks
+        # A send in the default group names ranks of the job.
         pair = None
         if title.p2p and group.label == DEFAULT:
             pair = pair_of(title.what, members or range(self.recording.world_size))
@@ -244,18 +248,26 @@ class History:
 
     def _made_before(self, rank: int, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
-        kinds = self._kinds[rank]
         precedent = self._precedents(rank).get(at)
-        if precedent is None or kinds[precedent[0]] not in (due, kinds[at]):
+        if precedent is None:
             return None
-        return bool(kinds[precedent[0]] == due)
+        kinds = self._kinds[rank]
+        earlier_kind = kinds[precedent[0]]
+        if earlier_kind not in (due, kinds[at]):
+            return None
+        return bool(earlier_kind == due)
 
     def _surprises(self, rank: int) -> Iterator[Departure]:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
         for at, (place, is_known) in self._precedents(rank).items():
-            if at < len(calls) and not is_known and not self.is_shared(rank, at):
-                yield Departure(rank, at, calls[place], calls[at - 1], 0, 1, True)
+            if at == len(calls) or is_known:
+                continue
+            # Two ranks that do it in the same place have a reason for it.
+            if not self.is_shared(rank, at):
+                due = calls[place]
+                after = calls[at - 1]
+                yield Departure(rank, at, due, after, others=0, alike=1, before=True)
 
     def _precedents(self, rank: int) -> dict[int, tuple[int, bool]]:
         """Of the last places of a rank: where the same calls came before, for the longest time.
@@ -268,13 +280,17 @@ class History:
         first = max(0, len(self._kinds[rank]) - 2 * _RECENT)
         kinds = self._kinds[rank][first:]
         precedents: dict[int, tuple[int, bool]] = {}
-        alike = np.zeros(len(kinds), np.int64)  # how many calls before a place are as those here
+        # How many calls before a place are as those before ``at``: of A B C A B it is 2 at the
+        # second place (C) for the place after the last call.
+        alike = np.zeros(len(kinds), np.int64)
         for at in range(1, len(kinds) + 1):  # also of the place after the last call
-            alike[1:at] = np.where(kinds[: at - 1] == kinds[at - 1], alike[: at - 1] + 1, 0)
+            is_same = kinds[: at - 1] == kinds[at - 1]
+            alike[1:at] = np.where(is_same, alike[: at - 1] + 1, 0)
             longest = int(alike[:at].max())
-            if longest >= _LONG:
-                places = np.flatnonzero(alike[:at] == longest)
-                is_known = bool(np.isin(kinds[at : at + 1], kinds[places]).any())
-                precedents[first + at] = (first + int(places[-1]), is_known)
+            if longest < _LONG:
+                continue
+            places = np.flatnonzero(alike[:at] == longest)
+            is_known = bool(np.isin(kinds[at : at + 1], kinds[places]).any())
+            precedents[first + at] = (first + int(places[-1]), is_known)
         self._precedents_of[rank] = precedents
         return precedents

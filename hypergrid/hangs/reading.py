@@ -263,8 +263,12 @@ def _calls(entries: list[dict[str, Any]]) -> tuple[Calls, bool]:
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     torch_name, label = group
-    text = "|".join([_text(name), *map(_shape, shapes)])
-    if text.count("|") != 4:
+    parts = [_text(name)]
+    for values in shapes:
+        parts.append(_shape(values))
+    text = "|".join(parts)
+    # A "|" in the name would be taken for the end of it.
+    if text.count("|") != len(shapes):
         raise ValueError("a call has no valid name")
     return Title(_text(torch_name), _text(label), is_p2p is True, text)
 
@@ -283,13 +287,20 @@ def _shape(values: Any) -> str:
 
 def _without_batches(calls: Calls) -> Calls:
     """The operations of each batch with its state, as NCCL's recorder has that apart."""
-    batches = [at for at, title in enumerate(calls.titles) if title.what.name == "coalesced"]
-    group_of = [(title.group, title.p2p) for title in calls.titles]
+    batch_titles = []
+    group_of_title = []
+    for place, title in enumerate(calls.titles):
+        group_of_title.append((title.group, title.p2p))
+        if title.what.name == "coalesced":
+            batch_titles.append(place)
     is_kept = np.ones(len(calls), bool)
-    for end in np.flatnonzero(np.isin(calls.title, batches)):
-        group = group_of[calls.title[end]]
+    for end in np.flatnonzero(np.isin(calls.title, batch_titles)):
+        group = group_of_title[calls.title[end]]
+        # The operations of a batch come before it, and have its number.
         at = end - 1
-        while at >= 0 and calls.seq[at] == calls.seq[end] and group_of[calls.title[at]] == group:
+        while at >= 0 and calls.seq[at] == calls.seq[end]:
+            if group_of_title[calls.title[at]] != group:
+                break
             calls.columns[3:, at] = calls.columns[3:, end]
             is_kept[end] = False
             at -= 1
@@ -420,10 +431,11 @@ class _Reader:
             recording.calls = self._with_keys(rank, recording.calls)
             if rank in self.sends and not has_sends:
                 recording.calls = recording.calls.joined(self._with_keys(rank, self.sends[rank]))
-        sizes = [*self.sizes]
-        for known_ranks in (ranks, *(group.ranks for group in self.groups.values())):
-            sizes.append(max(known_ranks, default=-1) + 1)
-        world_size = max(sizes)
+        # No file may say how many ranks the job has: then it has at least those that are named.
+        highest_rank = max(ranks, default=-1)
+        for group in self.groups.values():
+            highest_rank = max(highest_rank, *group.ranks, -1)
+        world_size = max(highest_rank + 1, *self.sizes, 0)
         mixed = self._several_sizes() or _gap(ranks)
         return Recording(
             ranks, self.groups, world_size, self.problems, self.titles, self.unread, mixed

@@ -248,8 +248,13 @@ class _Words:
 
     def _line(self, wait: Wait) -> str:
         """Who is in a call, and for whom these ranks wait."""
-        entered = sorted({*wait.inside} - {*wait.behind}) or wait.inside
-        missed = sorted({*wait.missed} - {*entered}) or wait.missed
+        # A rank that has queued the call is not in it, and the others wait for it.
+        entered = sorted({*wait.inside} - {*wait.behind})
+        if not entered:
+            entered = sorted(wait.inside)
+        missed = sorted({*wait.missed} - {*entered})
+        if not missed:
+            missed = sorted(wait.missed)
         inside = _ranks(entered, "is in it and waits", "are in it and wait")
         return f"{self._call(wait)}: {inside} for {_ranks(missed)}."
 
@@ -298,10 +303,16 @@ class _Words:
         """A rank, its call and the ranks that called the same; then those of another call there."""
         wait = self._wait()
         parts = self.waiting.unequal[wait[:2]]
-        named = next((ranks for ranks in parts if not ranks.isdisjoint(self.cause.ranks)), parts[0])
-        others = next(ranks for ranks in reversed(parts) if ranks is not named)
+        named = parts[0]
+        for ranks in reversed(parts):
+            if not ranks.isdisjoint(self.cause.ranks):
+                named = ranks
+        # Of the other calls the one that most ranks made.
+        largest = parts[-1]
+        if largest is named:
+            largest = parts[-2]
         calls = []
-        for ranks in (named, others):
+        for ranks in (named, largest):
             rank = min(ranks.intersection(self.cause.ranks) or ranks)
             call = self.waiting.call_of(rank, *wait[:2])
             if call is not None:
@@ -436,15 +447,21 @@ class _Words:
         return f"{name} #{call.seq} of {self.groups[call.group].shown}"
 
     def _group(self, key: str) -> str:
-        return f"{self.groups[key].shown} {_span(self.waiting.members(key))}"
+        """Such as "DATA 0, 2"."""
+        members = self.waiting.members(key)
+        return f"{self.groups[key].shown} {_span(members)}"
 
     def _call(self, wait: Wait) -> str:
-        name = wait.call.what.name
+        """Such as "all_reduce #3 of DATA 0, 2", or "send from rank 0 to rank 2 of PIPELINE"."""
+        operation = wait.call.what
         if not wait.call.p2p:
-            return f"{name} #{wait.seq} of {self._group(wait.group)}"
-        pair = pair_of(wait.call.what, self.waiting.members(wait.group))
-        source, target = pair or ("?", "?")
-        return f"{name} from rank {source} to rank {target} of {self.groups[wait.group].shown}"
+            return f"{operation.name} #{wait.seq} of {self._group(wait.group)}"
+        group = self.groups[wait.group].shown
+        pair = pair_of(operation, self.waiting.members(wait.group))
+        if pair is None:
+            return f"{operation.name} of {group}"
+        source, target = pair
+        return f"{operation.name} from rank {source} to rank {target} of {group}"
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With its host and coordinates, if it is one."""
@@ -480,13 +497,15 @@ class _Words:
 
 def coordinate(recording: Recording, rank: int) -> dict[str, int]:
     """A rank's coordinate: its places in the largest recorded group over each dim."""
-    best: dict[str, tuple[int, ...]] = {}
+    largest: dict[str, tuple[int, ...]] = {}
     for group in recording.groups.values():
-        if len(group.dims) == 1 and group.ranks and rank in group.ranks:
-            (dim,) = group.dims
-            if len(group.ranks) > len(best.get(dim, (0,))):
-                best[dim] = group.ranks
-    return {dim: ranks.index(rank) for dim, ranks in best.items()}
+        if len(group.dims) != 1 or rank not in group.ranks:
+            continue
+        (dim,) = group.dims
+        # A group of one rank says nothing about the size of its dim.
+        if len(group.ranks) > len(largest.get(dim, (0,))):
+            largest[dim] = group.ranks
+    return {dim: members.index(rank) for dim, members in largest.items()}
 
 
 def lasting(ns: int) -> str:
@@ -521,8 +540,12 @@ def _shown(call: Call, other: Call) -> str:
 
 def _at(stack: Sequence[Frame]) -> str:
     """The innermost frame of the job's own code: neither torch's nor the standard library's."""
-    frame = next((frame for frame in stack if not _FOREIGN.search(frame.file)), stack[0])
-    return f"{frame.function} ({frame.file}:{frame.line})"
+    shown = stack[0]
+    for frame in stack:
+        if not _FOREIGN.search(frame.file):
+            shown = frame
+            break
+    return f"{shown.function} ({shown.file}:{shown.line})"
 
 
 def _ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
@@ -542,4 +565,6 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def _many(number: int, word: str) -> str:
-    return f"1 {word}" if number == 1 else f"{number} {word}s"
+    if number == 1:
+        return f"1 {word}"
+    return f"{number} {word}s"
