@@ -33,51 +33,51 @@ SIZES = {
 }
 
 
-def one_rank(rank: int, world: int, variant: dict[str, Any], counting: bool) -> dict[str, Any]:
+def one_rank(rank: int, world: int, variant: dict[str, Any], is_counting: bool) -> dict[str, Any]:
     """Initialise between two barriers and say how long that took, or what it did."""
-    os.environ.update(variant["environment"])
-    bare = variant["side"] == "bare"
-    module = load("ours" if bare else variant["side"])
+    os.environ.update(variant.get("environment", {}))
+    is_bare = variant["side"] == "bare"
+    module = load("ours" if is_bare else variant["side"])
     if variant.get("shadow"):
         shadow.watch(module)
-    store: Any = forked.store()
+    store = CountingStore(forked.store())
     calls: Counter[str] = Counter()
-    if counting:
-        store = CountingStore(store)
+    if is_counting:
         count_new_groups(calls)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    groups = groups_of(rank) if bare else []
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    else:
+        dist.init_process_group("gloo", store=forked.store(), rank=rank, world_size=world)
+    groups = groups_of(rank) if is_bare else []
     dist.barrier()
-    files = _open_files()
-    operations = store.counts.total() if counting else 0
+    files_before = _open_files()
+    operations_before = store.counts.total()
     start = time.perf_counter()
-    if bare:
+    if is_bare:
         create_alone(groups)
     else:
         module.initialize_model_parallel(**SIZES)
-    operations = store.counts.total() - operations if counting else 0
-    new_groups = calls.total()
+    operations = store.counts.total() - operations_before
     dist.barrier()
-    result: dict[str, Any] = {"seconds": time.perf_counter() - start}
-    if counting:
-        result |= {
-            "new_group calls": new_groups,
-            "communicators": len(set(c10d._world.pg_map) - {dist.group.WORLD}),
-            "store operations": operations,
-            "sockets and files": _open_files() - files,
-            "digest": None if bare else digest(module),
-        }
+    result: dict[str, Any] = {"seconds": time.perf_counter() - start, "digest": None}
+    if not is_bare:
+        result["digest"] = digest(module)
+    result["counts"] = {
+        "new_group calls": calls["new_group"],
+        "communicators": len(set(c10d._world.pg_map) - {dist.group.WORLD}),
+        "store operations": operations,
+        "sockets and files": _open_files() - files_before,
+    }
     return result
 
 
 def groups_of(rank: int) -> list[tuple[str, tuple[int, ...], str | None]]:
     """Label, ranks and backend of each group that Megatron has on this rank."""
     plan = PlannedRows(request_of(SIZES)).plan
-    return [
-        (label, ranks, row.backend)
-        for row in plan.rows
-        for label, ranks in plan.mine(row, rank).items()
-    ]
+    groups = []
+    for row in plan.rows:
+        for label, ranks in plan.mine(row, rank).items():
+            groups.append((label, ranks, row.backend))
+    return groups
 
 
 def create_alone(groups: list[tuple[str, tuple[int, ...], str | None]]) -> None:
@@ -102,36 +102,31 @@ def _open_files() -> int:
     return len(list(Path("/dev/fd").iterdir()))
 
 
-def run(world: int, variant: dict[str, Any], counting: bool) -> list[dict[str, Any]]:
+def run(world: int, variant: dict[str, Any], is_counting: bool) -> list[dict[str, Any]]:
     """One measurement on ``world`` fresh ranks."""
-    given = (world, variant, counting)
-    found: list[dict[str, Any]] = forked.run_ranks(world, one_rank, *given, backend="", timeout=120)
-    return found
+    arguments = (world, variant, is_counting)
+    return forked.run_ranks(world, one_rank, *arguments, backend="", timeout=120)
 
 
 def compare(
     world: int, variants: dict[str, Any], repeats: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Count what each variant does; then time all in turn, so that each meets the same weather.
-
-    A variant that has ``fewer_than`` is left out unless it needs fewer store operations than that
-    other one: then what it switches off cannot be switched off.
-    """
+    """Count what each variant does; then time all in turn, so that each meets the same weather."""
     outcome: dict[str, dict[str, Any]] = {}
     digests = set()
     for name, variant in variants.items():
-        ranks = run(world, variant, counting=True)
-        digests.add(tuple(rank.pop("digest") for rank in ranks))
-        digests.discard((None,) * world)  # calls without getters
-        counts = {key: max(rank[key] for rank in ranks) for key in ranks[0] if key != "seconds"}
-        other = outcome.get(variant.get("fewer_than", ""))
-        if other is None or counts["store operations"] < other["counts"]["store operations"]:
-            outcome[name] = {"seconds": [], "counts": counts}
+        ranks = run(world, variant, is_counting=True)
+        if variant["side"] != "bare":  # whose groups no getter answers
+            digests.add(tuple(rank["digest"] for rank in ranks))
+        most = {}
+        for key in ranks[0]["counts"]:
+            most[key] = max(rank["counts"][key] for rank in ranks)
+        outcome[name] = {"seconds": [], "counts": most}
     if len(digests) > 1:
         raise SystemExit(f"the variants built different groups on {world} ranks")
-    for i in rounds(repeats, seconds):
-        for name in reversed(outcome) if i % 2 else outcome:
-            ranks = run(world, variants[name], counting=False)
+    for turn in rounds(repeats, seconds):
+        for name in sorted(outcome, reverse=bool(turn % 2)):
+            ranks = run(world, variants[name], is_counting=False)
             outcome[name]["seconds"].append(max(rank["seconds"] for rank in ranks))
     return outcome
 

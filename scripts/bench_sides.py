@@ -11,17 +11,12 @@ import importlib
 import json
 import os
 import pickle
-import re
-import resource
 import sys
 import tempfile
 import time
 import timeit
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib import metadata
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +27,46 @@ SIZES = {
     "expert_model_parallel_size": 8,
 }
 ORDER = "tp-cp-ep-dp-pp"
-_DIMS = ("tensor_model", "pipeline_model", "data", "context", "expert_model")
-NUMBERS = (
-    *(f"get_{dim}_parallel_{what}" for dim in _DIMS for what in ("rank", "world_size")),
-    *("is_pipeline_first_stage", "is_pipeline_last_stage"),
-)
-GROUPS = tuple(
-    f"get_{dims}_group"
-    for dims in (
-        *("tensor_model_parallel", "data_parallel", "model_parallel", "pipeline_model_parallel"),
-        *("context_parallel", "tensor_and_data_parallel", "tensor_and_context_parallel"),
-        *("expert_model_parallel", "expert_tensor_parallel", "expert_tensor_and_model_parallel"),
-        *("expert_tensor_model_pipeline_parallel", "expert_data_parallel"),
-    )
-)
-TIMED = (
-    *(*NUMBERS, *GROUPS, "get_amax_reduction_group", "get_global_memory_buffer"),
-    *("get_data_parallel_src_rank", "get_tensor_model_parallel_src_rank"),
-    *("get_expert_data_parallel_rank", "get_expert_data_parallel_world_size"),
-    *("get_expert_tensor_parallel_rank", "get_expert_tensor_parallel_world_size"),
-    *(f"get_pipeline_model_parallel_{which}_rank" for which in ("next", "prev", "first", "last")),
-    *("get_virtual_pipeline_model_parallel_rank", "is_rank_in_embedding_group", "get_all_ranks"),
-    *("is_initialized", "model_parallel_is_initialized"),
-)
 RELEASES = ("0.16.1", "0.19.2")
+_NUMBERS = """
+    get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
+    get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size
+    get_data_parallel_rank get_data_parallel_world_size
+    get_context_parallel_rank get_context_parallel_world_size
+    get_expert_model_parallel_rank get_expert_model_parallel_world_size
+    is_pipeline_first_stage is_pipeline_last_stage
+"""
+_GROUPS = """
+    get_tensor_model_parallel_group get_data_parallel_group get_model_parallel_group
+    get_pipeline_model_parallel_group get_context_parallel_group
+    get_tensor_and_data_parallel_group get_tensor_and_context_parallel_group
+    get_expert_model_parallel_group get_expert_tensor_parallel_group
+    get_expert_tensor_and_model_parallel_group get_expert_tensor_model_pipeline_parallel_group
+    get_expert_data_parallel_group
+"""
+_OTHERS = """
+    get_amax_reduction_group get_global_memory_buffer
+    get_data_parallel_src_rank get_tensor_model_parallel_src_rank
+    get_expert_data_parallel_rank get_expert_data_parallel_world_size
+    get_expert_tensor_parallel_rank get_expert_tensor_parallel_world_size
+    get_pipeline_model_parallel_next_rank get_pipeline_model_parallel_prev_rank
+    get_pipeline_model_parallel_first_rank get_pipeline_model_parallel_last_rank
+    get_virtual_pipeline_model_parallel_rank is_rank_in_embedding_group get_all_ranks
+    is_initialized model_parallel_is_initialized
+"""
+NUMBERS = _NUMBERS.split()
+GROUPS = _GROUPS.split()
+TIMED = (*NUMBERS, *GROUPS, *_OTHERS.split())
 
 
 def rounds(most: int, seconds: float) -> Iterator[int]:
     """Count to ``most``, but stop after ``seconds``; at least one."""
     start = time.monotonic()
-    for i in count():
-        if i and (i >= most or time.monotonic() - start > seconds):
+    yield 0
+    for turn in range(1, most):
+        if time.monotonic() - start > seconds:
             return
-        yield i
+        yield turn
 
 
 def load(side: str, release: str | None = None) -> Any:
@@ -98,27 +100,28 @@ def initialise(side: str, world: int, repeats: int, seconds: float) -> dict[str,
 
     The side ``mesh`` is torch's ``init_device_mesh`` over the same dims: one group for each.
     """
+    start_fake_world(world // 2 + 3, world)
+    if side == "mesh":
+        return {"seconds": [seconds_of_a_mesh(world)]}
+    module = load(side)
+    times = []
+    for turn in rounds(repeats, seconds):
+        if turn:
+            module.destroy_model_parallel()
+        start = time.perf_counter()
+        module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
+        times.append(time.perf_counter() - start)
+    return {"seconds": times, "digest": digest(module)}
+
+
+def seconds_of_a_mesh(world: int) -> float:
     from torch.distributed.device_mesh import init_device_mesh
 
-    module: Any = None if side == "mesh" else load(side)
-    start_fake_world(world // 2 + 3, world)
     tp, cp, pp, _ = SIZES.values()
-    mesh = {"pp": pp, "dp": world // (tp * cp * pp), "cp": cp, "tp": tp}
-    times, grown, built = [], 0, ""
-    for i in rounds(repeats if module else 1, seconds):
-        if i:
-            module.destroy_model_parallel()
-        before = _reset_peak()
-        start = time.perf_counter()
-        if module:
-            module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
-        else:
-            init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        times.append(time.perf_counter() - start)
-        if i == 0:
-            grown = _peak() - before
-            built = digest(module) if module else ""
-    return {"seconds": times, "bytes": grown, "digest": built}
+    sizes = (pp, world // (tp * cp * pp), cp, tp)
+    start = time.perf_counter()
+    init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    return time.perf_counter() - start
 
 
 def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> dict[str, Any]:
@@ -128,9 +131,9 @@ def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> di
     sizes = {"tp": 8, "ep": 1, "dp": world // 256, "pp": 16, "cp": 2}
     sides = {"stock": stock(**sizes, order=ORDER), "ours": ours(**sizes, order=ORDER)}
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for i in rounds(repeats, seconds):
+    for turn in rounds(repeats, seconds):
         ranks = {}
-        for side in sorted(sides, reverse=bool(i % 2)):
+        for side in sorted(sides, reverse=bool(turn % 2)):
             start = time.perf_counter()
             ranks[side] = sides[side].get_ranks(token)
             times[side].append(time.perf_counter() - start)
@@ -153,9 +156,9 @@ def call_getters(
     if digest(sides["stock"]) != digest(sides["ours"]):
         raise SystemExit("stock and ours answer differently")
     times: dict[str, dict[str, list[float]]] = {name: {} for name in TIMED}
-    for i in rounds(repeats, seconds):
+    for turn in rounds(repeats, seconds):
         for name in TIMED:
-            for side in sorted(sides, reverse=bool(i % 2)):
+            for side in sorted(sides, reverse=bool(turn % 2)):
                 # Through the module, as callers do: mpu.get_tensor_model_parallel_rank().
                 timer = timeit.Timer(f"mpu.{name}()", globals={"mpu": sides[side]})
                 times[name].setdefault(side, []).append(timer.timeit(calls) / calls)
@@ -210,23 +213,28 @@ def recordings(directory: str, ranks: int, calls: int) -> None:
     """Write what a job left in which rank ``ranks // 2 + 1`` misses a call."""
     from tests.support.recorded import Rank
 
-    groups = {f"1{i:018}": ("TENSOR", range(i, i + 8)) for i in range(0, ranks, 8)}
-    groups |= {f"2{i:018}": ("DATA", range(i, ranks, 8)) for i in range(8)}
-    frames = [("/job/megatron/training.py", 100 + i, f"step_{i}") for i in range(5)]
+    frames = [("/job/megatron/training.py", 100 + depth, f"step_{depth}") for depth in range(5)]
     for rank in range(ranks):
-        one = Rank(rank, {name: (d, list(of)) for name, (d, of) in groups.items() if rank in of})
-        names = [*one.groups]
-        for i in range(calls - 1):
-            one.call(names[i % 4 == 3], size=(4096, 1024), frames=frames)
+        tensor_first = rank // 8 * 8
+        tensor_name = f"1{tensor_first:018}"
+        data_name = f"2{rank % 8:018}"
+        members = {
+            tensor_name: ("TENSOR", list(range(tensor_first, tensor_first + 8))),
+            data_name: ("DATA", list(range(rank % 8, ranks, 8))),
+        }
+        recorded = Rank(rank, members)
+        for call in range(calls - 1):
+            name = data_name if call % 4 == 3 else tensor_name
+            recorded.call(name, size=(4096, 1024), frames=frames)
         if rank != ranks // 2 + 1:
-            one.call(names[0], done=False, frames=frames)
-        Path(directory, f"trace_{rank}").write_bytes(pickle.dumps(one.dump(), 2))
-        mine = [
-            {"label": d, "description": d, "dims": ["tp"], "name": name, "ranks": [*of]}
-            for name, (d, of) in one.groups.items()
-        ]
-        said = {"schema": 1, "rank": rank, "world_size": ranks, "host": "a", "pid": 1}
-        Path(directory, f"groups_{rank}.json").write_text(json.dumps({**said, "groups": mine}))
+            recorded.call(tensor_name, done=False, frames=frames)
+        Path(directory, f"trace_{rank}").write_bytes(pickle.dumps(recorded.dump(), 2))
+        groups = []
+        for name, (label, group_ranks) in members.items():
+            group = {"label": label, "description": label, "dims": ["tp"], "name": name}
+            groups.append({**group, "ranks": group_ranks})
+        job = {"schema": 1, "rank": rank, "world_size": ranks, "host": "a", "pid": 1}
+        Path(directory, f"groups_{rank}.json").write_text(json.dumps({**job, "groups": groups}))
 
 
 def diagnosis(side: str, directory: str, ranks: int) -> float:
@@ -241,13 +249,16 @@ def diagnosis(side: str, directory: str, ranks: int) -> float:
     gc.disable()
     start = time.perf_counter()
     if side == "ours":
-        found = diagnose(read(directory, os.cpu_count() or 1))
-        if found.ranks != (ranks // 2 + 1,):
-            raise SystemExit(f"another rank is missing; the verdict is {found.sentence}")
-    else:
-        for path in Path(directory).iterdir():
-            data = path.read_bytes()
-            (json if path.suffix == ".json" else pickle).loads(data)
+        verdict = diagnose(read(directory, os.cpu_count() or 1))
+        if verdict.ranks != (ranks // 2 + 1,):
+            raise SystemExit(f"another rank is missing; the verdict is {verdict.sentence}")
+        return time.perf_counter() - start
+    for path in Path(directory).iterdir():
+        data = path.read_bytes()
+        if path.suffix == ".json":
+            json.loads(data)
+        else:
+            pickle.loads(data)
     return time.perf_counter() - start
 
 
@@ -260,83 +271,120 @@ def recording(pairs: int, calls: int) -> dict[str, list[float]]:
     "thread": of each second, the CPU seconds of the recorder's thread; "stall": the most of them
     between two calls, with 2,000 entries in torch's recorder.
     """
+    from tests.support import forked
+
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = (directory, pairs, calls)
+        times: dict[str, list[float]] = {}
+        times.update(forked.run_ranks(1, _recorded_collectives, *arguments, timeout=300)[0])
+        times.update(forked.run_ranks(2, _recorded_receives, *arguments, timeout=300)[0])
+        return times
+
+
+def _recorded_collectives(
+    rank: int, directory: str, pairs: int, calls: int
+) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
+    tensor = torch.ones(1024)
+
+    def call() -> None:
+        dist.all_reduce(tensor)
+
+    times: dict[str, list[float]] = {}
+    for turn in range(pairs):
+        _add_pair(times, "same", turn, lambda _: _block(call, calls, directory, False, False))
+        _add_pair(times, "all", turn, lambda is_on: _block(call, calls, directory, False, is_on))
+    thread_seconds, longest_stall = _recorder_thread(call, directory)
+    times["thread"] = [thread_seconds]
+    times["stall"] = [longest_stall]
+    return times
+
+
+def _recorded_receives(rank: int, directory: str, pairs: int, calls: int) -> dict[str, list[float]]:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(1024)
+
+    def call() -> None:
+        if rank:
+            dist.send(tensor, 0)
+        else:
+            dist.recv(tensor, 1)
+
+    times: dict[str, list[float]] = {}
+    for turn in range(pairs // 10):
+        _add_pair(
+            times, "p2p", turn, lambda is_on: _block(call, calls // 10, directory, True, is_on)
+        )
+    return times
+
+
+def _add_pair(
+    times: dict[str, list[float]], name: str, turn: int, measure: Callable[[bool], float]
+) -> None:
+    """Measure with and without recording, in the other order every second time."""
+    for is_recorded in sorted((True, False), reverse=bool(turn % 2)):
+        key = f"{name}: with" if is_recorded else f"{name}: without"
+        times.setdefault(key, []).append(measure(is_recorded))
+
+
+def _block(
+    call: Callable[[], None], calls: int, directory: str, p2p: bool, is_recorded: bool
+) -> float:
+    """CPU seconds of a call."""
     import hypergrid
-    from tests.support import forked
 
-    def rank(number: int, directory: str, p2p: bool) -> dict[str, list[float]]:
-        tensor = torch.ones(1024)
-        times = defaultdict[str, list[float]](list)
-
-        def call() -> None:
-            if p2p:
-                (dist.send if number else dist.recv)(tensor, 1 - number)
-            else:
-                dist.all_reduce(tensor)
-
-        def block(recorded: bool) -> float:
-            # Calls are a tenth faster after a recorder has closed, so one closes before each block.
-            hypergrid.record(directory, p2p=p2p).close()
-            recorder = hypergrid.record(directory, p2p=p2p) if recorded else None
-            many = calls // 10 if p2p else calls
-            for _ in range(200):  # what opening it has displaced from the caches comes back
-                call()
-            start = time.process_time()  # of all threads; a machine may be busy otherwise
-            for _ in range(many):
-                call()
-            used = time.process_time() - start
-            if recorder:
-                recorder.close()
-            return used / many
-
-        for turn in range(pairs // 10 if p2p else pairs):
-            for side in ("p2p",) if p2p else ("same", "recorded"):
-                order = [("without", False), ("with", side != "same")][:: -1 if turn % 2 else 1]
-                for name, recorded in order:
-                    times[f"{side}: {name}"].append(block(recorded))
-        if not p2p:
-            recorder = hypergrid.record(directory, after=600)
-            clock, stall = time.pthread_getcpuclockid(recorder.thread.ident or 0), 0.0
-            start, first = time.perf_counter(), time.clock_gettime(clock)
-            used = first
-            while time.perf_counter() - start < 12:  # it looks at the calls each five seconds
-                call()
-                before, used = used, time.clock_gettime(clock)
-                stall = max(stall, used - before)
-            times["thread"], times["stall"] = [(used - first) / 12], [stall]
-        return times
-
-    with tempfile.TemporaryDirectory() as directory:
-        alone: dict[str, list[float]] = forked.run_ranks(1, rank, directory, False, timeout=300)[0]
-        return alone | forked.run_ranks(2, rank, directory, True, timeout=300)[0]
+    # Calls are a tenth faster after a recorder has closed, so one closes before each block.
+    hypergrid.record(directory, p2p=p2p).close()
+    recorder = hypergrid.record(directory, p2p=p2p) if is_recorded else None
+    for _ in range(200):  # what opening it has displaced from the caches comes back
+        call()
+    start = time.process_time()  # of all threads; a machine may be busy otherwise
+    for _ in range(calls):
+        call()
+    used = time.process_time() - start
+    if recorder:
+        recorder.close()
+    return used / calls
 
 
-def _reset_peak() -> int:
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
+def _recorder_thread(call: Callable[[], None], directory: str) -> tuple[float, float]:
+    """CPU seconds of the recorder's thread in a second, and the most of them between two calls."""
+    import hypergrid
 
-
-def _peak() -> int:
-    # Linux hands a parent's ru_maxrss down to its children; this process's own is in /proc.
-    with suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        if found:
-            return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    recorder = hypergrid.record(directory, after=600)
+    clock = time.pthread_getcpuclockid(recorder.thread.ident or 0)
+    longest = 0.0
+    first = time.clock_gettime(clock)
+    used = first
+    start = time.perf_counter()
+    while time.perf_counter() - start < 12:  # it looks at the calls each five seconds
+        call()
+        before = used
+        used = time.clock_gettime(clock)
+        longest = max(longest, used - before)
+    return (used - first) / 12, longest
 
 
 def answer(*jobs: Callable[..., Any]) -> None:
     """Do the job that the command line names and print its result."""
-    given = json.loads(sys.argv[1])
-    named = {job.__name__: job for job in jobs}
-    print(json.dumps(named[given.pop("job")](**given)))
+    arguments = json.loads(sys.argv[1])
+    name = arguments.pop("job")
+    (job,) = (job for job in jobs if job.__name__ == name)
+    print(json.dumps(job(**arguments)))
 
 
 if __name__ == "__main__":
     answer(
-        *(initialise, enumerate_groups, call_getters, audited, import_side),
-        *(recordings, diagnosis, recording),
+        initialise,
+        enumerate_groups,
+        call_getters,
+        audited,
+        import_side,
+        recordings,
+        diagnosis,
+        recording,
     )

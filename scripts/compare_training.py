@@ -38,32 +38,37 @@ def main() -> int:
     parser.add_argument("--side", choices=("stock", "hypergrid"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    models = {arguments: arguments for arguments in options.run or []} or MODELS
+    models = MODELS
+    if options.run:
+        models = {arguments: arguments for arguments in options.run}
     if options.side:
-        try:
-            results = train(options.side, list(models.values()), options.ranks, options.steps)
-        except KeyboardInterrupt:
-            return 130
+        results = train(options.side, list(models.values()), options.ranks, options.steps)
         options.out.write_text(json.dumps(results))
         return 0
-    stock, ours = (run_side(side, options, models) for side in ("stock", "hypergrid"))
-    equal = [show(*each) for each in zip(models, stock, ours, strict=True)]
-    return 0 if all(equal) else 1
+    stock = run_side("stock", options, models)
+    swapped = run_side("hypergrid", options, models)
+    all_equal = True
+    for title, stock_results, swapped_results in zip(models, stock, swapped, strict=True):
+        all_equal &= show(title, stock_results, swapped_results)
+    return 0 if all_equal else 1
 
 
 def run_side(side: str, options: argparse.Namespace, models: dict[str, str]) -> list[Results]:
     """Train all models on one side, in a fresh interpreter."""
-    print(f"training on {'stock' if side == 'stock' else 'hypergrid'} ...", flush=True)
+    print(f"training on {side} ...", flush=True)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    order = ""
+    if options.order and side == "stock":
+        order = f" --order {options.order}"
+    elif options.order:
+        environment["HYPERGRID_ORDER"] = options.order
+    paths = [os.environ.get("PYTHONPATH", ""), str(HERE.parent)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "results.json")
         command = [sys.executable, __file__, "--side", side, "--out", str(out)]
         command += ["--ranks", str(options.ranks), "--steps", str(options.steps)]
-        order = f" --order {options.order}" if options.order and side == "stock" else ""
         command += [f"--run={arguments}{order}" for arguments in models.values()]
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parent)]))
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-        if options.order and side == "hypergrid":
-            environment["HYPERGRID_ORDER"] = options.order
         done = subprocess.run(command, env=environment)
         if done.returncode:
             sys.exit(done.returncode)
@@ -72,7 +77,7 @@ def run_side(side: str, options: argparse.Namespace, models: dict[str, str]) -> 
 
 
 def train(side: str, runs: list[str], ranks: int, steps: int) -> list[Results]:
-    """Train in this process's children, with or without the swap."""
+    """Train in this process's children, with or without the swap; rank 0's results of each run."""
     if side == "hypergrid":
         import compat
 
@@ -86,35 +91,40 @@ def train(side: str, runs: list[str], ranks: int, steps: int) -> list[Results]:
     assert side == "stock" or not stray_bindings(), stray_bindings()
     results = []
     for arguments in runs:
-        argv = [*shlex.split(arguments), "--steps", str(steps)]
+        line = [*shlex.split(arguments), "--steps", str(steps)]
         try:
-            per_rank = forked.run_ranks(ranks, lambda _, a=argv: train_gpt.main(a), timeout=600)
+            of_ranks = forked.run_ranks(
+                ranks, lambda _, line=line: train_gpt.main(line), timeout=600
+            )
         except forked.RankFailure as failure:
             sys.exit(f"{side}, {arguments or 'no arguments'}: {failure.line}")
-        results.append(per_rank[0])
+        results.append(of_ranks[0])
     return results
 
 
-def show(title: str, stock: Results, ours: Results) -> bool:
+def show(title: str, stock: Results, swapped: Results) -> bool:
     """Print both sides next to each other; whether they are equal to the last bit."""
     print(f"\n{title}, {stock['world_size']} ranks\n  step  stock loss   hypergrid loss")
-    for i, (theirs, mine) in enumerate(zip(stock["steps"], ours["steps"], strict=True), start=1):
-        mark = "=" if theirs["loss_hex"] == mine["loss_hex"] else "DIFFERS"
-        print(f"  {i:>4}  {theirs['loss']:<11.8f}  {mine['loss']:<11.8f}  {mark}")
-    losses = [[step["loss_hex"] for step in side["steps"]] for side in (stock, ours)]
-    equal = losses[0] == losses[1]
-    same = stock["rank_digests"] == ours["rank_digests"]
-    print(f"  losses equal to the last bit: {'yes' if equal else 'NO'}")
-    print(f"  every rank's losses, gradient norms and parameters: {'equal' if same else 'DIFFER'}")
+    equal_losses = True
+    for number, stock_step in enumerate(stock["steps"]):
+        swapped_step = swapped["steps"][number]
+        is_equal = stock_step["loss_hex"] == swapped_step["loss_hex"]
+        equal_losses &= is_equal
+        losses = f"{stock_step['loss']:<11.8f}  {swapped_step['loss']:<11.8f}"
+        print(f"  {number + 1:>4}  {losses}  {'=' if is_equal else 'DIFFERS'}")
+    equal_digests = stock["rank_digests"] == swapped["rank_digests"]
+    print(f"  losses equal to the last bit: {'yes' if equal_losses else 'NO'}")
+    digests = "equal" if equal_digests else "DIFFER"
+    print(f"  every rank's losses, gradient norms and parameters: {digests}")
     print(f"  {'':32}{'stock':>10}{'hypergrid':>12}")
     for what, key in (
         ("groups per rank", "live_groups"),
         ("new_group calls per rank", "new_group_calls"),
     ):
-        print(f"  {what:32}{max(stock[key]):>10}{max(ours[key]):>12}")
-    what = "initialize_model_parallel"
-    print(f"  {what:32}{stock['init_seconds']:>8.2f} s{ours['init_seconds']:>10.2f} s", flush=True)
-    return equal and same
+        print(f"  {what:32}{max(stock[key]):>10}{max(swapped[key]):>12}")
+    seconds = f"{stock['init_seconds']:>8.2f} s{swapped['init_seconds']:>10.2f} s"
+    print(f"  {'initialize_model_parallel':32}{seconds}", flush=True)
+    return equal_losses and equal_digests
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from compat import members_only, parallel_state
+from tests.support import forked
 
 LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -32,16 +33,11 @@ def main() -> None:
     address, port = options.address, options.port
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(options.world))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # every rank is a client of it
-    children, tester = {}, os.getppid()
+    tester = os.getppid()
+    children = {}
     for rank in options.ranks:
-        if (pid := os.fork()) == 0:
-            try:
-                _rank(rank, options)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        children[pid] = rank
+        log = options.folder / f"rank{rank}.log"
+        children[forked.fork_logged(partial(_rank, rank, options), log)] = rank
     store = None
     if 0 in options.ranks:
         store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
@@ -57,7 +53,8 @@ def _rank(rank: int, options: SimpleNamespace) -> None:
     os.environ["RANK"] = str(rank)
     dist.init_process_group("gloo")
     dist.barrier()  # the world is there, connected, before anything breaks
-    new_group, calls = dist.new_group, 0
+    new_group = dist.new_group
+    calls = 0
 
     @members_only
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +68,7 @@ def _rank(rank: int, options: SimpleNamespace) -> None:
         _gate(rank, options)
     with open(options.folder / f"trace.{rank}", "w") as trace:
         faulthandler.dump_traceback_later(options.patience, file=trace)
-        outcome: dict[str, Any] = {"rank": rank, "type": None, "text": "", "kinds": []}
+        outcome: dict[str, Any] = {"rank": rank, "type": None, "text": ""}
         start = time.monotonic()
         try:
             with mock.patch.object(dist, "new_group", counted):
@@ -79,14 +76,13 @@ def _rank(rank: int, options: SimpleNamespace) -> None:
                     **LAYOUT, distributed_timeout_minutes=options.timeout / 60
                 )
         except Exception as error:
-            kinds = [kind.__name__ for kind in type(error).__mro__]
-            outcome.update(type=kinds[0], text=str(error), kinds=kinds)
+            outcome.update(type=type(error).__name__, text=str(error))
         struck = options.folder / "struck"
         now = time.monotonic()
-        since = max(start, json.loads(struck.read_text())) if struck.exists() else start
+        if struck.exists():
+            start = max(start, json.loads(struck.read_text()))
         outcome.update(
-            seconds=now - since,
-            calls=calls,
+            seconds=now - start,
             groups=len(dist.distributed_c10d._world.pg_map) - 1,
             initialized=parallel_state.is_initialized(),
         )

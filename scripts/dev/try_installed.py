@@ -60,6 +60,11 @@ STEPS = (  # a command line, what it must print, its exit status
     ("hypergrid diagnose left --html b.html", "rank 3", 1),
     ("hypergrid audit reads", "train.py", 0),
     (f"hypergrid parity {SIZES}", "all groups equal", 0),
+    (
+        "hypergrid verify --checkout nowhere --from-args 'torchrun pretrain_gpt.py'",
+        "give a checkout of Megatron-LM",
+        2,
+    ),
     ("hypergrid doctor", "works: megatron.core.parallel_state is ours", 0),
     ('hypergrid doctor | grep -E "^hypergrid +$(hypergrid --version)"', "", 0),
     ("test -s a.png -a -s a.svg -a -s a.html -a -s b.html", "", 0),
@@ -74,28 +79,33 @@ def documented() -> Iterator[str]:
         for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.M | re.S):
             for node in ast.walk(ast.parse(textwrap.dedent(block))):
                 if isinstance(node, ast.ImportFrom):
-                    yield from (f"{node.module}.{each.name}" for each in node.names)
+                    yield from (f"{node.module}.{alias.name}" for alias in node.names)
                 elif isinstance(node, ast.Import):
-                    yield from (each.name for each in node.names)
+                    yield from (alias.name for alias in node.names)
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(".")[0] in ("hypergrid", "compat")
 
 
 def main() -> None:
     """Try all; SystemExit says what fails."""
-    names = sorted({n for n in documented() if n.split(".")[0] in ("hypergrid", "compat")})
-    for name in names:
+    names = set(filter(is_ours, documented()))
+    for name in sorted(names):
         pkgutil.resolve_name(name)
-    ours = [m for n, m in sys.modules.items() if n.split(".")[0] in ("hypergrid", "compat")]
-    elsewhere = [m.__file__ for m in ours if not str(m.__file__).startswith(sys.prefix)]
-    assert not elsewhere, f"not from the wheel: {elsewhere}"
+    for name, module in list(sys.modules.items()):
+        if is_ours(name):
+            assert str(module.__file__).startswith(sys.prefix), f"not from the wheel: {module}"
     for file, text in FILES.items():
         Path(file).write_text(text)
     commands = [f"hypergrid {name}" for name in get_command(app).commands]
-    for command in ("hypergrid", "hypergrid-launch", *commands):
-        tried = [line for line, *_ in STEPS if f"{command} " in f"{line} "]
-        assert tried or command == "hypergrid", f"nothing tries `{command}`"
+    run("hypergrid --help", "usage: ", 0)
+    for command in ("hypergrid-launch", *commands):
+        is_tried = any(f"{command} " in f"{line} " for line, *_ in STEPS)
+        assert is_tried, f"nothing tries `{command}`"
         run(f"{command} --help", "usage: ", 0)
-    for step in STEPS:
-        run(*step)
+    for line, expected, status in STEPS:
+        run(line, expected, status)
     print(f"{len(names)} imports, {len(commands)} commands and the launcher")
 
 
@@ -104,10 +114,10 @@ def run(command: str, expected: str, status: int) -> None:
     done = subprocess.run(
         ["bash", "-uc", command], capture_output=True, text=True, timeout=180, check=False
     )
-    said = done.stdout + done.stderr
-    wrong = done.returncode != status or expected.lower() not in said.lower()
-    if wrong or "Traceback" in said:
-        sys.exit(f"{command}: status {done.returncode}, not {status} and {expected!r}:\n{said}")
+    printed = done.stdout + done.stderr
+    is_right = done.returncode == status and expected.lower() in printed.lower()
+    if not is_right or "Traceback" in printed:
+        sys.exit(f"{command}: status {done.returncode}, not {status} and {expected!r}:\n{printed}")
 
 
 if __name__ == "__main__":

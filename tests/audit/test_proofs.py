@@ -22,7 +22,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def on(tmp_path_factory):
-    """What the programs of a release gave, and the problems that were recorded, by program."""
+    """What the programs of a release returned, and the problems that were recorded, by program."""
 
     @cache
     def run(release):
@@ -33,41 +33,42 @@ def on(tmp_path_factory):
         command = ("-W", "ignore", "-m", "tests.support.audited", str(directory))
         done = warm.run(*command, *PROGRAMS[release], PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
-        said = json.loads(done.stdout.splitlines()[-1])
-        found = {}
-        for name, results in said.items():
-            folder = directory / name.split()[0]
-            audit = read(folder) if folder.is_dir() else None
-            assert audit is None or audit.releases == (release.rpartition(".")[0],)
-            found[name] = results, [each.text for each in audit.problems] if audit else []
-        return found
+        outcomes = {}
+        for name, results in json.loads(done.stdout.splitlines()[-1]).items():
+            recording = read(directory / name)
+            assert recording.releases == (release.rpartition(".")[0],)
+            outcomes[name] = results, [problem.text for problem in recording.problems]
+        return outcomes
 
     return run
 
 
 def test_the_norm_of_a_second_models_gradients_asks_the_first_ones_tensor_rank(on):
     """As 6099 describes: the filter of duplicates falls back to the global tensor group."""
-    results, told = on("0.15.3")["norm"]
-    (text,) = told
-    assert text.startswith(
+    norms, (problem,) = on("0.15.3")["norm"]
+    assert problem.startswith(
         "FP32Optimizer given groups of 'critic' read tensor model parallel group of 'actor' at "
         "megatron/core/tensor_parallel/layers.py:"
     )
-    assert results == [[pytest.approx(136**0.5), 12.0]] * 8
-    results, told = on("0.16.1")["norm"]
-    assert told == [] and all(right == wrong for right, wrong in results)
+    assert norms == [[pytest.approx(136**0.5), 12.0]] * 8
+    norms, problems = on("0.16.1")["norm"]
+    assert problems == []
+    assert all(right == wrong for right, wrong in norms)
 
 
 def test_gtps_duplicates_are_filtered_by_another_states_group(on):
     """7359: no release has the repair yet; releases without GTP have no such read."""
-    (text,) = on("0.19.2")["norm"][1]
-    assert text.startswith("FP32Optimizer given groups of 'critic' read gtp weight remat group of")
-    assert "of 'actor'" in text and "get_gtp_weight_remat_rank()" in text
+    _, (problem,) = on("0.19.2")["norm"]
+    assert problem.startswith("FP32Optimizer given groups of 'critic' read gtp weight remat group")
+    assert "of 'actor'" in problem
+    assert "get_gtp_weight_remat_rank()" in problem
 
 
 def test_the_loss_over_shards_of_the_vocabulary_reads_the_other_models_group(on):
     """As 6307 describes; since 0.19 the loss takes the group."""
-    told = on("0.18.2")["cross_entropy"][1]
-    assert len(told) == 5 and all("tensor_parallel/cross_entropy.py:" in each for each in told)
-    assert all(each.startswith("Head given groups of 'critic' read tensor") for each in told)
+    _, problems = on("0.18.2")["cross_entropy"]
+    assert len(problems) == 5
+    for problem in problems:
+        assert "tensor_parallel/cross_entropy.py:" in problem
+        assert problem.startswith("Head given groups of 'critic' read tensor")
     assert on("0.19.2")["cross_entropy"][1] == []

@@ -37,34 +37,38 @@ GROUPS = {
 }
 
 
-def _mine() -> dict[str, Any]:
-    mine = {}
+def _own_groups() -> dict[str, Any]:
+    """The groups that this rank is in, by their kind."""
+    own_groups = {}
     for name, groups in GROUPS.items():
         for ranks in groups:
             group = dist.new_group(ranks=ranks, group_desc=name)
             if dist.get_rank() in ranks:
-                mine[name] = group
-    return mine
+                own_groups[name] = group
+    return own_groups
 
 
 def components_with_groups_of_their_own(client: Client) -> Iterator[Step]:
     """Never initialise: write the component's groups, some of them missing, and read."""
-    module, mine = client.module, _mine()
+    module = client.module
+    own_groups = _own_groups()
     if getattr(module, "_GLOBAL_MEMORY_BUFFER", None) is None:
         module._set_global_memory_buffer()
     for name, kind in WRITTEN.items():
-        fallback = mine["dp"] if "DATA" in name else mine["tp"]
-        setattr(module, name, mine.get(kind, fallback))
-    yield "written", {name: _same(getattr(module, name), mine) for name in WRITTEN}
+        fallback = own_groups["dp"] if "DATA" in name else own_groups["tp"]
+        setattr(module, name, own_groups.get(kind, fallback))
+    written = {name: _kinds_of(getattr(module, name), own_groups) for name in WRITTEN}
+    yield "written", written
     yield "buffer", type(module.get_global_memory_buffer()).__name__
 
 
 def groups_of_a_component_for_a_while(client: Client) -> Iterator[Step]:
     """After an initialisation: other groups inside a block, then those from before."""
     client.initialise()
-    module, mine = client.module, _mine()
+    module = client.module
+    own_groups = _own_groups()
     yield "before", None
-    with _bridged(module, mine):
+    with _bridged(module, own_groups):
         yield "inside", None
     yield "after", None
     with mock.patch.object(module, "_DATA_PARALLEL_GROUP", None):
@@ -73,22 +77,22 @@ def groups_of_a_component_for_a_while(client: Client) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _bridged(module: Any, mine: dict[str, Any]) -> Iterator[None]:
+def _bridged(module: Any, own_groups: dict[str, Any]) -> Iterator[None]:
     saved = {name: getattr(module, name, None) for name in WRITTEN}
     try:
         for name, kind in WRITTEN.items():
-            if kind in mine:
-                setattr(module, name, mine[kind])
+            if kind in own_groups:
+                setattr(module, name, own_groups[kind])
         if module._EXPERT_MODEL_PARALLEL_GROUP is saved["_EXPERT_MODEL_PARALLEL_GROUP"]:
-            module._EXPERT_MODEL_PARALLEL_GROUP = mine["tp"]
+            module._EXPERT_MODEL_PARALLEL_GROUP = own_groups["tp"]
         yield
     finally:
         for name, value in saved.items():
             setattr(module, name, value)
 
 
-def _same(value: Any, mine: dict[str, Any]) -> list[str]:
-    return [name for name, group in mine.items() if value is group]
+def _kinds_of(value: Any, own_groups: dict[str, Any]) -> list[str]:
+    return [name for name, group in own_groups.items() if value is group]
 
 
 class Config:

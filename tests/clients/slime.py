@@ -37,62 +37,62 @@ def _inner(value: Any) -> Any:
 
 
 def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(_inner, args), **{k: _inner(v) for k, v in kwargs.items()})
+    def unwrapped(*args: Any, **kwargs: Any) -> Any:
+        keywords = {name: _inner(value) for name, value in kwargs.items()}
+        return function(*map(_inner, args), **keywords)
 
-    return asked
+    return unwrapped
 
 
 @contextlib.contextmanager
 def reloadable() -> Iterator[list[Reloadable]]:
     """torch.distributed with reloadable groups; the list of them, in the order of creation."""
-    made: list[Reloadable] = []
-    before = {name: getattr(dist, name) for name in (*ASK, "new_group")}
+    groups: list[Reloadable] = []
+    originals = {name: getattr(dist, name) for name in (*ASK, "new_group")}
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        made.append(Reloadable(before["new_group"](*args, **kwargs), args, kwargs))
-        return made[-1]
+        group = originals["new_group"](*args, **kwargs)
+        groups.append(Reloadable(group, args, kwargs))
+        return groups[-1]
 
     for name in ASK:
-        setattr(dist, name, _unwrapping(before[name]))
+        setattr(dist, name, _unwrapping(originals[name]))
     dist.new_group = new_group
     try:
-        yield made
+        yield groups
     finally:
-        for name, function in before.items():
+        for name, function in originals.items():
             setattr(dist, name, function)
 
 
 def groups_closed_and_made_anew(client: Client) -> Iterator[Step]:
     """Initialise, close what was made to free memory, make it anew, go on."""
     original = dist.new_group
-    with reloadable() as made:
+    with reloadable() as groups:
         client.initialise()
-        yield "what its new_group made for this rank", sorted(map(_made, filter(_is_mine, made)))
+        own_groups = [group for group in groups if isinstance(group.group, dist.ProcessGroup)]
+        yield "what its new_group made for this rank", sorted(map(_request, own_groups))
         names = public_functions(client.release)
         getters = [name for name in names if name.endswith("parallel_group")]
         yield "answers its own objects", {name: _kind(client.module, name) for name in getters}
-        for each in made:
-            if _is_mine(each):
-                dist.destroy_process_group(each.group)
-            each.group = None
-        for each in made:
-            each.group = original(*each.args, **each.kwargs)
+        for group in own_groups:
+            dist.destroy_process_group(group.group)
+        for group in groups:
+            group.group = None
+        for group in groups:
+            group.group = original(*group.args, **group.kwargs)
         yield "made anew", {name: _kind(client.module, name) for name in getters}
         client.module.destroy_model_parallel()
         yield "destroyed", None
 
 
-def _is_mine(each: Reloadable) -> bool:
-    return isinstance(each.group, dist.ProcessGroup)
-
-
-def _made(each: Reloadable) -> str:
+def _request(group: Reloadable) -> str:
     """What was asked for a group of this rank's."""
-    given = dict(zip(("ranks", "timeout", "backend", "pg_options"), each.args, strict=False))
-    given |= each.kwargs
-    asked = [str(given.get(name)) for name in ("group_desc", "timeout", "backend")]
-    return repr((asked, sorted(given["ranks"]), options_content(given.get("pg_options"))))
+    names = ("ranks", "timeout", "backend", "pg_options")
+    arguments = dict(zip(names, group.args, strict=False)) | group.kwargs
+    texts = [str(arguments.get(name)) for name in ("group_desc", "timeout", "backend")]
+    options = options_content(arguments.get("pg_options"))
+    return repr((texts, sorted(arguments["ranks"]), options))
 
 
 def _kind(module: Any, name: str) -> Any:

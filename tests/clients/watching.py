@@ -101,7 +101,7 @@ def _communicating(
                 shown[label] = raised(error)
                 continue
             groups = answer if isinstance(answer, list) else [answer]
-            shown[label] = [_told(group, rank, program) for group in groups]
+            shown[label] = [_described(group, rank, program) for group in groups]
         return shown
 
     with warnings.catch_warnings():
@@ -109,18 +109,18 @@ def _communicating(
         return _steps(program, Client(module, release, program.sizes, restart), everything)
 
 
-def _told(group: Any, rank: int, program: Program) -> Any:
-    """A group's members, who were there when they met, and how long they would have waited."""
+def _described(group: Any, rank: int, program: Program) -> Any:
+    """A group's members, who took part in a sum over it, its description and its timeout."""
     if not isinstance(group, dist.ProcessGroup):
         return repr(group)
-    there = torch.zeros(program.world)
-    there[rank] = 1
+    presence = torch.zeros(program.world)
+    presence[rank] = 1
     if program.meet:
-        dist.all_reduce(there, group=group)
+        dist.all_reduce(presence, group=group)
+    present = presence.nonzero().flatten().tolist()
     group = getattr(group, "group", group)  # a client's wrapper
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    ranks = dist.get_process_group_ranks(group)
-    return ranks, there.nonzero().flatten().tolist(), group.group_desc, str(timeout)
+    return dist.get_process_group_ranks(group), present, group.group_desc, str(timeout)
 
 
 def _steps(program: Program, client: Client, everything: Callable[[], Seen]) -> Seen:
@@ -131,31 +131,35 @@ def _steps(program: Program, client: Client, everything: Callable[[], Seen]) -> 
             for step, value in running:
                 seen[step] = {"its own value": copy.deepcopy(value)} | everything()
         except Exception as error:
-            told = traceback.format_exc().splitlines()
-            seen["outcome"] = raised(error) | {"message": f"{error} ({told[-3].strip()})"}
+            place = traceback.format_exc().splitlines()[-3].strip()
+            seen["outcome"] = raised(error) | {"message": f"{error} ({place})"}
     return seen
 
 
 def differences(stock: Seen, candidate: Seen) -> list[str]:
     """What the candidate's client sees otherwise, one line each."""
-    found = []
+    lines = []
     for step, value in stock.items():
-        other = candidate.get(step)
-        if other is None:
-            found.append(f"{step}: the candidate's program never came to this")
+        candidate_value = candidate.get(step)
+        if candidate_value is None:
+            lines.append(f"{step}: the candidate's program never came to this")
         elif step == "created":
-            found += [f"not created: {group}" for group in (value - other).elements()]
-            found += [f"created, not by stock: {group}" for group in (other - value).elements()]
+            missing = (value - candidate_value).elements()
+            additional = (candidate_value - value).elements()
+            lines += [f"not created: {group}" for group in missing]
+            lines += [f"created, not by stock: {group}" for group in additional]
         elif step == "outcome":
-            found += [f"outcome: stock {value}, candidate {other}"] if value != other else []
+            if value != candidate_value:
+                lines.append(f"outcome: stock {value}, candidate {candidate_value}")
         else:
             for label, answer in value.items():
-                theirs = other.get(label, "<no answer>")
+                candidate_answer = candidate_value.get(label, "<no answer>")
                 # What stock still holds after a destroy, a candidate may have forgotten.
-                forgotten = "destroyed" in step and agree(stock[BEFORE].get(label), theirs)
-                if not forgotten and not agree(answer, theirs):
-                    found.append(f"{step}: {label}: stock {answer}, candidate {theirs}")
-    return found
+                forgotten = stock[BEFORE].get(label) if "destroyed" in step else answer
+                if not agree(answer, candidate_answer) and not agree(forgotten, candidate_answer):
+                    text = f"stock {answer}, candidate {candidate_answer}"
+                    lines.append(f"{step}: {label}: {text}")
+    return lines
 
 
 def stock(release: str) -> Callable[[], ModuleType]:

@@ -9,7 +9,6 @@ import random
 import sys
 import time
 import warnings
-from collections import Counter
 
 
 def main() -> int:
@@ -18,30 +17,31 @@ def main() -> int:
     parser.add_argument("--release", required=True)
     for name in ("-n", "--seed", "--first"):
         parser.add_argument(name, type=int, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     from tests.fuzzing.judging import judge
     from tests.fuzzing.wild import draw
 
+    release = options.release
     candidate = importlib.import_module("compat.parallel_state")
     started = time.monotonic()
-    count: Counter[str] = Counter()
-    found: list[str] = []
-    for number in range(given.first, given.first + given.n):
+    accepted = 0
+    complaints: list[str] = []
+    for number in range(options.first, options.first + options.n):
         # An alarm does not stop a loop that never comes back to Python; this ends the process.
         faulthandler.dump_traceback_later(180, exit=True)
-        drawn = draw(random.Random(f"{given.seed}/{given.release}/{number}"), given.release)
-        outcome, complaints = judge(drawn, candidate)
-        count["accepted" if outcome.error is None else "refused"] += 1
-        found += [f"{given.release} #{number} {drawn}: {each}" for each in complaints]
+        arguments = draw(random.Random(f"{options.seed}/{release}/{number}"), release)
+        outcome, complaints_of_set = judge(arguments, candidate)
+        accepted += outcome.error is None
+        complaints += [f"{release} #{number} {arguments}: {text}" for text in complaints_of_set]
     seconds = time.monotonic() - started
     print(
-        f"{given.release} {given.n} sets, {count['accepted']} accepted, {count['refused']} "
-        f"refused, {len(found)} complaints, {seconds:.0f} s"
+        f"{release} {options.n} sets, {accepted} accepted, {options.n - accepted} refused, "
+        f"{len(complaints)} complaints, {seconds:.0f} s"
     )
-    for complaint in found[:20]:
+    for complaint in complaints[:20]:
         print(complaint.encode("ascii", "backslashreplace").decode())
-    return 1 if found else 0
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":

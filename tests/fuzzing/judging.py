@@ -68,22 +68,24 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attempt(module: ModuleType, given: ArgumentSet, ours: bool = False) -> Outcome:
+def attempt(module: ModuleType, arguments: ArgumentSet, is_ours: bool = False) -> Outcome:
     """Call ``module.initialize_model_parallel``; of ours also list what is left afterwards."""
-    recorder = Recorder(module, given.config, given.rank, given.release)
+    recorder = Recorder(module, arguments.config, arguments.rank, arguments.release)
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as folder, observed(recorder):
-        arguments = given.arguments(Path(folder))
-        if not ours:
-            arguments = {name: v for name, v in arguments.items() if name not in CHOICES}
-        environment, files = dict(os.environ), _open_files()
+        keywords = arguments.arguments(Path(folder))
+        if not is_ours:
+            for name in CHOICES:
+                keywords.pop(name, None)
+        environment = dict(os.environ)
+        files = _open_files()
         try:
-            with limited(_PATIENCE if ours else _STOCKS_PATIENCE):
-                module.initialize_model_parallel(**arguments)
+            with limited(_PATIENCE if is_ours else _STOCKS_PATIENCE):
+                module.initialize_model_parallel(**keywords)
             outcome.created = Counter(recorder.created)
         except BaseException as error:
             outcome.error = error
-        if ours:
+        if is_ours:
             outcome.left = list(_left(module, outcome, environment, files))
         with contextlib.suppress(Exception):
             module.destroy_model_parallel()
@@ -123,38 +125,39 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def judge(given: ArgumentSet, candidate: ModuleType) -> tuple[Outcome, list[str]]:
-    """What ``candidate`` does with ``given``, and what is wrong with it.
+def judge(arguments: ArgumentSet, candidate: ModuleType) -> tuple[Outcome, list[str]]:
+    """What ``candidate`` does with ``arguments``, and what is wrong with it.
 
     That is: a hang; anything left behind; a message that is not a sentence of ours which names an
     argument; accepting what stock refuses, refusing what stock accepts; other groups than stock's;
     another type of exception than stock's where stock refuses on purpose.
     """
-    ours = attempt(candidate, given, ours=True)
-    complaints = [f"left behind: {what}" for what in ours.left]
-    if isinstance(ours.error, Hang):
-        return ours, [*complaints, "hang"]
-    if ours.error is not None and not _is_callers_own(ours.error):
-        complaints += words_missing(ours.error, [*parameters(given.release), *NAMED])
-    return ours, complaints + _differences(given, ours)
+    outcome = attempt(candidate, arguments, is_ours=True)
+    complaints = [f"left behind: {remainder}" for remainder in outcome.left]
+    if isinstance(outcome.error, Hang):
+        return outcome, [*complaints, "hang"]
+    if outcome.error is not None and not _is_callers_own(outcome.error):
+        complaints += words_missing(outcome.error, [*parameters(arguments.release), *NAMED])
+    return outcome, complaints + _differences(arguments, outcome)
 
 
 def words_missing(error: BaseException, names: Sequence[str]) -> list[str]:
     """What keeps a message from being a sentence of ours that names what is wrong."""
-    found = []
+    complaints = []
     text = str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames[-1].filename.startswith(OURS):
-        found.append(f"not our own words: {type(error).__name__} from {frames[-1].filename}")
+    shown = repr(text[:200])
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    if not file.startswith(OURS):
+        complaints.append(f"not our own words: {type(error).__name__} from {file}")
     if len(text.split()) < 4 or not re.search(r"[.!?]$", text):
-        found.append(f"no sentence: {text[:200]!r}")
+        complaints.append(f"no sentence: {shown}")
     if len(text) > _LONGEST_MESSAGE:
-        found.append(f"a message of {len(text)} characters")
+        complaints.append(f"a message of {len(text)} characters")
     if not any(name in text for name in names):
-        found.append(f"names no argument: {text[:200]!r}")
+        complaints.append(f"names no argument: {shown}")
     if not text.isprintable():
-        found.append(f"unprintable: {text[:200]!r}")
-    return found
+        complaints.append(f"unprintable: {shown}")
+    return complaints
 
 
 def _is_callers_own(error: BaseException) -> bool:
@@ -162,66 +165,78 @@ def _is_callers_own(error: BaseException) -> bool:
     return last.endswith(("tests/fuzzing/wild.py", "tests/parity/configurations.py"))
 
 
-def _differences(given: ArgumentSet, ours: Outcome) -> list[str]:
+def _differences(arguments: ArgumentSet, outcome: Outcome) -> list[str]:
     """How ours differs from stock; from stock with the `REPAIRS`, where they apply."""
-    wild = {name: _plain(name, value) for name, value in given.wild.items()}
-    window = wild.get("local_world_size")
-    if isinstance(window, int) and window > _LARGEST_WINDOW:
-        return []
-    if isinstance(wild.get("nccl_communicator_config_path"), int):
-        return []  # stock would close this file of the process
-    if any(isinstance(value, Made) and not value.comparable for value in wild.values()):
-        return []
-    if isinstance(ours.error, ValueError) and str(ours.error).startswith(CHOICES):
+    wild = {name: _plain(name, value) for name, value in arguments.wild.items()}
+    if not _can_be_compared(wild, outcome):
         return []
     simple = {name: value for name, value in wild.items() if _is_simple(name, value)}
-    seen = given.config | {"kwargs": given.config["kwargs"] | simple}
-    first = ""
-    for module in chain([load_stock(given.release)], repaired_stocks(given.release, seen)):
-        stock = attempt(module, replace(given, wild=wild))
-        difference = _difference(given, stock, ours)
-        if not difference or isinstance(stock.error, Hang | MemoryError):
+    config = {**arguments.config, "kwargs": {**arguments.config["kwargs"], **simple}}
+    first_difference = ""
+    stocks = chain([load_stock(arguments.release)], repaired_stocks(arguments.release, config))
+    for module in stocks:
+        stock_outcome = attempt(module, replace(arguments, wild=wild))
+        difference = _difference(arguments, stock_outcome, outcome)
+        if not difference or isinstance(stock_outcome.error, Hang | MemoryError):
             return []
-        first = first or difference
-    return [first]
+        first_difference = first_difference or difference
+    return [first_difference]
 
 
-def _difference(given: ArgumentSet, stock: Outcome, ours: Outcome) -> str:
-    if ours.error is None and stock.error is None:
-        shares = given.wild.get("share") not in (None, "", "none")
-        if shares or stock.created == ours.created:
+def _can_be_compared(wild: dict[str, Any], outcome: Outcome) -> bool:
+    """Whether stock can be given the same arguments."""
+    window = wild.get("local_world_size")
+    if isinstance(window, int) and window > _LARGEST_WINDOW:
+        return False
+    if isinstance(wild.get("nccl_communicator_config_path"), int):
+        return False  # stock would close this file of the process
+    if any(isinstance(value, Made) and not value.comparable for value in wild.values()):
+        return False
+    # Stock has none of our choices.
+    refuses_choice = isinstance(outcome.error, ValueError) and str(outcome.error).startswith(
+        CHOICES
+    )
+    return not refuses_choice
+
+
+def _difference(arguments: ArgumentSet, stock: Outcome, outcome: Outcome) -> str:
+    if outcome.error is None and stock.error is None:
+        shares = arguments.wild.get("share") not in (None, "", "none")
+        if shares or stock.created == outcome.created:
             return ""
-        groups = sorted({made[0] for made in (stock.created - ours.created)})
-        groups += sorted({made[0] for made in (ours.created - stock.created)})
+        groups = sorted({group[0] for group in (stock.created - outcome.created)})
+        groups += sorted({group[0] for group in (outcome.created - stock.created)})
         return f"other groups than stock's: {groups}"
-    if ours.error is None:
+    if outcome.error is None:
         return f"stock {stock}, ours accepts"
-    if may_refuse(given):
+    if may_refuse(arguments):
         return ""
     if stock.error is None:
-        return f"stock accepts, ours {ours}"
-    is_one_fault = len(given.wild) < 2 and given.config["kind"] == "sound"
-    if is_one_fault and is_deliberate(stock.error):
-        return "" if isinstance(ours.error, type(stock.error)) else f"stock {stock}, ours {ours}"
+        return f"stock accepts, ours {outcome}"
+    is_one_fault = len(arguments.wild) < 2 and arguments.config["kind"] == "sound"
+    has_stocks_type = isinstance(outcome.error, type(stock.error))
+    if is_one_fault and is_deliberate(stock.error) and not has_stocks_type:
+        return f"stock {stock}, ours {outcome}"
     return ""
 
 
-def may_refuse(given: ArgumentSet) -> bool:
+def may_refuse(arguments: ArgumentSet) -> bool:
     """Whether any refusal is right: a value of the wrong kind, or nonsense as in the parity."""
-    wild, kwargs = given.wild, given.config["kwargs"]
+    wild = arguments.wild
     if any(_is_odd(name, value) for name, value in wild.items()):
         return True
-    numbers = {n: v for n, v in wild.items() if n in NUMBERS or n == "order"}
-    order = {**kwargs, **numbers}.get("order", "")
+    keywords = dict(arguments.config["kwargs"])
+    for name, value in wild.items():
+        if name in NUMBERS or name == "order":
+            keywords[name] = value
+    order = keywords.get("order", "")
     # Stock adds a second gtp_remat to an order that names it in capitals.
-    capitals = "gtp_remat" in order.lower() and "gtp_remat" not in order.split("-")
+    in_capitals = "gtp_remat" in order.lower() and "gtp_remat" not in order.split("-")
+    if in_capitals and "gtp_remat_size" in parameters(arguments.release):
+        return True
     levels = wild.get("hierarchical_context_parallel_sizes") or []
-    return (
-        (capitals and "gtp_remat_size" in parameters(given.release))
-        or any(level < 1 for level in levels)
-        or is_nonsense({"kwargs": {**kwargs, **numbers}})
-        or any((wild.get(n) or 1) < 1 for n in ("virtual_pipeline_model_parallel_size",))
-    )
+    stages = wild.get("virtual_pipeline_model_parallel_size") or 1
+    return min([*levels, stages]) < 1 or is_nonsense({"kwargs": keywords})
 
 
 def _is_odd(name: str, value: Any) -> bool:
@@ -233,7 +248,7 @@ def _is_odd(name: str, value: Any) -> bool:
     if name in NUMBERS:
         return _index(value) is None
     if name == "hierarchical_context_parallel_sizes":
-        return not isinstance(value, list | tuple) or any(_index(each) is None for each in value)
+        return not isinstance(value, list | tuple) or any(_index(level) is None for level in value)
     if name == "high_priority_stream_groups":
         return not isinstance(value, list | tuple)
     if name == "distributed_timeout_minutes":
@@ -258,12 +273,12 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple | range):
-        return [each if _index(each) is None else _index(each) for each in value]
+        return [part if _index(part) is None else _index(part) for part in value]
     return value
 
 
 def _is_simple(name: str, value: Any) -> bool:
     """Whether the conditions of the `REPAIRS` can be asked of ``value``."""
     if name == "hierarchical_context_parallel_sizes":
-        return isinstance(value, list) and all(isinstance(each, int) for each in value)
+        return isinstance(value, list) and all(isinstance(level, int) for level in value)
     return isinstance(value, str if name == "order" else int)

@@ -22,19 +22,19 @@ def main() -> None:
     parser.add_argument("--mutants", action="store_true")
     parser.add_argument("--patched", action="store_true")
     parser.add_argument("--folder", type=Path, required=True)
-    given = parser.parse_args()
-    scale = (given.release, given.n, given.seed, given.max_world)
-    if given.mutants:
-        reports = {name: run_mutant(name, *scale) for name in mutants_of(given.release)}
+    options = parser.parse_args()
+    scale = (options.release, options.n, options.seed, options.max_world)
+    if options.mutants:
+        reports = {name: run_mutant(name, *scale) for name in mutants_of(options.release)}
     else:
         import compat.parallel_state as candidate
 
-        if given.patched:
-            reports = {"": run_patched(candidate, *scale, given.first)}
+        if options.patched:
+            reports = {"": run_patched(candidate, *scale, options.first)}
         else:
-            reports = {"": run(candidate, *scale, given.first)}
-    found = {name: vars(report) for name, report in reports.items()}
-    (given.folder / f"{given.release}.json").write_text(json.dumps(found))
+            reports = {"": run(candidate, *scale, options.first)}
+    fields = {name: vars(report) for name, report in reports.items()}
+    (options.folder / f"{options.release}.json").write_text(json.dumps(fields))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ Difference = tuple[str, Any, Any]
 
 def same_refusal(stock: dict[str, Any], candidate: dict[str, Any]) -> bool:
     """Whether the candidate refuses too, with stock's type where stock refuses on purpose."""
-    theirs = candidate.get("raises", ())
-    return stock["raises"][0] in theirs if stock["deliberate"] else bool(theirs)
+    kinds = candidate.get("raises", ())
+    return stock["raises"][0] in kinds if stock["deliberate"] else bool(kinds)
 
 
-def _agree(stock: Any, candidate: Any) -> bool:
+def agree(stock: Any, candidate: Any) -> bool:
+    """Whether an answer of the candidate is right where stock answers so."""
     if isinstance(stock, dict) and "raises" in stock:
         return isinstance(candidate, dict) and same_refusal(stock, candidate)
     return bool(stock == candidate)
@@ -34,48 +35,58 @@ def compare(
     nonsense : bool
         the configuration is one that may be refused whatever stock does.
     """
-    ours, theirs = stock["outcome"], candidate["outcome"]
-    if nonsense and theirs != "ok":
+    outcome = stock["outcome"]
+    candidate_outcome = candidate["outcome"]
+    if nonsense and candidate_outcome != "ok":
         return []
-    found: list[Difference] = []
-    if ours == theirs == "ok":
-        found += _created(stock, candidate)
-    elif "ok" in (ours, theirs) or not same_refusal(ours, theirs):
-        found.append(("initialize_model_parallel", _brief(ours), _brief(theirs)))
-    found += _answers(stock, candidate)
+    differences: list[Difference] = []
+    if outcome == candidate_outcome == "ok":
+        differences += _created(stock, candidate)
+    elif "ok" in (outcome, candidate_outcome) or not same_refusal(outcome, candidate_outcome):
+        shown = (_outcome_text(outcome), _outcome_text(candidate_outcome))
+        differences.append(("initialize_model_parallel", *shown))
+    differences += _answers(stock, candidate)
     for name in sorted(stock["groups"].keys() & candidate["groups"].keys()):
-        if stock["groups"][name] != candidate["groups"][name]:
-            found.append((f"the group of {name}", stock["groups"][name], candidate["groups"][name]))
-    return [f"{where}{what}: stock {one}, candidate {other}" for what, one, other in found]
+        group = stock["groups"][name]
+        candidate_group = candidate["groups"][name]
+        if group != candidate_group:
+            differences.append((f"the group of {name}", group, candidate_group))
+    lines = []
+    for what, stock_value, candidate_value in differences:
+        lines.append(f"{where}{what}: stock {stock_value}, candidate {candidate_value}")
+    return lines
 
 
-def _brief(outcome: Any) -> str:
+def _outcome_text(outcome: Any) -> str:
     if outcome == "ok":
         return "accepts"
     return f"raises {outcome['raises'][0]} ({outcome.get('message', '')[:160]})"
 
 
 def _created(stock: Snapshot, candidate: Snapshot) -> Iterator[Difference]:
-    for made in sorted(stock["created"] | candidate["created"], key=repr):
-        counts = stock["created"][made], candidate["created"][made]
-        if counts[0] != counts[1]:
-            yield f"created {made}", f"{counts[0]} times", f"{counts[1]} times"
+    for group in sorted(stock["created"] | candidate["created"], key=repr):
+        count = stock["created"][group]
+        candidate_count = candidate["created"][group]
+        if count != candidate_count:
+            yield f"created {group}", f"{count} times", f"{candidate_count} times"
 
 
 def _answers(stock: Snapshot, candidate: Snapshot) -> Iterator[Difference]:
     """Differences in the steps that both came to."""
     before = stock["answers"]["before"]
     for step, answers in stock["answers"].items():
-        theirs = candidate["answers"].get(step)
-        for label, answer in answers.items() if theirs is not None else ():
-            other = theirs.get(label, "<no answer>")
-            if _agree(answer, other):
+        if step not in candidate["answers"]:
+            continue
+        for label, answer in answers.items():
+            candidate_answer = candidate["answers"][step].get(label, "<no answer>")
+            if agree(answer, candidate_answer):
                 continue
-            if step == "after" and label in before and _agree(before[label], other):
+            # What stock still holds after a destroy, the candidate may have forgotten.
+            if step == "after" and label in before and agree(before[label], candidate_answer):
                 continue
             if label == "open groups":
-                leaked = sorted(set(other) - set(answer))
-                if not leaked:
-                    continue
-                answer, other = "closes these", f"leaves open {leaked}"
-            yield f"{step}: {label}", answer, other
+                leaked = sorted(set(candidate_answer) - set(answer))
+                if leaked:
+                    yield f"{step}: {label}", "closes these", f"leaves open {leaked}"
+                continue
+            yield f"{step}: {label}", answer, candidate_answer

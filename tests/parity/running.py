@@ -14,8 +14,8 @@ from tests.parity.breaking import is_nonsense
 from tests.parity.comparing import compare
 from tests.parity.configurations import random_config
 from tests.parity.repairs import repaired_stocks
-from tests.parity.snapshots import snapshot
-from tests.parity.surface import compare_surface
+from tests.parity.snapshots import Snapshot, snapshot
+from tests.parity.surface import Config, compare_surface
 from tests.support.stock import load_stock
 
 
@@ -40,9 +40,9 @@ class Report:
     examples: list[str] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
 
-    def add(self, where: str, found: list[str]) -> None:
+    def add(self, where: str, lines: list[str]) -> None:
         """Count differences, each a line that begins with `where`, and keep a few as examples."""
-        for line in found:
+        for line in lines:
             what = line.removeprefix(where).partition(": stock ")[0]
             what = re.sub(r"^created \('?(\w*).*", r"created \1", what)
             self.differences[what] += 1
@@ -80,37 +80,57 @@ def run(
     """
     report = Report(release)
     started = time.monotonic()
-    fresh = (lambda: candidate) if isinstance(candidate, ModuleType) else candidate
-    report.add("", compare_surface(fresh(), release))
+    load_candidate = fresh(candidate)
+    report.add("", compare_surface(load_candidate(), release))
     for number in range(first, first + n):
         if report.differences.total() >= stop_after:
             break
         config = random_config(random.Random(f"{seed}/{release}/{number}"), release, max_world)
-        nonsense = is_nonsense(config)
         refusal = None
         for rank in config["ranks"]:
-            where = (
-                f"#{number} ({config['kind']}) rank {rank} of {config['world_size']} "
-                f"{config['kwargs']} {config['environment'] or ''}: "
-            )
-            ours = snapshot(load_stock(release), config, rank, release)
-            theirs = snapshot(fresh(), config, rank, release)
-            found = compare(ours, theirs, where, nonsense)
-            for repaired in repaired_stocks(release, config) if found else ():
-                other = snapshot(repaired, config, rank, release)
-                if not compare(other, theirs, where, nonsense):
-                    found = []
-                    report.repaired += 1
-                    break
-            report.add(where, found)
+            stock = snapshot(load_stock(release), config, rank, release)
+            _compare_rank(report, number, config, rank, stock, load_candidate)
             report.ranks += 1
-            report.answers += 1 + sum(map(len, ours["answers"].values()))
-            report.answers += len(ours["groups"]) + len(ours["created"])
-            if ours["outcome"] != "ok":
-                refusal = refusal or f"{ours['outcome']['raises'][0]}: {config['kind']}"
+            report.answers += 1 + sum(map(len, stock["answers"].values()))
+            report.answers += len(stock["groups"]) + len(stock["created"])
+            if stock["outcome"] != "ok":
+                refusal = refusal or f"{stock['outcome']['raises'][0]}: {config['kind']}"
         if refusal:
             report.refused += 1
             report.refusals[refusal] += 1
         report.configurations += 1
     report.seconds = time.monotonic() - started
     return report
+
+
+def fresh(candidate: ModuleType | Callable[[], ModuleType]) -> Callable[[], ModuleType]:
+    """What gives the candidate for one more rank: a module again and again."""
+    if isinstance(candidate, ModuleType):
+        return lambda: candidate
+    return candidate
+
+
+def _compare_rank(
+    report: Report,
+    number: int,
+    config: Config,
+    rank: int,
+    stock: Snapshot,
+    load_candidate: Callable[[], ModuleType],
+) -> None:
+    """Report how the candidate differs from stock as one rank, and from all repaired ones."""
+    where = (
+        f"#{number} ({config['kind']}) rank {rank} of {config['world_size']} "
+        f"{config['kwargs']} {config['environment'] or ''}: "
+    )
+    nonsense = is_nonsense(config)
+    candidate = snapshot(load_candidate(), config, rank, report.release)
+    differences = compare(stock, candidate, where, nonsense)
+    if not differences:
+        return
+    for repaired in repaired_stocks(report.release, config):
+        repaired_stock = snapshot(repaired, config, rank, report.release)
+        if not compare(repaired_stock, candidate, where, nonsense):
+            report.repaired += 1
+            return
+    report.add(where, differences)

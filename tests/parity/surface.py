@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import re
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -34,8 +35,8 @@ _stock = functools.cache(load_stock)
 @functools.cache
 def parameters(release: str, name: str = "initialize_model_parallel") -> dict[str, Any]:
     """The names and defaults of a function's parameters, in order."""
-    found = inspect.signature(getattr(_stock(release), name)).parameters
-    return {name: parameter.default for name, parameter in found.items()}
+    signature = inspect.signature(getattr(_stock(release), name))
+    return {name: parameter.default for name, parameter in signature.parameters.items()}
 
 
 @functools.cache
@@ -74,22 +75,32 @@ def call(name: str, *args: Any, **kwargs: Any) -> Call:
 @functools.cache
 def getter_calls(release: str) -> tuple[Call, ...]:
     """Every getter and predicate with every sensible set of arguments, by position and keyword."""
-    made: list[Call] = []
+    calls: dict[str, Call] = {}  # by their text, each once
     for name in public_functions(release):
-        getter = name.startswith(("get_", "is_", "has_")) or name.endswith("_is_initialized")
-        if not getter or name == "get_nccl_options":
-            continue
-        found = parameters(release, name)
-        values = [_VALUES.get(parameter, (False, True)) for parameter in found]
-        for length in range(len(values) + 1):
-            made += [call(name, *args) for args in itertools.product(*values[:length])]
-        omit = object()
-        for args in itertools.product(*[(omit, *choices) for choices in values]):
-            given = {p: a for p, a in zip(found, args, strict=True) if a is not omit}
-            made.append(call(name, **given))
-        made += [call(name, **{p: 1}) for p in found if p not in _VALUES]
-        made.append(call(name, *[True] * (len(values) + 1)))
-    return tuple({each[0]: each for each in made}.values())
+        is_getter = name.startswith(("get_", "is_", "has_")) or name.endswith("_is_initialized")
+        if is_getter and name != "get_nccl_options":
+            for one in _calls_of(name, list(parameters(release, name))):
+                calls[one[0]] = one
+    return tuple(calls.values())
+
+
+def _calls_of(name: str, names: list[str]) -> Iterator[Call]:
+    """Calls of a function with each combination of values for its parameters ``names``."""
+    choices = [_VALUES.get(parameter, (False, True)) for parameter in names]
+    for length in range(len(names) + 1):
+        for values in itertools.product(*choices[:length]):
+            yield call(name, *values)
+    omitted = object()
+    for values in itertools.product(*[(omitted, *values) for values in choices]):
+        keywords = {}
+        for parameter, value in zip(names, values, strict=True):
+            if value is not omitted:
+                keywords[parameter] = value
+        yield call(name, **keywords)
+    for parameter in names:
+        if parameter not in _VALUES:
+            yield call(name, **{parameter: 1})
+    yield call(name, *[True] * (len(names) + 1))  # one more than there are
 
 
 @functools.cache
@@ -112,25 +123,31 @@ def compare_surface(candidate: ModuleType, release: str) -> list[str]:
     Every public function with the signature of that release, every private global, and the
     refusal to initialise without torch.distributed.
     """
-    found = []
+    lines = []
     for name in public_functions(release):
-        theirs = getattr(candidate, name, None)
-        if not callable(theirs):
-            found.append(f"{name}: the candidate has no such function")
+        function = getattr(candidate, name, None)
+        if not callable(function):
+            lines.append(f"{name}: the candidate has no such function")
             continue
-        shown = [(n, p.default, p.kind) for n, p in inspect.signature(theirs).parameters.items()]
-        ours = inspect.signature(getattr(_stock(release), name)).parameters
-        if repr(shown) != repr([(n, p.default, p.kind) for n, p in ours.items()]):
-            found.append(f"{name}: the signature is {inspect.signature(theirs)}, not {ours}")
+        signature = inspect.signature(function)
+        stocks = inspect.signature(getattr(_stock(release), name))
+        if _shown_parameters(signature) != _shown_parameters(stocks):
+            lines.append(f"{name}: the signature is {signature}, not {stocks}")
     for name in private_globals(release):
         if not hasattr(candidate, name):
-            found.append(f"{name}: the candidate has no such global")
+            lines.append(f"{name}: the candidate has no such global")
     for module, label in ((_stock(release), "stock"), (candidate, "candidate")):
         try:
             module.initialize_model_parallel()
-            found.append(f"initialize_model_parallel without torch.distributed: {label} accepts")
+            lines.append(f"initialize_model_parallel without torch.distributed: {label} accepts")
         except AssertionError:
             pass
         except Exception as error:
-            found.append(f"initialize_model_parallel without torch.distributed: {error!r}")
-    return found
+            lines.append(f"initialize_model_parallel without torch.distributed: {error!r}")
+    return lines
+
+
+def _shown_parameters(signature: inspect.Signature) -> str:
+    """Names, defaults and kinds; of defaults the text, as each release has classes of its own."""
+    parameters = signature.parameters.values()
+    return repr([(parameter.name, parameter.default, parameter.kind) for parameter in parameters])

@@ -1,24 +1,16 @@
 """scripts/matrix: a promise that is not kept shows in its cell and in the exit status."""
 
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import script_module
 from tests.support.stock import have_stock
 
-FILE = ROOT / "scripts" / "matrix"
 
-
-@pytest.fixture
-def matrix(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    spec = spec_from_loader("matrix", SourceFileLoader("matrix", str(FILE)))
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def matrix():
+    return script_module("matrix")
 
 
 @pytest.mark.parametrize(("kept", "status"), [(True, 0), (None, 0), (False, 1)])

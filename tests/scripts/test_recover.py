@@ -16,7 +16,7 @@ from tests.support import ROOT
 def test_after_a_fault_training_equals_a_fresh_start_from_the_same_checkpoint(fault):
     command = [sys.executable, "-W", "ignore", "scripts/recover", "--faults", fault]
     done = subprocess.run(
-        [*command, "--no-stock", "--no-soak"],
+        command,
         capture_output=True,
         text=True,
         timeout=360,

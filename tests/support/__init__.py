@@ -29,6 +29,9 @@ Programs and pages
 """
 
 import re
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,3 +47,15 @@ def own_keys(store):
     """The keys of hypergrid's in the store; none with torch 2.9, which lists no keys."""
     listed = store.list_keys() if hasattr(store, "list_keys") else []
     return [key for key in listed if "hypergrid/" in key]
+
+
+def script_module(name):
+    """A file of ``scripts/`` as a module; its main() is not run."""
+    folder = str(ROOT / "scripts")
+    loader = SourceFileLoader(name.removesuffix(".py"), f"{folder}/{name}")
+    spec = spec_from_loader(loader.name, loader)
+    module = module_from_spec(spec)
+    sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    sys.path.remove(folder)
+    return module

@@ -187,6 +187,51 @@ def served() -> Iterator[tuple[int, int]]:
         os.waitpid(server, 0)
 
 
+def fork_logged(body: Callable[[], object], log: Path, **environment: object) -> int:
+    """Fork a process that calls ``body``, prints to ``log`` and ends; its id.
+
+    It ends with status 0, or with 1 and a traceback in the log if ``body`` raises.
+    """
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        for name, value in environment.items():
+            os.environ[name] = str(value)
+        body()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def statuses(children: dict[int, int], seconds: float) -> dict[int, int]:
+    """Exit status of each rank of ``children``, 1000 of those that do not end in time.
+
+    ``children`` has the rank of each process id. Those that do not end are killed.
+    """
+    status_of_rank = {}
+    running = dict(children)
+    deadline = time.monotonic() + seconds
+    while running and time.monotonic() < deadline:
+        for process in list(running):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                status_of_rank[running.pop(process)] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    for process, rank in running.items():
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        status_of_rank[rank] = 1000
+    return status_of_rank
+
+
 def run_scripts(
     world: int, body: Callable[..., Any], *args: Any, runs: int = 1, timeout: float = 40
 ) -> list[list[str]]:

@@ -49,14 +49,13 @@ def builder(request, tmp_path):
     """The genuine module of a release, without the rest of its package."""
     release, module = request.param
     core = tmp_path / "megatron" / "core"
-    wanted = {module: source_of(release, module)}
-    also = ["process_groups_config"] + ["inference.shards_spec"] * ("shards" in module)
-    for name in also:
-        wanted[f"megatron.core.{name}"] = source_of(release, f"megatron.core.{name}")
-    for name, file in wanted.items():
+    names = [module, "megatron.core.process_groups_config"]
+    if "shards" in module:
+        names.append("megatron.core.inference.shards_spec")
+    for name in names:
         copy = tmp_path / Path(*name.split(".")).with_suffix(".py")
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
+        shutil.copy(source_of(release, name), copy)
     (core / "__init__.py").write_text("from megatron.core import parallel_state as mpu\n")
     return release, module, tmp_path
 
@@ -77,43 +76,32 @@ COMPARES = """
     from megatron.core.process_groups_config import ProcessGroupCollection
     mpu.initialize_model_parallel(**sizes)
     build = import_module(module).build_inference_pg_collection
-    groups = build(16, use_tp_pp_dp_mapping=len(sys.argv) > 4)
-    names = ("tp cp pp ep embd pos_embd dp tp_cp mp expt_tp expt_dp tp_ep tp_ep_pp dp_cp tp_dp_cp")
-    ours = ProcessGroupCollection.use_mpu_process_groups(names.replace("tp_dp_cp", "").split())
+    groups = build(16)
+    names = "tp cp pp ep embd pos_embd dp tp_cp mp expt_tp expt_dp tp_ep tp_ep_pp dp_cp".split()
+    ours = ProcessGroupCollection.use_mpu_process_groups(names)
     ours.tp_dp_cp = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    for name in names.split():
-        theirs = getattr(groups, name)
-        of = dist.get_process_group_ranks
-        same = None if theirs is None else of(theirs)
-        mine = getattr(ours, name)
-        mine = None if mine is None or rank not in of(mine) else of(mine)
-        print(name, "same" if same == mine else f"{same} and not {mine}")
+
+    def members(group):
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        return ranks if rank in ranks else []
+
+    for name in [*names, "tp_dp_cp"]:
+        megatrons, swapped = members(getattr(groups, name)), members(getattr(ours, name))
+        print(name, "same" if megatrons == swapped else f"{megatrons} and not {swapped}")
 """
-DENSE = "{'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 2"
-SIZES = {
-    "dense": DENSE + "}",
-}
-
-
+SIZES = "{'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 2}"
 WARNS = "computes ranks by itself"
 
 
-@every_builder
+@pytest.mark.parametrize("builder", BUILDERS, indirect=True)
 @pytest.mark.parametrize(
-    ("order", "first", "second"),
-    [
-        ("tp-cp-pp-dp", "dp", "pp"),
-        ("TP-CP-EP-PP-DP", "dp", "pp"),
-        ("dp-tp-cp-ep-pp", "tp", "dp"),
-        ("pp-dp-cp-ep-tp", "tp", "cp"),
-    ],
+    ("order", "first", "second"), [("TP-CP-EP-PP-DP", "dp", "pp"), ("pp-dp-cp-ep-tp", "tp", "cp")]
 )
 def test_what_lays_out_an_inference_model_is_named_where_another_order_is_requested(
     builder, order, first, second
 ):
     release, module, path = builder
-    arguments = {"path": path, "release": release, "HYPERGRID_ORDER": order}
-    done = run(COMPARES, module, SIZES["dense"], "9", **arguments)
+    done = run(COMPARES, module, SIZES, "9", path=path, release=release, HYPERGRID_ORDER=order)
     assert done.stderr.count(WARNS) == 1, done.stderr
     assert f"{module} {WARNS}, as if {first} came before {second}" in done.stderr
     assert f"The order {order!r}, from HYPERGRID_ORDER in the environment" in done.stderr
@@ -121,24 +109,14 @@ def test_what_lays_out_an_inference_model_is_named_where_another_order_is_reques
     assert " and not " in done.stdout, done.stdout + done.stderr
 
 
-@every_builder
-def test_an_inference_model_is_laid_out_as_stock(builder):
-    release, module, path = builder
-    for mapping, says in (((), "pp same"), (("mapping",), "pp [9, 11] and not [1, 9]")):
-        done = run(COMPARES, module, SIZES["dense"], "9", *mapping, path=path, release=release)
-        assert says in done.stdout.splitlines(), done.stdout + done.stderr
-        assert WARNS not in done.stderr
-
-
-@every_builder
+@pytest.mark.parametrize("builder", BUILDERS, indirect=True)
 def test_megatrons_order_for_an_inference_model_is_no_reason_to_warn(builder):
     release, module, path = builder
-    for order in ("tp-dp-pp", "tp-cp-ep-dp-pp"):
-        arguments = {"path": path, "release": release, "HYPERGRID_ORDER": order}
-        done = run(COMPARES, module, SIZES["dense"], "9", **arguments)
-        lines = [line.partition(" ")[2] for line in done.stdout.splitlines()]
-        assert lines == ["same"] * 15, done.stdout + done.stderr
-        assert WARNS not in done.stderr
+    order = "tp-dp-pp"
+    done = run(COMPARES, module, SIZES, "9", path=path, release=release, HYPERGRID_ORDER=order)
+    answers = [line.partition(" ")[2] for line in done.stdout.splitlines()]
+    assert answers == ["same"] * 15, done.stdout + done.stderr
+    assert WARNS not in done.stderr
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -186,16 +164,3 @@ def test_what_counts_on_tensor_parallel_ranks_side_by_side_is_warned_of(
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(WARNS) == (pair is not None), done.stderr
     assert pair is None or f"megatron.core.{module} {WARNS}, as if {pair}." in done.stderr
-
-
-def test_a_module_that_is_listed_says_what_the_list_says(tmp_path):
-    """The sources of the two that count on consecutive ranks still have the classes that do."""
-    classes = {
-        "transformer/moe/token_dispatcher.py": ["MoEAlltoAllTokenDispatcher"],
-        "datasets/data_schedule.py": ["HybridCPDataLoaderWrapper"],
-    }
-    if not have_stock("0.16.1"):
-        pytest.skip("run scripts/fetch_megatron 0.16.1")
-    for name, wanted in classes.items():
-        text = (source_dir("0.16.1") / name).read_text(encoding="utf-8")
-        assert all(f"class {each}" in text for each in wanted)

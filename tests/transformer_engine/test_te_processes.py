@@ -113,12 +113,14 @@ def test_our_arguments_correct_a_size_that_was_asked_before_initialisation(real_
 
 def test_destroy_imports_nothing_and_survives_a_context_that_cannot_end(fake_world, monkeypatch):
     fake_world(8)
-    state, loaded = ParallelState.create(tensor_model_parallel_size=2), set(sys.modules)
+    state = ParallelState.create(tensor_model_parallel_size=2)
+    loaded = set(sys.modules)
     state.destroy()
     assert set(sys.modules) == loaded
-    asked = lru_cache(lambda group=None: dist.get_world_size(group))
+    cached_size = lru_cache(lambda group=None: dist.get_world_size(group))
     package = "transformer_engine.pytorch"
-    distributed = SimpleNamespace(get_distributed_world_size=asked)  # another release: one is gone
+    # As in another release: one of the two functions is gone.
+    distributed = SimpleNamespace(get_distributed_world_size=cached_size)
     state = ParallelState.create(tensor_model_parallel_size=2, expert_model_parallel_size=2)
     group = state.get_expert_tensor_and_model_parallel_group()
 
@@ -128,22 +130,14 @@ def test_destroy_imports_nothing_and_survives_a_context_that_cannot_end(fake_wor
     expert = SimpleNamespace(_EP_GROUP=group, ep_finalize=fail)
     for name, module in {"distributed": distributed, "ep": expert}.items():
         monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
-    asked(group)
+    cached_size(group)
     with pytest.warns(RuntimeWarning, match="could not end its expert parallelism over .*no commu"):
         state.destroy()
-    assert asked.cache_info().currsize == 0
+    assert cached_size.cache_info().currsize == 0
     assert group not in open_groups()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ImportError",
-        "RuntimeError",
-        pytest.param("OSError", marks=pytest.mark.long),
-        pytest.param("AssertionError", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("kind", ["ImportError", "RuntimeError", "OSError"])
 def test_the_probe_survives_a_broken_installation(tmp_path, kind):
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
@@ -182,19 +176,17 @@ SAYS = "transformer-engine 2.20.2 is installed without its libraries"
 def test_the_empty_package_breaks_megatron_and_install_said_so_before():
     done = run("-c", f"import compat; compat.install(); {IMPORT}", path=[te_on_cpu.SOURCE])
     assert "RuntimeError: Found empty `transformer-engine` meta package" in done.stderr
-    said, raised = done.stderr.index(SAYS), done.stderr.index("Traceback")
-    assert said < raised
+    assert done.stderr.index(SAYS) < done.stderr.index("Traceback")
     assert "<string>:1: UserWarning" in done.stderr  # where install() was called
     for remedy in ("pip uninstall transformer-engine", "'transformer-engine[pytorch]==2.20.2'"):
         assert remedy in done.stderr
 
 
 @fetched
-@pytest.mark.parametrize("flags", [[], pytest.param(["--no-swap"], marks=pytest.mark.long)])
-def test_the_launcher_says_so_once_and_what_it_says_helps(tmp_path, flags):
+def test_the_launcher_says_so_once_and_what_it_says_helps(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.modules['transformer_engine'] = None\n{IMPORT}")
-    done = run("-m", "compat.launch", *flags, str(script), path=[te_on_cpu.SOURCE])
+    done = run("-m", "compat.launch", str(script), path=[te_on_cpu.SOURCE])
     assert done.stderr.count(SAYS) == 1
     assert done.stdout == "imported\n", done.stderr
 
@@ -218,50 +210,9 @@ def test_nothing_is_said_of_a_whole_installation(tmp_path, name, wheel, empty):
     assert (SAYS in done.stderr) == empty and bool(done.stderr) == empty
 
 
-def test_nothing_is_said_without_transformer_engine():
-    done = run("-c", QUIET)
-    assert (done.stdout, done.stderr) == ("False False\n", "")
-
-
 QUIET = """
 import sys, compat
 compat.install()
 from compat.transformer_engine.process import empty_meta_package
 print('torch' in sys.modules, empty_meta_package())
 """
-
-
-# On a GPU.
-
-
-def product(rank, size):
-    torch.cuda.set_device(rank)
-    import transformer_engine.pytorch as pytorch
-
-    grid = HyperCommGrid([size], ["tp"])
-    grid.create_pg("tp")
-    common = {"bias": False, "params_dtype": torch.float32}
-    common |= {"tp_group": grid.get_pg("tp"), "tp_size": size}
-    first = pytorch.Linear(64, 64 * size, parallel_mode="column", **common)
-    second = pytorch.Linear(64 * size, 64, parallel_mode="row", **common)
-    given = torch.ones(16, 64, device="cuda")
-    whole = (given @ first.weight.T) @ second.weight.T  # this rank's part of the product
-    dist.all_reduce(whole)
-    off = (second(first(given)) - whole).abs().max() / whole.abs().max()
-    grid.destroy()
-    return float(off)
-
-
-def test_real_products_over_our_group_on_gpus():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    probed = json.loads(
-        run(
-            "-c",
-            "import json, compat.transformer_engine.process as p; print(json.dumps(p.probe()))",
-        ).stdout
-    )
-    if not probed[1]:
-        pytest.skip(f"transformer engine {probed[0]} cannot be imported: {probed[2]}")
-    size = min(torch.cuda.device_count(), 2)
-    assert max(run_ranks(size, product, size, backend="nccl", timeout=120)) < 1e-2
