@@ -110,11 +110,14 @@ def _extras(words: list[str]) -> None:
 
 
 def _needed_without_torch() -> set[str]:
-    """The requirements of the command line: numpy, and those of the extra ``cli``."""
+    """The requirements of the command line: numpy, and those of the extras ``cli`` and ``plot``."""
     declared = (ROOT / "pyproject.toml").read_text()
-    extra = re.search(r"^cli = (\[.*?\])$", declared, re.M | re.S)
-    assert extra is not None
-    return {"numpy", *ast.literal_eval(extra[1])}
+    requirements = {"numpy"}
+    for extra in ("cli", "plot"):
+        listed = re.search(rf"^{extra} = (\[.*?\])$", declared, re.M | re.S)
+        assert listed is not None
+        requirements.update(ast.literal_eval(listed[1]))
+    return requirements
 
 
 def _torchrun(words: list[str], home: Path, files: set[str]) -> None:
