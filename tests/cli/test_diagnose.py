@@ -19,7 +19,7 @@ GROUPS = {
 
 
 @pytest.fixture
-def left(tmp_path):
+def recorded(tmp_path):
     """Rank 3 is missing in the last call; calls overlap."""
     directory = tmp_path / "left"
     directory.mkdir()
@@ -34,59 +34,59 @@ def left(tmp_path):
     return write(directory, ranks)
 
 
-def test_the_verdict_comes_first_and_the_status_is_1(left):
-    said = run(f"diagnose {left}", status=1)
-    assert said.startswith(
+def test_the_verdict_comes_first_and_the_status_is_1(recorded):
+    output = run(f"diagnose {recorded}", status=1)
+    assert output.startswith(
         "Rank 3 (host0) never entered all_reduce #16 of TENSOR 2..3, which rank 2"
     )
-    assert "it is in load (/job/<data>.py:12)" in " ".join(said.split())
+    assert "it is in load (/job/<data>.py:12)" in " ".join(output.split())
     assert (
-        "\nWhy:\n  all_reduce #16 of TENSOR 2..3: rank 2 is in it and waits for rank 3.\n" in said
+        "\nWhy:\n  all_reduce #16 of TENSOR 2..3: rank 2 is in it and waits for rank 3.\n" in output
     )
 
 
-def test_the_same_as_json(left):
-    said = json.loads(run(f"diagnose {left} --json", status=1))
-    assert (said["kind"], said["ranks"], said["members"]) == ("never entered", [3], [2, 3])
+def test_the_same_as_json(recorded):
+    verdict = json.loads(run(f"diagnose {recorded} --json", status=1))
+    assert (verdict["kind"], verdict["ranks"], verdict["members"]) == ("never entered", [3], [2, 3])
 
 
-def test_the_verdict_is_printed_before_a_page_that_cannot_be_written(left):
-    said = run(f"diagnose {left} --html {left / 'no' / 'page.html'}", status=2)
-    assert said.startswith("Rank 3 (host0) never entered") and "No such file" in said
+def test_the_verdict_is_printed_before_a_page_that_cannot_be_written(recorded):
+    output = run(f"diagnose {recorded} --html {recorded / 'no' / 'page.html'}", status=2)
+    assert output.startswith("Rank 3 (host0) never entered") and "No such file" in output
 
 
 def test_groups_without_recorders_say_how_ranks_write(tmp_path):
-    said = {"schema": 1, "rank": 0, "world_size": 1, "host": "a", "pid": 1, "groups": []}
-    (tmp_path / "groups_0.json").write_text(json.dumps(said))
+    dump = {"schema": 1, "rank": 0, "world_size": 1, "host": "a", "pid": 1, "groups": []}
+    (tmp_path / "groups_0.json").write_text(json.dumps(dump))
     assert "No rank has written what it was doing" in run(f"diagnose {tmp_path}", status=1)
 
 
-def test_files_that_cannot_be_read_are_named_and_no_dumps_is_a_refusal(left):
-    (left / "trace_1").write_bytes(b"\x80\x02")
-    assert "Not used:\n  trace_1 cannot be read" in run(f"diagnose {left}", status=1)
-    (left / "empty").mkdir()
-    assert "has no dump of a rank" in run(f"diagnose {left / 'empty'}", status=2)
-    assert "Some seem to be in left." in run(f"diagnose {left.parent}", status=2)
-    assert "there is no directory" in run(f"diagnose {left / 'nowhere'}", status=2)
+def test_files_that_cannot_be_read_are_named_and_no_dumps_is_a_refusal(recorded):
+    (recorded / "trace_1").write_bytes(b"\x80\x02")
+    assert "Not used:\n  trace_1 cannot be read" in run(f"diagnose {recorded}", status=1)
+    (recorded / "empty").mkdir()
+    assert "has no dump of a rank" in run(f"diagnose {recorded / 'empty'}", status=2)
+    assert "Some seem to be in left." in run(f"diagnose {recorded.parent}", status=2)
+    assert "there is no directory" in run(f"diagnose {recorded / 'nowhere'}", status=2)
 
 
-def test_no_torch_is_needed(left):
+def test_no_torch_is_needed(recorded):
     code = (
         "import sys; sys.modules['torch'] = None; from compat.cli.app import app; "
-        f"app(['diagnose', {str(left)!r}, '--html', '/dev/null'])"
+        f"app(['diagnose', {str(recorded)!r}, '--html', '/dev/null'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stdout.startswith("Rank 3"), done
 
 
 @needs_browser
-def test_the_page_marks_the_cause_and_shows_a_ranks_calls(left, tmp_path, browser):  # noqa: F811
+def test_the_page_marks_the_cause_and_shows_a_ranks_calls(recorded, tmp_path, browser):  # noqa: F811
     page = tmp_path / "page.html"
-    run(f"diagnose {left} --html {page}", status=1)
+    run(f"diagnose {recorded} --html {page}", status=1)
     tab = browser.new_context().new_page()
     wrong = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
-    tab.on("console", lambda said: wrong.append(said.text))
+    tab.on("console", lambda message: wrong.append(message.text))
     tab.goto(page.as_uri())
     assert tab.inner_text("#job strong").startswith("Rank 3 (host0) never entered")
     colours = [tab.get_attribute(f"[data-rank='{rank}']", "data-colour") for rank in range(4)]

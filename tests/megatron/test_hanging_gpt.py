@@ -51,8 +51,8 @@ UNCONFIRMED = {"stopped"}
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    """The directory with the recording of every hang."""
+def recordings(tmp_path_factory):
+    """The directories with the recording of every hang, by the fault."""
     directory = tmp_path_factory.mktemp("hangs")
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.hanging", str(directory)],
@@ -63,49 +63,50 @@ def left(tmp_path_factory):
         timeout=2400,
     )
     assert done.returncode == 0, done.stdout
-    return directory
+    return {fault: directory / fault.replace(" ", "_") for fault in VERDICTS}
 
 
 @pytest.mark.parametrize("fault", VERDICTS)
-def test_the_verdict_on_a_real_hang_is_right(left, fault):
-    directory = left / fault.replace(" ", "_")
-    truth = json.loads((directory / "fault.json").read_text())
+def test_the_verdict_on_a_real_hang_is_right(recordings, fault):
     kind, rank, group, words = VERDICTS[fault]
-    assert truth["rank"] == rank
-    recording = read(directory)
+    assert json.loads((recordings[fault] / "fault.json").read_text())["rank"] == rank
+    recording = read(recordings[fault])
     assert recording.world_size == 8 and not recording.problems
-    found = diagnose(recording)
-    assert (found.kind, found.ranks) == (kind, (rank,)), found.sentence
-    assert rank in found.members if group is None else (found.group, found.members) == group
-    assert words in found.sentence
-    assert f"Rank {rank} (" in found.sentence and not found.ok
+    diagnosis = diagnose(recording)
+    assert (diagnosis.kind, diagnosis.ranks) == (kind, (rank,)), diagnosis.sentence
+    assert rank in diagnosis.members
+    assert group in (None, (diagnosis.group, diagnosis.members))
+    assert f"Rank {rank} (" in diagnosis.sentence and words in diagnosis.sentence
 
 
 @pytest.mark.parametrize("fault", VERDICTS)
-def test_without_sends_and_receives_the_verdict_is_right_or_says_what_is_unknown(left, fault):
+def test_without_sends_and_receives_the_verdict_is_right_or_says_what_is_unknown(recordings, fault):
     kind, rank, *_ = VERDICTS[fault]
-    recording = read(left / fault.replace(" ", "_"))
-    for mine in recording.ranks.values():
-        mine.calls = mine.calls.at([at for at, call in enumerate(mine.calls) if not call.p2p])
-    found = diagnose(recording)
-    assert found.certain == (fault not in {*COLLECTIVES_ONLY, *UNCONFIRMED}), found.sentence
+    recording = read(recordings[fault])
+    for rank_recording in recording.ranks.values():
+        calls = rank_recording.calls
+        rank_recording.calls = calls.at([at for at, call in enumerate(calls) if not call.p2p])
+    diagnosis = diagnose(recording)
+    is_certain = fault not in COLLECTIVES_ONLY and fault not in UNCONFIRMED
     doubt = "it may be right" if fault in UNCONFIRMED else "sends and receives are not recorded"
-    assert (f"Not certain: {doubt}" in found.sentence) != found.certain
+    assert diagnosis.certain == is_certain, diagnosis.sentence
+    assert (f"Not certain: {doubt}" in diagnosis.sentence) != is_certain
     kind, ranks = COLLECTIVES_ONLY.get(fault, (kind, {rank}))
-    assert found.kind == kind and rank in found.ranks and ranks.issuperset(found.ranks)
-    assert found.group is None or rank in found.members
+    assert diagnosis.kind == kind
+    assert rank in diagnosis.ranks and ranks.issuperset(diagnosis.ranks)
+    assert diagnosis.group is None or rank in diagnosis.members
 
 
 @pytest.mark.parametrize("fault", VERDICTS)
 @pytest.mark.parametrize("files", ["trace_", "trace_ groups_", "stack_", "stack_ groups_"])
-def test_nobody_is_accused_without_a_doubt_who_did_not_do_it(left, fault, files, tmp_path):
-    directory = left / fault.replace(" ", "_")
-    for path in directory.iterdir():
-        if path.name.startswith((*files.split(),)):
+def test_nobody_is_accused_without_a_doubt_who_did_not_do_it(recordings, fault, files, tmp_path):
+    for path in recordings[fault].iterdir():
+        if path.name.startswith(tuple(files.split())):
             shutil.copy(path, tmp_path)
-    found = diagnose(read(tmp_path))
-    assert not found.ok or not found.certain
-    assert not found.certain or found.ranks in ((), (VERDICTS[fault][1],)), found.sentence
+    diagnosis = diagnose(read(tmp_path))
+    if diagnosis.certain:
+        _, rank, *_ = VERDICTS[fault]
+        assert not diagnosis.ok and diagnosis.ranks in ((), (rank,)), diagnosis.sentence
 
 
 # Where the simulator does not come to rest in the same calls, and why.
@@ -121,16 +122,19 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("fault", VERDICTS)
-def test_the_simulator_stops_where_real_ranks_stopped_with_the_same_verdict(left, fault, tmp_path):
+def test_the_simulator_stops_where_real_ranks_stopped_with_the_same_verdict(
+    recordings, fault, tmp_path
+):
     """The calls that the real ranks made, as programs."""
-    real = read(left / fault.replace(" ", "_"))
+    real = read(recordings[fault])
     kind, rank, *_ = VERDICTS[fault]
     # Of a rank without a dump: where it goes on until others wait for it, or as it was before.
-    other = read(left / ("sleeping" if fault in replay.FAULTS else "size"))
-    run = programs.Run(replay.program(real, other, fault, rank), random.Random(0))
-    programs.write(run, tmp_path)
+    without_fault = read(recordings["sleeping" if fault in replay.FAULTS else "size"])
+    program = replay.program(real, without_fault, fault, rank)
+    programs.write(programs.Run(program, random.Random(0)), tmp_path)
     simulated = read(tmp_path)
-    found = diagnose(simulated)
-    assert (found.kind, found.ranks, found.certain) == (kind, (rank,), True), found.sentence
+    diagnosis = diagnose(simulated)
+    verdict = (diagnosis.kind, diagnosis.ranks, diagnosis.certain)
+    assert verdict == (kind, (rank,), True), diagnosis.sentence
     if fault not in ELSEWHERE:
         assert replay.unfinished(simulated) == replay.unfinished(real)
