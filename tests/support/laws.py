@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 
 from hypergrid.hangs.reading import read
@@ -130,7 +129,7 @@ def judged(
 
 
 def verdict(run: programs.Run) -> Diagnosis:
-    """What is said about the dumps of a program."""
+    """The verdict on the dumps of a program."""
     with tempfile.TemporaryDirectory() as directory:
         programs.write(run, Path(directory))
         return diagnose(read(directory))
@@ -150,25 +149,15 @@ class Tally:
     by_fault: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def add(self, case: Case) -> None:
-        self.cases += 1
-        self.outvoted += case.outvoted
-        self.first += case.first
-        self.alone += case.alone
-        self.certain += case.accuses
-        self.wrong += [str(case)] * case.wrong
-        self.missed += [str(case)] * (not case.first)
-        for fault in set(case.guilty.values()):
-            self.by_fault[fault, case.first] += 1
+        by_fault = Counter((fault, case.first) for fault in set(case.guilty.values()))
+        wrong = [str(case)] if case.wrong else []
+        missed = [] if case.first else [str(case)]
+        counts = (1, case.outvoted, case.first, case.alone, case.accuses)
+        self.merge(Tally(*counts, wrong, missed, by_fault))
 
     def merge(self, other: Tally) -> None:
-        self.cases += other.cases
-        self.outvoted += other.outvoted
-        self.first += other.first
-        self.alone += other.alone
-        self.certain += other.certain
-        self.wrong += other.wrong
-        self.missed += other.missed
-        self.by_fault += other.by_fault
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def holds(self, first: float, certain: float = 0) -> bool:
         """Whether nobody was wronged, enough were named first, and enough with certainty."""
@@ -176,81 +165,96 @@ class Tally:
         return not self.wrong and enough
 
     def line(self) -> str:
-        first, alone, certain = (
-            f"{many / max(1, self.cases):.1%}" for many in (self.first, self.alone, self.certain)
-        )
+        cases = max(1, self.cases)
         return (
-            f"{self.cases:,} hangs: a guilty rank is named first in {first}, only guilty ranks in "
-            f"{alone}, with certainty in {certain}; {len(self.wrong)} wrong; in {self.outvoted} "
-            f"most ranks made the same fault"
+            f"{self.cases:,} hangs: a guilty rank is named first in {self.first / cases:.1%}, only "
+            f"guilty ranks in {self.alone / cases:.1%}, with certainty in "
+            f"{self.certain / cases:.1%}; {len(self.wrong)} wrong; in {self.outvoted} most ranks "
+            "made the same fault"
         )
 
     def faults(self) -> Iterator[str]:
         for fault in programs.FAULTS:
-            right, wrong = self.by_fault[fault, True], self.by_fault[fault, False]
-            if right + wrong:
-                yield f"  {fault}: {right} of {right + wrong} named first"
+            first = self.by_fault[fault, True]
+            cases = first + self.by_fault[fault, False]
+            if cases:
+                yield f"  {fault}: {first} of {cases} named first"
 
 
 def ours(directory: Path) -> peer.Said:
     """Our verdict in the form of the others'."""
-    found = diagnose(read(directory))
-    return peer.Said(found.sentence, set(found.ranks), "")
+    diagnosis = diagnose(read(directory))
+    return peer.Said(diagnosis.sentence, set(diagnosis.ranks), "")
+
+
+TOOLS = {
+    "hypergrid diagnose": ours,
+    "torchfrtrace": peer.torchfrtrace,
+    "fr_attribution": peer.fr_attribution,
+}
 
 
 def compared(seeds: Iterable[int], kind: str = "whole") -> Counter[tuple[str, str, str]]:
-    """What each analysis of each backend's dumps did: how often, and for how many seconds."""
-    tools = {"torchfrtrace": peer.torchfrtrace, "fr_attribution": peer.fr_attribution}
-    found: Counter[tuple[str, str, str]] = Counter()
+    """How often each analysis did what with each backend's dumps, and for how many seconds."""
+    counts: Counter[tuple[str, str, str]] = Counter()
     for seed in seeds:
         run, _ = faulty(seed)
         if run is None or run.finished:
             continue
+        backend = "NCCL" if run.program.nccl else "gloo"
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             if degraded.write(run, directory, kind, random.Random(f"{seed} {kind}")) is None:
                 continue
             peer.with_members(directory, [*run.names.items()])
-            for tool, judge in {"hypergrid diagnose": ours, **tools}.items():
+            for tool, judge in TOOLS.items():
                 start = time.perf_counter()
                 with contextlib.redirect_stdout(io.StringIO()):
-                    said = judge(directory)
-                row = tool, "NCCL" if run.program.nccl else "gloo"
-                innocent = said.ranks - run.program.guilty.keys()
-                guilty = said.ranks & run.program.guilty.keys()
-                found[(*row, "hangs")] += 1
-                found[(*row, "seconds")] += time.perf_counter() - start  # type: ignore[assignment]
-                found[(*row, "guilty")] += bool(guilty)
-                found[(*row, "alone")] += bool(guilty) and not innocent
-                found[(*row, "innocent")] += len(innocent)
-                found[(*row, "error")] += bool(said.error)
-    return found
+                    answer = judge(directory)
+                innocent = answer.ranks - run.program.guilty.keys()
+                guilty = answer.ranks - innocent
+                values: dict[str, float] = {
+                    "hangs": 1,
+                    "seconds": time.perf_counter() - start,
+                    "guilty": bool(guilty),
+                    "alone": bool(guilty) and not innocent,
+                    "innocent": len(innocent),
+                    "error": bool(answer.error),
+                }
+                for column, value in values.items():
+                    counts[tool, backend, column] += value  # type: ignore[assignment]
+    return counts
 
 
-def table(found: Counter[tuple[str, str, str]]) -> Iterable[str]:
+def table(counts: Counter[tuple[str, str, str]]) -> Iterable[str]:
     """``compared`` in Markdown."""
     yield (
         "| Dumps of | Analysis | names the guilty rank | and nobody else | innocent ranks in "
         "each hang | ends in an error | ms for each hang |"
     )
     yield "|---|---|---|---|---|---|---|"
-    for tool, backend in sorted({row[:2] for row in found}, key=lambda row: row[::-1]):
-        many = found[tool, backend, "hangs"]
-        of = {what: found[tool, backend, what] / many for *_, what in found}
+    for backend, tool in sorted({(backend, tool) for tool, backend, _ in counts}):
+        hangs = counts[tool, backend, "hangs"]
+        columns = ("guilty", "alone", "innocent", "error", "seconds")
+        guilty, alone, innocent, error, seconds = (
+            counts[tool, backend, column] / hangs for column in columns
+        )
         yield (
-            f"| {backend} ({many}) | `{tool}` | {of['guilty']:.0%} | {of['alone']:.0%} | "
-            f"{of['innocent']:.1f} | {of['error']:.0%} | {1000 * of['seconds']:.0f} |"
+            f"| {backend} ({hangs}) | `{tool}` | {guilty:.0%} | {alone:.0%} | {innocent:.1f} | "
+            f"{error:.0%} | {1000 * seconds:.0f} |"
         )
 
 
 def tally(seeds: Iterable[int], several: bool = False, only: str = "") -> dict[str, Tally]:
     """What the verdicts were, by the kind of evidence."""
-    found: dict[str, Tally] = {}
+    tallies: dict[str, Tally] = {}
+    kinds = [kind for kind in degraded.KINDS if only in ("", kind)]
     for seed in seeds:
-        cases = [judged(seed, several)] if not only or only == "whole" else []
+        cases: list[Case] = []
+        if only in ("", "whole"):
+            cases += judged(seed, several)
         if only != "whole":
-            kinds = [kind for kind in degraded.KINDS if only in ("", kind)]
-            cases.append(judged(seed, several, kinds, varied=True))
-        for case in chain(*cases):
-            found.setdefault(case.kind, Tally()).add(case)
-    return found
+            cases += judged(seed, several, kinds, varied=True)
+        for case in cases:
+            tallies.setdefault(case.kind, Tally()).add(case)
+    return tallies
