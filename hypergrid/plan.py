@@ -39,6 +39,24 @@ class Kind(NamedTuple):
         return self._replace(traffic="")
 
 
+# By the members and the kind of a communicator the label that owns it.
+Owners: TypeAlias = dict[tuple[Ranks, Kind], str]
+
+
+def owner_of(
+    owners: Owners, label: str, ranks: Sequence[int], kind: Kind | None, policy: Policy
+) -> str | None:
+    """The label whose communicator the group uses; None for one of its own, noted in ``owners``."""
+    if kind is None or policy.share == "none":
+        return None
+    # The first label with these ranks and this kind owns the communicator.
+    key = (tuple(ranks), kind.among(len(ranks)))
+    owner = owners.setdefault(key, label)
+    if owner == label:
+        return None
+    return owner
+
+
 @dataclass(frozen=True)
 class GroupRow:
     """All groups of one name, as a rule instead of a list.
@@ -197,14 +215,9 @@ class GroupPlan:
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
         """As ``groups_of``, with the label whose communicator is used; None for its own."""
-        owners: dict[tuple[Ranks, Kind], str] = {}
+        owners: Owners = {}
         for row, ranks in self.groups_of(rank):
-            kind = row.kind
-            owner = row.label
-            if kind is not None and policy.may_share(kind):
-                # The first label with these ranks and this kind owns the communicator.
-                owner = owners.setdefault((ranks, kind.among(len(ranks))), row.label)
-            yield row, ranks, None if owner == row.label else owner
+            yield row, ranks, owner_of(owners, row.label, ranks, row.kind, policy)
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
         """Each (row, ranks) that ``rank`` belongs to, in the order of creation."""

@@ -87,10 +87,6 @@ class Policy:
             values[name] = value
         return cls(**values)
 
-    def may_share(self, kind: object) -> bool:
-        """Whether a group of ``kind`` (None: it must be separate) may be used for two names."""
-        return kind is not None and self.share == "all"
-
 
 @dataclass(frozen=True)
 class Abilities:

@@ -65,24 +65,19 @@ class Topology:
         member_ranks = self.layout.group(rank, dims)
         return tuple(dict.fromkeys(map(self.host, member_ranks)))
 
-    def inside(self, dims: Dims, rank: int | None = None) -> bool:
-        """Whether each group over ``dims``, or that of ``rank``, stays inside one host."""
-        if rank is not None:
-            return len(self.hosts_of(dims, rank)) == 1
-        return not self._crosses(dims).any()
+    def inside(self, dims: Dims) -> bool:
+        """Whether each group over ``dims`` stays inside one host."""
+        return not self.crossing(dims)
 
     def crossing(self, dims: Dims) -> list[list[int]]:
         """The groups over ``dims`` whose ranks are on several hosts."""
         groups = self.layout.groups(dims)
-        crossing_groups: list[list[int]] = groups[self._crosses(dims)].tolist()
-        return crossing_groups
-
-    def _crosses(self, dims: Dims) -> np.ndarray:
         # The groups [[0, 8], [1, 2]] may be on the hosts [[0, 1], [0, 0]]: the first one crosses.
-        hosts = self.numbers[self.layout.groups(dims)]
+        hosts = self.numbers[groups]
         first_hosts = hosts[:, :1]
-        crosses: np.ndarray = (hosts != first_hosts).any(axis=1)
-        return crosses
+        crosses = (hosts != first_hosts).any(axis=1)
+        crossing_groups: list[list[int]] = groups[crosses].tolist()
+        return crossing_groups
 
 
 def _numbered(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:

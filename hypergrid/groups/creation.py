@@ -127,26 +127,16 @@ def by_split(
 def by_everyone(
     label: str, groups: Sequence[Ranks], epoch: str, **options: Any
 ) -> list[ProcessGroup]:
-    """Create all ``groups``; returns those of this rank. *Collective* over the whole world.
-
-    Disjoint groups go through ``torch.distributed.new_subgroups_by_enumeration``, which refuses
-    groups that overlap: these are created one by one.
-    """
+    """Create all ``groups``; returns those of this rank. *Collective* over the whole world."""
     rank = dist.get_rank()
     groups_of_rank = []
     before = of_torch.known()
     with named_from(label, (), epoch):
         try:
-            if disjoint(groups):
-                all_members = [list(ranks) for ranks in groups]
-                group, _ = dist.new_subgroups_by_enumeration(all_members, **copied_options(options))
-                if group is not None:
+            for ranks in groups:
+                group = dist.new_group(list(ranks), **copied_options(options))
+                if rank in ranks:
                     groups_of_rank.append(group)
-            else:
-                for ranks in groups:
-                    group = dist.new_group(list(ranks), **copied_options(options))
-                    if rank in ranks:
-                        groups_of_rank.append(group)
         except BaseException:
             closing.abort(of_torch.known().keys() - before)
             raise

@@ -231,11 +231,11 @@ class EnvironmentTable:
         """This rank's group of each family: a known one with these members, or created now."""
         keys = [key for family in families for key in family.keys]
         with self._refusing():
-            # By key: the first name that the group has, and this rank's group of that name.
-            known: dict[_Key, tuple[str, ProcessGroup]] = {}
+            # The groups that exist: the first name of each, and this rank's group of that name.
+            group_of: dict[_Key, tuple[str, ProcessGroup]] = {}
             for name, (family, group) in self._created.items():
                 for key in family.keys:
-                    known.setdefault(key, (name, group))
+                    group_of.setdefault(key, (name, group))
             for family in families:
                 namesake, _ = self._created.get(family.name, (family, None))
                 if set(namesake.keys) != set(family.keys):
@@ -243,7 +243,7 @@ class EnvironmentTable:
                         f"the name {family.name!r} means other groups on rank {self.rank}: take "
                         f"another name."
                     )
-            existing = sorted(known[key][0] for key in keys if key in known)
+            existing = sorted(group_of[key][0] for key in keys if key in group_of)
             if existing and any(value is not None for value in options.values()):
                 raise ValueError(
                     f"process group {families[0].name!r} exists as {existing[0]!r}, whose timeout "
@@ -264,7 +264,7 @@ class EnvironmentTable:
         groups = []
         with self._pool.agreed(range(self.world_size), proposal):
             for family in families:
-                group = self._create_missing(family, known, options)
+                group = self._create_missing(family, group_of, options)
                 groups.append(group)
         for family, group in zip(families, groups, strict=True):
             self._created[family.name] = (family, group)
@@ -273,7 +273,7 @@ class EnvironmentTable:
     def _create_missing(
         self,
         family: _Family,
-        known: dict[_Key, tuple[str, ProcessGroup]],
+        group_of: dict[_Key, tuple[str, ProcessGroup]],
         options: dict[str, Any],
     ) -> ProcessGroup:
         """Create the groups of ``family`` that are not known yet; gives that of this rank."""
@@ -285,7 +285,7 @@ class EnvironmentTable:
             _, ranks = key
             if self.rank in ranks:
                 own_key = key
-            if key not in known:
+            if key not in group_of:
                 missing.append(ranks)
                 if self.rank in ranks:
                     ranks_of[family.name] = ranks
@@ -294,10 +294,10 @@ class EnvironmentTable:
         )
         group = created[0] if created else NOT_A_MEMBER
         for key in family.keys:
-            known.setdefault(key, (family.name, group))
+            group_of.setdefault(key, (family.name, group))
         if own_key is None:
             return NOT_A_MEMBER  # type: ignore[no-any-return]
-        return known[own_key][1]
+        return group_of[own_key][1]
 
 
 def _keys(groups: Iterable[Iterable[int]], backend: str | None) -> list[_Key]:

@@ -20,7 +20,6 @@ from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.suspension import Suspended
 from hypergrid.layout import Dims, LayoutError, RankLayout
 from hypergrid.policy import Agreement, Policy
-from hypergrid.topology import Hosts, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,12 +138,6 @@ class HyperCommGrid:
 
     def __repr__(self) -> str:
         parts = [repr(self.layout)]
-        if dist.is_initialized():
-            rank = dist.get_rank()
-            if rank in self.layout:
-                parts.append(f"rank {rank} at {self.layout.coordinate(rank)}")
-            else:
-                parts.append("not here")
         for name, layout in self._layouts.items():
             if name != BASE:
                 parts.append(f"view {name}: {layout!r}")
@@ -346,10 +339,6 @@ class HyperCommGrid:
             )
         return self._pgs[key]
 
-    def name(self, dims: Dims, *, view: str | None = None) -> str:
-        """The name of the groups over ``dims``: "dp-cp", or "moe/ep" in a view."""
-        return name_of(self._find(dims, view)[0])
-
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
         groups: list[list[int]] = self._layout(view).groups(dims).tolist()
@@ -360,42 +349,13 @@ class HyperCommGrid:
         return dist.get_rank() in self.layout
 
     def coordinate(self, rank: int | None = None, *, view: str | None = None) -> dict[str, int]:
-        """Position of ``rank``, by default of this one, on each dim. *Local*, as all below."""
-        return self._layout(view).coordinate(_rank(rank))
+        """Position of ``rank``, by default of this one, on each dim. *Local*.
 
-    def rank(self, *, view: str | None = None, **coordinates: int) -> int:
-        """The rank at ``coordinates``; a dim left out counts as 0."""
-        return self._layout(view).rank(**coordinates)
-
-    def dim_size(self, dims: Dims, *, view: str | None = None) -> int:
-        """Number of ranks in a group over ``dims``."""
-        return self._layout(view).dim_size(dims)
-
-    def group_ranks(
-        self, dims: Dims, rank: int | None = None, *, view: str | None = None
-    ) -> list[int]:
-        """The ranks that share a group over ``dims`` with ``rank``, by default this one."""
-        return self._layout(view).group(_rank(rank), dims)
-
-    def orthogonal(
-        self, dims: Dims, rank: int | None = None, *, view: str | None = None
-    ) -> list[int]:
-        """The ranks of the group over all *other* dims; both groups have one rank in common.
-
-        ``grid.create_pg(grid.layout.orthogonal(dims))`` creates that group.
+        What else follows from the layout, ``grid.layout`` and ``grid.views[...]`` have.
         """
-        layout = self._layout(view)
-        return layout.group(_rank(rank), layout.orthogonal(dims))
-
-    def shift(
-        self, dim: str, by: int = 1, rank: int | None = None, *, view: str | None = None
-    ) -> int:
-        """The rank ``by`` steps further along ``dim``, around its end: a pipeline's neighbour."""
-        return self._layout(view).shift(_rank(rank), dim, by)
-
-    def topology(self, hosts: Hosts, *, view: str | None = None) -> Topology:
-        """The groups that stay inside a host: ``grid.topology(hosts=8).inside("tp-cp")``."""
-        return Topology(self._layout(view), hosts)
+        if rank is None:
+            rank = dist.get_rank()
+        return self._layout(view).coordinate(rank)
 
     def device_mesh(self, dims: Dims | None = None, device_type: str | None = None) -> DeviceMesh:
         """A torch ``DeviceMesh`` over the groups of this grid; creates none. *Local*.
@@ -418,7 +378,7 @@ class HyperCommGrid:
             raise RuntimeError(f"rank {rank} is outside {self.layout!r}: it has no mesh.")
         names = ordered(self.layout, self.layout.dims if dims is None else dims)
         groups = [self.get_pg(dim) for dim in names]
-        sizes = [self.dim_size(dim) for dim in names]
+        sizes = [self.layout.size_of(dim) for dim in names]
         ranks = torch.tensor(self.layout.group(rank, names), device="cpu")
         if device_type is None:
             device_type = _device_type(groups[0])
@@ -518,10 +478,6 @@ def _check_dims(dims: Sequence[str], layout: RankLayout, where: str) -> None:
 def _policy() -> Policy:
     # Each combination is a group of its own, whatever the environment says about sharing.
     return replace(Policy.resolve(), share="none")
-
-
-def _rank(rank: int | None) -> int:
-    return dist.get_rank() if rank is None else rank
 
 
 def _device_type(group: ProcessGroup | None) -> str:

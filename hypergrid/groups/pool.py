@@ -22,7 +22,7 @@ from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import HOW, Suspended, Suspension
 from hypergrid.messages import in_words, shortened, shown, span_of
-from hypergrid.plan import Kind
+from hypergrid.plan import Kind, Owners, owner_of
 from hypergrid.policy import Abilities, Agreement, Policy
 
 DEFAULT = "the default group"
@@ -54,7 +54,7 @@ class _Contents(NamedTuple):
     """The contents of a pool before a creation, to which it is rolled back after a failure."""
 
     groups: int
-    owners: dict[tuple[Ranks, Kind], str]
+    owners: Owners
     labels: int
 
 
@@ -67,7 +67,7 @@ class GroupPool:
         self.owner = owner
         self.groups: list[PooledGroup] = []
         self.suspended: Suspension | None = None
-        self._owners: dict[tuple[Ranks, Kind], str] = {}
+        self._owners: Owners = {}
         # One for each call of ``make``: equal on all ranks, also on those outside of the group.
         self._labels: list[str] = []
         self._timeout: timedelta | None = None  # with which the groups were created
@@ -187,11 +187,11 @@ class GroupPool:
                     # Every rank leaves out the same groups, including those that it is not in.
                     missing = []
                     for ranks in everyone():
-                        if self._owner(label, ranks, kind) is None:
+                        if owner_of(self._owners, label, ranks, kind, self.policy) is None:
                             missing.append(ranks)
                     fresh = creation.by_world(way, label, missing, epoch, **options)
                 for name, ranks in ranks_of.items():
-                    owner = self._owner(label, ranks, kind)
+                    owner = owner_of(self._owners, label, ranks, kind, self.policy)
                     if owner is not None:
                         group = self._shared(ranks, owner)
                     elif way == "members":
@@ -278,17 +278,6 @@ class GroupPool:
             f"with {backend or dist.get_backend()}: {in_words(error)} {reason}"
         )
 
-    def _owner(self, label: str, ranks: Ranks, kind: Kind | None) -> str | None:
-        """Whose communicator ``ranks`` use; None for a new one, which is then the label's."""
-        if kind is None or not self.policy.may_share(kind):
-            return None
-        # The first label with these ranks and this kind owns the communicator.
-        key = (tuple(ranks), kind.among(len(ranks)))
-        owner = self._owners.setdefault(key, label)
-        if owner == label:
-            return None
-        return owner
-
     def _shared(self, ranks: Ranks, owner: str) -> ProcessGroup:
         for pooled in self.groups:
             if pooled.label == owner and pooled.ranks == tuple(ranks):
@@ -308,12 +297,6 @@ class GroupPool:
         if not keep:
             self._labels = []
             self.suspended = None
-
-    def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
-        """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
-        identities = {id(group) for group in groups}
-        leaving = [pooled for pooled in self.groups if id(pooled.group) in identities]
-        self._drop(leaving, abort)
 
     def suspend(self, ranks: Sequence[int], how: str = "native") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``: on all ranks, or on none.

@@ -23,32 +23,8 @@ def plan_of(recording: Recording) -> GroupPlan:
     rows = []
     for label, groups in groups_of_label.items():
         rows.append(GroupRow(label, "ranks", (), explicit=tuple(groups)))
-    return GroupPlan({"ranks": _layout_of(recording)}, tuple(rows))
-
-
-def _layout_of(recording: Recording) -> RankLayout:
-    """The dims that recorded groups over one dim show, if together they are all ranks."""
-    dim_of_stride: dict[int, tuple[str, int]] = {}  # the name and the size
-    for group in recording.groups.values():
-        if group.ranks and len(group.ranks) > 1 and len(group.dims) == 1:
-            first, second = group.ranks[:2]
-            stride = second - first
-            size = len(group.ranks)
-            # Groups whose ranks are not evenly spaced say nothing about a layout.
-            if stride > 0 and group.ranks == tuple(range(first, first + size * stride, stride)):
-                dim_of_stride.setdefault(stride, (group.dims[0], size))
-    # Strides 1, 4, 8 of sizes 4, 2, 2 are a layout of 16 ranks: each stride is the product so far.
-    sizes: dict[str, int] = {}
-    product = 1
-    while product in dim_of_stride:
-        name, size = dim_of_stride[product]
-        if name in sizes:
-            break
-        sizes[name] = size
-        product *= size
-    if product != recording.world_size or not sizes:
-        sizes = {"rank": recording.world_size}
-    return RankLayout(tuple(sizes), tuple(sizes.values()))
+    layout = RankLayout(("rank",), (recording.world_size,))
+    return GroupPlan({"ranks": layout}, tuple(rows))
 
 
 def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:

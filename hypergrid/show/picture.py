@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import boundary_of, group_numbers, ranks_by_host
+from hypergrid.show.hosts import Boundary, boundary_of, group_numbers, ranks_by_host
 from hypergrid.summary import hosts_touched, sizes_in_words
 from hypergrid.topology import Hosts
 
@@ -38,12 +37,6 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "hypergrid",
     "font.family": "DejaVu Sans",
 }
-# How a link between two members of a group is drawn.
-LINKS: dict[str, dict[str, Any]] = {
-    "inside": {"color": TEXT, "linewidth": 1.8},
-    "across": {"color": CROSSING, "linewidth": 1.8, "linestyle": (0, (2.5, 1))},
-    "hidden": {"color": TEXT, "linewidth": 1.4, "linestyle": (0, (1, 1.5))},
-}
 
 Point: TypeAlias = tuple[float, float]
 
@@ -59,14 +52,14 @@ def picture(
 ) -> None:
     """Write the ranks of ``plan`` on their hosts to ``path``. Needs the extra ``plot``.
 
-    Each panel shows one dim: its groups by colour, and the group of the first rank framed and
-    joined by a line, which runs between the ranks and shows where it leaves a host. The picture
-    has no background, for light and dark pages.
+    Each panel shows one dim: its groups by colour, the group of the first rank framed, and above
+    them in words, red, how many groups cross hosts. The picture has no background, for light and
+    dark pages.
 
     ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
     ``.svg`` or ``.pdf``. ``layouts`` names some of the plan's, by default the first, and ``by``
     the one dim to show, by default each that is larger than 1; dims with the same groups share a
-    panel. ``within`` has for each host's name its NVLink domain: domains are headings, and a link
+    panel. ``within`` has for each host's name its NVLink domain: domains are headings, and a group
     inside one does not count as crossing.
 
     Raises
@@ -135,7 +128,7 @@ def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str
 
 
 def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLayout]) -> None:
-    """The heading, the panels in lines of equal length, the key."""
+    """The heading, the panels in lines of equal length, a note below them."""
     panel_width = max(panel.width for panel in panels) + MARGIN
     # Five panels of which four fit side by side are lines of three and two.
     fitting = max(1, int(12 / panel_width))
@@ -152,13 +145,16 @@ def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLay
         for number in range(len(line)):
             corners.append((MARGIN + number * panel_width, y))
         y += max(panel.height for panel in line) + MARGIN
-    figure.set_size_inches(width, y + 0.58)
+    figure.set_size_inches(width, y + 0.32)
     axes = _axes(figure, 0, 0)
     for number, text in enumerate(heading):
         _text(axes, (MARGIN, MARGIN + 0.22 * number), text, 11, weight="bold")
     for panel, (panel_x, panel_y) in zip(panels, corners, strict=True):
         panel.draw(_axes(figure, panel_x + panel.tiles_x, panel_y))
-    _key(axes, panels, y)
+    note = f"Framed: the group of rank {panels[0].layout.offset}."
+    if any(panel.groups > len(COLOURS) for panel in panels):
+        note += f" Colours repeat after {len(COLOURS)} groups."
+    _text(axes, (MARGIN, y), note, 8)
 
 
 def _heading(panel: _Panel, layouts: Mapping[str, RankLayout]) -> list[str]:
@@ -173,29 +169,8 @@ def _heading(panel: _Panel, layouts: Mapping[str, RankLayout]) -> list[str]:
     return lines
 
 
-def _key(axes: Axes, panels: list[_Panel], top: float) -> None:
-    """What a frame, a colour and each kind of line that is drawn mean."""
-    note = f"Framed and joined: the group of rank {panels[0].layout.offset}."
-    if any(panel.groups > len(COLOURS) for panel in panels):
-        note += f" Colours repeat after {len(COLOURS)} groups."
-    _text(axes, (MARGIN, top), note, 8)
-    boundary = panels[0].boundary
-    words = {
-        "inside": f"link inside {boundary.singular}",
-        "across": f"link across {boundary.plural}",
-        "hidden": "members not shown",
-    }
-    drawn_kinds = {kind for panel in panels for _, kind in panel.links}
-    x = MARGIN
-    for kind, style in LINKS.items():
-        if kind in drawn_kinds:
-            _line(axes, [(x, top + 0.3), (x + 0.3, top + 0.3)], style)
-            _text(axes, (x + 0.37, top + 0.24), words[kind], 8)
-            x += 0.6 + LETTER * len(words[kind])
-
-
 class _Panel:
-    """One dim: the lines of ranks that are shown, where each is, and what joins the first group."""
+    """One dim: the lines of ranks that are shown, where each is, and what its groups cross."""
 
     def __init__(
         self,
@@ -209,17 +184,19 @@ class _Panel:
         self.dim = dim
         self.title = title
         self.boxes = ranks_by_host(layout, hosts)
-        self.boundary = boundary_of(layout, hosts, within)
         self.members = layout.group(layout.offset, dim)
         self.groups = layout.size // len(self.members)
+        boundary = boundary_of(layout, hosts, within)
+        touched = hosts_touched(layout.groups(dim), boundary.topology)
+        # Of each group that is on several hosts, or domains: on how many.
+        self.crossing = touched[touched > 1]
+        self.reach = self._reach(boundary)
         self.columns = min(COLUMNS, max(map(len, self.boxes.values())))
         self.places: dict[int, Point] = {}  # the upper left corner of each rank that is shown
         self.notes: list[tuple[float, str]] = []  # texts beside the ranks, and how far down
         self.height = self._place(within)
-        # Links run on the right of all texts, so that none strikes one through.
         self.tiles_x = LETTER * max(len(text) for _, text in self.notes) + 0.12
         self.width = max(self.tiles_x + self.columns * PITCH, LETTER * len(self.reach), 2.45)
-        self.links = list(self._links())
 
     def _place(self, within: Mapping[str, str]) -> float:
         """Put each line of ranks below the one before it, from the left; returns the height."""
@@ -260,38 +237,25 @@ class _Panel:
         shown_ranks = {*self.members[:5], self.members[-1], self.boxes[last_host][-1]}
         return not shown_ranks.isdisjoint(line)
 
-    def _links(self) -> Iterator[tuple[list[Point], str]]:
-        """From each member that is shown to the next one: a way between the tiles, and its kind."""
-        neighbours = set(pairwise(self.members))
-        place_of = self.boundary.topology.host
-        shown_members = [rank for rank in self.members if rank in self.places]
-        for rank, following in pairwise(shown_members):
-            kind = "across"
-            if (rank, following) not in neighbours:
-                kind = "hidden"
-            elif place_of(rank) == place_of(following):
-                kind = "inside"
-            yield _way(self.places[rank], self.places[following]), kind
-
-    @property
-    def reach(self) -> str:
+    def _reach(self, boundary: Boundary) -> str:
         """The groups of the dim that leave their host, in words."""
-        # How many hosts or domains each group is on, of the groups that are on several.
-        touched = hosts_touched(self.layout.groups(self.dim), self.boundary.topology)
-        touched = touched[touched > 1]
-        if not len(touched):
-            return f"inside {self.boundary.singular}"
-        span = f"{touched.max()} {self.boundary.plural.split()[-1]}"
-        if touched.min() < touched.max():
-            span = f"{touched.min()} to {span}"
-        if len(touched) == self.groups:
-            return f"every group crosses {self.boundary.plural} ({span})"
-        return f"{len(touched):,} of {self.groups:,} groups cross ({span})"
+        if not len(self.crossing):
+            return f"inside {boundary.singular}"
+        fewest = self.crossing.min()
+        most = self.crossing.max()
+        # Of "NVLink domains" the short name.
+        span = f"{most} {boundary.plural.split()[-1]}"
+        if fewest < most:
+            span = f"{fewest} to {span}"
+        if len(self.crossing) == self.groups:
+            return f"every group crosses {boundary.plural} ({span})"
+        return f"{len(self.crossing):,} of {self.groups:,} groups cross ({span})"
 
     def draw(self, axes: Axes) -> None:
         """Draw it on axes whose zero is the upper left corner of the tiles, in inches."""
         _text(axes, (-self.tiles_x, 0), f"{self.title} = {len(self.members)}", 10, weight="bold")
-        _text(axes, (-self.tiles_x, 0.2), self.reach, 8)
+        reach_colour = CROSSING if len(self.crossing) else TEXT
+        _text(axes, (-self.tiles_x, 0.2), self.reach, 8, color=reach_colour)
         for y, text in self.notes:
             _text(axes, (-self.tiles_x, y), text, 8)
         numbers = group_numbers(self.layout, self.dim)
@@ -310,8 +274,6 @@ class _Panel:
                 _tile(axes, corner, CELL - 0.06, facecolor="none", edgecolor=INK, linewidth=1.5)
             centre = (x + CELL / 2, y + CELL / 2)
             _text(axes, centre, str(rank), size, ha="center", va="center_baseline", color=INK)
-        for way, kind in self.links:
-            _line(axes, way, LINKS[kind])
 
 
 def _axes(figure: Figure, x: float, y: float) -> Axes:
@@ -322,37 +284,11 @@ def _axes(figure: Figure, x: float, y: float) -> Axes:
     return axes
 
 
-def _way(first: Point, second: Point) -> list[Point]:
-    """The corners of a line from one tile to another that passes between all others."""
-    half = CELL / 2
-    x, y = first
-    end_x, end_y = second
-    if y == end_y and end_x - x < 1.5 * PITCH:  # side by side
-        return [(x + CELL, y + half), (end_x, y + half)]
-    if y == end_y:  # above the tiles between them
-        above = y - GAP / 2
-        return [(x + half, y), (x + half, above), (end_x + half, above), (end_x + half, y)]
-    below = y + CELL + GAP / 2
-    start = [(x + half, y + CELL), (x + half, below)]
-    if 0 < end_y - y < 1.5 * PITCH:  # in the next line
-        return [*start, (end_x + half, below), (end_x + half, end_y)]
-    # Below the first tile to the left of all tiles, down, and from above into the second one.
-    beside = -GAP / 2
-    above = end_y - GAP / 2
-    end = [(end_x + half, above), (end_x + half, end_y)]
-    return [*start, (beside, below), (beside, above), *end]
-
-
 def _tile(axes: Axes, corner: Point, size: float, **style: Any) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     box = FancyBboxPatch(corner, size, size, boxstyle="round,pad=0,rounding_size=0.04", **style)
     axes.add_patch(box)
-
-
-def _line(axes: Axes, points: list[Point], style: Mapping[str, Any]) -> None:
-    xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, solid_capstyle="butt", solid_joinstyle="round", **style)
 
 
 def _text(axes: Axes, place: Point, text: str, size: float, **style: Any) -> None:

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypergrid import HyperCommGrid, LayoutError, RankLayout, Topology
+from hypergrid import LayoutError, RankLayout, Topology
 from tests.support import ROOT
 
 LAYOUT = RankLayout(("tp", "cp", "dp"), (2, 2, 4))
@@ -36,7 +35,6 @@ def test_hosts_of_every_form_give_the_same_answers(hosts):
 def test_hosts_of_different_sizes_may_part_some_groups_and_not_others():
     topology = Topology(LAYOUT, {"small": 3, "large": 13})
     assert not topology.inside("tp-cp")
-    assert not topology.inside("tp-cp", rank=0) and topology.inside("tp-cp", rank=4)
     assert topology.crossing("tp") == [[2, 3]]
     assert topology.hosts_of("tp", 3) == ("small", "large") and topology.host(2) == "small"
 
@@ -52,8 +50,6 @@ def test_a_group_is_inside_exactly_when_its_ranks_have_one_host(data):
     for rank in layout.ranks:
         hosts = {names[member] for member in layout.group(rank, dims)}
         assert set(topology.hosts_of(dims, rank)) == hosts
-        assert topology.inside(dims, rank) == (len(hosts) == 1)
-    assert topology.inside(dims) == all(topology.inside(dims, rank) for rank in layout.ranks)
     assert bool(topology.crossing(dims)) != topology.inside(dims)
 
 
@@ -79,15 +75,6 @@ def test_hosts_that_cannot_be_are_refused(hosts, says):
 def test_ranks_outside_have_no_host():
     with pytest.raises(LayoutError, match="rank 16 is outside"):
         Topology(LAYOUT, 4).host(16)
-
-
-def test_a_grid_tells_for_each_of_its_views():
-    with mock.patch.dict("os.environ", WORLD_SIZE="16"):
-        grid = HyperCommGrid([2, 2, 4], ["tp", "cp", "dp"])
-    grid.register_view("expert", [8, 2], ["ep", "edp"])
-    assert grid.topology(hosts=4).inside("tp-cp")
-    assert not grid.topology(hosts=4, view="expert").inside("ep")
-    assert grid.topology(hosts=8, view="expert").inside("ep")
 
 
 def test_trees_and_topologies_need_no_torch():

@@ -95,7 +95,7 @@ def create_groups(grid: Any) -> None:
     wanted = ["tp"], ["a2a"], ["p2p"], ["cp", "a2a", "p2p"], ["tp", "cp", "a2a", "p2p"]
     for names in (*wanted, ["tp", "cp", "a2a", "p2p", "dp"]):
         dims = [dim for dim in grid.layout.dims if dim in names]
-        if dims and grid.name(dims) not in grid.groups:
+        if dims and "-".join(reversed(dims)) not in grid.groups:
             grid.create_pg(dims)
     if "expert" in grid.views:
         grid.create_pg("tp", view="expert")
