@@ -162,26 +162,6 @@ function showExample(row) {
   update();
 }
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const root = document.documentElement;
-const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
-
-function theme(wanted) {
-  if (wanted === "dark" || wanted === "light") root.dataset.theme = wanted;
-  $("theme").textContent = isDark() ? "Light" : "Dark";
-  $("theme").setAttribute("aria-label", `Switch to the ${isDark() ? "light" : "dark"} theme`);
-}
-
-// A page from a file may be refused its storage; the theme then lasts as long as the page.
-function stored(wanted) {
-  try {
-    if (wanted === undefined) return localStorage.getItem("hypergrid-theme");
-    localStorage.setItem("hypergrid-theme", wanted);
-  } catch {
-    return null;
-  }
-}
-
 function wire() {
   const grid = $("grid");
   const rankAt = (event) => {
@@ -218,15 +198,8 @@ function wire() {
     panel();
     $(`tab-${state.tab}`).focus();
   });
-  $("theme").onclick = () => {
-    const wanted = isDark() ? "light" : "dark";
-    theme(wanted);
-    stored(wanted);
-  };
-  dark.addEventListener("change", () => theme());
 }
 
-theme(stored());
 build();
 verdict();
 wire();

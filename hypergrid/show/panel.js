@@ -97,11 +97,7 @@ function namesPanel() {
       }
       item.setAttribute("aria-expanded", open);
       inner.hidden = !open;
-      if (open && !inner.children.length) {
-        listed(inner, groups, (number) =>
-          oneOf(row, number),
-        );
-      }
+      if (open && !inner.children.length) listed(inner, groups, (number) => oneOf(row, number));
       state.row = open ? row : undefined;
       state.group = null;
       update();
