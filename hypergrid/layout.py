@@ -87,7 +87,8 @@ class RankLayout:
                 f"{shown(self.dims)}. RankLayout.from_order() takes an order as text."
             )
         dims = tuple(listed(self.dims, "dims"))
-        sizes = tuple([whole(size, "sizes") for size in listed(self.sizes, "sizes")])
+        given_sizes = listed(self.sizes, "sizes")
+        sizes = tuple([whole(size, "sizes") for size in given_sizes])
         offset = whole(self.offset, "offset")
         if len(dims) != len(sizes):
             raise LayoutError(
@@ -152,15 +153,21 @@ class RankLayout:
     @property
     def trimmed(self) -> RankLayout:
         """The same layout without the dims of size 1."""
-        sizes = {dim: self.size_of(dim) for dim in self.dims if self.size_of(dim) > 1}
+        sizes = {}
+        for dim, size in zip(self.dims, self.sizes, strict=True):
+            if size > 1:
+                sizes[dim] = size
         return replace(self, dims=tuple(sizes), sizes=tuple(sizes.values()))
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
 
     def __repr__(self) -> str:
-        sizes = "-".join(f"{dim}={self.size_of(dim)}" for dim in self.dims)
-        return f"RankLayout({sizes}, ranks {self.offset}..{self.stop - 1})"
+        named_sizes = []
+        for dim, size in zip(self.dims, self.sizes, strict=True):
+            named_sizes.append(f"{dim}={size}")
+        last_rank = self.stop - 1
+        return f"RankLayout({'-'.join(named_sizes)}, ranks {self.offset}..{last_rank})"
 
     def dim_size(self, dims: Dims) -> int:
         """Number of ranks in a group over ``dims``."""
@@ -172,7 +179,9 @@ class RankLayout:
 
     def size_of(self, dim: str) -> int:
         """The size of one dim; 1 if the layout does not have it."""
-        return self.sizes[self.dims.index(dim)] if dim in self.dims else 1
+        if dim not in self.dims:
+            return 1
+        return self.sizes[self.dims.index(dim)]
 
     def stride(self, dim: str) -> int:
         """The difference of the ranks of two neighbours on ``dim``."""
@@ -204,7 +213,9 @@ class RankLayout:
         """The rank ``by`` steps further along ``dim``, around its end."""
         stride = self.stride(dim)  # refuses an unknown dim
         coordinate = self.coordinate(rank)[dim]
-        shifted = (coordinate + whole(by, "steps")) % self.size_of(dim)
+        steps = whole(by, "steps")
+        # Of four, two steps from coordinate 3 lead to coordinate 1.
+        shifted = (coordinate + steps) % self.size_of(dim)
         return rank + (shifted - coordinate) * stride
 
     def group(self, rank: int, dims: Dims) -> list[int]:
@@ -232,14 +243,15 @@ class RankLayout:
         import numpy as np  # here: start-up code of every Python process may import this file
 
         inner = self.axes(dims)
-        group_size = prod(self.sizes[axis] for axis in inner)
         if not as_given:
             inner.sort()
         outer = [axis for axis in range(len(self.dims)) if axis not in inner]
         # The ranks of (tp=2, dp=3) as an array of that shape: its element (1, 2) is rank 5.
         ranks = np.arange(self.offset, self.stop).reshape(self.sizes, order="F")
         # Numpy's last axis is the fastest: the members of a group come to stand side by side.
-        groups: np.ndarray = ranks.transpose((inner + outer)[::-1]).reshape(-1, group_size)
+        fastest_last = (inner + outer)[::-1]
+        group_size = prod(self.sizes[axis] for axis in inner)
+        groups: np.ndarray = ranks.transpose(fastest_last).reshape(-1, group_size)
         return groups
 
     def orthogonal(self, dims: Dims) -> tuple[str, ...]:
@@ -254,11 +266,11 @@ class RankLayout:
         RankLayout(near=2-far=2-dp=2, ranks 0..7)
         """
         (axis,) = self.axes((dim,))
+        size = self.sizes[axis]
         product = prod(parts.values())
-        if product != self.sizes[axis]:
+        if product != size:
             raise LayoutError(
-                f"{dim}={self.sizes[axis]} cannot be split into {dict(parts)}: their product is "
-                f"{product}."
+                f"{dim}={size} cannot be split into {dict(parts)}: their product is {product}."
             )
         dims = list(self.dims)
         sizes = list(self.sizes)
@@ -268,10 +280,12 @@ class RankLayout:
 
     def axes(self, dims: Dims) -> list[int]:
         """Positions of ``dims``: one name, names joined by ``"-"``, or an iterable of names."""
-        if isinstance(dims, str):
-            names = [dims] if dims in self.dims else dims.split("-")
-        else:
+        if not isinstance(dims, str):
             names = listed(dims, "dims")
+        elif dims in self.dims:
+            names = [dims]  # the name of a dim may have a hyphen
+        else:
+            names = dims.split("-")
         for name in names:
             if name not in self.dims:
                 raise LayoutError(f"invalid dim {shown(name)}. Valid dims are {list(self.dims)}.")

@@ -99,4 +99,7 @@ def span_of(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    return ",".join("..".join(map(str, run)) for run in runs)
+    texts = []
+    for run in runs:
+        texts.append("..".join(map(str, run)))
+    return ",".join(texts)

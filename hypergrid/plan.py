@@ -122,7 +122,8 @@ class GroupRow:
         step = self.chunk or size
         parts = []
         for start in range(0, size, step):
-            run = list(range(start, min(start + step, size)))
+            stop = min(start + step, size)
+            run = list(range(start, stop))
             if self.pick == "first":
                 run = run[:1]
             elif self.pick == "ends" and len(run) > 1:  # one member is both ends
@@ -209,8 +210,10 @@ class GroupPlan:
         groups = self.layouts[row.layout].groups(row.dims)
         # Parts of one size are one array: [0, 1] and [2, 3] of five members, then [4].
         arrays = []
-        for size, parts in groupby(row.parts(groups.shape[1]), len):
-            arrays.append(groups[:, list(parts)].reshape(-1, size))
+        parts_of_group = row.parts(groups.shape[1])
+        for size, parts in groupby(parts_of_group, len):
+            cut_groups = groups[:, list(parts)]
+            arrays.append(cut_groups.reshape(-1, size))
         return arrays
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:

@@ -81,7 +81,9 @@ class Policy:
             if value is None or (isinstance(value, str) and not value):
                 value = getattr(cls, name)
             if not isinstance(value, str) or value not in choices:
-                source = name if value is argument else _variable(name)
+                source = _variable(name)
+                if value is argument:
+                    source = name
                 allowed = ", ".join(choices)
                 raise ValueError(f"{source}={shown(value)} is invalid: use one of {allowed}.")
             values[name] = value
@@ -124,12 +126,11 @@ def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[s
         bound = bound or of_rank.bound
         all_can_split = all_can_split and of_rank.can_split
         all_can_connect_lazily = all_can_connect_lazily and of_rank.can_connect_lazily
-    # From the best way to the one that is always possible.
-    reasons = {
-        "members": obstacle or bound,
-        "split": obstacle or (None if all_can_split else "not every rank can split"),
-        "everyone": None,
-    }
+    no_split = obstacle
+    if no_split is None and not all_can_split:
+        no_split = "not every rank can split"
+    # From the best way to the one that is always possible: why it is impossible.
+    reasons = {"members": obstacle or bound, "split": no_split, "everyone": None}
     way = policy.creation
     if way == "auto":
         way = next(name for name, reason in reasons.items() if reason is None)

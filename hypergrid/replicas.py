@@ -87,10 +87,13 @@ class Replicas:
         count = self._count(alive)
         if not count:
             raise NoReplicaError(self._refusal(alive, lost))
-        members = np.array(self.active)[self._ranks_of_replicas(self.layout)]
+        ranks_of_replicas = self._ranks_of_replicas(self.layout)
+        # The process of each rank, a replica a line: an array of shape (replicas, ranks).
+        members = np.array(self.active)[ranks_of_replicas]
         is_hole = ~np.isin(members, list(alive))
         # The replicas with the fewest holes go on, in their order.
-        fewest_holes_first = np.argsort(is_hole.sum(axis=1), kind="stable")
+        hole_counts = is_hole.sum(axis=1)
+        fewest_holes_first = np.argsort(hole_counts, kind="stable")
         going_on = np.sort(fewest_holes_first[:count])
         layout = self._layout(count)
         active = np.empty(layout.size, int)

@@ -45,19 +45,21 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
             # The first name with the same groups of the same kind owns the communicators.
             kind = row.kind.among(max(sizes))
             owner = owner_of_groups.setdefault((_identity(arrays), kind), row.label)
+        if owner == row.label:
+            owner = None
         yield Summary(
-            row.label,
-            row.layout,
-            long_dims(plan, row),
-            row.pick,
-            len(touched),
-            (min(sizes), max(sizes)),
-            (int(touched.min()), int(touched.max())),
-            int((touched > 1).sum()),
-            row.backend,
-            None if owner == row.label else owner,
-            row.kind is None,
-            row.traffic,
+            label=row.label,
+            layout=row.layout,
+            dims=long_dims(plan, row),
+            pick=row.pick,
+            groups=len(touched),
+            size=(min(sizes), max(sizes)),
+            hosts=(int(touched.min()), int(touched.max())),
+            crossing=int((touched > 1).sum()),
+            backend=row.backend,
+            same_as=owner,
+            separate=row.kind is None,
+            traffic=row.traffic,
         )
 
 
@@ -89,8 +91,10 @@ def dims_in_words(dims: Sequence[str], pick: str = "all", size: int = 1) -> str:
 
     Without dims ``"alone"``, or ``"listed"`` if the largest has a ``size`` above 1.
     """
+    if not dims and size > 1:
+        return "listed"
     if not dims:
-        return "listed" if size > 1 else "alone"
+        return "alone"
     words = "-".join(dims)
     if pick != "all":
         words += f" {pick}"

@@ -84,28 +84,33 @@ def _numbered(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
     """The hosts' names, and the number of the host of each rank."""
     if _is_count(hosts):
         host_count = -(-ranks // hosts)  # the last one may have fewer ranks
-        names = tuple(f"host{number}" for number in range(host_count))
-        return names, np.arange(ranks) // hosts
-    ranks_of_host: dict[str, Any] = {}
+        names = [f"host{number}" for number in range(host_count)]
+        return tuple(names), np.arange(ranks) // hosts
+    sizes: dict[str, Any] = {}  # by host
     if isinstance(hosts, Mapping):
-        ranks_of_host.update(hosts)
+        sizes = {str(name): size for name, size in hosts.items()}
     # A text is a sequence of texts, too.
     elif isinstance(hosts, Sequence) and not isinstance(hosts, str):
         if hosts and all(isinstance(name, str) for name in hosts):
-            # The hosts b, a, b have the numbers 0, 1, 0.
-            number_of_host: dict[str, int] = {}
-            numbers = [number_of_host.setdefault(str(name), len(number_of_host)) for name in hosts]
-            return tuple(number_of_host), np.array(numbers)
+            return _numbered_names(hosts)
         for number, size in enumerate(hosts):
-            ranks_of_host[f"host{number}"] = size
-    if not ranks_of_host or not all(map(_is_count, ranks_of_host.values())):
+            sizes[f"host{number}"] = size
+    if not sizes or not all(map(_is_count, sizes.values())):
         raise LayoutError(
             f"invalid hosts={shown(hosts)}; allowed: ranks per host (8), the ranks of each host "
             f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
         )
-    numbers_of_hosts = np.arange(len(ranks_of_host))
-    names = tuple(map(str, ranks_of_host))
-    return names, np.repeat(numbers_of_hosts, list(ranks_of_host.values()))
+    return tuple(sizes), np.repeat(np.arange(len(sizes)), list(sizes.values()))
+
+
+def _numbered_names(host_of_rank: Sequence[Any]) -> tuple[tuple[str, ...], np.ndarray]:
+    # The hosts b, a, b have the numbers 0, 1, 0.
+    number_of_host: dict[str, int] = {}
+    numbers = []
+    for name in host_of_rank:
+        number = number_of_host.setdefault(str(name), len(number_of_host))
+        numbers.append(number)
+    return tuple(number_of_host), np.array(numbers)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

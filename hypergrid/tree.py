@@ -29,16 +29,15 @@ class GroupNode:
         Unique in the tree.
     size : int, optional
         Number of ranks; -1 on one leaf for the rest. Sizes of parents follow from the leaves.
-    orthogonal_group : str or mapping of str to (str or None), optional
-        Name for the group over all dims that this one is not over, in the world. For several, or
-        inside an ancestor: ``{name: ancestor}``, None for the world.
+    orthogonal_group : str, optional
+        Name for the group over all dims of the world that this one is not over.
     within : {"host"}, optional
         No group of this node may cross hosts.
     """
 
     name: str
     size: int | None = None
-    orthogonal_group: str | Mapping[str, str | None] | None = None
+    orthogonal_group: str | None = None
     within: str | None = None
 
     def __post_init__(self) -> None:
@@ -51,14 +50,6 @@ class GroupNode:
                 f"invalid within={shown(self.within)} for {self.name!r}; allowed: 'host'. Leave "
                 f"it out for a group that may cross hosts."
             )
-
-    @property
-    def orthogonals(self) -> dict[str, str | None]:
-        """The names of its orthogonal groups, each with its ancestor or None."""
-        names = self.orthogonal_group
-        if isinstance(names, str):
-            return {names: None}
-        return dict(names or {})
 
 
 Node = TypeVar("Node", bound=GroupNode)
@@ -82,8 +73,8 @@ class GroupTree(Generic[Node]):
     >>> placed = tree.place(world_size=32)
     >>> placed.layout
     RankLayout(spatial=2-channel=4-data=4, ranks 0..31)
-    >>> placed.dims("model"), placed.orthogonal("model"), placed.orthogonal("spatial", "model")
-    (('spatial', 'channel'), ('data',), ('channel',))
+    >>> placed.dims("model"), placed.orthogonal("model")
+    (('spatial', 'channel'), ('data',))
     """
 
     def __init__(self, node: Node) -> None:
@@ -114,12 +105,12 @@ class GroupTree(Generic[Node]):
         TreeError if the name is taken, or the tree has no such parent.
         """
         parent_name = parent.name if isinstance(parent, GroupNode) else parent
-        siblings = self._children[self.get_node(parent_name).name]
+        self.get_node(parent_name)  # refuses an unknown one
         if node.name in self._nodes:
             raise TreeError(f"the tree has a group {node.name!r} already. Take another name.")
         self._nodes[node.name] = node
         self._children[node.name] = []
-        siblings.append(node.name)
+        self._children[parent_name].append(node.name)
 
     def get_node(self, name: str) -> Node:
         """The node of that name. Raises TreeError if there is none."""
@@ -162,7 +153,9 @@ class GroupTree(Generic[Node]):
                     f"{name!r} is not a leaf: its size follows from {self.children(name)}. Set "
                     f"theirs."
                 )
-        checked = {name: _check_size(name, size) for name, size in group_sizes.items()}
+        checked = {}
+        for name, size in group_sizes.items():
+            checked[name] = _check_size(name, size)
         self._check_leaves(checked, complete=update_parent_sizes)
         for name, size in checked.items():
             self._nodes[name].size = size
@@ -180,7 +173,9 @@ class GroupTree(Generic[Node]):
             sizes = [self._nodes[child].size or 0 for child in self._children[name]]
             if not sizes:
                 continue
-            size = OPEN if OPEN in sizes else prod(sizes)
+            size = prod(sizes)
+            if OPEN in sizes:
+                size = OPEN
             node = self._nodes[name]
             if verbose and node.size != size:
                 print(f"size of {name}: {node.size} -> {size}")
@@ -224,11 +219,14 @@ class GroupTree(Generic[Node]):
                     f"world_size."
                 )
         layout = RankLayout(tuple(sizes), tuple(sizes.values()), offset)
-        topology = None if hosts is None else Topology(layout, hosts)
+        topology = None
+        if hosts is not None:
+            topology = Topology(layout, hosts)
         placement = Placement(layout, spans, topology)
         for name in self.breadth_first():
-            for orthogonal, scope in self._nodes[name].orthogonals.items():
-                spans[orthogonal] = self._orthogonal(placement, name, orthogonal, scope)
+            orthogonal = self._nodes[name].orthogonal_group
+            if orthogonal is not None:
+                spans[orthogonal] = _orthogonal(placement, name, orthogonal)
         for name, node in self._nodes.items():
             if node.within is not None:
                 _check_within_host(placement, name)
@@ -255,11 +253,7 @@ class GroupTree(Generic[Node]):
     @property
     def _outside_dim(self) -> str:
         """The name of the dim that the world has beside the tree."""
-        outside = "outside"
-        for name, scope in self.root.orthogonals.items():
-            if scope is None:
-                outside = name
-                break
+        outside = self.root.orthogonal_group or "outside"
         # A group of the tree may have that name.
         if outside in self._nodes:
             outside = f"outside {self.root_id}"
@@ -280,27 +274,6 @@ class GroupTree(Generic[Node]):
                 dims = list(sizes)[first_dim:]
                 _close(repr(name), size, dims, sizes, f"rest of {name}")
         spans[name] = tuple(sizes)[first_dim:]
-
-    def _orthogonal(
-        self, placement: Placement, name: str, orthogonal: str, scope: str | None
-    ) -> tuple[str, ...]:
-        """The dims of ``orthogonal``, the name of the group that is orthogonal to ``name``."""
-        if scope is not None and scope not in self._nodes:
-            raise TreeError(
-                f"{orthogonal!r}, orthogonal to {name!r}, is in the scope of {scope!r}, "
-                f"which the tree does not have. It has {list(self._nodes)}."
-            )
-        dims = placement.orthogonal(name, scope)
-        # The name may already be one of a group or a dim: of the same dims, then.
-        if orthogonal in placement.spans or orthogonal in placement.layout.dims:
-            taken_dims = placement.dims(orthogonal)
-            if taken_dims != dims:
-                raise TreeError(
-                    f"{orthogonal!r} cannot be orthogonal to {name!r}: it is already over "
-                    f"{list(taken_dims)}, and the orthogonal group is over {list(dims)}. Take "
-                    f"another name."
-                )
-        return dims
 
 
 @dataclass(frozen=True)
@@ -326,9 +299,10 @@ class Placement:
 
     def dims(self, of: Dims) -> tuple[str, ...]:
         """The dims of a node, of an orthogonal group, or of several names or dims."""
-        names = [of] if isinstance(of, str) else list(of)
+        if isinstance(of, str):
+            of = [of]
         dims: set[str] = set()
-        for name in names:
+        for name in of:
             if name in self.spans:
                 dims.update(self.spans[name])
             elif name in self.layout.dims:
@@ -338,21 +312,13 @@ class Placement:
                 raise TreeError(f"there is no group {shown(name)}. Known: {valid_names}.")
         return tuple(dim for dim in self.layout.dims if dim in dims)
 
-    def orthogonal(self, of: Dims, scope: Dims | None = None) -> tuple[str, ...]:
-        """All dims that ``of`` is not over, in the world or in ``scope``, which contains it.
+    def orthogonal(self, of: Dims) -> tuple[str, ...]:
+        """All dims that ``of`` is not over.
 
         A group of ``of`` and one orthogonal to it have exactly one rank in common, and their sizes
-        multiply to that of the scope. Raises TreeError on an unknown group, or a scope that does
-        not contain ``of``.
+        multiply to that of the world. Raises TreeError on an unknown group.
         """
-        dims = self.dims(of)
-        scope_dims = self.layout.dims if scope is None else self.dims(scope)
-        if not set(dims) <= set(scope_dims):
-            raise TreeError(
-                f"{shown(of)} is over {list(dims)}, which are not all in {shown(scope)}, over "
-                f"{list(scope_dims)}. Take an ancestor as scope, or leave it out for the world."
-            )
-        return tuple(dim for dim in scope_dims if dim not in dims)
+        return self.layout.orthogonal(self.dims(of))
 
     def size(self, of: Dims) -> int:
         """Number of ranks in a group of ``of``."""
@@ -365,29 +331,52 @@ class Placement:
 
 def _check_size(name: str, size: object, least: int = OPEN) -> int:
     # True is an Integral, too.
-    if isinstance(size, Integral) and not isinstance(size, bool) and least <= int(size) != 0:
-        return int(size)
-    or_open = ", or -1" if least == OPEN else ""
+    if isinstance(size, Integral) and not isinstance(size, bool):
+        number = int(size)
+        if number >= least and number != 0:
+            return number
+    or_open = ""
+    if least == OPEN:
+        or_open = ", or -1"
     raise TreeError(f"the size of {name} must be at least 1{or_open}, got {shown(size)}.")
 
 
 def _close(owner: str, total: int, dims: list[str], sizes: dict[str, int], rest: str) -> None:
     """Make ``dims`` multiply to ``total``: by the one that takes the rest, or by one more."""
     # Dims of 2 and -1 in a world of 8: the second one becomes 4. Dims of 2 and 2: one of 2 more.
-    fixed_dims = [dim for dim in dims if sizes[dim] != OPEN]
-    product = prod(sizes[dim] for dim in fixed_dims)
+    open_dims = []
+    factors = []
+    product = 1
+    for dim in dims:
+        if sizes[dim] == OPEN:
+            open_dims.append(dim)
+        else:
+            factors.append(f"{dim}={sizes[dim]}")
+            product *= sizes[dim]
     if total % product:
-        factors = " x ".join(f"{dim}={sizes[dim]}" for dim in fixed_dims)
         raise TreeError(
-            f"{owner} has {total} ranks, which {factors} = {product} does not divide: "
+            f"{owner} has {total} ranks, which {' x '.join(factors)} = {product} does not divide: "
             f"{total} / {product} leaves a remainder. Change a size."
         )
-    for dim in dims:
-        if dim not in fixed_dims:
-            sizes[dim] = total // product
-            return
-    if total > product:
+    for dim in open_dims:  # one at most
+        sizes[dim] = total // product
+    if total > product and not open_dims:
         sizes[rest] = total // product
+
+
+def _orthogonal(placement: Placement, name: str, orthogonal: str) -> tuple[str, ...]:
+    """The dims of ``orthogonal``, the name of the group that is orthogonal to ``name``."""
+    dims = placement.orthogonal(name)
+    # The name may already be one of a group or a dim: of the same dims, then.
+    if orthogonal in placement.spans or orthogonal in placement.layout.dims:
+        taken_dims = placement.dims(orthogonal)
+        if taken_dims != dims:
+            raise TreeError(
+                f"{orthogonal!r} cannot be orthogonal to {name!r}: it is already over "
+                f"{list(taken_dims)}, and the orthogonal group is over {list(dims)}. Take "
+                f"another name."
+            )
+    return dims
 
 
 def _check_within_host(placement: Placement, name: str) -> None:

@@ -40,12 +40,9 @@ def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
     return in_order.reshape(-1, layout.dim_size(dims)).tolist()
 
 
-def orthogonal_names(node: GroupNode) -> list[str]:
-    """The names of its orthogonal groups, that of the world first; upstream's if it has none."""
-    scope_of = node.orthogonals
-    if None in scope_of.values():
-        return sorted(scope_of, key=lambda name: scope_of[name] is not None)
-    return [f"__orthogonal_to_{node.name}", *scope_of]
+def orthogonal_name(node: GroupNode) -> str:
+    """The name of its orthogonal group; upstream's if it has none."""
+    return node.orthogonal_group or f"__orthogonal_to_{node.name}"
 
 
 def of_tree(placement: Placement, nodes: Iterable[GroupNode]) -> tuple[DimsOf, Ranks]:
@@ -58,15 +55,10 @@ def of_tree(placement: Placement, nodes: Iterable[GroupNode]) -> tuple[DimsOf, R
         # An orthogonal group may have the name of a node: both are over the same dims.
         dims_of.setdefault(node.name, node_dims)
         ranks_of.setdefault(node.name, node_ranks)
-        for name in orthogonal_names(node):
-            scope = node.orthogonals.get(name)
-            orthogonal_dims = placement.orthogonal(node.name, scope)
-            # In the world upstream groups the first members of all groups, the second ones ...
-            orthogonal_ranks = np.transpose(node_ranks).tolist()
-            if scope is not None:
-                orthogonal_ranks = groups_over(placement.layout, orthogonal_dims)
-            dims_of.setdefault(name, orthogonal_dims)
-            ranks_of.setdefault(name, orthogonal_ranks)
+        orthogonal = orthogonal_name(node)
+        dims_of.setdefault(orthogonal, placement.orthogonal(node.name))
+        # Upstream groups the first members of all groups, the second ones ...
+        ranks_of.setdefault(orthogonal, np.transpose(node_ranks).tolist())
     return dims_of, ranks_of
 
 

@@ -353,7 +353,7 @@ class DistributedManager:
                 f"{node.name!r} has no size: call set_leaf_group_sizes() on its tree first."
             )
         DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
-        orthogonal = groups.orthogonal_names(node)[0]
+        orthogonal = groups.orthogonal_name(node)
         DistributedManager.create_orthogonal_process_group(orthogonal, node.name, verbose)
         return orthogonal
 

@@ -55,7 +55,10 @@ def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
 
     Each has its own name, equal on every rank that makes the same calls inside.
     """
-    with of_torch.numbered(group_name(label, ranks, epoch) if of_torch.has("names") else None):
+    number = None
+    if of_torch.has("names"):
+        number = group_name(label, ranks, epoch)
+    with of_torch.numbered(number):
         yield
 
 
@@ -152,7 +155,9 @@ def by_world(
     # One split gives each rank one group at most.
     if way == "split" and disjoint(groups) and _can_split_off(options.get("backend")):
         group = by_split(label, groups, epoch, **options)
-        return [] if group is None else [group]
+        if group is None:
+            return []
+        return [group]
     return by_everyone(label, groups, epoch, **options)
 
 

@@ -126,8 +126,9 @@ def options(size: int, timeout: timedelta | None = None) -> Any:
     lazily = _lazily(size)
     _check_room(_OF_A_DEVICE)
     shared = _thread.shared
-    alone = _connects_later(lazily) or any(name in os.environ for name in _ALONE)
-    if shared is None or alone:
+    if _connects_later(lazily) or any(name in os.environ for name in _ALONE):
+        shared = None
+    if shared is None:
         shared = _Shared()  # a device for this group only
     if not shared.devices:
         names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
@@ -149,8 +150,9 @@ def _connects_later(lazily: bool | None) -> bool:
 
 
 def _lazily(size: int) -> bool | None:
-    lazily = None if _thread.choice is None else _thread.choice.lazily
-    return lazily and size > 1  # alone, there is nobody to connect to
+    if _thread.choice is None:
+        return None
+    return _thread.choice.lazily and size > 1  # alone, there is nobody to connect to
 
 
 def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **named: Any) -> None:

@@ -29,13 +29,14 @@ def validate_grids(
                 f"declared together have all ranks in common or none. Change an offset or a shape."
             )
     world = set(range(world_size))
-    covered = {rank for layout in layouts for rank in layout.ranks}
-    _raise_if_any(world - covered, "are in no grid", layouts)
-    outside = f"are in a grid and outside the world of {world_size}"
-    _raise_if_any(covered - world, outside, layouts)
-
-
-def _raise_if_any(ranks: set[int], fault: str, layouts: list[RankLayout]) -> None:
+    covered = set[int]()
+    for layout in layouts:
+        covered.update(layout.ranks)
+    ranks = sorted(world - covered)
+    fault = "are in no grid"
+    if not ranks:
+        ranks = sorted(covered - world)
+        fault = f"are in a grid and outside the world of {world_size}"
     if ranks:
         names = ", ".join(map(repr, layouts)) or "no grids"
-        raise ValueError(f"ranks {few(sorted(ranks))} {fault}: {names}.")
+        raise ValueError(f"ranks {few(ranks)} {fault}: {names}.")

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from hypergrid.files import FileError, bytes_of, decoded
 
 SCHEMA = 1  # of a rank's file
 _KEYS = ("module", "file", "line", "function", "name", "writes")
+
+
+_SiteKey: TypeAlias = tuple[str, str, str]  # module, function, name
 
 
 class _Known(TypedDict):
@@ -76,7 +79,7 @@ class Site:
         return self.module.rpartition(".")[0] or self.module
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> _SiteKey:
         """The key by which a baseline knows a site: lines move, module and function stay."""
         return self.module, self.function, self.name
 
@@ -120,8 +123,9 @@ class Audit:
         row_of_file: dict[tuple[str, str], FileReads] = {}
         reads_of_package: Counter[str] = Counter()
         for site in self.sites:
+            key = (site.package, site.file)
             new_row = FileReads(site.package, site.file, site.module)
-            row = row_of_file.setdefault((site.package, site.file), new_row)
+            row = row_of_file.setdefault(key, new_row)
             row.reads += site.count
             row.sites += 1
             row.names[site.name] += site.count
@@ -210,17 +214,22 @@ def _merged(processes: Sequence[_Process], unread: Sequence[str]) -> Audit:
             site = tuple(fields[name] for name in _KEYS)
             uses_of_site.setdefault(site, []).append((rank, use))
         for problem in process["problems"]:
+            kind_and_text = (problem["kind"], problem["text"])
             report = (rank, problem["count"], problem["example"])
-            reports_of_problem.setdefault((problem["kind"], problem["text"]), []).append(report)
-    sites = [_site(key, uses) for key, uses in sorted(uses_of_site.items())]
-    problems = [_problem(*key, reports) for key, reports in reports_of_problem.items()]
+            reports_of_problem.setdefault(kind_and_text, []).append(report)
+    sites = []
+    for key, uses in sorted(uses_of_site.items()):
+        sites.append(_site(key, uses))
+    problems = []
+    for (kind, text), reports in reports_of_problem.items():
+        problems.append(_problem(kind, text, reports))
     return Audit(
-        sites,
-        sorted(problems),
-        tuple(sorted(ranks)),
-        tuple(sorted(releases)),
-        tuple(unread),
-        len(process_ids),
+        sites=sites,
+        problems=sorted(problems),
+        ranks=tuple(sorted(ranks)),
+        releases=tuple(sorted(releases)),
+        unread=tuple(unread),
+        processes=len(process_ids),
     )
 
 
@@ -281,17 +290,17 @@ def against(audit: Audit, known: Iterable[_Known]) -> list[Change]:
     A site of the baseline is a function that uses a name, with the number of lines that do:
     lines move, and a run may be longer.
     """
-    lines_before: dict[tuple[str, str, str], set[int]] = {}
+    lines_before: dict[_SiteKey, set[int]] = {}
     for record in known:
         key = (record["module"], record["function"], record["name"])
         lines_before.setdefault(key, set()).add(record["line"])
-    lines_after: dict[tuple[str, str, str], set[int]] = {}
+    lines_after: dict[_SiteKey, set[int]] = {}
     for site in audit.sites:
         lines_after.setdefault(site.key, set()).add(site.line)
     changes = []
     for key in sorted({*lines_before, *lines_after}):
-        before = len(lines_before.get(key, ()))
-        lines = tuple(sorted(lines_after.get(key, ())))
-        if before != len(lines):
-            changes.append(Change(*key, before, len(lines), lines))
+        before = lines_before.get(key, set())
+        after = lines_after.get(key, set())
+        if len(before) != len(after):
+            changes.append(Change(*key, len(before), len(after), tuple(sorted(after))))
     return changes

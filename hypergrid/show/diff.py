@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
 
 from hypergrid.layout import RankLayout
-from hypergrid.messages import few, one_line
+from hypergrid.messages import few, one_line, span_of
 from hypergrid.plan import GroupPlan
 
 
@@ -90,9 +90,13 @@ def difference(
     of the weights a rank has. By default all layouts that both have, and no weights.
     """
     if shards is None:
-        shards = {name: () for name in before.layouts if name in after.layouts}
-    first = max(before.window.start, after.window.start)
-    common = range(first, min(before.window.stop, after.window.stop))
+        shards = {}
+        for name in before.layouts:
+            if name in after.layouts:
+                shards[name] = ()
+    start = max(before.window.start, after.window.start)
+    stop = min(before.window.stop, after.window.stop)
+    common = range(start, stop)
     moved: list[Moved] = []
     resharded: list[Resharded] = []
     for name, dims in shards.items():
@@ -104,23 +108,33 @@ def difference(
         part_differs = np.full(len(common), old_cut != new_cut)
         for dim in dict.fromkeys((*old.dims, *new.dims)):
             differs = _coordinates(old, dim, common) != _coordinates(new, dim, common)
-            sizes = (old.size_of(dim), new.size_of(dim))
-            if differs.any() or sizes[0] != sizes[1]:
-                moved.append(Moved(name, dim, sizes, int(differs.sum())))
+            old_size = old.size_of(dim)
+            new_size = new.size_of(dim)
+            if differs.any() or old_size != new_size:
+                moved.append(Moved(name, dim, (old_size, new_size), int(differs.sum())))
             if dim in dims:
                 part_differs |= differs
-        if old_cut != new_cut or part_differs.any():
-            resharded.append(Resharded(name, dims, (old_cut, new_cut), int(part_differs.sum())))
-    regrouped: list[Regrouped] = []
-    labels = {row.label: None for row in (*before.rows, *after.rows)}  # in their order
-    for label in labels:
+        if part_differs.any() or old_cut != new_cut:
+            ranks = int(part_differs.sum())
+            resharded.append(Resharded(name, dims, (old_cut, new_cut), ranks))
+    return Difference(
+        (len(before.window), len(after.window)),
+        len(common),
+        tuple(moved),
+        tuple(_regrouped(before, after, common)),
+        tuple(resharded),
+    )
+
+
+def _regrouped(before: GroupPlan, after: GroupPlan, common: range) -> Iterator[Regrouped]:
+    """The names whose groups change."""
+    labels = [row.label for row in (*before.rows, *after.rows)]
+    for label in dict.fromkeys(labels):  # each once, in their order
         old_count, old_digests = _groups(before, label, common)
         new_count, new_digests = _groups(after, label, common)
         ranks = int((old_digests != new_digests).sum())
         if ranks or old_count != new_count:
-            regrouped.append(Regrouped(label, (old_count, new_count), ranks))
-    worlds = (len(before.window), len(after.window))
-    return Difference(worlds, len(common), tuple(moved), tuple(regrouped), tuple(resharded))
+            yield Regrouped(label, (old_count, new_count), ranks)
 
 
 def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
@@ -133,14 +147,13 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
     if rank is None:
         return ["the dump is of a process without process groups."]
     if rank not in plan.window:
-        return [f"rank {rank} is outside the plan's ranks {plan.window[0]}..{plan.window[-1]}."]
-    planned: dict[str, list[list[int]]] = {}
-    for row, ranks in plan.groups_of(rank):
-        planned.setdefault(one_line(row.label), []).append(list(ranks))
+        return [f"rank {rank} is outside the plan's ranks {span_of(plan.window)}."]
+    planned = _planned_groups(plan, rank)
     live: dict[str, list[list[int]]] = {}
     for group in dump["groups"]:
         if group["label"] is not None:
-            live.setdefault(one_line(group["label"]), []).append(list(group["ranks"]))
+            label = one_line(group["label"])
+            live.setdefault(label, []).append(group["ranks"])
     sentences = []
     for label in dict.fromkeys((*planned, *live)):
         if label not in live:
@@ -155,6 +168,15 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
     return sentences
 
 
+def _planned_groups(plan: GroupPlan, rank: int) -> dict[str, list[list[int]]]:
+    """The groups of a rank, by their label as one line, as recordings and dumps have it."""
+    groups_of_label: dict[str, list[list[int]]] = {}
+    for row, ranks in plan.groups_of(rank):
+        label = one_line(row.label)
+        groups_of_label.setdefault(label, []).append(list(ranks))
+    return groups_of_label
+
+
 def _listed(groups: Iterable[Sequence[int]]) -> str:
     return " and ".join(f"[{few(ranks)}]" for ranks in groups)
 
@@ -163,7 +185,7 @@ def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
     """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
     if dim not in layout.dims:
         return np.zeros(len(ranks), dtype=int)
-    positions = np.array(ranks, dtype=int) - layout.offset
+    positions = np.arange(ranks.start, ranks.stop) - layout.offset
     coordinates = positions // layout.stride(dim) % layout.size_of(dim)
     is_outside = (positions < 0) | (positions >= layout.size)
     coordinates[is_outside] = -1
@@ -176,11 +198,16 @@ def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]
     for row in plan.rows:
         if row.label == label:
             arrays.extend(plan.arrays(row))
-    last_rank = max([ranks.stop, *(int(array.max()) for array in arrays)])
+    count = 0
+    stop = ranks.stop
+    for array in arrays:
+        count += len(array)
+        stop = max(stop, int(array.max()) + 1)
     # A number for each rank: the sum over a group's members is its digest, in any order.
-    number_of_rank = np.random.default_rng(0).integers(1 << 63, size=last_rank + 1, dtype=np.uint64)
-    digests = np.zeros(last_rank + 1, dtype=np.uint64)
+    generator = np.random.default_rng(0)
+    number_of_rank = generator.integers(1 << 63, size=stop, dtype=np.uint64)
+    digests = np.zeros(stop, dtype=np.uint64)
     for array in arrays:
         # A rank may be in several groups of one name.
         digests[array] += number_of_rank[array].sum(axis=1, keepdims=True)
-    return sum(map(len, arrays)), digests[ranks.start : ranks.stop]
+    return count, digests[ranks.start : ranks.stop]

@@ -8,6 +8,7 @@ from typing import Any
 from hypergrid.hangs.recording import Call, RankRecording, Recording
 from hypergrid.hangs.verdict import Diagnosis, lasting
 from hypergrid.layout import RankLayout
+from hypergrid.messages import few
 from hypergrid.plan import GroupPlan, GroupRow
 
 _LAST = 10  # calls shown of each rank
@@ -15,15 +16,15 @@ _LAST = 10  # calls shown of each rank
 
 def plan_of(recording: Recording) -> GroupPlan:
     """A plan with the groups that were recorded, for a job whose own plan is not known."""
+    layout = RankLayout(("rank",), (recording.world_size,))
     groups_of_label: dict[str, list[tuple[int, ...]]] = {}
     for group in recording.groups.values():
         # A group of a damaged recording may name ranks that the job does not have.
-        if group.ranks and max(group.ranks) < recording.world_size and min(group.ranks) >= 0:
+        if group.ranks and all(rank in layout for rank in group.ranks):
             groups_of_label.setdefault(group.label, []).append(group.ranks)
     rows = []
     for label, groups in groups_of_label.items():
         rows.append(GroupRow(label, "ranks", (), explicit=tuple(groups)))
-    layout = RankLayout(("rank",), (recording.world_size,))
     return GroupPlan({"ranks": layout}, tuple(rows))
 
 
@@ -62,20 +63,17 @@ def _findings(rank_recording: RankRecording, diagnosis: Diagnosis) -> list[str]:
         lines.append(rank_recording.error)
     waits_for = diagnosis.waiting.get(rank_recording.rank)
     if waits_for:
-        # A rank may wait for thousands.
-        more = ", ..." if len(waits_for) > 8 else ""
-        lines.append(f"waits for {', '.join(map(str, waits_for[:8]))}{more}")
+        lines.append(f"waits for {few(waits_for)}")  # of thousands, perhaps
     for frame in rank_recording.stack[:6]:
         lines.append(f"{frame.function} ({frame.file}:{frame.line})")
     return lines
 
 
 def _in_words(recording: Recording, call: Call) -> str:
-    state = "not done"
-    if call.done:
-        state = "done"
-        if call.started and call.completed:
-            state += f", {lasting(call.completed - call.started)}"
+    state = "done" if call.done else "not done"
+    if call.done and call.started and call.completed:
+        duration = lasting(call.completed - call.started)
+        state += f", {duration}"
     operation = f"{call.what.name} {call.what.detail} #{call.seq}"
     label = recording.groups[call.group].label
     return f"{operation} of {label}: {state}; {call.what.inputs}"

@@ -27,9 +27,14 @@ INK = "#16181c"  # on a tile
 # A picture has no background. These two keep a contrast of almost 4 on a white and on a dark page.
 TEXT = "#797f8b"
 CROSSING = "#dd4b39"
-CELL, GAP, MARGIN, HEAD = 0.29, 0.09, 0.25, 0.5  # inches
+# Inches.
+CELL = 0.29
+GAP = 0.09
 PITCH = CELL + GAP
-LETTER = 0.075  # inches: a little more than a letter of the small text needs
+MARGIN = 0.25
+HEADING = 0.22  # the height of a line of the heading
+HEAD = 0.5  # the height of a panel's own heading
+LETTER = 0.075  # a little more than a letter of the small text needs
 COLUMNS = 8  # ranks side by side; a larger host takes several lines
 WHOLE = 256  # ranks up to which no line is left out
 STYLE: dict[Any, Any] = {
@@ -70,7 +75,8 @@ def picture(
         matplotlib is missing.
     """
     drawn_layouts = {}
-    for name in layouts or list(plan.layouts)[:1]:
+    first_layout = list(plan.layouts)[:1]
+    for name in layouts or first_layout:
         if name not in plan.layouts:
             raise LayoutError(
                 f"invalid layout {shown(name)}. Valid layouts are {list(plan.layouts)}."
@@ -97,7 +103,9 @@ def picture(
     figure = Figure(dpi=200, facecolor="none")
     FigureCanvasAgg(figure)
     # Without a date, equal plans have equal pictures.
-    metadata = {"Date": None} if suffix == ".svg" else None
+    metadata = None
+    if suffix == ".svg":
+        metadata = {"Date": None}
     with matplotlib.rc_context(STYLE):
         _compose(figure, panels, drawn_layouts)
         figure.savefig(path, metadata=metadata)
@@ -114,10 +122,15 @@ def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str
     known_dims: set[str] = set()
     for name, layout in layouts.items():
         dims = layout.trimmed.dims or layout.dims[:1]
-        for dim in dims if by is None else [by]:
-            # These decide all groups. An unknown dim is refused.
-            groups = (layout.ranks, layout.stride(dim), layout.size_of(dim))
-            title = f"{name} {dim}" if dim in known_dims else dim
+        if by is not None:
+            dims = (by,)
+        for dim in dims:
+            title = dim
+            if dim in known_dims:
+                title = f"{name} {dim}"
+            # The ranks, the stride and the size decide all groups. An unknown dim is refused.
+            stride = layout.stride(dim)
+            groups = (layout.ranks, stride, layout.size_of(dim))
             first = panel_of_groups.setdefault(groups, (name, dim))
             if first == (name, dim):
                 titles[first] = title
@@ -134,23 +147,31 @@ def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLay
     fitting = max(1, int(12 / panel_width))
     line_count = -(-len(panels) // fitting)
     per_line = -(-len(panels) // line_count)
-    heading = _heading(panels[0], layouts)
-    heading_width = 1.4 * LETTER * max(map(len, heading))
-    width = max(per_line * panel_width, heading_width + MARGIN) + MARGIN
-    # The place of each panel: its upper left corner.
-    corners = []
-    y = MARGIN + 0.22 * len(heading) + 0.12
+    lines = []
     for start in range(0, len(panels), per_line):
-        line = panels[start : start + per_line]
-        for number in range(len(line)):
-            corners.append((MARGIN + number * panel_width, y))
-        y += max(panel.height for panel in line) + MARGIN
-    figure.set_size_inches(width, y + 0.32)
+        lines.append(panels[start : start + per_line])
+    line_heights = []
+    for line in lines:
+        line_heights.append(max(panel.height for panel in line) + MARGIN)
+    heading = _heading(panels[0], layouts)
+    longest = max(map(len, heading))
+    heading_width = 1.4 * LETTER * longest + MARGIN
+    top = MARGIN + HEADING * len(heading) + 0.12
+    width = max(per_line * panel_width, heading_width) + MARGIN
+    height = top + sum(line_heights) + 0.32
+    figure.set_size_inches(width, height)
     axes = _axes(figure, 0, 0)
-    for number, text in enumerate(heading):
-        _text(axes, (MARGIN, MARGIN + 0.22 * number), text, 11, weight="bold")
-    for panel, (panel_x, panel_y) in zip(panels, corners, strict=True):
-        panel.draw(_axes(figure, panel_x + panel.tiles_x, panel_y))
+    y = MARGIN
+    for text in heading:
+        _text(axes, (MARGIN, y), text, 11, weight="bold")
+        y += HEADING
+    y = top
+    for line, line_height in zip(lines, line_heights, strict=True):
+        x = MARGIN
+        for panel in line:
+            panel.draw(_axes(figure, x + panel.tiles_x, y))
+            x += panel_width
+        y += line_height
     note = f"Framed: the group of rank {panels[0].layout.offset}."
     if any(panel.groups > len(COLOURS) for panel in panels):
         note += f" Colours repeat after {len(COLOURS)} groups."
@@ -159,13 +180,17 @@ def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLay
 
 def _heading(panel: _Panel, layouts: Mapping[str, RankLayout]) -> list[str]:
     """How many ranks and hosts, and the sizes of each layout; a text of a file may be endless."""
-    hosts = len(panel.boxes)
-    first_line = f"{panel.layout.size:,} ranks on {hosts:,} host{'s' * (hosts != 1)}"
+    host_count = len(panel.boxes)
+    hosts = f"{host_count:,} hosts"
+    if host_count == 1:
+        hosts = "1 host"
+    first_line = f"{panel.layout.size:,} ranks on {hosts}"
     if panel.layout.size > 1:
         first_line += f": {sizes_in_words(panel.layout)}"
     lines = [shortened(first_line)]
-    for name, layout in list(layouts.items())[1:]:
-        lines.append(shortened(f"{name}: {sizes_in_words(layout)}"))
+    for name in list(layouts)[1:]:
+        sizes = sizes_in_words(layouts[name])
+        lines.append(shortened(f"{name}: {sizes}"))
     return lines
 
 
@@ -191,12 +216,15 @@ class _Panel:
         # Of each group that is on several hosts, or domains: on how many.
         self.crossing = touched[touched > 1]
         self.reach = self._reach(boundary)
-        self.columns = min(COLUMNS, max(map(len, self.boxes.values())))
+        largest_host = max(map(len, self.boxes.values()))
+        self.columns = min(COLUMNS, largest_host)
         self.places: dict[int, Point] = {}  # the upper left corner of each rank that is shown
         self.notes: list[tuple[float, str]] = []  # texts beside the ranks, and how far down
         self.height = self._place(within)
-        self.tiles_x = LETTER * max(len(text) for _, text in self.notes) + 0.12
-        self.width = max(self.tiles_x + self.columns * PITCH, LETTER * len(self.reach), 2.45)
+        longest_note = max(len(text) for _, text in self.notes)
+        self.tiles_x = LETTER * longest_note + 0.12
+        tiles_end = self.tiles_x + self.columns * PITCH
+        self.width = max(tiles_end, LETTER * len(self.reach), 2.45)
 
     def _place(self, within: Mapping[str, str]) -> float:
         """Put each line of ranks below the one before it, from the left; returns the height."""
@@ -230,56 +258,72 @@ class _Panel:
 
     def _is_shown(self, line: list[int]) -> bool:
         """Whether a line is drawn: of a large job the first ranks, the first group, the last."""
+        if self.layout.size <= WHOLE:
+            return True
         first_ranks = 4 * self.columns
-        if self.layout.size <= WHOLE or line[0] < self.layout.offset + first_ranks:
+        if line[0] < self.layout.offset + first_ranks:
             return True
         last_host = list(self.boxes)[-1]
-        shown_ranks = {*self.members[:5], self.members[-1], self.boxes[last_host][-1]}
+        last_rank = self.boxes[last_host][-1]
+        shown_ranks = {*self.members[:5], self.members[-1], last_rank}
         return not shown_ranks.isdisjoint(line)
 
     def _reach(self, boundary: Boundary) -> str:
         """The groups of the dim that leave their host, in words."""
-        if not len(self.crossing):
+        count = len(self.crossing)
+        if count == 0:
             return f"inside {boundary.singular}"
         fewest = self.crossing.min()
         most = self.crossing.max()
         # Of "NVLink domains" the short name.
-        span = f"{most} {boundary.plural.split()[-1]}"
+        *_, short_name = boundary.plural.split()
+        span = f"{most} {short_name}"
         if fewest < most:
             span = f"{fewest} to {span}"
-        if len(self.crossing) == self.groups:
+        if count == self.groups:
             return f"every group crosses {boundary.plural} ({span})"
-        return f"{len(self.crossing):,} of {self.groups:,} groups cross ({span})"
+        return f"{count:,} of {self.groups:,} groups cross ({span})"
 
     def draw(self, axes: Axes) -> None:
         """Draw it on axes whose zero is the upper left corner of the tiles, in inches."""
-        _text(axes, (-self.tiles_x, 0), f"{self.title} = {len(self.members)}", 10, weight="bold")
-        reach_colour = CROSSING if len(self.crossing) else TEXT
-        _text(axes, (-self.tiles_x, 0.2), self.reach, 8, color=reach_colour)
+        text_x = -self.tiles_x
+        _text(axes, (text_x, 0), f"{self.title} = {len(self.members)}", 10, weight="bold")
+        reach_colour = TEXT
+        if len(self.crossing):
+            reach_colour = CROSSING
+        _text(axes, (text_x, 0.2), self.reach, 8, color=reach_colour)
         for y, text in self.notes:
-            _text(axes, (-self.tiles_x, y), text, 8)
+            _text(axes, (text_x, y), text, 8)
         numbers = group_numbers(self.layout, self.dim)
         colour_of: dict[int, str] = {}
-        digits = len(str(self.layout.stop - 1))
-        size = 8.5 if digits < 3 else min(8.0, 26 / digits)
-        members = set(self.members)
-        for rank, (x, y) in self.places.items():
+        for rank, place in self.places.items():
             # A group takes the next colour, so that groups side by side differ.
             next_colour = COLOURS[len(colour_of) % len(COLOURS)]
             colour = colour_of.setdefault(numbers[rank], next_colour)
-            _tile(axes, (x, y), CELL, facecolor=colour, linewidth=0)
-            if rank in members:
-                # The frame is inside the tile: there it is seen on light and on dark pages.
-                corner = (x + 0.03, y + 0.03)
-                _tile(axes, corner, CELL - 0.06, facecolor="none", edgecolor=INK, linewidth=1.5)
-            centre = (x + CELL / 2, y + CELL / 2)
-            _text(axes, centre, str(rank), size, ha="center", va="center_baseline", color=INK)
+            self._draw_rank(axes, rank, place, colour)
+
+    def _draw_rank(self, axes: Axes, rank: int, place: Point, colour: str) -> None:
+        x, y = place
+        _tile(axes, place, CELL, facecolor=colour, linewidth=0)
+        if rank in self.members:
+            # The frame is inside the tile: there it is seen on light and on dark pages.
+            corner = (x + 0.03, y + 0.03)
+            _tile(axes, corner, CELL - 0.06, facecolor="none", edgecolor=INK, linewidth=1.5)
+        # Numbers of three and more digits are smaller.
+        digits = len(str(self.layout.stop - 1))
+        size = 8.5
+        if digits > 2:
+            size = min(8.0, 26 / digits)
+        centre = (x + CELL / 2, y + CELL / 2)
+        _text(axes, centre, str(rank), size, ha="center", va="center_baseline", color=INK)
 
 
 def _axes(figure: Figure, x: float, y: float) -> Axes:
     """Axes over the whole figure, in inches to the right of and below this place."""
     width, height = figure.get_size_inches()
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-x, width - x), ylim=(height - y, -y))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(-x, width - x)
+    axes.set_ylim(height - y, -y)
     axes.set_axis_off()
     return axes
 
@@ -297,4 +341,6 @@ def _text(axes: Axes, place: Point, text: str, size: float, **style: Any) -> Non
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 18 else f"{name[:8]}…{name[-9:]}"
+    if len(name) <= 18:
+        return name
+    return f"{name[:8]}…{name[-9:]}"

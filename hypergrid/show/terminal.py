@@ -35,28 +35,39 @@ def table(
     by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
     ``within`` has for each host's name its NVLink domain; domains are headings.
     """
-    numbers = group_numbers(layout, by)
     ranks_of = ranks_by_host(layout, hosts)
     names = list(ranks_of)
-    hidden = 0
+    hidden_count = 0
     if only is not None:
         for number in only:
             if number not in range(len(names)):
                 raise LayoutError(f"there is no host {number}: they go from 0 to {len(names) - 1}.")
         names = [names[number] for number in only]
     elif layout.size > FOLD_ABOVE and len(names) > _FIRST + 1:
-        hidden = len(names) - _FIRST - 1
+        hidden_count = len(names) - _FIRST - 1
         names = [*names[:_FIRST], names[-1]]
+    group_title = f"{by} group"
     dims = layout.trimmed.dims
-    label_width = max(map(len, (*names, *dims, f"{by} group"))) + 4
-    cell_width = len(str(max(layout.stop - 1, *numbers))) + 2
+    group_of_rank = group_numbers(layout, by)
+    label_width = max(map(len, (*names, *dims, group_title))) + 4
+    largest_number = max(layout.stop - 1, *group_of_rank)
+    cell_width = len(str(largest_number)) + 2
     per_line = max(1, (width - label_width) // cell_width)
+
+    def line(label: str, values: Iterable[int]) -> str:
+        text = f"  {label}".ljust(label_width)
+        for value in values:
+            text += _cell(value, cell_width)
+        return text.rstrip()
+
     last_domain = ""
     for name in names:
-        if hidden and name == names[-1]:
-            yield Text(f"... {hidden} hosts between, --hosts shows them ...", style="dim")
+        if hidden_count and name == names[-1]:
+            yield Text(f"... {hidden_count} hosts between, --hosts shows them ...", style="dim")
             yield Text()
-        domain = (within or {}).get(name, "")
+        domain = ""
+        if within is not None:
+            domain = within.get(name, "")
         if domain != last_domain:
             yield Text(domain, "bold underline")
         last_domain = domain
@@ -64,19 +75,16 @@ def table(
             ranks = ranks_of[name][start : start + per_line]
             coloured = Text(name.ljust(label_width), style="bold")
             for rank in ranks:
-                style = _STYLES[numbers[rank] % len(_STYLES)]
-                coloured.append(f"{rank:>{cell_width - 1}} ", style)
+                style = _STYLES[group_of_rank[rank] % len(_STYLES)]
+                coloured.append(_cell(rank, cell_width), style)
             yield coloured
             for dim in dims:
                 coordinates = [layout.coordinate(rank)[dim] for rank in ranks]
-                yield Text(_line(dim, coordinates, label_width, cell_width))
-            group_line = _line(
-                f"{by} group", map(numbers.__getitem__, ranks), label_width, cell_width
-            )
-            yield Text(group_line, "bold")
+                yield Text(line(dim, coordinates))
+            groups = [group_of_rank[rank] for rank in ranks]
+            yield Text(line(group_title, groups), "bold")
         yield Text()
 
 
-def _line(label: str, values: Iterable[int], label_width: int, cell_width: int) -> str:
-    cells = "".join(f"{value:>{cell_width - 1}} " for value in values)
-    return f"  {label:<{label_width - 2}}{cells}".rstrip()
+def _cell(value: int, width: int) -> str:
+    return f"{value:>{width - 1}} "

@@ -75,7 +75,7 @@ def test_what_the_tree_does_not_fill_is_the_slowest_dim():
     assert placed.layout.dims == ("spatial_parallel", "channel_parallel", "data_parallel")
     assert placed.group("data_parallel", 3) == [3, 11, 19, 27]
     assert tree.place(8).dims("data_parallel") == () and tree.place(8).layout.size == 8
-    assert model(size=4).root.orthogonals == {}
+    assert model(size=4).root.orthogonal_group is None
     assert GroupTree(GroupNode("m", 4)).place(8).layout.dims == ("m", "outside")
 
 
@@ -124,67 +124,24 @@ def test_every_node_is_a_combination_of_dims_and_leaves_keep_their_order(case):
         assert placed.size(name) == len(placed.group(name, 0))
 
 
-def _node_and_scope(tree, data):
-    scope = data.draw(st.sampled_from([None, *tree.breadth_first()]))
-    inside, stack = [], [scope or tree.root_id]
-    while stack:
-        inside.append(stack.pop())
-        stack.extend(tree.children(inside[-1]))
-    return data.draw(st.sampled_from(inside)), scope
-
-
 @given(trees(), st.data())
-def test_the_orthogonal_of_the_orthogonal_is_the_node(case, data):
+def test_a_node_and_its_orthogonal_have_exactly_one_rank_in_common(case, data):
     tree, size = case
-    node, scope = _node_and_scope(tree, data)
+    node = data.draw(st.sampled_from(tree.breadth_first()))
     placed = tree.place(size)
-    assert placed.orthogonal(placed.orthogonal(node, scope), scope) == placed.dims(node)
-
-
-@given(trees(), st.data())
-def test_a_node_and_its_orthogonal_meet_in_exactly_one_rank(case, data):
-    tree, size = case
-    node, scope = _node_and_scope(tree, data)
-    placed = tree.place(size)
-    rank, other = data.draw(st.integers(0, size - 1)), placed.orthogonal(node, scope)
-    here = set(placed.group(node, rank))
-    assert here & set(placed.group(other, rank)) == {rank}
-    whole = placed.group(scope, rank) if scope else range(size)
-    for elsewhere in whole:  # and with every orthogonal group of the scope
-        assert len(here & set(placed.group(other, elsewhere))) == 1
-
-
-@given(trees(), st.data())
-def test_a_node_and_its_orthogonal_are_over_the_scope_together(case, data):
-    tree, size = case
-    node, scope = _node_and_scope(tree, data)
-    placed = tree.place(size)
-    other = placed.orthogonal(node, scope)
-    whole = placed.dims(scope) if scope else placed.layout.dims
-    assert placed.dims({*placed.dims(node), *other}) == whole
-    assert not {*placed.dims(node)} & {*other}
-    assert placed.size(node) * placed.size(other) == placed.layout.dim_size(whole)
-    assert placed.orthogonal(whole, scope) == ()
-
-
-def test_several_orthogonal_groups_may_be_in_the_scope_of_an_ancestor():
-    tree = world(spatial=2, channel=3, data=4)
-    tree.get_node("spatial").orthogonal_group = {"others": None, "rest_of_model": "model"}
-    placed = tree.place()
-    assert placed.dims("others") == ("channel", "data")
-    assert placed.dims("rest_of_model") == ("channel",) == placed.orthogonal("spatial", "model")
-    tree.get_node("model").orthogonal_group = "data"  # it is: the very same ranks
-    assert tree.place().dims("data") == ("data",)
+    other = placed.orthogonal(node)
+    assert placed.orthogonal(other) == placed.dims(node)
+    assert placed.size(node) * placed.size(other) == size
+    here = set(placed.group(node, data.draw(st.integers(0, size - 1))))
+    for rank in range(size):
+        assert len(here & set(placed.group(other, rank))) == 1
 
 
 @pytest.mark.parametrize(
     ("node", "orthogonal", "says"),
     [
         ("spatial", "channel", r"'channel' cannot be orthogonal to 'spatial'.*over \['channel'\]"),
-        ("spatial", {"x": "pod"}, "scope of 'pod', which the tree does not have"),
-        ("model", {"x": "data"}, r"'model' is over \['spatial', 'channel'\], which are not all in"),
         ("world", "model", "'model' cannot be orthogonal to 'world'"),
-        ("data", {"x": None, "spatial": "world"}, "'spatial' cannot be orthogonal to 'data'"),
     ],
 )
 def test_an_orthogonal_group_that_is_none_is_refused(node, orthogonal, says):

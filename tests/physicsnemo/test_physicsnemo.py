@@ -441,22 +441,6 @@ def test_a_node_inside_a_host_is_held_against_what_the_launcher_says(
         assert not manager.group_names
 
 
-def test_orthogonal_groups_of_several_scopes_are_made_by_their_names(fake_world):
-    fake_world(16, rank=5)
-    manager = start(5, 16)
-    config = tree(spatial=2, channel=2, data=4)
-    config.get_node("spatial_parallel").orthogonal_group = {"near": "model_parallel", "all": None}
-    config.get_node("model_parallel").orthogonal_group = "data_parallel"
-    manager.create_groups_from_config(config)
-    ranks = {n: dist.get_process_group_ranks(manager.group(n)) for n in manager.group_names}
-    assert ranks["near"] == [5, 7] == ranks["channel_parallel"]
-    assert ranks["all"] == list(range(1, 16, 2))
-    assert ranks["data_parallel"] == [1, 5, 9, 13]
-    assert "__orthogonal_to_spatial_parallel" not in ranks
-    manager.create_process_subgroup("half", 2, "all")
-    assert dist.get_process_group_ranks(manager.group("half")) == [5, 7]
-
-
 # The manager.
 
 
