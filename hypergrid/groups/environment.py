@@ -6,7 +6,7 @@ import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -20,7 +20,7 @@ from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown, span_of
-from hypergrid.plan import Ranks
+from hypergrid.plan import GroupRow, Ranks
 from hypergrid.policy import Agreement, Policy
 
 if TYPE_CHECKING:
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 Group: TypeAlias = ProcessGroup | str | None  # a group, or its name
 T = TypeVar("T")
 _Key: TypeAlias = tuple[str | None, Ranks]  # of a group: its backend and its members
-
-
-@dataclass(frozen=True)
-class _Family:
-    """All groups of a name, of which a rank is in one at most; equal on all ranks."""
-
-    name: str
-    keys: list[_Key]  # of each group; its members ascend
-    dims: tuple[str, ...] = ()
 
 
 class EnvironmentTable:
@@ -80,8 +71,8 @@ class EnvironmentTable:
 
     def _start(self) -> None:
         self._pool = GroupPool(Agreement(epoch=""), self._policy, repr(self))
-        # By name: all groups of the name, and the one of this rank.
-        self._created: dict[str, tuple[_Family, ProcessGroup]] = {}
+        # By name: its row, and the group of this rank.
+        self._created: dict[str, tuple[GroupRow, ProcessGroup]] = {}
         self._meshes: dict[str, DeviceMesh] = {}
 
     def __repr__(self) -> str:
@@ -168,8 +159,8 @@ class EnvironmentTable:
                     f"the name of a group must be a text; rank {self.rank} was given {shown(name)}."
                 )
             groups = _groups_of(ranks, name, self.world_size)
-            family = _Family(name, _keys(groups, backend))
-        return self._create([family], timeout=timeout, pg_options=pg_options)[0]
+            row = _row(name, groups, backend)
+        return self._create([row], timeout=timeout, pg_options=pg_options)[0]
 
     def create_device_mesh(
         self,
@@ -208,12 +199,12 @@ class EnvironmentTable:
                     f"world has {self.world_size}. For a part of it, make a HyperCommGrid with a "
                     f"rank_offset and call its device_mesh()."
                 )
-            families = []
+            rows = []
             for dim in layout.dims:
-                keys = _keys(layout.groups(dim).tolist(), backend)
-                families.append(_Family(f"{name}/{dim}", keys, (dim,)))
+                groups = layout.groups(dim).tolist()
+                rows.append(_row(f"{name}/{dim}", groups, backend, (dim,)))
         grid = HyperCommGrid.over(layout, backend=plain_backend(backend))
-        for dim, group in zip(layout.dims, self._create(families), strict=True):
+        for dim, group in zip(layout.dims, self._create(rows), strict=True):
             grid.hold(dim, group)
         self._meshes[name] = grid.device_mesh(device_type=device_type)
         return self._meshes[name]
@@ -227,35 +218,35 @@ class EnvironmentTable:
         world = range(self.world_size)
         return telling_others(lambda: world, patience=timedelta(minutes=1))
 
-    def _create(self, families: list[_Family], **options: Any) -> list[ProcessGroup]:
-        """This rank's group of each family: a known one with these members, or created now."""
-        keys = [key for family in families for key in family.keys]
+    def _create(self, rows: list[GroupRow], **options: Any) -> list[ProcessGroup]:
+        """This rank's group of each row: one that exists already, or one that is created now."""
+        keys = [key for row in rows for key in _keys(row)]
         with self._refusing():
             # The groups that exist: the first name of each, and this rank's group of that name.
             group_of: dict[_Key, tuple[str, ProcessGroup]] = {}
-            for name, (family, group) in self._created.items():
-                for key in family.keys:
+            for name, (row, group) in self._created.items():
+                for key in _keys(row):
                     group_of.setdefault(key, (name, group))
-            for family in families:
-                namesake, _ = self._created.get(family.name, (family, None))
-                if set(namesake.keys) != set(family.keys):
+            for row in rows:
+                namesake, _ = self._created.get(row.label, (row, None))
+                if set(_keys(namesake)) != set(_keys(row)):
                     raise ValueError(
-                        f"the name {family.name!r} means other groups on rank {self.rank}: take "
+                        f"the name {row.label!r} means other groups on rank {self.rank}: take "
                         f"another name."
                     )
             existing = sorted(group_of[key][0] for key in keys if key in group_of)
             if existing and any(value is not None for value in options.values()):
                 raise ValueError(
-                    f"process group {families[0].name!r} exists as {existing[0]!r}, whose timeout "
+                    f"process group {rows[0].label!r} exists as {existing[0]!r}, whose timeout "
                     f"and options are set: leave them out, or take other ranks."
                 )
         # The first groups of each name: an error shows them where ranks differ.
         spans = []
-        for family in families:
-            for _, ranks in family.keys[:8]:
+        for row in rows:
+            for _, ranks in _keys(row)[:8]:
                 spans.append(span_of(ranks))
         proposal = {
-            "groups": [family.name for family in families],
+            "groups": [row.label for row in rows],
             "ranks": spans,
             "plan": hashlib.sha256(repr(keys).encode()).hexdigest(),
             "same as": existing,
@@ -263,46 +254,52 @@ class EnvironmentTable:
         }
         groups = []
         with self._pool.agreed(range(self.world_size), proposal):
-            for family in families:
-                group = self._create_missing(family, group_of, options)
+            for row in rows:
+                group = self._create_missing(row, group_of, options)
                 groups.append(group)
-        for family, group in zip(families, groups, strict=True):
-            self._created[family.name] = (family, group)
+        for row, group in zip(rows, groups, strict=True):
+            self._created[row.label] = (row, group)
         return groups
 
     def _create_missing(
         self,
-        family: _Family,
+        row: GroupRow,
         group_of: dict[_Key, tuple[str, ProcessGroup]],
         options: dict[str, Any],
     ) -> ProcessGroup:
-        """Create the groups of ``family`` that are not known yet; gives that of this rank."""
-        backend, _ = family.keys[0]
+        """Create the groups of a row that do not exist yet; gives that of this rank."""
         missing = []
         ranks_of = {}  # the group of this rank, if it is missing
         own_key = None
-        for key in family.keys:
+        for key in _keys(row):
             _, ranks = key
             if self.rank in ranks:
                 own_key = key
             if key not in group_of:
                 missing.append(ranks)
                 if self.rank in ranks:
-                    ranks_of[family.name] = ranks
+                    ranks_of[row.label] = ranks
         created = self._pool.make(
-            family.name, ranks_of, missing.copy, dims=family.dims, backend=backend, **options
+            row.label, ranks_of, missing.copy, dims=row.dims, backend=row.backend, **options
         )
         group = created[0] if created else NOT_A_MEMBER
-        for key in family.keys:
-            group_of.setdefault(key, (family.name, group))
+        for key in _keys(row):
+            group_of.setdefault(key, (row.label, group))
         if own_key is None:
             return NOT_A_MEMBER  # type: ignore[no-any-return]
         return group_of[own_key][1]
 
 
-def _keys(groups: Iterable[Iterable[int]], backend: str | None) -> list[_Key]:
-    plain = plain_backend(backend)
-    return [(plain, tuple(sorted(ranks))) for ranks in groups]
+def _row(
+    name: str, groups: Iterable[Iterable[int]], backend: str | None, dims: tuple[str, ...] = ()
+) -> GroupRow:
+    """All groups of a name, of which a rank is in one at most; equal on all ranks."""
+    explicit = tuple([tuple(sorted(ranks)) for ranks in groups])
+    return GroupRow(name, "world", dims, explicit=explicit, backend=plain_backend(backend))
+
+
+def _keys(row: GroupRow) -> list[_Key]:
+    return [(row.backend, ranks) for ranks in row.explicit or ()]
 
 
 def _groups_of(ranks: Any, name: str, world_size: int) -> list[list[int]]:
