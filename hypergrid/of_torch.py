@@ -196,8 +196,9 @@ def lacking() -> list[str]:
     for key, part in needed(torch.__version__).items():
         if has(key) or (part.built_with and not dist.is_backend_available(part.built_with)):
             continue
-        # Where all names are there, the part does not work as described.
-        names = [name for name in part.names if not _is_there(name)] or [f"part that {part.does}"]
+        names = [name for name in part.names if not _is_there(name)]
+        if not names:  # they are all there, and do not work as described
+            names = [f"part that {part.does}"]
         sentences.append(f"{part.without} (torch {torch.__version__} has no {', '.join(names)})")
     return sentences
 
@@ -244,12 +245,12 @@ def new_group_signature() -> inspect.Signature:
     return inspect.signature(c10d.new_group)
 
 
-def known() -> dict[ProcessGroup, str]:
+def registered_groups() -> dict[ProcessGroup, str]:
     """The groups that torch knows at this moment, and their names in torch."""
     return dict(c10d._world.pg_names)
 
 
-def knows(group: object) -> bool:
+def is_registered(group: object) -> bool:
     """Whether torch knows this group: it was neither destroyed nor wrapped by outside code."""
     return group in c10d._world.pg_map
 

@@ -8,53 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from hypergrid.files import decoded
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
-from hypergrid.policy import Policy
+from hypergrid.policy import Kind, Owners, Policy, owner_of
 
 SCHEMA = 1
 ASSEMBLED = 2  # the schema of assemblies, which are refused by name
 
 Ranks = tuple[int, ...]
 Plain: TypeAlias = str | int | float | bool | None
-
-
-class Kind(NamedTuple):
-    """The fields, besides the ranks, that are equal where two names use one communicator."""
-
-    backend: str | None
-    timeout: float | None
-    options: tuple[tuple[str, Any], ...] | None
-    traffic: str = ""
-
-    def among(self, members: int) -> Kind:
-        """The same for a group of that many: in a group of one rank, traffic never waits."""
-        if members > 1:
-            return self
-        return self._replace(traffic="")
-
-
-# By the members and the kind of a communicator the label that owns it.
-Owners: TypeAlias = dict[tuple[Ranks, Kind], str]
-
-
-def owner_of(
-    owners: Owners, label: str, ranks: Sequence[int], kind: Kind | None, policy: Policy
-) -> str | None:
-    """The label whose communicator the group uses; None for one of its own, noted in ``owners``."""
-    if kind is None or policy.share == "none":
-        return None
-    # The first label with these ranks and this kind owns the communicator.
-    key = (tuple(ranks), kind.among(len(ranks)))
-    owner = owners.setdefault(key, label)
-    if owner == label:
-        return None
-    return owner
 
 
 @dataclass(frozen=True)

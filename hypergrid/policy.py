@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from hypergrid.errors import AgreementError
 from hypergrid.messages import shown
@@ -88,6 +88,39 @@ class Policy:
                 raise ValueError(f"{source}={shown(value)} is invalid: use one of {allowed}.")
             values[name] = value
         return cls(**values)
+
+
+class Kind(NamedTuple):
+    """The fields, besides the ranks, that are equal where two names use one communicator."""
+
+    backend: str | None
+    timeout: float | None
+    options: tuple[tuple[str, Any], ...] | None
+    traffic: str = ""
+
+    def among(self, members: int) -> Kind:
+        """The same for a group of that many: in a group of one rank, traffic never waits."""
+        if members > 1:
+            return self
+        return self._replace(traffic="")
+
+
+# By the members and the kind of a communicator the label that owns it.
+Owners: TypeAlias = dict[tuple[tuple[int, ...], Kind], str]
+
+
+def owner_of(
+    owners: Owners, label: str, ranks: Sequence[int], kind: Kind | None, policy: Policy
+) -> str | None:
+    """The label whose communicator the group uses; None for one of its own, noted in ``owners``."""
+    if kind is None or policy.share == "none":
+        return None
+    # The first label with these ranks and this kind owns the communicator.
+    key = (tuple(ranks), kind.among(len(ranks)))
+    owner = owners.setdefault(key, label)
+    if owner == label:
+        return None
+    return owner
 
 
 @dataclass(frozen=True)

@@ -74,14 +74,14 @@ class Record:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Inside, stock runs."""
-        earlier_groups = of_torch.known()
+        earlier_groups = of_torch.registered_groups()
         with self._patched(self.stock, is_plan=False):
             yield
         # A replaced function may create groups by other means.
         if self._is_replaced:
             return
         results = [call.result for call in self._calls]
-        for group in of_torch.known():
+        for group in of_torch.registered_groups():
             is_seen = any(result is group for result in results)
             if group not in earlier_groups and not is_seen:
                 self.differences.append(

@@ -43,6 +43,7 @@ from hypergrid.agreement.store import (
     raise_if_waits_ended,
     shared_store,
     stay_until,
+    telling_of_a_lost_store,
     wait,
 )
 from hypergrid.errors import AbortedError, AgreementError, CreationError
@@ -120,7 +121,7 @@ def prepare(
         epoch = f"{span_of(ranks)}/alone/{memory.count_alone(ranks)}"
         return accept(choose(epoch, policy, [abilities]))
     timeout = _bounded(timeout)
-    with _telling_of_a_lost_store():
+    with telling_of_a_lost_store():
         round_ = _Round(store, ranks, memory, life)
         refused = memory.refused.get(round_.span)
         if refused is not None:  # the other ranks do not know it yet: this call is theirs
@@ -134,21 +135,6 @@ def _bounded(timeout: timedelta | None) -> timedelta:
     if timeout is None:
         timeout = DEFAULT_TIMEOUT
     return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))
-
-
-@contextmanager
-def _telling_of_a_lost_store() -> Iterator[None]:
-    """Turn torch's error about a lost store into an AgreementError."""
-    try:
-        yield
-    except (AgreementError, CreationError):
-        raise
-    except RuntimeError as error:
-        raise AgreementError(
-            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
-            f"The process or the host that serves it has ended, or the network to it is cut. "
-            f"This rank has created no group."
-        ) from error
 
 
 _commits: list[Phase] = []  # phase 2 of what this process creates, the outermost first
@@ -204,7 +190,7 @@ def all_or_none(
         raise
     finally:
         _commits.remove(phase)
-    with _telling_of_a_lost_store():
+    with telling_of_a_lost_store():
         if phase.arrive() == len(ranks) and phase.all_equal(0):
             phase.publish("")
             with suppress(RuntimeError):  # what is published stands
@@ -370,16 +356,18 @@ class _Round:
         self.life = life
         self.rank = dist.get_rank()
         self.span = span_of(ranks)
-        self.board = PrefixStore(f"hypergrid/{self.span}", store)
-        self._place = f"hypergrid/at/{self.rank}"
+        self.window_store = PrefixStore(f"hypergrid/{self.span}", store)
+        # Says for each rank where it arrived last: window, round, digest.
+        self._arrival_key = f"hypergrid/at/{self.rank}"
 
     @property
     def epoch(self) -> str:
         return f"{self.span}/{self.number}"
 
     def _phase(self, number: int) -> Phase:
-        store = PrefixStore(f"{number}/prepare", self.board)
-        return Phase(store, self.ranks, self.rank, partial(self.board.add, "round", 1))
+        store = PrefixStore(f"{number}/prepare", self.window_store)
+        begin_next_round = partial(self.window_store.add, "round", 1)
+        return Phase(store, self.ranks, self.rank, begin_next_round)
 
     def arrive(self, proposal: dict[str, Any], abilities: Abilities, policy: Policy) -> None:
         """Arrive with what this rank proposes; the last of all publishes the outcome."""
@@ -393,7 +381,7 @@ class _Round:
         replaced_round, replaced_digest = self._arrival_of_dead_process()
         while True:
             self.phase = self._phase(self.number)
-            self.store.set(self._place, f"{self.span} {self.number} {self.digest}")
+            self.store.set(self._arrival_key, f"{self.span} {self.number} {self.digest}")
             # A dead process that this one replaces may have arrived in the same round: then its
             # digest is taken back, or the rank would count twice.
             replaced = replaced_digest if replaced_round == self.number else None
@@ -401,7 +389,7 @@ class _Round:
             if arrivals <= len(self.ranks):
                 break
             # The others gave up on this round before this rank came: join the one that is open.
-            self.number = max(self.number + 1, self.board.add("round", 0))
+            self.number = max(self.number + 1, self.window_store.add("round", 0))
         # The first rank of a window registers it for all.
         if arrivals == 1 and self.life is not None and self._overlaps(self.life):
             return
@@ -419,10 +407,10 @@ class _Round:
         if self.memory.is_registered:
             return None, 0
         self.memory.is_registered = True
-        arrival = first_value(self.store, self._place, "here")
+        arrival = first_value(self.store, self._arrival_key, "here")
         if arrival == "here":  # no process was here before
             return None, 0
-        self.number = self.board.add("round", 0)
+        self.number = self.window_store.add("round", 0)
         # Such as "0..7 3 9114861777597660798": window, round, digest.
         span, *numbers = arrival.split(" ")
         if span != self.span or len(numbers) < 2:
@@ -449,7 +437,7 @@ class _Round:
             error = reports.overlap(common, self.span, span_of(ranks))
             outcome = json.dumps({"error": error})
             other = _Round(self.store, ranks, self.memory)
-            if other.board.add("round", 0) == number:  # it waits; else it has its groups
+            if other.window_store.add("round", 0) == number:  # it waits; else it has its groups
                 other._phase(number).publish(outcome, early=True)
             self.phase.publish(outcome, early=True)
         return overlaps
@@ -535,19 +523,25 @@ class Phase:
 
         ``replaced_digest`` is that of a process that arrived as this rank and is dead.
         """
-        amount = digest % self._modulus << self._shift
+        amount = self._share_of_sum(digest)
         if replaced_digest is None:
-            amount += 1
+            amount += 1  # one more arrival
         else:
-            amount -= replaced_digest % self._modulus << self._shift
+            amount -= self._share_of_sum(replaced_digest)  # the dead process has been counted
         self._tally = self.store.add("arrived", amount)
         if self._arrivals > len(self.ranks):  # closed: nobody is to wait for this rank to read it
             self.store.add("arrived", -amount)
         return self._arrivals
 
+    def _share_of_sum(self, digest: int) -> int:
+        """A digest, cut to the bits above those that count arrivals."""
+        return digest % self._modulus << self._shift
+
     @property
     def _arrivals(self) -> int:
-        return self._tally & ((1 << self._shift) - 1)
+        """How many ranks have arrived: the lowest bits."""
+        lowest_bits = (1 << self._shift) - 1
+        return self._tally & lowest_bits
 
     @property
     def _patience(self) -> float:
@@ -556,7 +550,8 @@ class Phase:
 
     def all_equal(self, digest: int) -> bool:
         """Whether all ranks have arrived with this digest, as of this rank's arrival."""
-        return self._tally >> self._shift == digest % self._modulus * len(self.ranks)
+        sum_of_digests = self._tally >> self._shift
+        return sum_of_digests == digest % self._modulus * len(self.ranks)
 
     def publish(self, outcome: str, early: bool = False) -> bool:
         """Set the outcome unless there is one. ``early``: ranks that come later find it closed."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
-from hypergrid.errors import AbortedError
+from hypergrid.errors import AbortedError, AgreementError, CreationError
+from hypergrid.messages import in_words
 
 _DESCRIPTORS = "/proc/self/fd"
 _IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
@@ -190,6 +191,21 @@ def another_connection(store: Any) -> Store:
     except (AttributeError, RuntimeError):  # an older torch; a store written in Python
         clone = store
     return clone
+
+
+@contextmanager
+def telling_of_a_lost_store() -> Iterator[None]:
+    """Turn torch's error about a lost store into an AgreementError."""
+    try:
+        yield
+    except (AgreementError, CreationError):
+        raise
+    except RuntimeError as error:
+        raise AgreementError(
+            f"rank {dist.get_rank()} lost the store through which ranks agree: {in_words(error)} "
+            f"The process or the host that serves it has ended, or the network to it is cut. "
+            f"This rank has created no group."
+        ) from error
 
 
 def stay_until(others_read: Callable[[], bool], store: Store, seconds: float) -> None:

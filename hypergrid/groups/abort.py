@@ -102,9 +102,9 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     connections = gloo.shut(name_of)
     if default:
         # Groups of outside code end too. Their sockets are left alone.
-        for group in of_torch.known():
+        for group in of_torch.registered_groups():
             name_of.setdefault(group, group.group_desc)
-    ending = [group for group in name_of if of_torch.knows(group)]
+    ending = [group for group in name_of if of_torch.is_registered(group)]
     for group in closing.unfinished():
         if group not in ending:
             ending.append(group)
@@ -116,7 +116,7 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
         holder = pool.holder() or pool
         holder.destroy(abort=True)
     if default:
-        closing.abort(of_torch.known())
+        closing.abort(of_torch.registered_groups())
     for forget in [*after_abort]:
         forget()
     return Aborted(tuple(labels), connections)

@@ -47,7 +47,7 @@ class _Abort(threading.Thread):
     """Torch's abort of one group, which may wait for others."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(name=f"aborting {of_torch.known().get(group)}", daemon=True)
+        super().__init__(name=f"aborting {of_torch.registered_groups().get(group)}", daemon=True)
         self.error: Exception | None = None
         self._group: ProcessGroup | None = group
         try:
@@ -66,7 +66,7 @@ class _Abort(threading.Thread):
 
 
 def _inherit() -> None:
-    inherited.update(of_torch.known(), _aborts)
+    inherited.update(of_torch.registered_groups(), _aborts)
     _aborts.clear()
 
 
@@ -145,14 +145,14 @@ def close(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
     NCCL waits for the other members.
     """
     reasons = {}
-    name_of = of_torch.known()
+    name_of = of_torch.registered_groups()
     for group in sorted(groups, key=lambda group: name_of.get(group, ""), reverse=True):
         try:
             dist.destroy_process_group(group)
         except RuntimeError as error:
             reasons[group] = in_words(error)
         except (AssertionError, LookupError, ValueError):
-            if of_torch.knows(group):  # else another thread has destroyed it meanwhile
+            if of_torch.is_registered(group):  # else another thread has destroyed it meanwhile
                 raise
         of_torch.forget(group)
     return reasons

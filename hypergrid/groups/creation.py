@@ -133,7 +133,7 @@ def by_everyone(
     """Create all ``groups``; returns those of this rank. *Collective* over the whole world."""
     rank = dist.get_rank()
     groups_of_rank = []
-    before = of_torch.known()
+    before = of_torch.registered_groups()
     with named_from(label, (), epoch):
         try:
             for ranks in groups:
@@ -141,7 +141,7 @@ def by_everyone(
                 if rank in ranks:
                     groups_of_rank.append(group)
         except BaseException:
-            closing.abort(of_torch.known().keys() - before)
+            closing.abort(of_torch.registered_groups().keys() - before)
             raise
     return groups_of_rank
 

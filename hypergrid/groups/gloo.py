@@ -305,7 +305,7 @@ def note_default() -> None:
         for descriptor in members:
             numbers.append(descriptor.number)
     listeners = _inodes(sockets(listens, numbers))
-    listeners -= _listeners(of_torch.known())
+    listeners -= _listeners(of_torch.registered_groups())
     _remember(default, listeners if len(listeners) == device_count else set())
 
 
@@ -316,7 +316,7 @@ def shut(groups: Collection[ProcessGroup]) -> int:
     Returns the number of connections that were shut.
     """
     # Where nobody can tell which of two groups has a socket, they are shut only together.
-    listeners = _listeners(groups) - _listeners(of_torch.known().keys() - groups)
+    listeners = _listeners(groups) - _listeners(of_torch.registered_groups().keys() - groups)
     count = 0
     for members in _event_loops():
         if not listeners.isdisjoint(_inodes(members)):
@@ -381,7 +381,7 @@ def _members(lines: Iterable[str]) -> list[Descriptor]:
 def _inherit() -> None:
     """In a forked child no group has listeners, as the parent uses the sockets."""
     _listeners_of.clear()
-    for group in of_torch.known():
+    for group in of_torch.registered_groups():
         _remember(group, set())
 
 

@@ -208,12 +208,9 @@ class HyperCommGrid:
         """The key of the groups over ``dims``, and the layout and dims that enumerate them."""
         layout = self._layout(view)
         names = ordered(layout, dims)
-        name = view or BASE
-        if name != BASE:
-            shared = self._shared[name]
-            if not set(names) <= set(shared):
-                key = (name, tuple(names))
-                return key, layout, names
+        if view is not None and view != BASE:
+            if not set(names) <= set(self._shared[view]):
+                return (view, tuple(names)), layout, names
             # All are shared: these groups are those of the base, in its order.
             names = ordered(self.layout, names)
         return "-".join(names), self.layout, names

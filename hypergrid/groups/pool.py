@@ -22,8 +22,7 @@ from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import HOW, Suspended, Suspension
 from hypergrid.messages import in_words, shortened, shown, span_of
-from hypergrid.plan import Kind, Owners, owner_of
-from hypergrid.policy import Abilities, Agreement, Policy
+from hypergrid.policy import Abilities, Agreement, Kind, Owners, Policy, owner_of
 
 DEFAULT = "the default group"
 # For code that uses groups of a pool: called with those that are about to be destroyed, and
@@ -244,7 +243,7 @@ class GroupPool:
 
     def _connect(self, pooled: PooledGroup, timeout: timedelta | None) -> None:
         # A wrapper by outside code is none of torch's groups.
-        if self.policy.connect != "eager" or not of_torch.knows(pooled.group):
+        if self.policy.connect != "eager" or not of_torch.is_registered(pooled.group):
             return
         if not creation.connects_later(pooled.group):
             return
@@ -256,7 +255,7 @@ class GroupPool:
 
     def connecting(self) -> AbstractContextManager[None]:
         """Inside, gloo groups connect at once or on first use, as the ranks have agreed."""
-        lazily = None
+        lazily = None  # as torch is set
         if self.agreement.lazy:
             lazily = True
         elif self.policy.connect == "eager":
@@ -386,7 +385,9 @@ class GroupPool:
         except BaseException:
             # Ctrl-C in the middle: the next call destroys what torch still has.
             self.groups = [
-                pooled for pooled in before if pooled not in leaving or of_torch.knows(pooled.group)
+                pooled
+                for pooled in before
+                if pooled not in leaving or of_torch.is_registered(pooled.group)
             ]
             raise
 
@@ -408,7 +409,7 @@ class GroupPool:
 
 def _label_of(groups: Sequence[PooledGroup]) -> dict[ProcessGroup, str]:
     """Torch's groups among these, each once, with the label that it was created for."""
-    registered = of_torch.known()
+    registered = of_torch.registered_groups()
     label_of = {}
     for pooled in groups:
         # Outside code may have destroyed a group, or returned another object for it.
@@ -442,7 +443,7 @@ def _warn(text: str) -> None:
 
 def live_pools() -> list[GroupPool]:
     """Every pool of this process that has groups, or is suspended."""
-    registered = of_torch.known()
+    registered = of_torch.registered_groups()
     for pool in [*_kept]:
         if not any(pooled.group in registered for pooled in pool.groups):
             _kept.discard(pool)

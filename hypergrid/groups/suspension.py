@@ -89,7 +89,7 @@ class Suspension:
                 self._sleeping.append(backend)
                 communicators += 1
                 if size is None or freed is None:
-                    freed = None
+                    freed = None  # one of them does not say
                 else:
                     freed += size
         return Suspended("native", communicators, freed)

@@ -58,7 +58,7 @@ def group_records() -> dict[str, Any]:
 
 def _groups() -> list[dict[str, Any]]:
     default = of_torch.default_group()
-    registered = of_torch.known()
+    registered = of_torch.registered_groups()
     rows: list[tuple[ProcessGroup, GroupPool | None, PooledGroup | None]] = [(default, None, None)]
     for pool in live_pools():
         for live in pool.groups:

@@ -66,7 +66,7 @@ class PointToPoint:
 
     def _recording(self, kind: str, original: Callable[..., Work]) -> Callable[..., Work]:
         def recording(group: ProcessGroup, tensors: list[Tensor], *args: Any, **named: Any) -> Work:
-            is_registered = of_torch.knows(group)  # others may have no name
+            is_registered = of_torch.is_registered(group)  # others may have no name
             is_on_cpu = bool(tensors) and tensors[0].device.type == "cpu"
             if self._closed or not is_registered or not is_on_cpu:
                 return original(group, tensors, *args, **named)

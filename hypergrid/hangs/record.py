@@ -343,7 +343,7 @@ class Recorder:
         counts = {"": 0}
         if self._p2p is not None:
             counts[""] = self._p2p.count
-        for group, name in of_torch.known().items():
+        for group, name in of_torch.registered_groups().items():
             counts[name] = of_torch.calls_of(group) or 0
         return counts
 
@@ -376,7 +376,7 @@ class Recorder:
         try:
             if is_alive:
                 labels = [pooled.label for owner in pool.live_pools() for pooled in owner.groups]
-                groups = (list(of_torch.known().values()), labels)
+                groups = (list(of_torch.registered_groups().values()), labels)
             if self._rank is not None and groups == self._groups:
                 return
             records = group_records()
