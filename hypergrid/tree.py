@@ -183,9 +183,7 @@ class GroupTree(Generic[Node]):
         assert self.root.size is not None
         return self.root.size
 
-    def place(
-        self, world_size: int | None = None, *, offset: int = 0, hosts: Hosts | None = None
-    ) -> Placement:
+    def place(self, world_size: int | None = None, *, hosts: Hosts | None = None) -> Placement:
         """Lay the tree out over ``world_size`` ranks. *Local*; the tree is not changed.
 
         Parameters
@@ -194,8 +192,6 @@ class GroupTree(Generic[Node]):
             By default the size of the root. The rest of a larger world is the slowest dim, named
             by the root's ``orthogonal_group``, else ``"outside"``. If the size of a parent is a
             multiple of its children's, the rest is a dim ``"rest of NAME"``.
-        offset : int
-            The first rank.
         hosts : optional
             As for ``~hypergrid.topology.Topology``.
 
@@ -218,7 +214,7 @@ class GroupTree(Generic[Node]):
                     f"{dim!r} takes the rest of the ranks, whose number is not known: give "
                     f"world_size."
                 )
-        layout = RankLayout(tuple(sizes), tuple(sizes.values()), offset)
+        layout = RankLayout(tuple(sizes), tuple(sizes.values()))
         topology = None
         if hosts is not None:
             topology = Topology(layout, hosts)

@@ -284,14 +284,14 @@ def baseline(path: Path) -> list[_Known]:
     return decoded(bytes_of(path), _Baseline, f"the baseline {path}")["sites"]
 
 
-def against(audit: Audit, known: Iterable[_Known]) -> list[Change]:
+def against(audit: Audit, baseline_sites: Iterable[_Known]) -> list[Change]:
     """The sites that are new in ``audit``, and those that are gone, beside a baseline's.
 
     A site of the baseline is a function that uses a name, with the number of lines that do:
     lines move, and a run may be longer.
     """
     lines_before: dict[_SiteKey, set[int]] = {}
-    for record in known:
+    for record in baseline_sites:
         key = (record["module"], record["function"], record["name"])
         lines_before.setdefault(key, set()).add(record["line"])
     lines_after: dict[_SiteKey, set[int]] = {}
