@@ -148,7 +148,10 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
         return ["the dump is of a process without process groups."]
     if rank not in plan.window:
         return [f"rank {rank} is outside the plan's ranks {span_of(plan.window)}."]
-    planned = _planned_groups(plan, rank)
+    planned: dict[str, list[list[int]]] = {}
+    for row, ranks in plan.groups_of(rank):
+        label = one_line(row.label)  # as the dump has it
+        planned.setdefault(label, []).append(list(ranks))
     live: dict[str, list[list[int]]] = {}
     for group in dump["groups"]:
         if group["label"] is not None:
@@ -166,15 +169,6 @@ def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
                 f"{_listed(planned[label])}."
             )
     return sentences
-
-
-def _planned_groups(plan: GroupPlan, rank: int) -> dict[str, list[list[int]]]:
-    """The groups of a rank, by their label as one line, as recordings and dumps have it."""
-    groups_of_label: dict[str, list[list[int]]] = {}
-    for row, ranks in plan.groups_of(rank):
-        label = one_line(row.label)
-        groups_of_label.setdefault(label, []).append(list(ranks))
-    return groups_of_label
 
 
 def _listed(groups: Iterable[Sequence[int]]) -> str:
