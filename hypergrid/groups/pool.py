@@ -297,6 +297,12 @@ class GroupPool:
             self._labels = []
             self.suspended = None
 
+    def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
+        """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
+        identities = {id(group) for group in groups}
+        leaving = [pooled for pooled in self.groups if id(pooled.group) in identities]
+        self._drop(leaving, abort)
+
     def suspend(self, ranks: Sequence[int], how: str = "native") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``: on all ranks, or on none.
 
