@@ -46,7 +46,7 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
 def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
     """The groups of these labels and ranks that torch knows. *Local*."""
     names = {str(group_name(label, ranks, epoch)) for label, ranks in ranks_of.items()}
-    return [group for group, name in of_torch.known().items() if name in names]
+    return [group for group, name in of_torch.registered_groups().items() if name in names]
 
 
 @contextmanager
