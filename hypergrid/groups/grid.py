@@ -138,6 +138,12 @@ class HyperCommGrid:
 
     def __repr__(self) -> str:
         parts = [repr(self.layout)]
+        if dist.is_initialized():
+            rank = dist.get_rank()
+            if rank in self.layout:
+                parts.append(f"rank {rank} at {self.layout.coordinate(rank)}")
+            else:
+                parts.append("not here")
         for name, layout in self._layouts.items():
             if name != BASE:
                 parts.append(f"view {name}: {layout!r}")
