@@ -28,7 +28,7 @@ def test_unravel_is_row_major_as_numpys(shape, data):
     coordinate = ProcessGroupMesh.unravel(rank, shape)
     assert coordinate == np.unravel_index(rank, shape)
     assert ProcessGroupMesh.ravel(coordinate, shape) == rank
-    assert {type(each) for each in coordinate} == {int}
+    assert {type(index) for index in coordinate} == {int}
     for outside in (-1, int(np.prod(shape))):
         with pytest.raises(ValueError, match=f"rank {outside} is outside"):
             ProcessGroupMesh.unravel(outside, shape)
@@ -48,17 +48,17 @@ def test_ravel_is_numpys_in_all_modes(shape, mode, data):
 
 
 def test_coordinates_along_axes_are_as_colossalais():
-    home = colossalai_mesh()
+    stock = colossalai_mesh()
 
     @given(st.data())
     def same(data):
         base = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
         axes = data.draw(st.lists(st.integers(0, len(base) - 1), min_size=1, unique=True))
-        some = st.lists(st.integers(0, 9), min_size=1, max_size=3)
-        indices = [data.draw(some) for _ in axes]
+        drawn_indices = st.lists(st.integers(0, 9), min_size=1, max_size=3)
+        indices = [data.draw(drawn_indices) for _ in axes]
         for arguments in ((base, axes, indices), (base, axes[0], indices[0])):
-            theirs = home.get_coords_along_axis(*arguments)
-            assert ProcessGroupMesh.get_coords_along_axis(*arguments) == theirs
+            coordinates = stock.get_coords_along_axis(*arguments)
+            assert ProcessGroupMesh.get_coords_along_axis(*arguments) == coordinates
 
     same()
 
@@ -84,21 +84,21 @@ def members(group):
     return dist.get_process_group_ranks(group)
 
 
-def beside_colossalais(rank, their_class, environment):
+def beside_colossalais(rank, stock_class, environment):
     """How many requests this rank compared."""
     os.environ.update(environment)
     compared = 0
     for shape in SHAPES[dist.get_world_size()]:
-        theirs = their_class(*shape)
+        stock = stock_class(*shape)
         mesh = ProcessGroupMesh(*shape)
-        assert (mesh.shape, mesh.rank, mesh.size()) == (theirs.shape, theirs.rank, theirs.size())
-        assert mesh.coordinate() == theirs.coordinate()
+        assert (mesh.shape, mesh.rank, mesh.size()) == (stock.shape, stock.rank, stock.size())
+        assert mesh.coordinate() == stock.coordinate()
         for dim in range(-len(shape), len(shape)):
-            assert mesh.size(dim) == theirs.size(dim)
-            assert mesh.coordinate(dim) == theirs.coordinate(dim)
+            assert mesh.size(dim) == stock.size(dim)
+            assert mesh.coordinate(dim) == stock.coordinate(dim)
         for axis, indices in requests(shape):
             for ask in ("create_group_along_axis", "get_group_along_axis"):
-                expected = members(getattr(theirs, ask)(axis, indices))
+                expected = members(getattr(stock, ask)(axis, indices))
                 group = getattr(mesh, ask)(axis, indices)
                 assert members(group) == expected, (shape, axis, indices)
             assert (group is GroupMember.NON_GROUP_MEMBER) == (expected is None)
@@ -106,7 +106,7 @@ def beside_colossalais(rank, their_class, environment):
                 assert mesh.get_ranks_in_group(group) == expected
                 assert total(group, 2**rank) == sum(2**member for member in expected)
             compared += 1
-        theirs.destroy_mesh_process_groups()
+        stock.destroy_mesh_process_groups()
         mesh.destroy_mesh_process_groups()
         assert len(open_groups()) == 1
     return compared
@@ -155,9 +155,9 @@ def use_of_a_plugin(mesh_class, pp, dp, tp, sp, has_ring):
 def test_a_3d_plugins_use_of_its_mesh_runs_unchanged(sizes, has_ring):
     world = int(np.prod(sizes))
     outcomes = run_ranks(world, lambda _: use_of_a_plugin(ProcessGroupMesh, *sizes, has_ring))
-    their_class = colossalai_mesh()
-    theirs = run_ranks(world, lambda _: use_of_a_plugin(their_class, *sizes, has_ring))
-    assert outcomes == theirs
+    stock_class = colossalai_mesh()
+    stock_outcomes = run_ranks(world, lambda _: use_of_a_plugin(stock_class, *sizes, has_ring))
+    assert outcomes == stock_outcomes
     outcome = outcomes[1]
     assert outcome["one pp group"]
     assert outcome["open groups"] == 1
