@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import combinations
@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from compat.verification.layout import INSTANCES, Layout
-from compat.verification.step import Computed, Piece, whole_tensors
+from compat.verification.step import Computed, Piece, Place, whole_tensors
 from hypergrid.messages import few
 
 _OWN = "initial value"  # of a weight that the job itself made
+_EVEN = "gradient norm of equal gradients"  # which each parameter has
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
 _RESOLVED = 1e-5  # of a tensor's weights: a change that float32 resolves
 NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
 _TINY = 1e-30  # instead of a size of 0
+_SAME_FACTOR = 1e-3  # how near two factors are that count as the same
 # What is compared of each tensor, and where a step's results hold it.
 KINDS = {"gradient": "gradients", "update": "updates", "buffer": "buffers"}
 
@@ -43,22 +45,27 @@ class Finding:
         return self.what, self.name
 
     def __str__(self) -> str:
-        subject = f"{self.what} of {self.name}" if self.name else self.what
+        subject = self.what
+        if self.name:
+            subject += f" of {self.name}"
         if self.step > 1:
             subject += f" in step {self.step}"
+        return f"{subject} {self._difference()}, on ranks {few(self.ranks)}"
+
+    def _difference(self) -> str:
         if self.what == _OWN:
-            difference = "differs between replicas"
-        elif self.factor is None or 0 < abs(self.factor - 1) < 1e-3:
-            difference = f"differs by {self.error:.2g} of its size"
-        elif self.factor == 0:
-            difference = "is 0"
-        else:
-            difference = f"is {self.factor:.4g} times that of one rank"
-            if self.meaning:
-                difference += f" ({self.meaning})"
-        return f"{subject} {difference}, on ranks {few(self.ranks)}"
+            return self.meaning
+        if self.factor == 0:
+            return "is 0"
+        if self.factor is None or abs(self.factor - 1) < _SAME_FACTOR:
+            return f"differs by {self.error:.2g} of its size"
+        difference = f"is {self.factor:.4g} times that of one rank"
+        if self.meaning:
+            difference += f" ({self.meaning})"
+        return difference
 
     def matches(self, patterns: Sequence[str]) -> bool:
+        """Whether one of the patterns of ``--allow`` is for this finding."""
         quantity = f"{self.what} {self.name}".strip()
         return any(fnmatchcase(quantity, pattern) for pattern in patterns)
 
@@ -66,6 +73,11 @@ class Finding:
 class _Difference(NamedTuple):
     error: float
     factor: float | None
+
+    def has(self, factor: float | None) -> bool:
+        if self.factor is None or factor is None:
+            return False
+        return abs(self.factor - factor) <= _SAME_FACTOR * abs(factor)
 
 
 @dataclass
@@ -83,8 +95,9 @@ class Reference:
             tensors = whole_tensors(getattr(self.computed, kind))
             self.whole[kind] = tensors
             self.scale[kind] = _norm(tensors.values())
-        next_step = self.computed.next_step
-        self.next_step = None if next_step is None else Reference(next_step)
+        self.next_step: Reference | None = None
+        if self.computed.next_step is not None:
+            self.next_step = Reference(self.computed.next_step)
 
     def measure(self, repeated: Sequence[Computed]) -> None:
         """Take the tolerances from steps that differ from this one by rounding alone."""
@@ -93,26 +106,35 @@ class Reference:
             for kind in KINDS.values():
                 for piece in getattr(computed, kind):
                     error = self.difference(kind, piece).error
-                    errors[kind, piece.name] = max(errors.get((kind, piece.name), 0.0), error)
+                    errors[kind, piece.name] = max(error, errors.get((kind, piece.name), 0.0))
         self.tolerance = MARGIN * median(errors.values())
         for key, error in errors.items():
             self.tolerances[key] = max(MARGIN * error, self.tolerance)
         if self.next_step is not None:
-            self.next_step.measure([c.next_step for c in repeated if c.next_step is not None])
+            next_steps = [computed.next_step for computed in repeated if computed.next_step]
+            self.next_step.measure(next_steps)
 
     def noise(self) -> str:
-        """The quantity whose tolerance is above the noise floor, in words; "" if none is."""
-        (kind, name), tolerance = max(self.tolerances.items(), key=lambda entry: entry[1])
-        if tolerance > NOISE_FLOOR:
-            return f"the {kind.removesuffix('s')} of {name} changes by {tolerance / MARGIN:.2g}"
-        return "" if self.next_step is None else self.next_step.noise()
+        """A quantity whose tolerance is above the noise floor, in words; "" if none is."""
+        for (kind, name), tolerance in self.tolerances.items():
+            # A gradient that is 0 by mathematics has nothing but rounding: a bias of keys, which
+            # adds the same to all scores of a query.
+            if tolerance > NOISE_FLOOR and not self._is_zero(kind, name):
+                return f"the {kind.removesuffix('s')} of {name} changes by {tolerance / MARGIN:.2g}"
+        if self.next_step is None:
+            return ""
+        return self.next_step.noise()
 
     def has_gradient(self, name: str) -> bool:
         """Whether a parameter's gradient is more than rounding."""
-        gradient = self.whole["gradients"].get(name)
-        return gradient is not None and float(gradient.norm()) > _SMALL * self.scale["gradients"]
+        return name in self.whole["gradients"] and not self._is_zero("gradients", name)
+
+    def _is_zero(self, kind: str, name: str) -> bool:
+        size = float(self.whole[kind][name].norm())
+        return size <= _SMALL * self.scale[kind]
 
     def difference(self, kind: str, piece: Piece) -> _Difference:
+        """How much a piece differs from the same part of the right tensor."""
         right = self.whole[kind][piece.name][piece.slices]
         least = _SMALL * self.scale[kind]
         return _difference(piece.value.double(), right.double(), least)
@@ -122,8 +144,11 @@ class Reference:
         return self.tolerances.get((kind, name), self.tolerance)
 
 
-def _norm(tensors: Any) -> float:
-    return sum(float(tensor.norm()) ** 2 for tensor in tensors) ** 0.5
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    square = 0.0
+    for tensor in tensors:
+        square += float(tensor.norm()) ** 2
+    return square**0.5
 
 
 def _difference(value: torch.Tensor, right: torch.Tensor, least: float) -> _Difference:
@@ -135,7 +160,7 @@ def _difference(value: torch.Tensor, right: torch.Tensor, least: float) -> _Diff
         return _Difference(error, None)
     factor = float((value * right).sum()) / size**2
     # Another direction, and not another length alone.
-    if float((value - factor * right).norm()) > 1e-3 * abs(factor) * size:
+    if float((value - factor * right).norm()) > _SAME_FACTOR * abs(factor) * size:
         return _Difference(error, None)
     return _Difference(error, factor)
 
@@ -145,12 +170,14 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
 
     The second step is compared only where the first agrees: it begins with what the first left.
     """
-    of_first_step = [*_initial_values(ranks), *_of_step(reference, layout, ranks)]
-    next_results = [computed.next_step for computed in ranks if computed.next_step is not None]
-    if of_first_step or not next_results or reference.next_step is None:
-        return of_first_step
-    of_next_step = _of_step(reference.next_step, layout, next_results)
-    return [replace(finding, step=2) for finding in of_next_step]
+    differing = [*_replicas_that_differ(ranks), *_parts_that_are_equal(ranks)]
+    of_first_step = _of_step(reference, layout, ranks)
+    differing += of_first_step
+    next_results = [computed.next_step for computed in ranks if computed.next_step]
+    if next_results and reference.next_step is not None and not of_first_step:
+        for finding in _of_step(reference.next_step, layout, next_results):
+            differing.append(replace(finding, step=2))
+    return differing
 
 
 def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) -> list[Finding]:
@@ -166,21 +193,46 @@ def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
     return kept
 
 
-def _initial_values(ranks: Sequence[Computed]) -> Iterator[Finding]:
+def _replicas_that_differ(ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Weights that replicas have initialised differently, before they got those of one rank."""
-    ranks_of: dict[Any, dict[str, list[int]]] = {}
+    ranks_of: dict[Place, dict[str, list[int]]] = {}
     for rank, computed in enumerate(ranks):
-        for place, digest in computed.own_initial.items():
-            ranks_of.setdefault(place, {}).setdefault(digest, []).append(rank)
+        for place, value in computed.own_initial.items():
+            ranks_with = ranks_of.setdefault(place, {})
+            ranks_with.setdefault(value.digest, []).append(rank)
     odd_ranks: dict[str, set[int]] = {}
-    for (name, _), replicas in ranks_of.items():
+    for (name, _), ranks_with in ranks_of.items():
         # The ranks that do not have what most have; of as many, the later ones.
-        most = max(replicas.values(), key=len)
-        for member_ranks in replicas.values():
+        most = max(ranks_with.values(), key=len)
+        for member_ranks in ranks_with.values():
             if member_ranks is not most:
                 odd_ranks.setdefault(name, set()).update(member_ranks)
-    for name, ranks_of_name in odd_ranks.items():
-        yield Finding(_OWN, name, tuple(sorted(ranks_of_name)), 1.0)
+    for name, rank_set in odd_ranks.items():
+        member_ranks = sorted(rank_set)
+        yield Finding(_OWN, name, tuple(member_ranks), 1.0, meaning="differs between replicas")
+
+
+def _parts_that_are_equal(ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Parts of one tensor for which ranks have drawn the same numbers.
+
+    Example: with one seed for all tp ranks, a weight has two equal halves. Experts count as parts
+    of one tensor, ``weight[0]`` and ``weight[1]``.
+    """
+    places_with: dict[tuple[str, str], set[Place]] = {}
+    ranks_with: dict[tuple[str, str], set[int]] = {}
+    for rank, computed in enumerate(ranks):
+        for place, value in computed.own_initial.items():
+            if value.is_drawn:
+                tensor_name = place[0].partition("[")[0]
+                key = (tensor_name, value.digest)
+                places_with.setdefault(key, set()).add(place)
+                ranks_with.setdefault(key, set()).add(rank)
+    for (tensor_name, digest), places in places_with.items():
+        if len(places) > 1:
+            member_ranks = sorted(ranks_with[tensor_name, digest])
+            yield Finding(
+                _OWN, tensor_name, tuple(member_ranks), 1.0, meaning="is the same in two parts"
+            )
 
 
 def same_results(first: Computed, second: Computed) -> bool:
@@ -199,93 +251,110 @@ def unmoved(computed: Computed) -> set[str]:
 
     Weight decay alone changes each weight by the same factor.
     """
-    update_of = {(piece.name, piece.where): piece.value for piece in computed.updates}
-    weights_of = {(piece.name, piece.where): piece.value for piece in computed.initial}
+    updates = {}
+    for piece in computed.updates:
+        updates[piece.place] = piece.value.double()
+    all_weights = {}
+    for piece in computed.initial:
+        all_weights[piece.place] = piece.value.double()
     names = set()
-    for name, where, gradient in computed.gradients:
-        weights = weights_of[name, where].double()
-        update = update_of[name, where].double()
+    for gradient in computed.gradients:
+        weights = all_weights[gradient.place]
+        update = updates[gradient.place]
         size = float(weights.norm())
         # float32 would lose the change that a smaller gradient makes.
-        if not float(gradient.norm()) > _RESOLVED * size:
+        if not float(gradient.value.norm()) > _RESOLVED * size:
             continue
-        decay = float((update * weights).sum()) / size**2 if weights.numel() > 1 else 0.0
+        decay = 0.0
+        if weights.numel() > 1:
+            decay = float((update * weights).sum()) / size**2
         if float((update - decay * weights).norm()) < _RESOLVED / 10 * size:
-            names.add(name)
+            names.add(gradient.name)
     return names
 
 
 def _whole_model(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
     # Of the gradients as they are, each part counted once: a wrong gradient is no wrong norm.
     parts = {}
+    even_squares: dict[Place, float] = {}
     for computed in ranks:
         for piece in computed.gradients:
-            parts[piece.name, piece.where] = piece.value
+            parts[piece.place] = piece.value
+        even_squares |= computed.even_squares
     norms = [computed.norm for computed in ranks]
-    yield from _gradient_norm(_norm(parts.values()), norms, reference.tolerance)
-    for what, field_name in (("loss", "total"), ("tokens", "tokens")):
-        yield from _sums_over_ranks(what, field_name, reference, ranks)
+    yield from _gradient_norm("gradient norm", _norm(parts.values()), norms, reference)
+    if even_squares:
+        even_norms = [computed.even_norm for computed in ranks]
+        yield from _gradient_norm(_EVEN, sum(even_squares.values()) ** 0.5, even_norms, reference)
+    yield from _sums_over_ranks("loss", "total", reference, ranks)
+    yield from _sums_over_ranks("tokens", "tokens", reference, ranks)
 
 
-def _gradient_norm(right: float, norms: Sequence[float], tolerance: float) -> Iterator[Finding]:
+def _gradient_norm(
+    what: str, right: float, norms: Sequence[float], reference: Reference
+) -> Iterator[Finding]:
     wrong = {}
     for rank, norm in enumerate(norms):
         # A norm that is no number is wrong too.
-        if not abs(norm - right) <= tolerance * abs(right):
+        if not abs(norm - right) <= reference.tolerance * abs(right):
             wrong[rank] = norm
     if not wrong:
         return
     worst = max(wrong.values(), key=lambda norm: abs(norm - right))
-    is_same = len({f"{norm:.5g}" for norm in wrong.values()}) == 1
-    factor = worst / right if is_same and right else None
-    yield Finding("gradient norm", "", tuple(wrong), abs(worst - right) / abs(right or 1), factor)
+    factor = None
+    is_same_everywhere = len({f"{norm:.5g}" for norm in wrong.values()}) == 1
+    if is_same_everywhere and right:
+        factor = worst / right
+    error = abs(worst - right) / abs(right or 1)
+    yield Finding(what, "", tuple(wrong), error, factor)
 
 
 def _sums_over_ranks(
     what: str, field_name: str, reference: Reference, ranks: Sequence[Computed]
 ) -> Iterator[Finding]:
     """The loss, or the number of tokens, of each micro batch: the sum over cp ranks."""
-    tolerance = reference.tolerance
     right_sums = {}
     for loss in reference.computed.losses:
         right_sums[loss.micro_batch] = getattr(loss, field_name)
-    parts: dict[int, dict[int, float]] = {}
+    sums = dict.fromkeys(right_sums, 0.0)
+    parts: dict[tuple[int, int], float] = {}
     wrong_ranks = set()
     for rank, computed in enumerate(ranks):
         for loss in computed.losses:
             value = getattr(loss, field_name)
+            place = (loss.micro_batch, loss.cp_rank)
+            if place not in parts:
+                parts[place] = value
+                sums[loss.micro_batch] += value
             # Tensor-parallel ranks have the same part.
-            part = parts.setdefault(loss.micro_batch, {}).setdefault(loss.cp_rank, value)
-            if abs(part - value) > tolerance * max(abs(part), _TINY):
+            elif abs(parts[place] - value) > reference.tolerance * max(abs(value), _TINY):
                 wrong_ranks.add(rank)
-    sums = {number: sum(parts_of_batch.values()) for number, parts_of_batch in parts.items()}
-    wrong_sums = False
+    total = sum(sums.values())
+    right_total = sum(right_sums.values())
+    factor = None
     for number, right in right_sums.items():
-        wrong_sums |= abs(sums.get(number, 0) - right) > tolerance * abs(right)
-    if not wrong_sums and not wrong_ranks:
+        if abs(sums[number] - right) > reference.tolerance * abs(right):
+            factor = total / (right_total or _TINY)
+    if factor is None and not wrong_ranks:
         return
     if not wrong_ranks:
         wrong_ranks = {rank for rank, computed in enumerate(ranks) if computed.losses}
-    total = sum(sums.values())
-    right_total = sum(right_sums.values())
     error = abs(total - right_total) / max(abs(right_total), _TINY)
-    factor = total / right_total if right_total and wrong_sums else None
     yield Finding(what, "", tuple(sorted(wrong_ranks)), error, factor)
 
 
 def _parameters(
     what: str, kind: str, reference: Reference, ranks: Sequence[Computed]
 ) -> Iterator[Finding]:
-    right = reference.whole[kind]
+    right_names = reference.whole[kind].keys()
     differences: dict[str, dict[int, _Difference]] = {}
     held_names: set[str] = set()
     for rank, computed in enumerate(ranks):
         for piece in getattr(computed, kind):
             held_names.add(piece.name)
-            if piece.name in right:
+            difference = _Difference(float("inf"), None)
+            if piece.name in right_names:
                 difference = reference.difference(kind, piece)
-            else:
-                difference = _Difference(float("inf"), None)
             # An error that is no number is above any limit.
             if difference.error <= reference.limit(kind, piece.name):
                 continue
@@ -294,13 +363,12 @@ def _parameters(
                 by_rank[rank] = difference
     for name, by_rank in differences.items():
         worst = max(by_rank.values(), key=lambda difference: difference.error)
-        factors = set()
-        for difference in by_rank.values():
-            factors.add("" if difference.factor is None else f"{difference.factor:.4g}")
-        factor = worst.factor if len(factors) == 1 else None
+        is_common = all(difference.has(worst.factor) for difference in by_rank.values())
+        factor = worst.factor if is_common else None
         yield Finding(what, name, tuple(sorted(by_rank)), worst.error, factor)
-    for name in right.keys() - held_names:
-        yield Finding(what, name, tuple(range(len(ranks))), 1.0, 0.0, "no rank has it")
+    all_ranks = tuple(range(len(ranks)))
+    for name in right_names - held_names:
+        yield Finding(what, name, all_ranks, 1.0, 0.0, "no rank has it")
 
 
 def _with_meaning(finding: Finding, layout: Layout) -> Finding:
@@ -310,16 +378,14 @@ def _with_meaning(finding: Finding, layout: Layout) -> Finding:
     sizes = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp", "ep")}
     sizes["etp"] = layout.etp or 1
     sizes[INSTANCES] = layout.options.get(INSTANCES, 1)
-    larger = {name: size for name, size in sizes.items() if size > 1}
-    for count in (1, 2):
+    larger = [name for name, size in sizes.items() if size > 1]
+    for names, inverse_names in (("{}", "1/{}"), ("{} x {}", "1/({} x {})")):
         meanings = []
-        for names in combinations(larger, count):
-            size = prod(larger[name] for name in names)
-            product_name = " x ".join(names)
-            inverse = f"1/({product_name})" if count > 1 else f"1/{product_name}"
-            for meaning, value in ((product_name, size), (inverse, 1 / size)):
-                if abs(finding.factor / value - 1) < 1e-3:
-                    meanings.append(meaning)
+        for dims in combinations(larger, names.count("{}")):
+            size = prod(sizes[name] for name in dims)
+            for meaning, value in ((names, size), (inverse_names, 1 / size)):
+                if abs(finding.factor / value - 1) < _SAME_FACTOR:
+                    meanings.append(meaning.format(*dims))
         if meanings:
             return replace(finding, meaning=f"the size of {' or '.join(meanings)}")
     return finding
@@ -329,16 +395,21 @@ def describe(differing: Sequence[Finding]) -> list[str]:
     """Findings in words; those of equal kind, ranks and factor in one line, by module."""
     alike: dict[tuple[Any, ...], list[Finding]] = {}
     for finding in differing:
-        factor = None if finding.factor is None else f"{finding.factor:.3g}"
+        factor = "none"
+        if finding.factor is not None:
+            factor = f"{finding.factor:.3g}"
         key = (finding.what, finding.ranks, factor, finding.meaning)
         alike.setdefault(key, []).append(finding)
     lines = []
     for group in alike.values():
         worst = max(group, key=lambda finding: finding.error)
         line = str(worst)
-        if len(group) > 1:
-            names = [finding.name for finding in group]
-            more = f", {names[1]}" if len(names) == 2 else f" and {len(names) - 1} more"
-            line = line.replace(worst.name, f"{names[0]}{more}", 1)
+        more = ""
+        if len(group) == 2:
+            more = f", {group[1].name}"
+        elif len(group) > 2:
+            more = f" and {len(group) - 1} more"
+        if more:
+            line = line.replace(worst.name, group[0].name + more, 1)
         lines.append(line)
     return lines

@@ -89,7 +89,8 @@ def uneven_batch(
     batch: list[MicroBatch] = []
     for _ in range(micro_batches):
         tokens = torch.randint(vocab, (samples, length + 1), generator=generator)
-        positions, part = torch.arange(length).repeat(samples, 1), length // parts
+        positions = torch.arange(length).repeat(samples, 1)
+        part = length // parts
         ends = torch.randint(part // 4, part, (samples, 1), generator=generator)
         drawn = torch.rand((samples, part), generator=generator) < 0.8
         counts = ((positions[:, :part] < ends) & drawn).float().repeat(1, parts)

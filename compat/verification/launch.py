@@ -108,8 +108,10 @@ def _verified(line: Line, name: str, allow: Sequence[str]) -> tuple[list[str], R
 
 def _without_functions(layout: Layout) -> Layout:
     """The layout for a process that cannot import the functions of the checkout."""
-    options = {name: getattr(value, "__name__", value) for name, value in layout.options.items()}
-    return replace(layout, options=options)
+    names = {}
+    for option, value in layout.options.items():
+        names[option] = getattr(value, "__name__", value)
+    return replace(layout, options=names)
 
 
 def _treatments(
@@ -136,7 +138,7 @@ def _treatments(
         kinds[flag] = NOT_VERIFIED
     lines = []
     for kind in (VERIFIED, STAND_IN, NOT_VERIFIED):
-        flags = [flag for flag in kinds if kinds[flag] == kind]
+        flags = [flag for flag, treated in kinds.items() if treated == kind]
         if flags:
             lines.append(f"{kind}: {' '.join(flags)}")
     return lines
@@ -160,8 +162,7 @@ def treatment(line: Line, name: str, job: SmallJob, without: Any) -> tuple[str, 
         other = line.small_job(without)
     except ValueError:
         # Megatron's checks need this flag for others of the line; the small job may do without.
-        options = {key: value for key, value in layout.options.items() if key != name}
-        other = job._replace(layout=replace(layout, options=options))
+        other = job._replace(layout=layout.without(name))
     if replace(other.layout, options=layout.options) != layout:
         return VERIFIED, None  # another size or order of dims
     if other.is_same(job):

@@ -78,18 +78,20 @@ class Layout:
             )
 
     def __str__(self) -> str:
-        shown = [
-            f"{name}={getattr(self, name)}"
-            for name in ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
-            if getattr(self, name) not in (None, 1) or (name == "etp" and self.etp == 1 < self.tp)
-        ]
+        words = []
+        for name in ("tp", "cp", "pp", "dp", "vp", "ep", "etp"):
+            size = getattr(self, name)
+            # etp=1 says something where tp is larger.
+            if size not in (None, 1) or (name == "etp" and size == 1 < self.tp):
+                words.append(f"{name}={size}")
         if self.order != Layout.order:
-            shown.append(f"order={self.order}")
-        shown += [
-            name if value is True else f"{name}={getattr(value, '__name__', value)}"
-            for name, value in sorted(self.options.items())
-        ]
-        return " ".join(shown) or "one rank"
+            words.append(f"order={self.order}")
+        for name, value in sorted(self.options.items()):
+            if value is True:
+                words.append(name)
+            else:
+                words.append(f"{name}={getattr(value, '__name__', value)}")
+        return " ".join(words) or "one rank"
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -102,17 +104,24 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int | None]:
         """Sizes as megatron-core's ``initialize_model_parallel`` and its configurations take."""
-        return {name: getattr(self, short) for short, name in SIZES.items()}
+        sizes = {}
+        for short, name in SIZES.items():
+            sizes[name] = getattr(self, short)
+        return sizes
 
     def fields_of(self, configuration: type) -> dict[str, Any]:
         """Options that are fields of one of megatron-core's configurations."""
-        known = configuration.__dataclass_fields__  # type: ignore[attr-defined]
-        return {name: value for name, value in self.options.items() if name in known}
+        field_names = configuration.__dataclass_fields__  # type: ignore[attr-defined]
+        return {name: value for name, value in self.options.items() if name in field_names}
 
     def alone(self) -> Layout:
         """One rank that computes the same."""
-        kept = {name: value for name, value in self.options.items() if name not in OF_SEVERAL}
-        return Layout(options=kept)
+        return Layout(options=self.without(*OF_SEVERAL).options)
+
+    def without(self, *names: str) -> Layout:
+        """The layout without some options."""
+        kept = {name: value for name, value in self.options.items() if name not in names}
+        return replace(self, options=kept)
 
     def smaller(self) -> Iterator[tuple[str, Layout]]:
         """Each dim or option that can be taken away, and the layout without it.
@@ -121,20 +130,24 @@ class Layout:
         parallelism differs by itself.
         """
         for name, change in self._changes():
-            options = change.get("options", self.options)
-            if change.get("tp") == 1:
-                options = {key: value for key, value in options.items() if key not in _OF_TP}
             try:
-                layout = replace(self, **{**change, "options": options})
+                layout = replace(self, **change)
             except ValueError:  # such a layout does not exist
                 continue
+            if layout.tp == 1:
+                layout = layout.without(*_OF_TP)
             yield name, layout
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        dims = [name for name in ("dp", "pp", "cp", "ep", "tp") if getattr(self, name) > 1]
+        dims = []
+        for name in ("dp", "pp", "cp", "ep", "tp"):
+            if getattr(self, name) > 1:
+                dims.append(name)
         for name in dims:
-            without_chunks = {"vp": None} if name == "pp" else {}
-            yield f"{name}={getattr(self, name)}", {name: 1, **without_chunks}
+            change: dict[str, Any] = {name: 1}
+            if name == "pp":
+                change["vp"] = None
+            yield f"{name}={getattr(self, name)}", change
         for name in dims:
             if getattr(self, name) > 2:
                 yield f"{name} > 2", {name: 2}
@@ -144,5 +157,4 @@ class Layout:
         if self.order != Layout.order:
             yield f"order={self.order}", {"order": Layout.order}
         for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
-            options = {key: value for key, value in self.options.items() if key != name}
-            yield name, {"options": options}
+            yield name, {"options": self.without(name).options}

@@ -97,7 +97,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def make(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        return create(*args, backend=None if backend == "nccl" else backend, **kwargs)
+        if backend == "nccl":
+            backend = None
+        return create(*args, backend=backend, **kwargs)
 
     return make
 
@@ -105,11 +107,15 @@ def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(exchange)
     def exchanged(*args: Any, **kwargs: Any) -> Any:
-        plain = [value.tolist() if _is_sizes(value) else value for value in args[2:4]]
-        for name in ("output_split_sizes", "input_split_sizes"):
-            if _is_sizes(kwargs.get(name)):
-                kwargs[name] = kwargs[name].tolist()
-        return exchange(*args[:2], *plain, *args[4:], **kwargs)
+        arguments = [*args]
+        # The sizes that are sent and received: the third and fourth argument.
+        for position, value in enumerate(args):
+            if position in (2, 3) and _is_sizes(value):
+                arguments[position] = value.tolist()
+        for name, value in kwargs.items():
+            if name in ("output_split_sizes", "input_split_sizes") and _is_sizes(value):
+                kwargs[name] = value.tolist()
+        return exchange(*arguments, **kwargs)
 
     return exchanged
 
@@ -119,7 +125,7 @@ def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(gather)
     def gathered(parts: Any, part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if len({tuple(each.shape) for each in parts}) == 1:
+        if _have_one_shape(parts):
             return gather(parts, part, group=group, **kwargs)
         for rank, place in enumerate(parts):
             if rank == torch.distributed.get_rank(group):
@@ -135,7 +141,7 @@ def _sum_of_any_sizes(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scatter)
     def scattered(output: torch.Tensor, parts: Any, *args: Any, group: Any = None) -> Any:
-        if len({tuple(each.shape) for each in parts}) == 1:
+        if _have_one_shape(parts):
             return scatter(output, parts, *args, group=group)
         for part in parts:
             torch.distributed.all_reduce(part, group=group)
@@ -143,6 +149,10 @@ def _sum_of_any_sizes(scatter: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return scattered
+
+
+def _have_one_shape(parts: Any) -> bool:
+    return all(part.shape == parts[0].shape for part in parts)
 
 
 def _is_sizes(value: Any) -> bool:
@@ -188,13 +198,22 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
 def predicting_layers(config: Any, block: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """The specification of this stage's layers that predict further tokens; None without any."""
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import multi_token_prediction
 
+    # From 0.19 on it asks for a class that exists only with Transformer Engine.
+    layers: Any = multi_token_prediction
+    layers.is_inference_column_parallel_linear = lambda _: False
     where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
     function = gpt_layer_specs.get_gpt_mtp_block_spec
     predicting = function(config, block, False, **taken(function, where))
-    for layer in predicting.layer_specs if predicting is not None else ():
+    if predicting is None:
+        return None
+    norm = _norm(config)
+    for layer in predicting.layer_specs:
         parts = layer.submodules
-        parts.enorm = parts.hnorm = parts.layer_norm = _norm(config)
+        parts.enorm = norm
+        parts.hnorm = norm
+        parts.layer_norm = norm
     return predicting
 
 
@@ -242,15 +261,16 @@ def draw_on_cpu() -> None:
 
 
 def let_one_rank_sum() -> None:
-    """Let experts with biases run on one rank.
+    """Let experts with biases, and losses of gathered logits, run on one rank.
 
     megatron-core's sum over one rank returns its input as it is, the experts' layer then adds the
-    bias in place, and autograd refuses that.
+    bias in place, and autograd refuses that. So it does where a loss changes gathered logits.
     """
     layers: Any = import_module("megatron.core.tensor_parallel.layers")
     for name in (
         "reduce_from_tensor_model_parallel_region",
         "reduce_scatter_to_sequence_parallel_region",
+        "gather_from_tensor_model_parallel_region",
     ):
         setattr(layers, name, _unless_alone(getattr(layers, name)))
 
@@ -259,7 +279,9 @@ def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     @functools.wraps(reduce)
     def reduced(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = reduce(input_, *args, **kwargs)
-        return input_ if output.data_ptr() == input_.data_ptr() else output
+        if output.data_ptr() == input_.data_ptr():
+            return input_
+        return output
 
     return reduced
 
@@ -267,8 +289,9 @@ def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """The ``arguments`` that this release's ``function`` takes; older releases take fewer."""
     parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return arguments
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
@@ -279,7 +302,9 @@ def chunks_held(rank: int, size: int) -> list[int]:
 
 def _norm(config: Any) -> type[torch.nn.Module]:
     """A norm for sequence parallelism, which megatron-core's own wrapper refuses."""
-    kind: Any = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    kind: Any = torch.nn.LayerNorm
+    if config.normalization == "RMSNorm":
+        kind = torch.nn.RMSNorm
 
     class Norm(kind):  # type: ignore[misc]
         def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -333,14 +358,15 @@ def _context_parallel_attention(kind: Any) -> Any:
             attention_mask: torch.Tensor | None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            key, value = (
-                gather_from_sequence_parallel_region(part.contiguous(), group=self.cp_group)
-                for part in (key, value)
-            )
+            gather = gather_from_sequence_parallel_region
+            key = gather(key.contiguous(), group=self.cp_group)
+            value = gather(value.contiguous(), group=self.cp_group)
             size = self.cp_group.size()
             held = torch.tensor([chunks_held(rank, size) for rank in range(size)])
+            # The positions that each cp rank holds: of 8 tokens on 2 ranks 0 1 6 7 and 2 3 4 5.
             positions = torch.arange(len(key)).view(2 * size, -1)[held].view(size, -1)
-            queries, keys = positions[self.cp_group.rank()], positions.flatten()
+            keys = positions.flatten()
+            queries = positions[self.cp_group.rank()]
             mask = keys[None, :] > queries[:, None]
             if self.window is not None:
                 mask |= keys[None, :] < queries[:, None] - self.window[0]

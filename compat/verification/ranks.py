@@ -110,7 +110,9 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     import torch
 
     cuda: Any = torch.cuda
-    cuda.is_available, cuda.device_count = lambda: False, lambda: 0  # may have been asked before
+    # A GPU may have been found before: torch would remember it.
+    cuda.is_available = lambda: False
+    cuda.device_count = lambda: 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.set_num_threads(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -52,7 +52,7 @@ class Smallest:
         """For JSON."""
         return {
             "layout": str(self.layout),
-            "findings": [vars(finding) for finding in self.findings],
+            "findings": list(map(vars, self.findings)),
             "needed": self.needed,
         }
 
@@ -77,21 +77,24 @@ class Report:
         return not self.findings and not self.refused
 
     def __str__(self) -> str:
-        head = f"{self.layout}: {self.layout.world_size} ranks"
+        ranks = f"{self.layout}: {self.layout.world_size} ranks"
         bound = f"{self.tolerance:.1g} relative"
         if self.refused:
-            return f"{head} cannot be verified: {self.refused}"
-        if self.agrees and self.allowed:
-            lines = [f"{head} differ from one rank only where it is allowed, above {bound}."]
-        elif self.agrees:
-            lines = [f"{head} compute what one rank computes, to {bound}."]
+            return f"{ranks} cannot be verified: {self.refused}"
+        lines = []
+        if self.findings:
+            lines.append(f"{ranks} do not compute what one rank computes")
+            lines[0] += f" (differences above {bound}):"
+            lines += _indented(describe(self.findings), 2)
+        elif self.allowed:
+            lines.append(f"{ranks} differ from one rank only where it is allowed, above {bound}.")
         else:
-            lines = [f"{head} do not compute what one rank computes (differences above {bound}):"]
-            lines += [f"  {line}" for line in describe(self.findings)]
+            lines.append(f"{ranks} compute what one rank computes, to {bound}.")
         for least in self.smallest:
             lines.append(f"  smallest layout that differs: {least.layout}")
-            lines += [f"    {line}" for line in describe(least.findings)]
-            lines += [f"    without {name}: {effect}" for name, effect in least.needed.items()]
+            lines += _indented(describe(least.findings), 4)
+            for name, effect in least.needed.items():
+                lines.append(f"    without {name}: {effect}")
         if self.allowed:
             lines.append(f"  allowed: {'; '.join(describe(self.allowed))}")
         lines.append(f"  not covered: {'; '.join(self.not_covered)}.")
@@ -105,9 +108,9 @@ class Report:
             "agrees": self.agrees,
             "refused": self.refused,
             "tolerance": self.tolerance,
-            "findings": [vars(finding) for finding in self.findings],
-            "allowed": [vars(finding) for finding in self.allowed],
-            "smallest": [least.as_dict() for least in self.smallest],
+            "findings": list(map(vars, self.findings)),
+            "allowed": list(map(vars, self.allowed)),
+            "smallest": list(map(Smallest.as_dict, self.smallest)),
             "not_covered": list(self.not_covered),
             "steps": self.steps,
             "seconds": round(self.seconds, 1),
@@ -177,9 +180,11 @@ def verify(
         spec = find_spec("megatron.core")
     if spec is None:
         raise ModuleNotFoundError(f"verify needs megatron-core: {install_command('megatron')}.")
-    wanted = [layouts] if isinstance(layouts, Layout) else list(layouts)
+    if isinstance(layouts, Layout):
+        layouts = [layouts]
+    layout_list = list(layouts)
     task = Task(build, list(batch), loss, seq_length)
-    return in_child(lambda: reports(task, wanted, allow, smallest, timeout))
+    return in_child(lambda: reports(task, layout_list, allow, smallest, timeout))
 
 
 def reports(
@@ -189,7 +194,7 @@ def reports(
     smallest: bool = True,
     timeout: float = 120,
 ) -> list[Report]:
-    """One for each layout, in a process in which megatron-core runs on the CPU."""
+    """The reports on several layouts, in a process in which megatron-core runs on the CPU."""
     for layout in layouts:
         _check(task, layout)
         _check_options(layout)
@@ -203,11 +208,15 @@ def _check(task: Task, layout: Layout) -> None:
             f"{layout} has {layout.world_size} ranks, and verify runs at most {MAX_RANKS} on one "
             f"machine: make larger dims smaller."
         )
-    share = layout.dp * (layout.pp if layout.vp else 1)
-    if not task.batch or len(task.batch) % share:
+    # An interleaved pipeline takes as many micro batches at a time as it has stages.
+    divisor = layout.dp
+    dims = "dp"
+    if layout.vp:
+        divisor *= layout.pp
+        dims = "dp x pp"
+    if not task.batch or len(task.batch) % divisor:
         raise ValueError(
-            f"{layout} needs a multiple of {share} micro batches (dp{' x pp' * bool(layout.vp)}), "
-            f"got {len(task.batch)}."
+            f"{layout} needs a multiple of {divisor} micro batches ({dims}), got {len(task.batch)}."
         )
 
 
@@ -218,12 +227,13 @@ def _check_options(layout: Layout) -> None:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig
 
-    kinds = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    known = {RANDOM_INIT}.union(*(kind.__dataclass_fields__ for kind in kinds))
+    option_names = {RANDOM_INIT}
+    for kind in (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig):
+        option_names.update(kind.__dataclass_fields__)
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
-        if name not in known:
+        if name not in option_names:
             raise ValueError(
                 f"megatron-core {megatron.core.__version__} has no option {name!r} in "
                 f"TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."
@@ -234,9 +244,12 @@ class _Job:
     """Steps of one task; each reference and each layout runs once."""
 
     def __init__(self, task: Task, allow: tuple[str, ...], timeout: float) -> None:
-        self.task, self.allow, self.timeout, self.steps = task, allow, timeout, 0
+        self.task = task
+        self.allow = allow
+        self.timeout = timeout
+        self.steps = 0
         self._references: dict[Layout, Reference] = {}
-        self._found: dict[Layout, list[Finding] | Refused] = {}
+        self._differing: dict[Layout, list[Finding] | Refused] = {}
         self._unmoved: dict[Layout, set[str]] = {}
 
     def report(self, layout: Layout, smallest: bool) -> Report:
@@ -244,31 +257,37 @@ class _Job:
         steps_before = self.steps
         differing = self.differing(layout)
         if isinstance(differing, Refused):
-            seconds = time.monotonic() - start
-            steps = self.steps - steps_before
-            return Report(layout, [], [], [], 0, steps, seconds, str(differing), differing.trace)
-        allowed = [finding for finding in differing if finding.matches(self.allow)]
-        wrong = [finding for finding in differing if finding not in allowed]
-        refused = "" if wrong else self._worthless(layout)
-        least = list(self._all_smallest(layout, wrong)) if smallest else []
-        return Report(
-            layout,
-            wrong,
-            allowed,
-            least,
-            self.reference(layout.alone()).tolerance,
-            self.steps - steps_before,
-            time.monotonic() - start,
-            refused,
-        )
+            report = Report(
+                layout, [], [], [], 0, 0, 0, refused=str(differing), trace=differing.trace
+            )
+        else:
+            wrong, allowed = self._sorted(differing)
+            refused = ""
+            if not wrong:
+                refused = self._worthless(layout)
+            least: list[Smallest] = []
+            if smallest:
+                least.extend(self._all_smallest(layout, wrong))
+            tolerance = self.reference(layout.alone()).tolerance
+            report = Report(layout, wrong, allowed, least, tolerance, 0, 0, refused)
+        steps = self.steps - steps_before
+        return replace(report, steps=steps, seconds=time.monotonic() - start)
+
+    def _sorted(self, differing: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
+        """The findings that are wrong, and those that are allowed."""
+        wrong: list[Finding] = []
+        allowed: list[Finding] = []
+        for finding in differing:
+            (allowed if finding.matches(self.allow) else wrong).append(finding)
+        return wrong, allowed
 
     def reference(self, alone: Layout) -> Reference:
         """The results of one rank, and the effect that rounding has on them."""
         if alone not in self._references:
             variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
-            ((computed, *again),) = self._run(alone, None, variants)
-            reference = Reference(computed)
-            reference.measure(again)
+            (results,) = self._run(alone, None, variants)
+            reference = Reference(results[0])
+            reference.measure(results[1:])
             self._references[alone] = reference
         return self._references[alone]
 
@@ -280,10 +299,9 @@ class _Job:
         names = self.reference(alone).whole["initial"].keys()
         causes = []
         for option in alone.options:
-            others = {name: value for name, value in alone.options.items() if name != option}
             # An option that others need cannot be left out: then it is not named.
             with suppress(Refused):
-                without = self.reference(replace(alone, options=others))
+                without = self.reference(alone.without(option))
                 # Without experts there is no router either: the model must stay the same.
                 if without.whole["initial"].keys() == names and not without.noise():
                     causes.append(option)
@@ -296,17 +314,16 @@ class _Job:
 
     def differing(self, layout: Layout) -> list[Finding] | Refused:
         """The findings in this layout; Refused, returned and not raised, if it cannot run."""
-        if layout not in self._found:
+        if layout not in self._differing:
             try:
                 self._refuse_noise(layout.alone())
                 reference = self.reference(layout.alone())
-                results = self._run(layout, reference.whole["initial"], [PLAIN])
-                ranks = [computed for (computed,) in results]
+                ranks = self._run_layout(layout, PLAIN)
                 self._unmoved[layout] = set().union(*map(unmoved, [reference.computed, *ranks]))
-                self._found[layout] = findings(reference, layout, ranks)
+                self._differing[layout] = findings(reference, layout, ranks)
             except Refused as refused:
-                self._found[layout] = refused
-        return self._found[layout]
+                self._differing[layout] = refused
+        return self._differing[layout]
 
     def _worthless(self, layout: Layout) -> str:
         """Why agreement in this layout would say nothing; "" if it does say something."""
@@ -315,23 +332,30 @@ class _Job:
             return f"the step did not change {few(names)}, which has a gradient"
         reference = self.reference(layout.alone())
         try:
-            results = self._run(layout, reference.whole["initial"], [Variant(planted=True)])
+            ranks = self._run_layout(layout, Variant(planted=True))
         except Refused as refused:
             return f"with a planted fault: {refused}"
-        ranks = [computed for (computed,) in results]
-        planted = set().union(*(computed.planted for computed in ranks))
-        expected = set(filter(reference.has_gradient, planted))
-        if not expected:
+        planted_names: set[str] = set()
+        for computed in ranks:
+            planted_names |= computed.planted
+        expected_names = set(filter(reference.has_gradient, planted_names))
+        if not expected_names:
             return "no parameter has a gradient"
-        seen = {finding.name for finding in findings(reference, layout, ranks)}
+        differing = findings(reference, layout, ranks)
+        expected_names -= {finding.name for finding in differing}
         missed = []
-        for name in sorted(expected - seen):
+        for name in sorted(expected_names):
             # What --allow leaves out is not verified, and the report says so.
             if not Finding("gradient", name, (), 0).matches(self.allow):
                 missed.append(name)
         if not missed:
             return ""
         return f"1 % of the gradient, added on one rank, is not seen in {few(missed)}"
+
+    def _run_layout(self, layout: Layout, variant: Variant) -> list[Computed]:
+        """The results of each rank, from the initial weights of one rank."""
+        initial = self.reference(layout.alone()).whole["initial"]
+        return [results[0] for results in self._run(layout, initial, [variant])]
 
     def _run(
         self, layout: Layout, initial: Any, variants: Sequence[Variant]
@@ -345,13 +369,12 @@ class _Job:
         )
 
     def _all_smallest(self, layout: Layout, wrong: list[Finding]) -> Iterable[Smallest]:
-        """One for each cause: what the smallest layout does not show is searched for again."""
-        unexplained = wrong
+        """A layout for each cause: what the smallest one does not show is searched for again."""
+        unexplained = {finding.key for finding in wrong}
         while unexplained:
-            least = self._smallest(layout, {finding.key for finding in unexplained})
+            least = self._smallest(layout, unexplained)
             yield least
-            shown = {finding.key for finding in least.findings}
-            unexplained = [finding for finding in unexplained if finding.key not in shown]
+            unexplained = unexplained - {finding.key for finding in least.findings}
 
     def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
         needed: dict[str, str] = {}
@@ -359,11 +382,16 @@ class _Job:
             differing = self.differing(trial)
             if isinstance(differing, Refused):
                 needed[name] = f"refused: {differing}"
-            elif not {finding.key for finding in differing} & keys:
+            elif keys.isdisjoint(finding.key for finding in differing):
                 needed[name] = "agrees"
             elif name != LOSS_PER_TOKEN:
                 return self._smallest(trial, keys)
         differing = self.differing(layout)
         assert not isinstance(differing, Refused)
-        wrong = [finding for finding in differing if not finding.matches(self.allow)]
+        wrong, _ = self._sorted(differing)
         return Smallest(layout, wrong, needed)
+
+
+def _indented(lines: Iterable[str], width: int) -> Iterator[str]:
+    for line in lines:
+        yield " " * width + line

@@ -77,8 +77,9 @@ def small_job(
 ) -> SmallJob:
     """The small job of checked arguments; ``script`` is the training script, if Megatron's."""
     is_hybrid = getattr(args, "is_hybrid_model", False)
-    patterns = ("hybrid_override_pattern", "hybrid_layer_pattern")
-    if is_hybrid or any(getattr(args, name, None) for name in patterns):
+    pattern = getattr(args, "hybrid_override_pattern", None)
+    pattern = pattern or getattr(args, "hybrid_layer_pattern", None)
+    if is_hybrid or pattern:
         raise ValueError(f"the arguments describe a hybrid model: {BY_HAND}")
     changed: list[str] = []
     layout = small_layout(args, keep, changed)
@@ -92,7 +93,9 @@ def small_job(
     layout = replace(layout, options=options)
 
     # Divisible by the chunks of cp and by tp.
-    length = 48 if layout.tp % 3 == 0 or layout.cp % 3 == 0 else 32
+    length = 32
+    if layout.tp % 3 == 0 or layout.cp % 3 == 0:
+        length = 48
     vocab = 64 * layout.tp
     model = {
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
@@ -105,7 +108,9 @@ def small_job(
     }
     build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
     # Two for each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
-    micro_batches = 2 * layout.dp * (layout.pp if layout.vp else 1)
+    micro_batches = 2 * layout.dp
+    if layout.vp:
+        micro_batches *= layout.pp
     parts = 1
     if layout.cp > 1 and not options.get(LOSS_PER_TOKEN):
         # Megatron then averages the means of the ranks' parts: another loss, if counts differ.
@@ -117,8 +122,10 @@ def small_job(
     batch = uneven_batch(max(micro_batches, 4), 2, length, vocab, parts)
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
-    forward = Script(script, args) if script else None
-    return SmallJob(Task(build, batch, script=forward), layout, changed)
+    task = Task(build, batch)
+    if script:
+        task = replace(task, script=Script(script, args))
+    return SmallJob(task, layout, changed)
 
 
 def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
@@ -184,29 +191,24 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         if value == field.default or matches(field.name, SHAPE):
             continue
         is_plain = isinstance(value, bool | int | float | str)
-        if field.name in ("activation_func", "window_attn_skip_freq"):
-            options[field.name] = value
-        elif field.name == "window_size" and value is not None:
+        is_function = field.name in ("activation_func", "window_attn_skip_freq")
+        if field.name == "window_size" and value is not None:
             options[field.name] = (4, 0)
-        elif field.name == "moe_token_dispatcher_type":
-            if value == "flex":
-                left_out.append("moe_token_dispatcher_type=flex")
-            else:
-                options[field.name] = value
-        elif field.name == "moe_layer_freq":
-            if isinstance(value, int):
-                options[field.name] = value
         elif field.name in ("recompute_num_layers", "mtp_num_layers") and value:
             options[field.name] = 1
         elif field.name == "recompute_modules":
             if args.config.recompute_granularity == "selective" and value != ["core_attn"]:
                 left_out.append(f"{field.name}={value}")
-        elif matches(field.name, _HOW):
+        elif field.name == "moe_layer_freq" and not is_plain:
+            continue  # a pattern: the small model has the part of it that its layers need
+        elif value == "flex":
+            left_out.append(f"{field.name}={value}")
+        elif matches(field.name, _HOW) and not is_function:
             continue
-        elif matches(field.name, _LEFT_OUT) or not is_plain:
-            left_out += [f"{field.name}={value}"] if value else []
-        else:
+        elif is_function or (is_plain and not matches(field.name, _LEFT_OUT)):
             options[field.name] = value
+        elif value:
+            left_out.append(f"{field.name}={value}")
     if getattr(args, "multi_latent_attention", False):
         options |= {"multi_latent_attention": True, **LATENT, "rope_type": args.rope_type}
         if args.q_lora_rank is None:
@@ -221,6 +223,8 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         left_out.append(f"optimizer={args.optimizer}")
     if left_out:
         changed.append(f"left out: {', '.join(left_out)}")
-    return {
-        name: value for name, value in options.items() if value is not None or name == "q_lora_rank"
-    }
+    for name in list(options):
+        # None is a default but for the queries of multi-latent attention, which are then whole.
+        if options[name] is None and name != "q_lora_rank":
+            del options[name]
+    return options

@@ -21,6 +21,7 @@ from compat.verification.on_cpu import chunks_held, taken
 
 MicroBatch: TypeAlias = Mapping[str, Any]
 Slices: TypeAlias = tuple[tuple[int, int], ...]
+Place: TypeAlias = tuple[str, Slices]  # a whole tensor, and the part of it
 Build: TypeAlias = Callable[..., Any]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
@@ -38,8 +39,19 @@ class Piece(NamedTuple):
     value: torch.Tensor
 
     @property
+    def place(self) -> Place:
+        return self.name, self.where
+
+    @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(*each) for each in self.where)
+        return tuple(slice(start, end) for start, end in self.where)
+
+
+class InitialValue(NamedTuple):
+    """A weight that the job's own initialisation made."""
+
+    digest: str
+    is_drawn: bool  # and not the same number everywhere, as the weight of a norm
 
 
 class MicroBatchLoss(NamedTuple):
@@ -56,13 +68,16 @@ class Computed:
     """The results of one rank's step, and of the step after it."""
 
     initial: list[Piece] = field(default_factory=list)
-    # Digests of the weights that the job's own initialisation made, by name and place.
-    own_initial: dict[tuple[str, Slices], str] = field(default_factory=dict)
+    # Weights that the job's own initialisation made.
+    own_initial: dict[Place, InitialValue] = field(default_factory=dict)
     gradients: list[Piece] = field(default_factory=list)
     updates: list[Piece] = field(default_factory=list)
     buffers: list[Piece] = field(default_factory=list)
     losses: list[MicroBatchLoss] = field(default_factory=list)
     norm: float = 0.0
+    # The norm of gradients of equal size, and the square of each piece's part in it.
+    even_norm: float = 0.0
+    even_squares: dict[Place, float] = field(default_factory=dict)
     planted: set[str] = field(default_factory=set)  # tensors whose gradient this rank made wrong
     next_step: Computed | None = None
 
@@ -88,8 +103,11 @@ class Task:
     @property
     def shape(self) -> tuple[int, int]:
         """Samples of a micro batch and their length, of its first tensor with two dims."""
-        first = next(v for v in self.batch[0].values() if torch.is_tensor(v) and v.dim() > 1)
-        return first.shape[0], self.seq_length or first.shape[1]
+        for value in self.batch[0].values():
+            if torch.is_tensor(value) and value.dim() > 1:
+                samples, length = value.shape[:2]
+                return samples, self.seq_length or length
+        raise ValueError("a micro batch has no tensor of shape (samples, length, ...)")
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,8 @@ def _take_steps(
     computed = Computed()
     if variant.planted:
         _plant_faults(chunks, computed, state)
-    ddp_fields = {"grad_reduce_in_fp32": True, **layout.fields_of(DistributedDataParallelConfig)}
+    ddp_fields = {"grad_reduce_in_fp32": True}
+    ddp_fields |= layout.fields_of(DistributedDataParallelConfig)
     ddp = DistributedDataParallelConfig(**ddp_fields)
     model = []
     for number, chunk in enumerate(chunks):
@@ -162,15 +181,16 @@ def _take_steps(
     if layout.options.get(RANDOM_INIT):
         for wrapped in model:
             wrapped.broadcast_params()
-    computed.own_initial = _digests(chunks)
+    computed.own_initial = _initial_values(chunks)
     _set_weights(chunks, initial, variant.jitter)
     computed.initial = _pieces(chunks)
 
     # With so large an eps Adam's step is linear in the gradient: rounding flips no sign of it.
     settings = {"lr": 1.0, "adam_eps": 1.0, "clip_grad": 1e9, "weight_decay": 0.1}
-    settings |= {name: getattr(ddp, name) for name in _SHARED_FIELDS}
-    optimizer_config = OptimizerConfig(**{**settings, **layout.fields_of(OptimizerConfig)})
-    optimizer = get_megatron_optimizer(optimizer_config, model)
+    for name in _SHARED_FIELDS:
+        settings[name] = getattr(ddp, name)
+    settings |= layout.fields_of(OptimizerConfig)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:
@@ -185,12 +205,15 @@ def _take_steps(
     if not variant.planted:
         computed.next_step = Computed(initial=_pieces(chunks))
         _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
+        _count_parameters(computed.next_step, chunks, optimizer)
     return computed
 
 
 def _of_chunks(functions: Sequence[Any]) -> Any:
     """As megatron-core takes them: a list, or the function of a single chunk."""
-    return functions if len(functions) > 1 else functions[0]
+    if len(functions) == 1:
+        return functions[0]
+    return functions
 
 
 def _step(
@@ -210,11 +233,12 @@ def _step(
         wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     samples, length = task.shape
-    iterators = [iter(numbers) for _ in model]
+    # Each chunk of an interleaved pipeline takes the micro batches by itself.
+    micro_batches = [iter(numbers) for _ in model]
     forward_backward = get_forward_backward_func()
     forward_backward(
         forward_step_func=_forward_step(task, layout, chunks[0].config, computed, state),
-        data_iterator=_of_chunks(iterators),
+        data_iterator=_of_chunks(micro_batches),
         model=list(model),
         num_microbatches=len(numbers),
         seq_length=length,
@@ -233,11 +257,29 @@ def _step(
         # With overlap, parameters are gathered in the next forward pass.
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.start_param_sync(force_sync=True)
-    before = {(piece.name, piece.where): piece.value for piece in computed.initial}
+    weights_before = {piece.place: piece.value for piece in computed.initial}
     for piece in _pieces(chunks):
-        update = piece.value - before[piece.name, piece.where]
+        update = piece.value - weights_before[piece.place]
         computed.updates.append(piece._replace(value=update))
     computed.buffers = _pieces(chunks, of_buffers=True)
+
+
+def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any) -> None:
+    """Take the norm of gradients of equal size.
+
+    In the norm of a step, a small parameter that is left out or counted twice would not be seen.
+    """
+    gradients = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                gradient.fill_(gradient.numel() ** -0.5)
+            gradients[parameter] = gradient
+    with _holding(gradients):
+        for piece in _pieces(chunks):
+            computed.even_squares[piece.place] = float(piece.value.norm()) ** 2
+    computed.even_norm = float(optimizer.step()[1])
 
 
 def _initialize(state: Any, layout: Layout) -> None:
@@ -266,6 +308,7 @@ def _seed(layout: Layout, state: Any) -> None:
 def _set_weights(
     chunks: Sequence[Any], initial: Mapping[str, torch.Tensor] | None, jitter: float
 ) -> None:
+    """Give the model the ``initial`` weights, or make its own uneven: norms begin with ones."""
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for chunk in chunks:
@@ -279,12 +322,13 @@ def _set_weights(
                     parameter.mul_(1 + jitter * noise)
 
 
-def _digests(chunks: Sequence[Any]) -> dict[tuple[str, Slices], str]:
-    digests = {}
+def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
+    values = {}
     for piece in _pieces(chunks):
         digest = hashlib.sha256(piece.value.contiguous().numpy().tobytes()).hexdigest()
-        digests[piece.name, piece.where] = digest
-    return digests
+        is_drawn = bool(piece.value.min() < piece.value.max())
+        values[piece.place] = InitialValue(digest, is_drawn)
+    return values
 
 
 def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
@@ -300,35 +344,40 @@ def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
 
 
 def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
-    begins, ends = state.is_pipeline_first_stage, state.is_pipeline_last_stage
+    """The chunks of this rank's stage."""
+    if not layout.vp:
+        return [_build_chunk(task, layout, state, None)]
     chunks = []
-    for stage in range(layout.vp) if layout.vp else [None]:
-        if stage is not None:  # older models ask parallel_state which of them is built
-            state.set_virtual_pipeline_model_parallel_rank(stage)
-        where = {"ignore_virtual": False, "vp_stage": stage}
-        chunk = task.build(
-            layout,
-            pre_process=begins(**taken(begins, where)),
-            post_process=ends(**taken(ends, where)),
-            vp_stage=stage,
-        )
-        if not hasattr(chunk, "config"):
-            raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
-        chunk.model_type = getattr(chunk, "model_type", None) or _encoder_or_decoder()
-        chunks.append(chunk)
-    if layout.vp:
-        state.set_virtual_pipeline_model_parallel_rank(0)
+    for stage in range(layout.vp):
+        # Older models ask parallel_state which chunk is built.
+        state.set_virtual_pipeline_model_parallel_rank(stage)
+        chunks.append(_build_chunk(task, layout, state, stage))
+    state.set_virtual_pipeline_model_parallel_rank(0)
     return chunks
 
 
-def _encoder_or_decoder() -> Any:
+def _build_chunk(task: Task, layout: Layout, state: Any, stage: int | None) -> Any:
     from megatron.core.enums import ModelType
 
-    return ModelType.encoder_or_decoder
+    is_first = state.is_pipeline_first_stage
+    is_last = state.is_pipeline_last_stage
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    chunk = task.build(
+        layout,
+        pre_process=is_first(**taken(is_first, where)),
+        post_process=is_last(**taken(is_last, where)),
+        vp_stage=stage,
+    )
+    if not hasattr(chunk, "config"):
+        raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
+    if getattr(chunk, "model_type", None) is None:
+        chunk.model_type = ModelType.encoder_or_decoder
+    return chunk
 
 
 def _plant_faults(chunks: Iterable[Any], computed: Computed, state: Any) -> None:
     """Scale by 1 % what one rank alone adds to each gradient, before anything is reduced."""
+    # The reduction's layouts of dense and of expert parameters: the first rank of each plants.
     tensor_rank = state.get_tensor_model_parallel_rank()
     data_rank = state.get_data_parallel_rank(with_context_parallel=True)
     expert_tensor_rank = state.get_expert_tensor_parallel_rank()
@@ -357,7 +406,9 @@ def _scaled(names: set[str], planted: set[str], gradient: torch.Tensor) -> torch
 def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) -> list[int]:
     """Numbers of the micro batches of this data-parallel rank: whole ones, in turn."""
     numbers = list(range(state.get_data_parallel_rank(), len(task.batch), layout.dp))
-    return numbers[::-1] if backwards else numbers
+    if backwards:
+        numbers.reverse()
+    return numbers
 
 
 def _forward_step(
@@ -365,22 +416,14 @@ def _forward_step(
 ) -> Callable[..., Any]:
     cp_rank = state.get_context_parallel_rank()
     cp_size = state.get_context_parallel_world_size()
-    of_script = task.script(config, layout, task.batch) if task.script is not None else None
+    if task.script is not None:
+        forward = task.script(config, layout, task.batch)
+    else:
+        forward = partial(_forward, task, config, cp_rank, cp_size)
 
     def step(numbers: Iterator[int], model: Any) -> tuple[Any, Any]:
         number = next(numbers)
-        if of_script is not None:
-            output, loss = of_script(number, model)
-        else:
-            part = {}
-            for name, value in task.batch[number].items():
-                part[name] = _of_cp_rank(value, cp_rank, cp_size)
-            inputs = {name: value for name, value in part.items() if name != "loss_mask"}
-            # Layers that predict further tokens take the mask in the model.
-            if getattr(config, "mtp_num_layers", None):
-                inputs["loss_mask"] = part["loss_mask"]
-            output = model(**taken(model.module.forward, inputs))
-            loss = partial(_loss, task, part)
+        output, loss = forward(number, model)
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
             total, tokens, *report = loss(output)
@@ -393,6 +436,21 @@ def _forward_step(
     return step
 
 
+def _forward(
+    task: Task, config: Any, cp_rank: int, cp_size: int, number: int, model: Any
+) -> tuple[Any, Any]:
+    """The output for this rank's part of a micro batch, and the function of its loss."""
+    part = {}
+    for name, value in task.batch[number].items():
+        part[name] = _of_cp_rank(value, cp_rank, cp_size)
+    inputs = dict(part)
+    # Only layers that predict further tokens take the mask in the model.
+    if not getattr(config, "mtp_num_layers", None):
+        inputs.pop("loss_mask", None)
+    output = model(**taken(model.module.forward, inputs))
+    return output, partial(_loss, task, part)
+
+
 def _loss(task: Task, part: MicroBatch, output: torch.Tensor) -> tuple[Any, ...]:
     return *(task.loss or masked_sum)(output, part), {}
 
@@ -400,7 +458,9 @@ def _loss(task: Task, part: MicroBatch, output: torch.Tensor) -> tuple[Any, ...]
 def masked_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of losses of shape (samples, length) where ``loss_mask`` is 1, and how many."""
     mask = batch.get("loss_mask")
-    mask = torch.ones_like(output) if mask is None else mask.to(output.dtype)
+    if mask is None:
+        mask = torch.ones_like(output)
+    mask = mask.to(output.dtype)
     return (output.float() * mask).sum(), mask.sum()
 
 
@@ -409,7 +469,7 @@ def _of_cp_rank(value: Any, rank: int, size: int) -> Any:
     if size == 1 or not torch.is_tensor(value) or value.dim() < 2:
         return value
     chunks = value.chunk(2 * size, dim=1)
-    return torch.cat([chunks[each] for each in chunks_held(rank, size)], dim=1)
+    return torch.cat([chunks[index] for index in chunks_held(rank, size)], dim=1)
 
 
 def _gather_sharded(model: Iterable[Any]) -> None:
@@ -430,8 +490,9 @@ def _holding(values: Mapping[Any, torch.Tensor | None]) -> Iterator[None]:
     kept = {parameter: parameter.data for parameter in values}
     try:
         for parameter, value in values.items():
-            empty = torch.full_like(parameter.data, float("nan"))
-            parameter.data = empty if value is None else value.to(parameter.dtype)
+            if value is None:
+                value = torch.full_like(parameter.data, float("nan"))
+            parameter.data = value.to(parameter.dtype)
         yield
     finally:
         for parameter, data in kept.items():
@@ -457,7 +518,7 @@ def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
 def _shards(chunk: Any, of_buffers: bool = False) -> Iterator[Piece]:
     """Views of the chunk's parameters, or buffers, with their places in whole tensors."""
     tensors = chunk.buffers() if of_buffers else chunk.parameters()
-    storages = {_storage(tensor) for tensor in tensors}
+    storages = set(map(_storage, tensors))
     state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     yield from _walk(state, storages)
 
@@ -466,7 +527,7 @@ def _walk(node: Any, storages: set[int]) -> Iterator[Piece]:
     if hasattr(node, "build_fn"):  # one parameter that is stored as several tensors
         node = node.build()
     if isinstance(node, Mapping):
-        node = list(node.values())
+        node = tuple(node.values())
     if isinstance(node, list | tuple):
         for child in node:
             yield from _walk(child, storages)
@@ -474,8 +535,10 @@ def _walk(node: Any, storages: set[int]) -> Iterator[Piece]:
         prepended = node.prepend_axis_num
         number = "".join(f"[{offset}]" for offset in node.global_offset[:prepended])
         starts = node.global_offset[prepended:]
-        ends = [start + size for start, size in zip(starts, node.local_shape, strict=True)]
-        yield Piece(node.key + number, tuple(zip(starts, ends, strict=True)), node.data)
+        where = []
+        for start, size in zip(starts, node.local_shape, strict=True):
+            where.append((start, start + size))
+        yield Piece(node.key + number, tuple(where), node.data)
 
 
 def _storage(tensor: torch.Tensor | None) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from compat.megatron.request import Request
 from compat.megatron.rows import PlannedRows
@@ -17,6 +19,20 @@ DIMS = ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
 _MANY = 3  # members that stand for any larger number; of stages: a first, a middle and a last
 # Products of the sizes 1, 2 and 3, and the powers of two, as far as ranks reach.
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16)
+# What a small layout may not keep, the worst first: a group has one member, or more than one, or
+# there is no stage between the first and the last, or two members stand for more.
+_SEVERITIES = (_ALONE, _JOINED, _NO_MIDDLE, _OTHER_SIZE) = range(4)
+
+
+class _Difference(NamedTuple):
+    severity: int
+    text: str  # a sentence; of _OTHER_SIZE, the group that has two members instead of more
+
+
+class _Candidate(NamedTuple):
+    rank: tuple[int, ...]  # less is better
+    sizes: Mapping[str, int]
+    differences: Sequence[_Difference]
 
 
 def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
@@ -41,32 +57,42 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
         members_in_job = _members(job, has_experts, order)
     except (AssertionError, RuntimeError) as error:  # as Megatron refuses such sizes
         raise ValueError(str(error)) from error
-    best = None
+    best: _Candidate | None = None
     for sizes in _candidates(job, set(keep), has_experts):
         members = _members(sizes, has_experts, order)
-        rank = (*_losses(members_in_job, members, job, sizes), prod(_dense(sizes)), sizes["ep"])
-        if best is None or rank < best[0]:
-            best = (rank, sizes, members)
+        differences = list(_differences(members_in_job, members, job, sizes))
+        counts = Counter(difference.severity for difference in differences)
+        # The fewest of the worst differences; then the fewest ranks, and the least ep.
+        rank = (*map(counts.__getitem__, _SEVERITIES), prod(_dense(sizes)), sizes["ep"])
+        if best is None or rank < best.rank:
+            best = _Candidate(rank, sizes, differences)
     if best is None:
         raise ValueError(f"with {' '.join(keep)} kept, no layout has at most {MAX_RANKS} ranks.")
 
-    _, small, members = best
-    names = (*DIMS, INSTANCES)
-    cut = [f"{name} {job[name]} -> {small[name]}" for name in names if job[name] != small[name]]
+    small = best.sizes
+    cut = []
+    for name in (*DIMS, INSTANCES):
+        if job[name] != small[name]:
+            cut.append(f"{name} {job[name]} -> {small[name]}")
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
-        notes.extend(_consequences(members_in_job, members, job, small))
-    return Layout(
-        **{name: small[name] for name in ("tp", "cp", "pp", "dp", "ep")},
-        vp=small["vp"] if small["vp"] > 1 else None,
-        etp=small["etp"] if small["etp"] != small["tp"] else None,
-        order=order,
-        options={INSTANCES: small[INSTANCES]} if small[INSTANCES] > 1 else {},
+        notes.extend(_consequences(best.differences))
+    layout = Layout(
+        tp=small["tp"], cp=small["cp"], pp=small["pp"], dp=small["dp"], ep=small["ep"], order=order
     )
+    if small["vp"] > 1:
+        layout = replace(layout, vp=small["vp"])
+    if small["etp"] != small["tp"]:
+        layout = replace(layout, etp=small["etp"])
+    if small[INSTANCES] > 1:
+        layout = replace(layout, options={INSTANCES: small[INSTANCES]})
+    return layout
 
 
 def _job_sizes(args: Any) -> dict[str, int]:
-    sizes = {short: getattr(args, name, None) or 1 for short, name in SIZES.items()}
+    sizes = {}
+    for short, name in SIZES.items():
+        sizes[short] = getattr(args, name, None) or 1
     sizes["dp"] = args.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
     sizes[INSTANCES] = getattr(args, INSTANCES, None) or 1
     # Without experts nobody uses the expert groups, and etp is tp unless given.
@@ -97,20 +123,27 @@ def _candidates(
         if prod(dense) > MAX_RANKS:
             continue
         tp, cp, pp, dp = dense
-        # A job whose experts are split as its dense layers keeps that.
-        expert_tensor_sizes = choices["etp"] if job["etp"] != job["tp"] else [tp]
+        expert_tensor_sizes = choices["etp"]
+        if job["etp"] == job["tp"]:
+            # A job whose experts are split as its dense layers keeps that.
+            expert_tensor_sizes = [tp]
         for ep, etp, instances in product(choices["ep"], expert_tensor_sizes, choices[INSTANCES]):
             expert_data_size, rest = divmod(tp * cp * dp, ep * etp)
             dense_fits = dp * cp % instances == 0
             expert_fits = rest == 0 and (not has_experts or expert_data_size % instances == 0)
             if dense_fits and expert_fits:
                 sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
-                yield {**sizes, "vp": choices["vp"][0] if pp > 1 else 1, INSTANCES: instances}
+                sizes["vp"] = choices["vp"][0] if pp > 1 else 1
+                sizes[INSTANCES] = instances
+                yield sizes
 
 
 def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[str, int]:
     """How many members each group of rank 0 has in the plan, by the group's dims."""
-    dims: dict[str, Any] = {name: sizes[short] for short, name in SIZES.items() if short != "vp"}
+    dims: dict[str, Any] = {}
+    for short, name in SIZES.items():
+        if short != "vp":
+            dims[name] = sizes[short]
     request = Request(
         **dims,
         num_distributed_optimizer_instances=sizes[INSTANCES],
@@ -134,39 +167,36 @@ def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[st
     return members
 
 
-def _losses(
+def _differences(
     job: Mapping[str, int],
     small: Mapping[str, int],
     job_sizes: Mapping[str, int],
     small_sizes: Mapping[str, int],
-) -> tuple[int, ...]:
-    """What a small layout does not keep, the worst first; less is better."""
-    alone, joined, other = 0, 0, 0
-    for name, size in job.items():
-        small_size = small.get(name, 1)
-        alone += small_size == 1 < size
-        joined += size == 1 < small_size
-        other += min(size, _MANY) != min(small_size, _MANY)
-    lost_middle = job_sizes["pp"] >= _MANY > small_sizes["pp"]
-    return alone, joined, int(lost_middle), other
-
-
-def _consequences(
-    job: Mapping[str, int],
-    small: Mapping[str, int],
-    job_sizes: Mapping[str, int],
-    small_sizes: Mapping[str, int],
-) -> Iterator[str]:
-    """What the small layout cannot show, in words."""
+) -> Iterator[_Difference]:
+    """What a small layout does not keep, from the members of its groups and of the job's."""
     for name, size in job.items():
         small_size = small.get(name, 1)
         if small_size == 1 < size:
             kind = "messages" if name == "pp" else "reductions"
-            yield f"{name} has one member: its {kind} are not verified"
+            yield _Difference(_ALONE, f"{name} has one member: its {kind} are not verified")
         elif size == 1 < small_size:
-            yield f"{name} has {small_size} members, and one in the job"
+            yield _Difference(_JOINED, f"{name} has {small_size} members, and one in the job")
+        elif small_size == 2 < size:
+            yield _Difference(_OTHER_SIZE, name)
+        elif size == 2 < small_size:
+            yield _Difference(_OTHER_SIZE, "")
     if job_sizes["pp"] >= _MANY > small_sizes["pp"]:
-        yield "pp has no middle stage: what only a middle stage does is not verified"
-    pairs = [name for name, size in job.items() if small.get(name, 1) == 2 < size]
+        sentence = "pp has no middle stage: what only a middle stage does is not verified"
+        yield _Difference(_NO_MIDDLE, sentence)
+
+
+def _consequences(differences: Iterable[_Difference]) -> Iterator[str]:
+    """What the small layout cannot show, in words."""
+    pairs = []
+    for difference in differences:
+        if difference.severity != _OTHER_SIZE:
+            yield difference.text
+        elif difference.text:
+            pairs.append(difference.text)
     if pairs:
         yield f"two members instead of more, so a fault of three or more is not seen: {few(pairs)}"

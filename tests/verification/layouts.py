@@ -3,32 +3,102 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from compat.verification import Layout
+from compat.verification.gpt import TIED, small_gpt, uneven_batch
+from compat.verification.step import Build, Loss, MicroBatch, Task, masked_sum
 
 TOKENS = {"calculate_per_token_loss": True}
 SHARDED = {"sequence_parallel": True}
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False}
 AUX = {**EXPERTS, "moe_aux_loss_coeff": 1e-2}
 
+
+class Known(NamedTuple):
+    """A fault of some release: its number in Megatron-LM's tracker, and what shows it."""
+
+    number: str  # "7452 (9)" is the ninth finding of issue 7452
+    layout: Layout
+    build: Build = small_gpt
+    change: Callable[[dict[str, Any]], None] | None = None  # of each micro batch
+    loss: Loss | None = None
+
+    def task(self) -> Task:
+        batch = []
+        for micro_batch in uneven_batch(4):
+            changed = dict(micro_batch)
+            if self.change is not None:
+                self.change(changed)
+            batch.append(changed)
+        return Task(self.build, batch, self.loss)
+
+
+def _give_labels_to_the_loss(micro_batch: dict[str, Any]) -> None:
+    micro_batch["targets"] = micro_batch.pop("labels")
+
+
+def _mask_padding(micro_batch: dict[str, Any]) -> None:
+    micro_batch["padding_mask"] = ~micro_batch["loss_mask"].bool()
+
+
+def _smoothed(output: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    from megatron.core.tensor_parallel import cross_entropy
+
+    # Logits are (samples, length, vocabulary); the function takes the length first.
+    logits = output.transpose(0, 1).contiguous()
+    targets = micro_batch["targets"].t().contiguous()
+    losses = cross_entropy.vocab_parallel_cross_entropy(logits, targets, 0.1)
+    return masked_sum(losses.t(), micro_batch)
+
+
+_PREDICTING = {**TOKENS, "mtp_num_layers": 1}
 # What is wrong in some release: the smallest layout that shows it.
 KNOWN = {
-    "the loss of a micro batch under cp: a mean of means, unless the loss is per token": Layout(
-        cp=2
+    "the loss of a micro batch under cp: a mean of means, unless the loss is per token": Known(
+        "7452 (9)", Layout(cp=2)
     ),
-    "the bias of an expert's second layer is summed over tp, as its etp is 1": Layout(
-        tp=2, ep=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS, "add_bias_linear": True}
+    "label smoothing counts the vocabulary of one tp rank": Known(
+        "737, 7452 (1)",
+        Layout(tp=2, options=TOKENS),
+        change=_give_labels_to_the_loss,
+        loss=_smoothed,
     ),
-    "experts that ep does not split are reduced as dense layers, though their etp is 1": Layout(
-        tp=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS}
+    "the loss of gathered logits sums over tp once more": Known(
+        "7452 (2)",
+        Layout(tp=2, options=TOKENS),
+        build=partial(small_gpt, model={**TIED, "parallel_output": False}),
     ),
-    "the auxiliary loss of experts under tp, if the loss is per token": Layout(
-        tp=2, options={**TOKENS, **SHARDED, **AUX}
+    "further predicted tokens under cp: each rank scales by its own count": Known(
+        "7452 (3)",
+        Layout(cp=2, options=_PREDICTING),
+        build=partial(small_gpt, model={"position_embedding_type": "rope"}),
     ),
-    "the auxiliary loss of experts under cp, if the loss is per token": Layout(
-        cp=2, options={**TOKENS, **AUX}
+    "the norm leaves out the offsets of a learnable softmax on tp ranks but the first": Known(
+        "7452 (8)", Layout(tp=2, options={**TOKENS, "softmax_type": "learnable"})
+    ),
+    "the auxiliary loss of experts with a padding mask: counts are summed over tp in place": Known(
+        "7452 (10)", Layout(tp=2, options={**TOKENS, **SHARDED, **AUX}), change=_mask_padding
+    ),
+    "the auxiliary loss of experts under tp, if the loss is per token": Known(
+        "5047", Layout(tp=2, options={**TOKENS, **SHARDED, **AUX})
+    ),
+    "the auxiliary loss of experts under cp, if the loss is per token": Known(
+        "5047", Layout(cp=2, options={**TOKENS, **AUX})
+    ),
+    "experts that ep does not split are reduced as dense layers, though their etp is 1": Known(
+        "5916", Layout(tp=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS})
+    ),
+    "the bias of an expert's second layer is summed over tp, as its etp is 1": Known(
+        "none seen",
+        Layout(
+            tp=2, ep=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS, "add_bias_linear": True}
+        ),
     ),
 }
 
