@@ -233,6 +233,12 @@ def _check_options(layout: Layout) -> None:
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
+        is_cut = layout.cp > 1 or layout.options.get("sequence_parallel", False)
+        if value == "sinkhorn" and is_cut:
+            raise ValueError(
+                f"{name}=sinkhorn is not verified under cp or sequence parallelism: each rank "
+                f"balances the tokens of its part, so the layout decides about their experts."
+            )
         if name not in option_names:
             raise ValueError(
                 f"megatron-core {megatron.core.__version__} has no option {name!r} in "

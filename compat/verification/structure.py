@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -77,16 +76,20 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
         notes.extend(_consequences(best.differences))
-    layout = Layout(
-        tp=small["tp"], cp=small["cp"], pp=small["pp"], dp=small["dp"], ep=small["ep"], order=order
-    )
-    if small["vp"] > 1:
-        layout = replace(layout, vp=small["vp"])
-    if small["etp"] != small["tp"]:
-        layout = replace(layout, etp=small["etp"])
+    options = {}
     if small[INSTANCES] > 1:
-        layout = replace(layout, options={INSTANCES: small[INSTANCES]})
-    return layout
+        options[INSTANCES] = small[INSTANCES]
+    return Layout(
+        tp=small["tp"],
+        cp=small["cp"],
+        pp=small["pp"],
+        dp=small["dp"],
+        vp=small["vp"] if small["vp"] > 1 else None,
+        ep=small["ep"],
+        etp=small["etp"] if small["etp"] != small["tp"] else None,
+        order=order,
+        options=options,
+    )
 
 
 def _job_sizes(args: Any) -> dict[str, int]:

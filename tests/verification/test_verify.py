@@ -342,8 +342,9 @@ def test_a_small_parameter_that_the_norm_leaves_out_is_seen():
         "the norm leaves out the offsets of a learnable softmax on tp ranks but the first"
     ]
     (report,) = compat.verify(small_gpt, uneven_batch(4), fault.layout, smallest=False)
-    assert "gradient norm of equal gradients" in {finding.what for finding in report.findings}
-    assert "gradient norm" not in {finding.what for finding in report.findings}
+    names = {finding.what for finding in report.findings}
+    # The ranks also draw the same offsets for different heads.
+    assert names == {"gradient norm of equal gradients", "initial value"}
 
 
 def test_a_wrong_request_gets_its_sentence(monkeypatch):
@@ -352,6 +353,9 @@ def test_a_wrong_request_gets_its_sentence(monkeypatch):
         compat.verify(small_gpt, batch, Layout(tp=2, options={"no_such": 1}))
     with pytest.raises(ValueError, match="use_megatron_fsdp is not verified: its code needs CUDA"):
         compat.verify(small_gpt, batch, Layout(dp=2, options={"use_megatron_fsdp": True}))
+    with pytest.raises(ValueError, match="sinkhorn is not verified under cp or sequence par"):
+        options = {**SHARDED, **EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}
+        compat.verify(small_gpt, batch, Layout(tp=2, options=options))
     with pytest.raises(ValueError, match="has 32 ranks, and verify runs at most 16"):
         compat.verify(small_gpt, batch, Layout(tp=4, dp=8))
     with pytest.raises(ValueError, match=r"multiple of 8 micro batches \(dp\), got 4"):
@@ -385,6 +389,7 @@ def test_a_small_layout_keeps_which_groups_have_one_two_or_more_members():
     layout, _ = _small(8, num_experts=8, ep=8)  # expert-dp has one member in the job too
     assert layout == Layout(dp=3, ep=3)
     assert _small(16, tp=2, pp=2, cp=2, num_experts=8, ep=4)[0].world_size == 16
+    assert _small(2, tp=2, num_experts=4, ep=2, etp=1)[0] == Layout(tp=2, ep=2, etp=1)
     layout, _ = _small(64, num_experts=8, ep=2, num_distributed_optimizer_instances=4)
     # Two instances instead of four, each with three members of expert-dp.
     assert layout == Layout(dp=12, ep=2, options={"num_distributed_optimizer_instances": 2})
