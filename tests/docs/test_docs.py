@@ -30,13 +30,11 @@ CHROMIUM = next(
 @pytest.fixture(scope="session")
 def python_blocks():
     """What went wrong in each Python block, by the block's name; all are run at once."""
-    worlds = [
-        {
-            "world": chain[0].said.get("run", "alone").split()[0],
-            "steps": [[str(block), block.said.get("given", ""), block.text] for block in chain],
-        }
-        for chain in CHAINS
-    ]
+    worlds = []
+    for chain in CHAINS:
+        world = chain[0].said.get("run", "alone").split()[0]
+        steps = [[str(block), block.said.get("given", ""), block.text] for block in chain]
+        worlds.append({"world": world, "steps": steps})
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.run_pages"],
         input=json.dumps(worlds),
@@ -46,12 +44,11 @@ def python_blocks():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0
-    told = json.loads(done.stdout)
-    return {
-        str(block): error
-        for chain, errors in zip(CHAINS, told, strict=True)
-        for block, error in zip(chain, errors, strict=True)
-    }
+    error_of = {}
+    for chain, errors in zip(CHAINS, json.loads(done.stdout), strict=True):
+        for block, error in zip(chain, errors, strict=True):
+            error_of[str(block)] = error
+    return error_of
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -108,14 +105,12 @@ def test_the_site_builds_strictly_and_asks_nobody_else(site):
     written = sorted(site.rglob("*.html"))
     assert len(written) > 20
     loads = r"<(?:script|img|iframe|source|link)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
-    foreign = [(page.name, tag) for page in written for tag in re.findall(loads, page.read_text())]
-    styles = [
-        re.findall(r"(?:url\(|@import)[\"' ]*(?:https?:)?//", file.read_text())
-        for file in site.rglob("*.css")
-    ]
-    assert not foreign and not any(styles)
-    shown = [page.name for page in written if re.search(r":(meth|func|class):", page.read_text())]
-    assert not shown, "markup of another documentation tool"
+    for page in written:
+        text = page.read_text()
+        assert not re.findall(loads, text), page
+        assert not re.search(r":(meth|func|class):", text), "markup of another documentation tool"
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import)[\"' ]*(?:https?:)?//", style.read_text()), style
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser: scripts/dev/setup_browser")
@@ -169,8 +164,8 @@ NAMED = re.findall(
 
 @pytest.mark.parametrize(("file", "name"), NAMED)
 def test_each_promise_names_a_test_that_exists(file, name):
-    found = (ROOT / "tests").rglob(file)
-    assert any(f"def {name}(" in each.read_text() for each in found)
+    paths = (ROOT / "tests").rglob(file)
+    assert any(f"def {name}(" in path.read_text() for path in paths)
 
 
 def test_every_claim_and_figure_of_the_readme_can_be_checked():
@@ -178,24 +173,23 @@ def test_every_claim_and_figure_of_the_readme_can_be_checked():
     assert len(page.splitlines()) <= 130
     first = page.partition("\n## Install")[0]
     assert "**Alpha. No GPU has run it yet.**" in first
-    gives = re.findall(r"^- \*\*.+", first, re.M)
-    assert len(gives) == 5 and all("](docs/" in each for each in gives)
-    run = re.findall(r"^\| .+ \| (`.+`) \|$", first, re.M)
-    assert len(run) > 3
-    checks = r"`(test_\w+\.py::test_\w+|python scripts/\w+\.py)`"
-    assert not [shown_by for shown_by in run if not re.fullmatch(checks, shown_by)]
-    rows = [
-        re.sub(r" +", " ", row) for row in (ROOT / "docs" / "bench.md").read_text().splitlines()
-    ]
+    benefits = re.findall(r"^- \*\*.+", first, re.M)
+    assert len(benefits) == 5 and all("](docs/" in benefit for benefit in benefits)
+    checks = re.findall(r"^\| .+ \| (`.+`) \|$", first, re.M)
+    assert len(checks) > 3
+    for check in checks:
+        assert re.fullmatch(r"`(test_\w+\.py::test_\w+|python scripts/\w+\.py)`", check)
+    rows = []
+    for row in (ROOT / "docs" / "bench.md").read_text().splitlines():
+        rows.append(re.sub(r" +", " ", row))
     figures = re.findall(r"^\| (.+) \| (.+) \| (.+) \| (\S+x) \|$", page, re.M)
     assert len(figures) == 3 and any(float(ratio[:-1]) < 1 for *_, ratio in figures)
-    for what, stock, ours, ratio in figures:
-        shown = f"| {what} | stock | {stock} | {ours} | {ratio} |"
+    for title, stock, swapped, ratio in figures:
+        shown = f"| {title} | stock | {stock} | {swapped} | {ratio} |"
         assert any(row.startswith(shown) for row in rows), shown
     unmet = sum("**NOT met**" in row for row in rows)
-    assert (
-        f"{['No', 'One', 'Two', 'Three', 'Four'][unmet]} targets of the bench are not met" in page
-    )
+    number = ["No", "One", "Two", "Three", "Four"][unmet]
+    assert f"{number} targets of the bench are not met" in page
     diagnosed = FOUND[ROOT / "README.md"][-1].text
     assert diagnosed.strip() in (ROOT / "docs" / "hangs.md").read_text()
 

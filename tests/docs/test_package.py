@@ -74,81 +74,89 @@ LICENCES = re.findall(
 def test_the_page_of_licences_has_every_dependency(wheel):
     archive = zipfile.ZipFile(wheel)
     (written,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-    found = {}
+    extras_of = {}
     for line in message_from_bytes(archive.read(written)).get_all("Requires-Dist"):
+        name = re.match(r"[\w-]+", line)[0]
         extra = re.search(r"extra == \"(\w+)\"", line)
-        found.setdefault(re.match(r"[\w-]+", line)[0], set()).add(extra[1] if extra else "always")
-    del found["hypergrid-comm"]  # an extra of others
-    assert {name: set(extras.split(", ")) for name, extras, _ in LICENCES} == found
+        extras_of.setdefault(name, set()).add(extra[1] if extra else "always")
+    del extras_of["hypergrid-comm"]  # an extra of others
+    assert {name: set(extras.split(", ")) for name, extras, _ in LICENCES} == extras_of
 
 
-@pytest.mark.parametrize(("name", "licence"), [(name, said) for name, _, said in LICENCES])
-def test_a_licence_is_what_the_installed_package_says(name, licence):
+def installed(name):
     try:
-        found = metadata.metadata(name)
+        return metadata.metadata(name)
     except metadata.PackageNotFoundError:
-        cached = metadata.distributions(path=[str(ROOT / ".cache" / "resiliency")])
-        found = next((each.metadata for each in cached if each.metadata["Name"] == name), None)
-    if found is None:
+        for cached in metadata.distributions(path=[str(ROOT / ".cache" / "resiliency")]):
+            if cached.metadata["Name"] == name:
+                return cached.metadata
+    return None
+
+
+@pytest.mark.parametrize(("name", "licence"), [(name, licence) for name, _, licence in LICENCES])
+def test_a_licence_is_what_the_installed_package_says(name, licence):
+    package = installed(name)
+    if package is None:
         pytest.skip(f"{name} is not installed")
     pinned = re.search(rf"(?m)^{name}==(\S+)$", (ROOT / "scripts" / "constraints.txt").read_text())
-    if pinned and found["Version"].partition("+")[0] != pinned[1]:
+    if pinned and package["Version"].partition("+")[0] != pinned[1]:
         pytest.skip(f"the page says it of {name} {pinned[1]}")
-    named = found.get("License-Expression") or found.get("License", "")
-    kinds = [each for each in found.get_all("Classifier", []) if each.startswith("License")]
-    long = "\n" in named or not named
-    assert licence == (kinds[0].split(" :: ")[-1] if long else named)
+    stated = package.get("License-Expression") or package.get("License", "")
+    if not stated or "\n" in stated:  # none, or its whole text
+        classifiers = package.get_all("Classifier", [])
+        stated = next(text for text in classifiers if text.startswith("License"))
+    assert licence == stated.split(" :: ")[-1]
 
 
 def test_no_page_or_message_installs_from_an_index():
     """The distribution is in none, and ``hypergrid`` is somebody else's name there."""
-    files = [ROOT / path for path in of_the_project() if not path.startswith("tests/")]
-    texts = {file: file.read_text(errors="replace") for file in files}
-    joined = {file: re.sub(r"\"\s+f?\"", "", text) for file, text in texts.items()}
-    index = re.compile(r"pip install(?: -\S+)* ['\"]?hypergrid")
-    assert not [file for file, text in joined.items() if index.search(text)]
+    for path in of_the_project():
+        text = (ROOT / path).read_text(errors="replace")
+        joined = re.sub(r"\"\s+f?\"", "", text)
+        if not path.startswith("tests/"):
+            assert not re.search(r"pip install(?: -\S+)* ['\"]?hypergrid", joined), path
 
 
-def test_installed_alone_it_imports_and_asks_for_no_megatron(wheel, tmp_path):
+@pytest.fixture
+def run_in_wheel(wheel, tmp_path):
+    """Run code over the unpacked wheel alone; gives what it printed."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = (
-        "import sys; sys.modules['megatron'] = None; import hypergrid, compat.parallel_state;"
-        "import compat; compat.install();"
-        "print(hypergrid.__version__, hypergrid.HyperCommGrid.__module__)"
+
+    def run(code):
+        # -I: neither this checkout nor the environment is on the path.
+        code = f"import sys; sys.path.insert(0, {str(tmp_path)!r});" + code
+        command = [sys.executable, "-I", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run
+
+
+def test_installed_alone_it_imports_and_asks_for_no_megatron(run_in_wheel):
+    printed = run_in_wheel(
+        "sys.modules['megatron'] = None; import hypergrid, compat.parallel_state;"
+        "import compat; compat.install(); print(hypergrid.HyperCommGrid.__module__)"
     )
-    # -I: neither this checkout nor the environment is on the path.
-    command = [
-        sys.executable,
-        "-I",
-        "-c",
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "hypergrid.groups.grid" in done.stdout
+    assert printed == "hypergrid.groups.grid"
 
 
-def test_planning_needs_no_torch(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules['torch'] = None;"
+def test_planning_needs_no_torch(run_in_wheel):
+    printed = run_in_wheel(
+        "sys.modules['torch'] = None;"
         "from hypergrid import GroupPlan, GroupRow, RankLayout;"
         "layout = RankLayout(('tp', 'dp'), (8, 12500));"
         "plan = GroupPlan({'decoder': layout}, (GroupRow('DP', 'decoder', ('dp',)),));"
         "print(len(plan.mine(plan.rows[0], 77)['DP']))"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "12500", done.stderr
+    assert printed == "12500"
 
 
-def test_the_wheel_draws_a_page_without_torch_or_any_extra(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
+def test_the_wheel_draws_a_page_without_torch_or_any_extra(run_in_wheel):
+    printed = run_in_wheel(
         "sys.modules.update(dict.fromkeys(('torch', 'typer', 'rich', 'matplotlib')));"
         "from hypergrid import GroupPlan, RankLayout;"
         "from hypergrid.show.page import page;"
         "print(len(page(GroupPlan({'decoder': RankLayout(('tp', 'dp'), (8, 2))}), 8)))"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
-    assert int(done.stdout or 0) > 20_000, done.stderr
+    assert int(printed) > 20_000

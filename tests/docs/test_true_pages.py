@@ -49,10 +49,10 @@ def texts():
     for source in SOURCES.values():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.JoinedStr):
-                parts = [
-                    each.value if isinstance(each, ast.Constant) else "{}" for each in node.values
-                ]
-                yield "".join(parts)
+                text = ""
+                for part in node.values:
+                    text += part.value if isinstance(part, ast.Constant) else "{}"
+                yield text
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
@@ -65,10 +65,6 @@ MESSAGES = [re.match(r"\|? ?`(.+)`$", row[0])[1] for row in cells("troubleshooti
 def test_a_message_of_the_troubleshooting_page_is_in_the_code(message):
     pieces = [re.escape(piece.strip()) for piece in re.split(r"\.\.\.|\(\.\.\.\)", message)]
     assert re.search(r"[^\0]{0,200}?".join(pieces), TEXTS)
-
-
-def test_the_troubleshooting_page_has_forty_messages():
-    assert len(MESSAGES) == len({*MESSAGES}) >= 40
 
 
 @pytest.mark.parametrize("where", ["SLURM", "Kubernetes"])
@@ -90,55 +86,35 @@ def test_the_first_job_starts_sixteen_ranks_with_tp_4_and_pp_2(where):
 
 
 def test_figures_that_stand_in_two_places_are_equal():
-    counts = re.findall(r"^\| (\d+) gloo ranks, ([^|]+?) +\| +(\d+) \|", DOCS["bench.md"], re.M)
-    calls = {(int(ranks), what): int(made) for ranks, what, made in counts}
-    line = re.search(r"- \*\*`new_group` calls\.\*\*.*?(?=\n-)", DOCS["performance.md"], re.S)[0]
-    shared = [calls[n, "share=all connect=lazy"] for n in (8, 16, 32, 64)]
-    assert {calls[n, "share=none connect=eager"] for n in (8, 16, 32, 64)} == {20}
-    assert (
-        f"20 here. With `share=all` the number depends on\n  the layout: {shared[0]} at 8" in line
-    )
-    assert f"{shared[1]} at 16 to 64" in line and {*shared[1:]} == {shared[1]}
+    calls = {}
+    rows = re.findall(r"^\| (\d+) gloo ranks, ([^|]+?) +\| +(\d+) \|", DOCS["bench.md"], re.M)
+    for ranks, side, count in rows:
+        calls[int(ranks), side] = int(count)
+    assert {calls[ranks, "share=none connect=eager"] for ranks in (8, 16, 32, 64)} == {20}
+    at_8, *shared = [calls[ranks, "share=all connect=lazy"] for ranks in (8, 16, 32, 64)]
+    assert {*shared} == {shared[0]}
+    performance = DOCS["performance.md"]
+    line = re.search(r"- \*\*`new_group` calls\.\*\*.*?(?=\n-)", performance, re.S)[0]
+    assert f"20 here. With `share=all` the number depends on\n  the layout: {at_8} at 8" in line
+    assert f"{shared[0]} at 16 to 64" in line
     assert f"`new_group` {calls[64, 'stock']} times at 64 ranks" in line
     largest = max(ranks for ranks, _ in calls)
-    agreeing = re.search(r"with up to (\d+) real ones", DOCS["performance.md"])[1]
-    assert (
-        f"{largest} gloo processes, and the two-phase commit ran with {agreeing}."
-        in DOCS["limits.md"]
-    )
+    committed = re.search(r"with up to (\d+) real ones", performance)[1]
+    claim = f"{largest} gloo processes, and the two-phase commit ran with {committed}."
+    assert claim in DOCS["limits.md"]
 
 
 def test_what_is_said_of_nccl_says_whether_it_was_read_or_seen():
     """Sections that speak of NCCL; not those that only name its options or backends."""
     claim = r"\bNCCL's|With NCCL|\bNCCL (waits|connects|ends|suspends)"
-    known = r"\b(read|seen|stand-in|published|tested|not tried|No GPU)\b"
-    silent = [
-        f"{page}: {section.splitlines()[0]}"
-        for page, text in DOCS.items()
-        for section in re.split(r"^(?=## )", text, flags=re.M)
-        if re.search(claim, re.sub(r"`[^`]+`|\[[^]]+\]", "", section))
-        and not re.search(known, section)
-    ]
+    evidence = r"\b(read|seen|stand-in|published|tested|not tried|No GPU)\b"
+    silent = []
+    for page, text in DOCS.items():
+        for section in re.split(r"^(?=## )", text, flags=re.M):
+            prose = re.sub(r"`[^`]+`|\[[^]]+\]", "", section)
+            if re.search(claim, prose) and not re.search(evidence, section):
+                silent.append(f"{page}: {section.splitlines()[0]}")
     assert not silent
-
-
-def test_arguments_that_share_a_line_of_a_docstring_have_the_same_default():
-    """The reference prints the first one's default for all of them."""
-    wrong = []
-    for file, source in SOURCES.items():
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            given = [*node.args.args, *node.args.kwonlyargs]
-            values = [None] * (len(node.args.args) - len(node.args.defaults))
-            values += [*node.args.defaults, *node.args.kw_defaults]
-            pairs = zip(given, values, strict=True)
-            default = {each.arg: value and ast.unparse(value) for each, value in pairs}
-            for line in re.findall(r"^ *(\w+(?:, \w+)+) : ", ast.get_docstring(node) or "", re.M):
-                names = line.split(", ")
-                if len({default.get(name) for name in names}) > 1:
-                    wrong.append(f"{file}: {line}")
-    assert not wrong
 
 
 def test_the_citation_names_this_version():

@@ -23,6 +23,7 @@ from tests.support.forked import (
     open_groups,
     run_ranks,
     sockets,
+    total,
 )
 from tests.support.groups import check_all_reduce, state_groups
 
@@ -30,37 +31,34 @@ pytestmark = pytest.mark.usefixtures("clean_state")
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
-def _membership():
+def members_of_slots():
     return {slot: dist.get_process_group_ranks(group) for slot, group in state_groups().items()}
 
 
-def _by(rank, way):
+def members_created(rank, way):
     join(rank, 8)
     ps.initialize_model_parallel(**LAYOUT, expert_model_parallel_size=2, creation=way)
-    pool, membership = ps.current_state().pool, _membership()
+    assert ps.current_state().pool.agreement.way == way
     check_all_reduce(rank)
-    return pool.agreement.way, membership
+    return members_of_slots()
 
 
 @SPLITS
 def test_all_three_ways_give_the_same_membership():
-    members, split, everyone = (
-        run_ranks(8, _by, way, backend="") for way in ("members", "split", "everyone")
-    )
-    assert {r[0] for r in members} == {"members"} and {r[0] for r in everyone} == {"everyone"}
-    assert {r[0] for r in split} == {"split"}
-    assert [r[1] for r in members] == [r[1] for r in split] == [r[1] for r in everyone]
+    expected = run_ranks(8, members_created, "members", backend="")
+    for way in ("split", "everyone"):
+        assert run_ranks(8, members_created, way, backend="") == expected
 
 
-def _obstacle(rank):
-    """Rank 5 alone cannot create by members."""
-    can = creation.Abilities("an old torch" if rank == 5 else None)
-    return mock.patch("hypergrid.groups.creation.abilities", return_value=can)
+def old_torch_on(odd, rank):
+    """Rank ``odd`` alone cannot create by members."""
+    abilities = creation.Abilities("an old torch" if rank == odd else None)
+    return mock.patch("hypergrid.groups.creation.abilities", return_value=abilities)
 
 
 @on_ranks(8)
 def test_one_rank_that_cannot_decides_for_all(rank):
-    with _obstacle(rank):
+    with old_torch_on(5, rank):
         ps.initialize_model_parallel(**LAYOUT)
     check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
@@ -68,15 +66,8 @@ def test_one_rank_that_cannot_decides_for_all(rank):
 
 
 @on_ranks(8)
-def test_a_window_that_would_wait_for_the_other_ranks_for_ever_is_refused(rank):
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    with pytest.raises(RuntimeError, match=r"a window of 4 of 8 ranks.*TORCH_DIST_INIT_BARRIER=1"):
-        ps.initialize_model_parallel(2, rank_offset=rank // 4 * 4, local_world_size=4)
-
-
-@on_ranks(8)
 def test_a_way_that_is_not_open_to_all_is_refused_by_all(rank):
-    with _obstacle(rank), pytest.raises(AgreementError) as raised:
+    with old_torch_on(5, rank), pytest.raises(AgreementError) as raised:
         ps.initialize_model_parallel(**LAYOUT, creation="members")
     (text,) = {*from_all(str(raised.value))}
     assert "creation='members' is not possible here: an old torch" in text
@@ -92,6 +83,9 @@ def test_where_only_some_are_bound_everyone_creates_but_gloo_twins_go_by_members
     assert (agreed.way, agreed.others) == ("everyone", "members")
 
 
+BRINGS_NEW_GROUP = mock.Mock(new_group=lambda: None, bound_device_id=None)
+
+
 @pytest.mark.parametrize(
     ("fake", "says"),
     [
@@ -104,6 +98,10 @@ def test_where_only_some_are_bound_everyone_creates_but_gloo_twins_go_by_members
             "torchcomms",
         ),
         (mock.patch.object(of_torch, "has", lambda part: part != "names"), "running group number"),
+        (
+            mock.patch.object(of_torch, "default_group", lambda: BRINGS_NEW_GROUP),
+            "brings its own new_group",
+        ),
     ],
 )
 def test_each_obstacle_is_noticed_and_named(fake_world, fake, says):
@@ -111,16 +109,6 @@ def test_each_obstacle_is_noticed_and_named(fake_world, fake, says):
     assert creation.abilities() == creation.Abilities()
     with fake:
         assert says in creation.abilities().obstacle
-
-
-def test_a_default_group_with_its_own_new_group_is_noticed(fake_world):
-    fake_world(4)
-    own = mock.Mock(new_group=lambda: None, bound_device_id=None)
-    with (
-        mock.patch.object(c10d, "_get_default_group", return_value=own),
-        mock.patch("torch.distributed.get_backend", return_value="theirs"),
-    ):
-        assert "brings its own new_group" in creation.abilities().obstacle
 
 
 def test_the_running_number_is_put_back_also_after_a_failure(fake_world):
@@ -135,19 +123,20 @@ def test_the_running_number_is_put_back_also_after_a_failure(fake_world):
 def test_in_a_dry_run_every_group_is_fake_and_torch_is_not_asked_for_another(fake_world):
     """Torch 2.15 ends the process when it creates a gloo group on a fake default group."""
     fake_world(8)
-    asked, torchs = [], dist.new_group
+    backends = []
+    new_group = dist.new_group
 
     def listening(*args, **options):
-        asked.append(options["backend"])
-        return torchs(*args, **options)
+        backends.append(options["backend"])
+        return new_group(*args, **options)
 
-    made = [creation.by_members("A", [0, 1], "1", backend="gloo")]
-    made += creation.by_everyone("B", [[0, 1], [2, 3]], "1", backend="gloo")
-    made += creation.by_everyone("C", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl")
+    groups = [creation.by_members("A", [0, 1], "1", backend="gloo")]
+    groups += creation.by_everyone("B", [[0, 1], [2, 3]], "1", backend="gloo")
+    groups += creation.by_everyone("C", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl")
     with gloo.connecting(True), mock.patch.object(dist, "new_group", listening):
-        made.append(creation.by_members("D", [0, 1], "1", backend="gloo"))
-    assert [dist.get_backend(group) for group in made] == ["fake"] * 4
-    assert asked == ["gloo", "fake"]  # outside code sees what the group is in a real job
+        groups.append(creation.by_members("D", [0, 1], "1", backend="gloo"))
+    assert [dist.get_backend(group) for group in groups] == ["fake"] * 4
+    assert backends == ["gloo", "fake"]  # outside code sees what the group is in a real job
 
 
 def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):
@@ -160,47 +149,33 @@ def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):
     assert str(creation.group_name("A", [0, 1], "1")) in names
 
 
-def _shares(rank, share):
-    ps.initialize_model_parallel(**LAYOUT, share=share)
+def shared_on(rank, share, creation):
+    """Which label has whose communicator, and what each name answers."""
+    ps.initialize_model_parallel(**LAYOUT, share=share, creation=creation)
     check_all_reduce(rank)
     pool = ps.current_state().pool
-    sharing = {p.label: p.shares for p in pool.groups if p.shares}
-    sizes = {p.label: len(p.ranks) for p in pool.groups}
-    live = len(open_groups()) - 1
+    sharing = {pooled.label: pooled.shares for pooled in pool.groups if pooled.shares}
+    assert len(open_groups()) - 1 == len(pool.groups) - len(sharing)
+    answers = {"src": ps.get_data_parallel_src_rank(), "all": ps.get_all_ranks()}
     for slot, group in state_groups().items():
-        assert (group.rank(), group.size()) == (
-            dist.get_process_group_ranks(group).index(rank),
-            sizes.get(slot[1:], group.size()),
-        )
-    assert live == len(pool.groups) - len(sharing)
-    answers = ps.get_all_ranks(), ps.get_data_parallel_src_rank(), _membership()
+        ranks = dist.get_process_group_ranks(group)
+        assert (group.rank(), group.size()) == (ranks.index(rank), len(ranks))
+        answers[slot] = ranks
     ps.destroy_model_parallel()
     assert len(open_groups()) == 1
-    return sharing, sizes, answers
+    return sharing, answers
 
 
 def test_sharing_gives_every_name_the_same_answers_on_fewer_communicators():
-    none, everything = (run_ranks(8, _shares, share) for share in ("none", "all"))
-    assert [r[1:] for r in none] == [r[1:] for r in everything]
-    for (nothing, *_), (all_, *_) in zip(none, everything, strict=True):
-        assert nothing == {} and len(all_) > 0
-        apart = ("PIPELINE_MODEL_PARALLEL_GROUP", "_GLOO", "_AG")
-        assert not any(label.endswith(apart) for label in all_)
-        assert not any(owner.endswith(apart) for owner in all_.values())
-        assert all_["DATA_PARALLEL_GROUP"] == "DATA_PARALLEL_GROUP_WITH_CP"
-
-
-def _shares_in_lockstep(rank):
-    ps.initialize_model_parallel(**LAYOUT, share="all", creation="everyone")
-    check_all_reduce(rank)
-    return {p.label: p.shares for p in ps.current_state().pool.groups}
-
-
-def test_sharing_is_the_same_when_every_rank_takes_part():
-    together = run_ranks(8, _shares_in_lockstep)
-    alone = run_ranks(8, _shares, "all")
-    for sharing, (by_members, *_) in zip(together, alone, strict=True):
-        assert {label: owner for label, owner in sharing.items() if owner} == by_members
+    apart = run_ranks(8, shared_on, "none", "auto")
+    shared = run_ranks(8, shared_on, "all", "auto")
+    # Also where every rank takes part in creating each group.
+    assert run_ranks(8, shared_on, "all", "everyone") == shared
+    for (nothing, expected), (sharing, answers) in zip(apart, shared, strict=True):
+        assert nothing == {} and answers == expected
+        assert sharing["DATA_PARALLEL_GROUP"] == "DATA_PARALLEL_GROUP_WITH_CP"
+        alone = ("PIPELINE_MODEL_PARALLEL_GROUP", "_GLOO", "_AG")
+        assert not any(label.endswith(alone) for label in (*sharing, *sharing.values()))
 
 
 def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
@@ -217,45 +192,43 @@ def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
     assert "NCCL_COLLNET_ENABLE" not in os.environ
 
 
-def _lazily(rank, connect, environment=None):
+def connections_opened(rank, connect, environment=None):
     if environment is not None:
         os.environ["TORCH_GLOO_LAZY_INIT"] = environment
     _, before = sockets()
     ps.initialize_model_parallel(**LAYOUT, connect=connect)
-    _, opened = sockets()
-    opened -= before
+    _, after = sockets()
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == environment
+    assert ps.current_state().pool.agreement.lazy == (connect == "lazy")
     dist.barrier()
     check_all_reduce(rank)
-    return opened, ps.current_state().pool.agreement.lazy
+    return after - before
 
 
 def test_lazy_groups_connect_when_they_are_used():
-    torchs, eager, lazy = (run_ranks(8, _lazily, how) for how in ("torch", "eager", "lazy"))
-    assert {r[1] for r in torchs + eager} == {False} and {r[1] for r in lazy} == {True}
-    anyway = run_ranks(8, _lazily, "eager", "1")  # torch's own choice is another
-    for at_once in (torchs, eager, anyway):
-        assert max(opened for opened, _ in lazy) < min(opened for opened, _ in at_once)
+    lazy = run_ranks(8, connections_opened, "lazy")
+    # Also where torch's own choice is another.
+    for arguments in (("torch",), ("eager",), ("eager", "1")):
+        assert max(lazy) < min(run_ranks(8, connections_opened, *arguments))
 
 
 @on_ranks(4)
 def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout(rank):
     with gloo.connecting(True):
         group = creation.by_members("A", range(4), "epoch")
-    opened = [descriptors()]
+    before = descriptors()
     dist.barrier()  # a rank that connects opens descriptors of the others too
     creation.connect(group, timedelta(seconds=20))
-    opened.append(descriptors())
-    dist.all_reduce(torch.ones(1), group=group)
-    opened.append(descriptors())
+    connected = descriptors()
+    assert before < connected
+    assert total(group) == 4
+    assert descriptors() == connected
     broken = mock.patch.object(dist, "barrier", side_effect=RuntimeError("no way there"))
     with broken, pytest.raises(RuntimeError, match="no way there"):
         creation.connect(group, timedelta(seconds=20))
     if rank < 3:
         with pytest.raises(RuntimeError, match="did not connect within 0:00:01"):
             creation.connect(group, timedelta(seconds=1))  # rank 3 does not come
-    before, connected, used = opened
-    assert before < connected == used
 
 
 def _late(store, rank, size, timeout):
@@ -306,28 +279,16 @@ def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     assert Policy.resolve() == Policy(share="all")
     assert Policy.resolve(share="none", connect="lazy") == Policy("all", "lazy")
-    with pytest.raises(ValueError, match=r"connect='later' is invalid: use one of torch, ea"):
-        Policy.resolve(connect="later")
-    with pytest.raises(ValueError, match=r"connect='auto' is invalid: use one of torch, ea"):
-        Policy.resolve(connect="auto")
+    for value in ("later", "auto"):
+        with pytest.raises(ValueError, match=f"connect='{value}' is invalid: use one of torch, ea"):
+            Policy.resolve(connect=value)
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
-    with pytest.raises(
-        ValueError, match=r"HYPERGRID_CONNECT='later' is invalid: use one of torch, ea"
-    ):
+    with pytest.raises(ValueError, match="HYPERGRID_CONNECT='later' is invalid: use one of torch"):
         Policy.resolve()
 
 
-@on_ranks(4)
-def test_policies_that_differ_are_refused_by_all(rank):
-    with pytest.raises(AgreementError, match="share is 'all' on rank 1 and 'none' on rank 0"):
-        ps.initialize_model_parallel(share="all" if rank == 1 else "none")
-
-
-@pytest.mark.parametrize("world_size", [8, 1_000_000])
-def test_custom_embedding_ranks_are_evaluated_only_when_they_are_not_the_default(
-    fake_world, world_size
-):
-    fake_world(world_size)
+def test_custom_embedding_ranks_are_evaluated_only_when_they_are_not_the_default(fake_world):
+    fake_world(8)
     ps.initialize_model_parallel(
         2, 2, create_gloo_process_groups=False, get_embedding_ranks=ps.default_embedding_ranks
     )
@@ -359,12 +320,14 @@ def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own(rank):
     dist.Backend.register_backend("writing", create, extended_api=True, devices=["cpu"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group("writing", rank=rank, world_size=4, store=store)
-    given, world, halves = {"pg_options": _Options()}, [0, 1, 2, 3], [[0, 1], [2, 3]]
-    ps.create_hybrid_dp_cp_groups(rank, world, **given)
-    ps.create_hierarchical_groups(rank, world, [2, 2], **given)
-    creation.by_members("A", world, "1", **given)
-    creation.by_members("B", world, "1", **given)
-    creation.by_everyone("C", [world, *halves], "1", **given)
-    creation.by_everyone("D", halves, "1", **given)
-    assert given["pg_options"].group_name == ""
+    options = _Options()
+    world = [0, 1, 2, 3]
+    halves = [[0, 1], [2, 3]]
+    ps.create_hybrid_dp_cp_groups(rank, world, pg_options=options)
+    ps.create_hierarchical_groups(rank, world, [2, 2], pg_options=options)
+    creation.by_members("A", world, "1", pg_options=options)
+    creation.by_members("B", world, "1", pg_options=options)
+    creation.by_everyone("C", [world, *halves], "1", pg_options=options)
+    creation.by_everyone("D", halves, "1", pg_options=options)
+    assert options.group_name == ""
     assert len(written) == len({options.group_name for options in written}) == 8

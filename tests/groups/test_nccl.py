@@ -24,27 +24,27 @@ from tests.support.forked import from_all, join, on_ranks, open_groups
 from tests.support.nccl_rules import DEVICE, PAIR, SENDS
 
 
-def start(rank, world, life=0, **given):
+def start(rank, world, life=0, **options):
     if life == 0:
-        nccl_rules.register(**given)
+        nccl_rules.register(**options)
     join(rank, world, life, backend=nccl_rules.NAME)
 
 
-def several():
+def used_groups():
     """This rank's groups of several ranks; they and the default group are used once."""
-    found = [each.group for each in ps.current_state().pool.groups if each.group.size() > 1]
-    for group in [dist.group.WORLD, *found]:
+    groups = [pooled.group for pooled in ps.current_state().pool.groups if pooled.group.size() > 1]
+    for group in [dist.group.WORLD, *groups]:
         dist.all_reduce(torch.ones(1), group=group)
     DEVICE.synchronize()
     from_all(None)
-    return found
+    return groups
 
 
 @on_ranks(2, backend="")
 def test_an_abort_ends_all_groups_at_the_same_time(rank):
     start(rank, 2)
     ps.initialize_model_parallel(create_gloo_process_groups=False)
-    groups = several()
+    groups = used_groups()
     assert len(groups) >= 6
     if rank == 0:
         for group in [*groups, dist.group.WORLD]:
@@ -65,7 +65,8 @@ def test_an_abort_ends_all_groups_at_the_same_time(rank):
 def test_what_abort_cannot_end_in_time_is_named_unregistered_and_left_to_the_next(rank):
     start(rank, 2)
     ps.initialize_model_parallel(create_gloo_process_groups=False)
-    world, groups = dist.group.WORLD, several()
+    world = dist.group.WORLD
+    groups = used_groups()
     if rank == 0:
         dist.all_reduce(torch.ones(1), async_op=True)  # not ours: its kernel holds up our aborts
         dist.all_reduce(torch.ones(1), group=groups[0], async_op=True)
@@ -80,35 +81,12 @@ def test_what_abort_cannot_end_in_time_is_named_unregistered_and_left_to_the_nex
 
 
 @on_ranks(2, backend="")
-def test_a_rank_that_is_stuck_in_a_split_holds_up_no_abort_beyond_its_limit(rank):
-    start(rank, 2, kind="nccl, bound")
-    world = dist.group.WORLD
-    world.bound_device_id = torch.device("cpu", 0)
-    world.eager_connect_single_device(world.bound_device_id)
-    if rank == 0:
-        stuck = threading.Thread(target=world.split_group, args=([0, 1],), daemon=True)
-        stuck.start()
-        time.sleep(0.2)
-        with pytest.warns(RuntimeWarning, match="could not abort the default group"):
-            hypergrid.abort(default=True, timeout=timedelta(seconds=1))
-        assert not dist.is_initialized()
-        from_all(None)  # the other rank splits too, which lets go of the lock
-        stuck.join(5)
-        with warnings.catch_warnings(action="error"):
-            hypergrid.abort()
-    else:
-        from_all(None)
-        world.split_group([0, 1])
-    from_all(None)
-
-
-@on_ranks(2, backend="")
 def test_after_an_abort_the_step_is_refused_until_there_are_new_groups(rank):
     start(rank, 2)
     hypergrid.raise_if_aborted()
     ps.initialize_model_parallel(create_gloo_process_groups=False)
     group = ps.get_data_parallel_group()
-    several()
+    used_groups()
     hypergrid.raise_if_aborted()
     gpu = mock.patch.multiple(
         torch.accelerator, is_available=lambda: True, current_stream=lambda: DEVICE
@@ -153,7 +131,7 @@ def test_a_group_that_the_watchdog_has_aborted_is_noticed_where_torch_tells(rank
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     start(rank, 2, kind="nccl2")
     ps.initialize_model_parallel(create_gloo_process_groups=False)
-    group = several()[1]
+    group = used_groups()[1]
     if rank == 0:
         group.timeout /= 100_000
         dist.all_reduce(torch.ones(1), group=group)
@@ -204,17 +182,17 @@ def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_group
     start(rank, 2, kind="nccl, bound")
     world = dist.group.WORLD
     bind(world)
-    shared, given = nccl_rules.Options(), {}
+    shared = nccl_rules.Options()
     with HyperCommGrid([2], ["dp"]).agreed({"groups over": "all"}) as pool:
         pool.agreement = replace(pool.agreement, way="split", others="split")
         for minutes in (1, 2, 3, 4):
-            given["timeout"] = timedelta(minutes=minutes)
-            given["pg_options"] = shared if minutes > 2 else None
-            pool.make(f"{minutes}", {"": (0, 1)}, lambda: [(0, 1)], **given)
-    found = [each.group.options._timeout for each in pool.groups]
-    assert found == [timedelta(minutes=each) for each in (1, 2, 3, 4)]
-    names = [each.group.options.group_name for each in pool.groups]
-    assert names == [each.group.group_name for each in pool.groups]
+            options = {"timeout": timedelta(minutes=minutes)}
+            if minutes > 2:
+                options["pg_options"] = shared
+            pool.make(f"{minutes}", {"": (0, 1)}, lambda: [(0, 1)], **options)
+    for minutes, pooled in enumerate(pool.groups, start=1):
+        assert pooled.group.options._timeout == timedelta(minutes=minutes)
+        assert pooled.group.options.group_name == pooled.group.group_name
     assert world.options._timeout == timedelta(minutes=30) and shared.group_name == ""
     from_all(None)
 
@@ -224,11 +202,12 @@ def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_group
 def test_eager_connects_the_pipeline_but_not_unbatched_sends_that_have_own_pairs(rank, kind):
     start(rank, 2, kind=kind)
     ps.initialize_model_parallel(1, 2, connect="eager", create_gloo_process_groups=False)
-    group, one = ps.get_pipeline_model_parallel_group(), torch.ones(1)
+    group = ps.get_pipeline_model_parallel_group()
+    activation = torch.ones(1)
     assert {*group.communicators} == {"all"}
     for batched in (True, False):
         with group.batched() if batched else nullcontext():
-            (dist.send if rank == 0 else dist.recv)(one, 1 - rank, group)
+            (dist.send if rank == 0 else dist.recv)(activation, 1 - rank, group)
         DEVICE.synchronize()
         pair = {"0:1"} if SENDS[kind].unbatched == PAIR and not batched else set()
         assert {*group.communicators} == {"all"} | pair
@@ -241,33 +220,13 @@ def test_a_rank_that_fails_before_its_split_fails_all_if_connecting_does_not_blo
     start(rank, 3, kind="nccl, bound")
     bind(dist.group.WORLD)
     os.environ.update(TORCH_NCCL_USE_COMM_NONBLOCKING="1", TORCH_NCCL_NONBLOCKING_TIMEOUT="3")
-    before = nccl_rules.Group.split_group
-    fails = mock.Mock(side_effect=MemoryError("this rank's own"))
-    splits = mock.patch.object(nccl_rules.Group, "split_group", fails if rank == 1 else before)
+    split_group = nccl_rules.Group.split_group
+    if rank == 1:
+        split_group = mock.Mock(side_effect=MemoryError("this rank's own"))
+    splits = mock.patch.object(nccl_rules.Group, "split_group", split_group)
     with splits, pytest.raises((hypergrid.CreationError, MemoryError)) as caught:
         by_splits()
     assert (caught.type is MemoryError) == (rank == 1)
     assert rank == 1 or "NCCL timeout" in str(caught.value) or "rank 1" in str(caught.value)
     assert {*open_groups()} == {dist.group.WORLD}
     from_all(None)
-
-
-@SPLITS
-@on_ranks(2, backend="")
-def test_without_that_it_waits_and_no_abort_ends_the_wait(rank):
-    start(rank, 2, kind="nccl, bound")
-    bind(dist.group.WORLD)
-    if rank == 0:
-        waits = threading.Thread(target=by_splits, daemon=True)
-        waits.start()
-        threading.Thread(target=from_all, args=(None,), daemon=True).start()
-        waits.join(1)
-        with pytest.warns(RuntimeWarning, match="could not abort the default group"):
-            hypergrid.abort(default=True, timeout=timedelta(seconds=1))
-        waits.join(1)
-        assert waits.is_alive()
-    else:
-        with mock.patch.object(nccl_rules.Group, "split_group", lambda *_, **__: time.sleep(8)):
-            threading.Thread(target=by_splits, daemon=True).start()
-            from_all(None)
-            time.sleep(4)

@@ -74,7 +74,7 @@ def start(rank, world):
     calls.clear()
 
 
-def made(how):
+def ranks_by(how):
     return [call[1] for call in calls if call[0] == how]
 
 
@@ -84,11 +84,11 @@ def test_with_connect_torch_each_name_is_one_split_with_the_world_as_torch_split
     ps.initialize_model_parallel(**LAYOUT)
     state = ps.current_state()
     assert state.pool.agreement.way == "split" and "connect='lazy'" in report(state)
-    assert not made("new") and not made("connect") and calls
-    splits = from_all(made("split"))
+    assert not ranks_by("new") and not ranks_by("connect") and calls
+    splits = from_all(ranks_by("split"))
     assert len({*map(len, splits)}) == 1  # every rank takes part in each
     own = {pooled.ranks for pooled in state.pool.groups}
-    assert own <= {*made("split")}
+    assert own <= {*ranks_by("split")}
 
 
 @on_ranks(4, backend="")
@@ -110,7 +110,7 @@ def test_with_connect_lazy_members_alone_create_and_nothing_is_split_or_connecte
     state = ps.current_state()
     assert state.pool.agreement.way == "members"
     assert {how for how, *_ in calls} == {"new"} and {call[2] for call in calls} == {True}
-    assert sorted(made("new")) == sorted(pooled.ranks for pooled in state.pool.groups)
+    assert sorted(ranks_by("new")) == sorted(pooled.ranks for pooled in state.pool.groups)
     assert all(creation.connects_later(p.group) == (len(p.ranks) > 1) for p in state.pool.groups)
 
 
@@ -155,7 +155,7 @@ def test_off_an_unbound_default_group_it_connects_at_once_by_its_members_or_late
     half = [rank // 2 * 2, rank // 2 * 2 + 1]
     at_once = creation.by_members("A", half, "epoch", backend="nccl")
     later = creation.by_members("B", half, "epoch", True, backend="nccl")
-    assert [call[2] for call in calls] == [False, True] and not made("split")
+    assert [call[2] for call in calls] == [False, True] and not ranks_by("split")
     assert [creation.connects_later(group) for group in (at_once, later)] == [False, True]
 
 

@@ -68,10 +68,12 @@ def test_expert_tokens_wait_behind_no_gradients_and_the_default_serves_no_name(r
         "EDP": ps.get_expert_data_parallel_group(),
         "default": dist.group.WORLD,
     }
-    spanning = {name: id(group) for name, group in named.items() if group.size() == 8}
-    ps.destroy_model_parallel()
-    made = [{name for name in spanning if spanning[name] == each} for each in {*spanning.values()}]
-    assert sorted(made, key=sorted) == sorted((set(names.split()) for names in apart), key=sorted)
+    names_of = {}
+    for name, group in named.items():
+        if group.size() == 8:
+            names_of.setdefault(group, set()).add(name)
+    expected = [set(names.split()) for names in apart]
+    assert sorted(names_of.values(), key=sorted) == sorted(expected, key=sorted)
 
 
 @pytest.mark.parametrize("group", ["dp", "tp", None])
@@ -79,11 +81,11 @@ def test_expert_tokens_wait_behind_no_gradients_and_the_default_serves_no_name(r
 def test_a_new_timeout_of_a_shared_communicator_says_whose_it_is_too(rank, group):
     ps.initialize_model_parallel(2, share="all")
     groups = {"dp": ps.get_data_parallel_group(), "tp": ps.get_tensor_model_parallel_group()}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ps.update_pg_timeout(timedelta(minutes=7), groups.get(group))
-    ps.destroy_model_parallel()
-    texts = [str(each.message) for each in told if "update_pg_timeout" in str(each.message)]
+    texts = [str(warning.message) for warning in caught]
+    texts = [text for text in texts if "update_pg_timeout" in text]
     assert len(texts) == (group == "dp")
     for text in texts:
         assert "DATA_PARALLEL_GROUP_WITH_CP and DATA_PARALLEL_GROUP" in text
@@ -100,7 +102,8 @@ def test_the_docs_list_each_kind_of_traffic_and_count_as_the_plan_does():
     }
     counted = re.findall(r"(?m)^\| (\d+) ranks: (.*?) \| (.*?) \| (.*?) \|$", page)
     assert len(counted) == 4
-    for world, sizes, *told in counted:
-        given = {name: int(size) for name, size in map(str.split, sizes.split(", "))}
-        spans = communicators(from_sizes(world_size=int(world), **given).plan()).values()
-        assert told == ["-".join(map(str, dict.fromkeys(span))) for span in spans]
+    for world, sizes, *figures in counted:
+        sizes = dict(size.split() for size in sizes.split(", "))
+        sizes = {name: int(size) for name, size in sizes.items()}
+        spans = communicators(from_sizes(world_size=int(world), **sizes).plan()).values()
+        assert figures == ["-".join(map(str, dict.fromkeys(span))) for span in spans]

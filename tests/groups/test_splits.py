@@ -30,13 +30,13 @@ LAYOUT = {
 }
 
 
-def _use(groups):
-    """An all_reduce on each, which tells who took part; their names by label and ranks."""
+def name_of_working_groups(groups):
+    """By label and ranks, the name of each of these groups; each adds up its members."""
+    name_of = {}
     for pooled in groups:
-        total = torch.tensor([2.0 ** dist.get_rank()])
-        dist.all_reduce(total, group=pooled.group)
-        assert total.item() == sum(2.0**r for r in pooled.ranks), pooled.label
-    return {(p.label, p.ranks): p.group.group_name for p in groups}
+        assert total(pooled.group, 2.0 ** dist.get_rank()) == sum(2.0**r for r in pooled.ranks)
+        name_of[pooled.label, pooled.ranks] = pooled.group.group_name
+    return name_of
 
 
 @SPLITS
@@ -45,65 +45,56 @@ def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(ran
     join(rank, 8)
     if rank < 3:
         dist.new_group([0, 1, 2], use_local_synchronization=True)
-    known, named = len(open_groups()), {}
+    before = open_groups()
+    name_of = {}
     for life in (0, 1):
         ps.initialize_model_parallel(**LAYOUT, creation="split")
         pool = ps.current_state().pool
         assert pool.agreement.way == "split"
-        everyones = from_all(_use(pool.groups))
-        assert len(everyones[0]) > len(everyones[7])  # the position embedding's: stage 0 alone
-        for names in everyones:
-            for what, name in names.items():
-                assert named.setdefault((life, what), name) == name, what
+        names_of_rank = from_all(name_of_working_groups(pool.groups))
+        # The position embedding's is on stage 0 alone.
+        assert len(names_of_rank[0]) > len(names_of_rank[7])
+        for names in names_of_rank:
+            for group, name in names.items():
+                assert name_of.setdefault((life, group), name) == name, group
         ps.destroy_model_parallel()
-        assert len(open_groups()) == known
-    assert len(named) == len(set(named.values()))
+        assert open_groups() == before
+    assert len(name_of) == len({*name_of.values()})
 
 
 @SPLITS
 @on_ranks(4, backend="")
 def test_a_split_has_options_and_entries_of_new_group_and_leaves_the_default_alone(rank):
     join(rank, 4)
-    theirs = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
-    told = {"timeout": timedelta(minutes=7), "group_desc": "ours"}
-    ours = creation.by_split("A", [(0, 1), (2, 3)], "epoch", **told)
+    torchs = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+    options = {"timeout": timedelta(minutes=7), "group_desc": "ours"}
+    split = creation.by_split("A", [(0, 1), (2, 3)], "epoch", **options)
+    name = str(creation.group_name("A", pair, "epoch"))
+    assert split.group_name == name and c10d._resolve_process_group(name) == split
+    assert (split.group_desc, split.rank(), split.size()) == ("ours", rank % 2, 2)
+    # What torch notes of it is what it notes of a group that new_group creates.
     world = c10d._world
-    default = c10d._get_default_group()._get_backend(torch.device("cpu")).options
-    assert default._timeout == timedelta(minutes=30) and default.group_name == "0"
-    assert ours.group_name == str(
-        creation.group_name("A", [rank // 2 * 2, rank // 2 * 2 + 1], "epoch")
-    )
-    assert c10d._resolve_process_group(ours.group_name) == ours
-    assert (ours.group_desc, ours.rank(), ours.size()) == ("ours", rank % 2, 2)
     for table in (world.pg_group_ranks, world.pg_backend_config):
-        assert table[ours] == table[theirs]
-    assert world.pg_map[ours][0] == world.pg_map[theirs][0]
-    assert world.pg_names[ours] == ours.group_name
-    tag = f"ptd:{ours.group_name}"
-    assert world.pg_to_tag[ours] == tag and world.tags_to_pg[tag] == [ours]
-    assert sorted(map(str, ours._device_types)) == sorted(map(str, theirs._device_types))
-    options = [g._get_backend(torch.device("cpu")).options for g in (ours, theirs)]
-    assert options[0].global_ranks_in_group == options[1].global_ranks_in_group
-    assert options[0]._threads == options[1]._threads and options[0].group_name == ours.group_name
-    assert [each._timeout for each in options] == [timedelta(minutes=7), timedelta(minutes=30)]
-    assert ours._get_backend(torch.device("cuda")) is ours._get_backend(torch.device("cpu"))
+        assert table[split] == table[torchs]
+    assert world.pg_map[split][0] == world.pg_map[torchs][0]
+    assert world.pg_names[split] == name
+    tag = f"ptd:{name}"
+    assert world.pg_to_tag[split] == tag and world.tags_to_pg[tag] == [split]
+    assert sorted(map(str, split._device_types)) == sorted(map(str, torchs._device_types))
+    cpu = torch.device("cpu")
+    assert split._get_backend(torch.device("cuda")) is split._get_backend(cpu)
+    of_split = split._get_backend(cpu).options
+    of_torchs = torchs._get_backend(cpu).options
+    of_default = c10d._get_default_group()._get_backend(cpu).options
+    assert of_split.global_ranks_in_group == of_torchs.global_ranks_in_group
+    assert of_split._threads == of_torchs._threads and of_split.group_name == name
+    assert of_split._timeout == timedelta(minutes=7)
+    assert of_torchs._timeout == of_default._timeout == timedelta(minutes=30)
+    assert of_default.group_name == "0"
     if rank == 0:
-        assert closing.close([ours]) == {}
-        assert ours not in world.pg_map and tag not in world.tags_to_pg
-
-
-@SPLITS
-@on_ranks(4, backend="")
-def test_with_debug_detail_a_gloo_split_has_its_options_and_no_checks_as_torchs_own(rank):
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    join(rank, 4)
-    ps.initialize_model_parallel(2, creation="split")
-    pool = ps.current_state().pool
-    assert pool.agreement.way == "split"
-    _use(pool.groups)
-    parts = [each.group._get_backend(torch.device("cpu")) for each in pool.groups]
-    assert all(of_torch.is_gloo(part) and part.options._devices for part in parts)
-    assert not of_torch.is_gloo(dist.group.WORLD._get_backend(torch.device("cpu")))
+        assert closing.close([split]) == {}
+        assert split not in world.pg_map and tag not in world.tags_to_pg
 
 
 @SPLITS
@@ -115,29 +106,17 @@ def test_a_group_with_two_backends_is_not_split_and_each_half_has_its_own_option
     join(rank, 4, backend="cpu:gloo,cuda:old")
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     assert expected(Policy()).way == "split"
-    told = {"timeout": timedelta(minutes=7), "group_desc": "both"}
-    splits = mock.patch.object(dist.ProcessGroup, "split_group", side_effect=AssertionError)
     of_torch.has("splits")  # is asked before its call is replaced
-    with splits:
-        (group,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch", **told)
+    with mock.patch.object(dist.ProcessGroup, "split_group", side_effect=AssertionError):
+        (group,) = creation.by_world(
+            "split", "A", [(0, 1), (2, 3)], "epoch", timeout=timedelta(minutes=7)
+        )
     gloo, old = (of_torch.part_of(group, device) for device in ("cpu", "cuda"))
     assert gloo.options is not old.options and gloo.options._devices and type(gloo) is not type(old)
     assert gloo.options._timeout == timedelta(minutes=7)
     default = of_torch.part_of(dist.group.WORLD, "cpu").options
     assert default._timeout == timedelta(minutes=30)
     assert total(group) == 2
-
-
-@SPLITS
-@on_ranks(4, backend="")
-def test_after_a_bare_destroy_process_group_a_second_life_can_be_split_too(rank):
-    for life in (0, 1):
-        join(rank, 4, life)
-        ps.initialize_model_parallel(2, creation="split")
-        _use(ps.current_state().pool.groups)
-        dist.destroy_process_group()
-        ps.destroy_model_parallel()
-    assert len(open_groups()) == 0
 
 
 @on_ranks(2, backend="")
@@ -147,29 +126,21 @@ def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
     join(rank, 2, backend="cpu:gloo,cuda:old")
     default = c10d._get_default_group()
 
-    def asked(of=creation.split_off):
-        names = (
-            None,
-            "old",
-            "OLD",
-            "cpu:gloo,cuda:old",
-            "cuda:OLD",
-            "gloo",
-            "cpu:gloo",
-            "cuda:gloo",
-        )
-        return {name for name in names if of(name)}
-
-    as_default = {None, "old", "OLD", "cpu:gloo,cuda:old", "cuda:OLD"}
-    assert asked() == as_default and asked(creation.bound_to) == set()  # equal on all ranks
+    names = (None, "old", "OLD", "cpu:gloo,cuda:old", "cuda:OLD", "gloo", "cpu:gloo", "cuda:gloo")
+    of_default = {None, "old", "OLD", "cpu:gloo,cuda:old", "cuda:OLD"}
+    # Equal on all ranks.
+    assert {name for name in names if creation.split_off(name)} == of_default
+    assert not any(creation.bound_to(name) for name in names)
     assert creation.abilities() == creation.Abilities()
     default.bound_device_id = torch.device("cuda", 0)
-    assert asked() == asked(creation.bound_to) == as_default
-    can = creation.abilities()
-    assert can.can_split == of_torch.has("splits") and "bound to a cuda device" in can.bound
-    assert "connect='lazy'" not in can.bound  # this backend does not take it
-    theirs = dist.new_group([0], backend="old")  # as torch does itself, for a rank outside
-    assert getattr(parts[0], "without_a_color", 0) == (rank == 1), theirs
+    assert {name for name in names if creation.bound_to(name)} == of_default
+    assert {name for name in names if creation.split_off(name)} == of_default
+    abilities = creation.abilities()
+    assert abilities.can_split == of_torch.has("splits")
+    assert "bound to a cuda device" in abilities.bound
+    assert "connect='lazy'" not in abilities.bound  # this backend does not take it
+    dist.new_group([0], backend="old")  # as torch does itself, for a rank outside
+    assert getattr(parts[0], "without_a_color", 0) == (rank == 1)
 
 
 @SPLITS
@@ -230,7 +201,7 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
     group = grid.create_pg("tp")
     assert (group is None) == (rank in (0, 3))
     if group is not None:
-        _use(grid.pool.groups)
+        name_of_working_groups(grid.pool.groups)
     made = EnvironmentTable().create_process_group("a", [0, 1])
     assert (made is dist.GroupMember.NON_GROUP_MEMBER) == (rank > 1)
     grid.destroy()
@@ -275,7 +246,7 @@ def test_a_window_whose_groups_need_every_rank_is_refused_by_all_before_creation
     assert "a window of 2 of 4 ranks is only possible where the members of a group create" in text
     assert why in text and "Change that, or use the whole world." in text
     state = ParallelState.create(**window, tensor_model_parallel_size=2)
-    _use(state.pool.groups)
+    name_of_working_groups(state.pool.groups)
 
 
 @on_ranks(4, backend="", timeout=20)

@@ -4,13 +4,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from compat import hyper_comm_grid
 from hypergrid import HyperCommGrid, LayoutError, RankLayout, validate_grids
-from tests.support.forked import open_groups, run_ranks
+from tests.support.forked import on_ranks, open_groups, total
 from tests.support.stock import load_stock_grid
 
 NAMES = ("tp", "cp", "ep", "pp", "dp")
@@ -41,96 +41,54 @@ def cases(draw):
     return base, view, shared, dims, draw(st.integers(0, 9))
 
 
-def test_views_answer_as_upstreams_and_refuse_as_upstreams():
+def answers_of_view(kind, case):
+    """What a grid of ``kind`` creates and answers for a view; ValueError if it refuses it."""
+    base, view, shared, dims, offset = case
+    grid = kind(*base, offset)
+    try:
+        grid.register_view("expert", *view, shared)
+    except ValueError:
+        return ValueError
+    created = []
+
+    def enumeration(ranks, **options):
+        created.append(ranks)
+        return str(ranks), None
+
+    with mock.patch("torch.distributed.new_subgroups_by_enumeration", enumeration):
+        group = grid.create_pg(dims, view="expert")
+        with pytest.raises(KeyError):
+            grid.create_pg(dims[::-1], view="expert")
+    assert grid.get_pg(dims, view="expert") is group
+    return created, grid.get_rank_enum(dims, view="expert"), list(grid._pgs)
+
+
+@given(cases())
+def test_views_answer_as_upstreams_and_refuse_as_upstreams(case):
     upstream = load_stock_grid("0.19.2").HyperCommGrid
-
-    @given(cases())
-    def same(case):
-        base, view, shared, dims, offset = case
-        answers = []
-        with mock.patch.dict("os.environ", WORLD_SIZE="4096"):
-            for kind in (upstream, hyper_comm_grid.HyperCommGrid):
-                grid = kind(*base, offset)
-                try:
-                    grid.register_view("expert", *view, shared)
-                except ValueError:
-                    answers.append(ValueError)
-                    continue
-                made = []
-                with mock.patch(
-                    "torch.distributed.new_subgroups_by_enumeration",
-                    lambda ranks, made=made, **options: (made.append(ranks), (str(ranks), None))[1],
-                ):
-                    group = grid.create_pg(dims, view="expert")
-                    assert grid.get_pg(dims, view="expert") is group
-                    with pytest.raises(KeyError):
-                        grid.create_pg(dims[::-1], view="expert")
-                answers.append((made, grid.get_rank_enum(dims, view="expert"), list(grid._pgs)))
-        assert answers[0] == answers[1]
-
-    same()
+    with mock.patch.dict("os.environ", WORLD_SIZE="4096"):
+        expected = answers_of_view(upstream, case)
+        assert answers_of_view(hyper_comm_grid.HyperCommGrid, case) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("base", [8], ["x"]), "already registered"),
-        (("v", [4], ["x"]), r"has 4 ranks.*the grid size is 8"),
-        (("v", [2, 4], ["x"]), "one size per name"),
-        (("v", [2, 4], ["x", "x"]), "must not repeat"),
-        (("v", [2, 4], ["ep", "dp"], ["ep"]), "'ep' of view 'v' is not in the base view"),
-        (("v", [2, 4], ["ep", "dp"], ["tp"]), "'tp' of view 'v' is not in the view's"),
-        (("v", [4, 2], ["dp", "tp"], ["tp"]), "different membership"),
-        (("v", [2, 4], ["tp", "dp"], ["tp", "tp"]), "duplicate shared_dims"),
-    ],
-)
-def test_a_view_that_cannot_be_is_refused_and_not_kept(arguments, says):
+def test_a_view_that_is_not_registered_is_refused_with_the_known_ones():
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
-    with pytest.raises(ValueError, match=says):
-        grid.register_view(*arguments)
-    assert list(grid.views) == ["base"]
     with pytest.raises(KeyError, match=r"no view 'v'.*Known: \['base'\]"):
         grid.get_rank_enum("x", view="v")
 
 
-def _two_views(rank):
+@on_ranks(8)
+def test_groups_of_two_views_on_real_ranks(rank):
     grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
     grid.register_view("expert", [4, 2], ["ep", "pp"], ["pp"])
-    pp, ep = grid.create_pg("pp"), grid.create_pg("ep", view="expert")
+    pp = grid.create_pg("pp")
+    ep = grid.create_pg("ep", view="expert")
     assert grid.get_pg("pp", view="expert") is pp
-    total = torch.tensor([rank])
-    dist.all_reduce(total, group=ep)
-    shown = repr(grid)
+    assert total(ep, rank) == (6 if rank < 4 else 22)
+    created = "created: ['expert/ep', 'pp']"
+    assert f"view expert: RankLayout(ep=4-pp=2, ranks 0..7), {created}" in repr(grid)
     grid.destroy()
-    return total.item(), len(open_groups()), shown
-
-
-def test_groups_of_two_views_on_real_ranks():
-    results = run_ranks(8, _two_views)
-    assert [total for total, _, _ in results] == [6] * 4 + [22] * 4
-    assert all(groups == 1 for _, groups, _ in results)
-    assert (
-        "view expert: RankLayout(ep=4-pp=2, ranks 0..7), created: ['expert/ep', 'pp']"
-        in (results[0][2])
-    )
-
-
-@given(factorised(24, NAMES), st.integers(0, 5), st.data())
-def test_coordinates_are_the_layouts_and_shift_goes_around(case, offset, data):
-    with mock.patch.dict("os.environ", WORLD_SIZE="4096"):
-        grid = HyperCommGrid(*case, offset)
-    rank = data.draw(st.sampled_from(list(grid.layout.ranks)))
-    at, layout = grid.coordinate(rank), grid.layout
-    assert layout.rank(**at) == rank and list(at) == grid.dim_names
-    for dim in grid.dim_names:
-        size = layout.dim_size(dim)
-        ring = [layout.shift(rank, dim, by) for by in range(size)]
-        assert sorted(ring) == layout.group(rank, dim) and ring[0] == rank
-        assert layout.shift(rank, dim, size) == layout.shift(rank, dim, -size) == rank
-        if size > 1:
-            assert grid.coordinate(layout.shift(rank, dim))[dim] == (at[dim] + 1) % size
-        across = layout.group(rank, layout.orthogonal(dim))
-        assert set(across) & set(ring) == {rank} and len(across) * size == grid.size
+    assert len(open_groups()) == 1
 
 
 def test_coordinates_are_this_ranks_by_default_and_of_any_view(fake_world):
@@ -146,11 +104,14 @@ def test_coordinates_are_this_ranks_by_default_and_of_any_view(fake_world):
         grid.layout.shift(6, "pp")
 
 
-def _mesh(rank):
+@on_ranks(8, timeout=60)
+def test_a_device_mesh_is_over_the_grids_own_groups_and_dtensor_works_on_it(rank):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
     for dim in ("tp", "cp", "dp"):
         grid.create_pg(dim)
-    before = len(open_groups())
+    before = open_groups()
     mesh = grid.device_mesh()
     assert mesh.mesh_dim_names == ("dp", "cp", "tp") and mesh.device_type == "cpu"
     assert mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
@@ -158,57 +119,36 @@ def _mesh(rank):
         assert mesh.get_group(dim).group_name == grid.get_pg(dim).group_name
         assert mesh.get_local_rank(dim) == grid.coordinate()[dim]
     part = mesh["dp", "tp"]
-    assert part.get_group("tp") is grid.get_pg("tp") and part.mesh_dim_names == ("dp", "tp")
-    own = grid.device_mesh("tp-dp")
-    assert own.mesh.tolist() == part.mesh.tolist() and own.get_group(0) is grid.get_pg("dp")
-    assert mesh["cp"].mesh.tolist() == grid.layout.group(rank, "cp")
+    assert part.get_group("tp") is grid.get_pg("tp")
+    assert part.mesh_dim_names == ("dp", "tp")
+    mesh_of_part = grid.device_mesh("tp-dp")
+    assert mesh_of_part.mesh.tolist() == part.mesh.tolist()
+    assert mesh_of_part.get_group(0) is grid.get_pg("dp")
     back = HyperCommGrid.from_device_mesh(mesh)
     assert back.layout == grid.layout and back.get_pg("cp") is grid.get_pg("cp")
     back.destroy()
-    assert len(open_groups()) == before
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     whole = torch.arange(32.0).reshape(8, 4)
     sharded = distribute_tensor(whole, part, [Shard(0), Shard(1)])
+    expected = whole.chunk(2)[rank // 4].chunk(2, 1)[rank % 2]
+    assert torch.equal(sharded.to_local(), expected)
     replicated = sharded.redistribute(placements=[Replicate(), Replicate()])
-    turned = sharded.redistribute(placements=[Shard(1), Replicate()]).full_tensor()
-    return (
-        torch.equal(replicated.to_local(), whole) and torch.equal(turned, whole),
-        sharded.to_local().tolist() == whole.chunk(2)[rank // 4].chunk(2, 1)[rank % 2].tolist(),
-        len(open_groups()) - before,
-    )
+    assert torch.equal(replicated.to_local(), whole)
+    turned = sharded.redistribute(placements=[Shard(1), Replicate()])
+    assert torch.equal(turned.full_tensor(), whole)
+    assert open_groups() == before
 
 
-def test_a_device_mesh_is_over_the_grids_own_groups_and_dtensor_works_on_it():
-    assert run_ranks(8, _mesh, timeout=60) == [(True, True, 0)] * 8
-
-
-def _meshes_that_cannot_be(rank):
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
+@on_ranks(4)
+def test_meshes_that_cannot_be_are_refused(rank):
     grid = HyperCommGrid([2], ["tp"], rank_offset=2)
-    texts = []
-    for attempt in (
-        grid.device_mesh,
-        lambda: HyperCommGrid.from_device_mesh(init_device_mesh("cpu", (4,))),
-        lambda: HyperCommGrid.from_device_mesh(
-            DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("x",))
-        ),
-    ):
-        try:
-            attempt()
-        except Exception as error:
-            texts.append(f"{type(error).__name__}: {error}")
-    grid.create_pg("tp")
-    return texts
-
-
-def test_meshes_that_cannot_be_are_refused():
-    outside, *_, inside = run_ranks(4, _meshes_that_cannot_be)
-    assert outside[0].startswith("RuntimeError: rank 0 is outside")
-    assert "call create_pg('tp')" in inside[0]
-    for texts in (outside, inside):
-        assert "give it mesh_dim_names" in texts[1] and "[3, 2, 1, 0]" in texts[2]
+    says = f"rank {rank} is outside" if rank < 2 else r"call create_pg\('tp'\)"
+    with pytest.raises((RuntimeError, KeyError), match=says):
+        grid.device_mesh()
+    with pytest.raises(ValueError, match="give it mesh_dim_names"):
+        HyperCommGrid.from_device_mesh(init_device_mesh("cpu", (4,)))
+    turned = DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("x",))
+    with pytest.raises(ValueError, match=r"\[3, 2, 1, 0\]"):
+        HyperCommGrid.from_device_mesh(turned)
 
 
 def test_grids_that_divide_the_world_are_accepted():

@@ -28,11 +28,13 @@ def layouts_and_dims(draw):
 
 def oracle(layout, dims):
     """Groups by definition: ranks that agree on every other coordinate, in order of appearance."""
-    rows = list(itertools.product(*(range(s) for s in reversed(layout.sizes))))
+    # The last range of a product is its fastest.
+    coordinates = itertools.product(*(range(size) for size in reversed(layout.sizes)))
     groups = {}
-    for rank, row in enumerate(rows, start=layout.offset):
-        at = dict(zip(reversed(layout.dims), row, strict=True))
-        groups.setdefault(tuple(at[d] for d in layout.dims if d not in dims), []).append(rank)
+    for rank, slowest_first in enumerate(coordinates, start=layout.offset):
+        at = dict(zip(reversed(layout.dims), slowest_first, strict=True))
+        elsewhere = tuple(at[dim] for dim in layout.dims if dim not in dims)
+        groups.setdefault(elsewhere, []).append(rank)
     return list(groups.values())
 
 
@@ -53,18 +55,20 @@ def test_each_rank_finds_its_own_group_without_the_enumeration(case):
 @given(layouts())
 def test_coordinates_and_ranks_are_inverse(layout):
     for rank in layout.ranks:
-        at = layout.coordinate(rank)
-        assert layout.rank(**at) == rank
-        assert all(0 <= at[d] < s for d, s in zip(layout.dims, layout.sizes, strict=True))
+        coordinates = layout.coordinate(rank)
+        assert layout.rank(**coordinates) == rank
+        for dim, size in zip(layout.dims, layout.sizes, strict=True):
+            assert 0 <= coordinates[dim] < size
 
 
 @given(layouts_and_dims())
 def test_a_group_and_its_orthogonal_share_exactly_one_rank(case):
     layout, dims = case
-    other = layout.orthogonal(dims)
-    assert set(other) | set(dims) == set(layout.dims)
+    orthogonal = layout.orthogonal(dims)
+    assert set(orthogonal) | set(dims) == set(layout.dims)
     for rank in layout.ranks:
-        assert set(layout.group(rank, dims)) & set(layout.group(rank, other)) == {rank}
+        common = set(layout.group(rank, dims)) & set(layout.group(rank, orthogonal))
+        assert common == {rank}
 
 
 @given(layouts(), st.data())

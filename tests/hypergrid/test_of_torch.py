@@ -101,10 +101,16 @@ def test_every_private_name_that_is_used_is_in_the_table():
     assert used and used <= listed | {"_distributed_c10d", "_Options"}, used - listed
 
 
+def private_parts():
+    """The row of doctor; the rows after it start processes."""
+    return next(row for row in examined() if "private" in row[0])
+
+
 def test_the_installed_torch_lacks_nothing_and_doctor_says_so():
     assert of_torch.lacking() == []
-    (state,) = [(state, remedy) for name, state, remedy in examined() if "private" in name]
-    assert state == ("all that are used are there; tested with torch 2.9 to 2.15", "")
+    _, state, remedy = private_parts()
+    assert state == "all that are used are there; tested with torch 2.9 to 2.15"
+    assert remedy == ""
 
 
 def test_a_part_that_is_not_there_is_named_by_doctor_and_report_and_its_consequence(fake_world):
@@ -113,10 +119,10 @@ def test_a_part_that_is_not_there_is_named_by_doctor_and_report_and_its_conseque
     with mock.patch.object(c10d, "_process_group_name", lambda *_, **__: next(names)):
         assert "running group number" in creation.abilities().obstacle
         ps.initialize_model_parallel(2)
-        told = "every rank takes part in creating every group (torch "
-        assert told in report(ps.current_state())
-        (row,) = [row for row in examined() if "private" in row[0]]
-        assert row[1].startswith(told) and row[2]
+        consequence = "every rank takes part in creating every group (torch "
+        assert consequence in report(ps.current_state())
+        _, state, remedy = private_parts()
+        assert state.startswith(consequence) and remedy
 
 
 def test_without_what_everything_needs_it_is_one_sentence(fake_world):

@@ -1,6 +1,7 @@
 """After losses: the largest number of whole replicas, on which processes, and who is left over."""
 
 import functools
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -25,23 +26,28 @@ def jobs(draw):
 
 
 @functools.cache
-def fit(blocks, size, counts):
-    """Whether so many blocks fit into hosts of so many processes, by trying every host."""
-    return not blocks or any(
-        fit(blocks - 1, size, tuple(sorted((*counts[:i], count - size, *counts[i + 1 :]))))
-        for i, count in enumerate(counts)
-        if count >= size
-    )
+def fit(blocks, size, free_processes):
+    """Whether so many blocks fit into hosts with so many free processes, by trying every host."""
+    if not blocks:
+        return True
+    for host, count in enumerate(free_processes):
+        if count >= size:
+            remaining = list(free_processes)
+            remaining[host] -= size
+            if fit(blocks - 1, size, tuple(sorted(remaining))):
+                return True
+    return False
 
 
 def largest(layout, together, hosts, alive):
+    """The largest number of replicas whose blocks over ``together`` have one host each."""
+    free_processes = Counter(hosts[process] if together else "" for process in alive)
     size = layout.dim_size(together)
-    counts = tuple(sorted(sum(hosts[p] == name for p in alive) for name in {*hosts}))
-    if not together:
-        counts = (len(alive),)
-    per_replica = layout.dim_size(layout.orthogonal("dp")) // size
-    numbers = range(layout.size_of("dp"), 0, -1)
-    return next((n for n in numbers if fit(n * per_replica, size, counts)), 0)
+    blocks_of_replica = layout.dim_size(layout.orthogonal("dp")) // size
+    for count in range(layout.size_of("dp"), 0, -1):
+        if fit(count * blocks_of_replica, size, tuple(sorted(free_processes.values()))):
+            return count
+    return 0
 
 
 @given(jobs())

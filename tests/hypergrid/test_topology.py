@@ -19,14 +19,8 @@ LAYOUT = RankLayout(("tp", "cp", "dp"), (2, 2, 4))
 )
 def test_hosts_of_every_form_give_the_same_answers(hosts):
     topology = Topology(LAYOUT, hosts)
-    assert [topology.inside(dims) for dims in ("tp", "cp", "tp-cp", "dp", "tp-dp", ())] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
+    assert all(topology.inside(dims) for dims in ("tp", "cp", "tp-cp", ()))
+    assert not any(topology.inside(dims) for dims in ("dp", "tp-dp"))
     assert len(topology.hosts_of("dp", rank=5)) == 4
     assert topology.crossing("tp") == []
     assert topology.crossing("dp")[1] == [1, 5, 9, 13]

@@ -8,15 +8,6 @@ from hypothesis import strategies as st
 
 from hypergrid import GroupNode, GroupTree, HyperCommGrid, LayoutError
 from hypergrid.tree import TreeError
-from tests.support.forked import run_ranks
-
-
-def model(**root):
-    """The tree of Modulus' pull request 153."""
-    tree = GroupTree(GroupNode("model_parallel", **root))
-    tree.add_node(GroupNode("spatial_parallel"), parent=tree.root)
-    tree.add_node(GroupNode("channel_parallel"), parent="model_parallel")
-    return tree
 
 
 def world(**sizes):
@@ -41,21 +32,16 @@ def trees(draw):
     return tree, tree.root.size * draw(st.integers(1, 3))
 
 
-def test_sizes_of_parents_are_products():
-    tree = world(spatial=2, channel=3, data=4)
-    assert tree.leaf_groups() == ["data", "spatial", "channel"]
-    assert (tree.get_node("model").size, tree.root.size) == (6, 24)
-    assert tree.children("world") == ["model", "data"] and tree.children("data") == []
-    assert str(tree) == "world=24\n  model=6\n    spatial=2\n    channel=3\n  data=4"
-
-
-def test_sizes_may_be_set_before_the_parents_are_told(capsys):
+def test_sizes_of_parents_are_products_of_the_leaves_whenever_they_are_set(capsys):
     tree = world()
     tree.set_leaf_group_sizes({"spatial": 2}, update_parent_sizes=False)
     tree.set_leaf_group_sizes({"channel": 3, "data": 4}, update_parent_sizes=False)
     assert tree.get_node("model").size is None
-    assert tree.update_parent_sizes(verbose=True) == 24 and tree.get_node("model").size == 6
+    assert tree.update_parent_sizes(verbose=True) == 24
     assert "model: None -> 6" in capsys.readouterr().out
+    assert str(tree) == "world=24\n  model=6\n    spatial=2\n    channel=3\n  data=4"
+    assert tree.leaf_groups() == ["data", "spatial", "channel"]
+    assert tree.children("world") == ["model", "data"] and tree.children("data") == []
     tree.set_leaf_group_sizes({"spatial": 4})
     assert (tree.get_node("model").size, tree.root.size) == (12, 48)
 
@@ -69,13 +55,11 @@ def test_dims_are_the_leaves_in_declared_order_the_first_one_fastest():
 
 
 def test_what_the_tree_does_not_fill_is_the_slowest_dim():
-    tree = model(orthogonal_group="data_parallel")
-    tree.set_leaf_group_sizes({"channel_parallel": 4, "spatial_parallel": 2})
+    tree = GroupTree(GroupNode("model", 8, orthogonal_group="data"))
     placed = tree.place(32)
-    assert placed.layout.dims == ("spatial_parallel", "channel_parallel", "data_parallel")
-    assert placed.group("data_parallel", 3) == [3, 11, 19, 27]
-    assert tree.place(8).dims("data_parallel") == () and tree.place(8).layout.size == 8
-    assert model(size=4).root.orthogonal_group is None
+    assert placed.layout.dims == ("model", "data")
+    assert placed.group("data", 3) == [3, 11, 19, 27]
+    assert tree.place(8).dims("data") == () and tree.place(8).layout.size == 8
     assert GroupTree(GroupNode("m", 4)).place(8).layout.dims == ("m", "outside")
 
 
@@ -91,7 +75,7 @@ def test_a_parent_may_be_larger_than_its_children():
 def test_one_leaf_takes_what_is_left():
     tree = world(spatial=2, channel=3, data=-1)
     assert (tree.get_node("model").size, tree.root.size) == (6, -1)
-    assert tree.place(24).size("data") == 4 and tree.place(60).size("data") == 10
+    assert tree.place(60).size("data") == 10
     tree = world(spatial=2, channel=-1, data=4)
     assert tree.place(24).layout.sizes == (2, 3, 4)
     tree.get_node("model").size = 8  # of its own: what is left inside it
@@ -129,12 +113,12 @@ def test_a_node_and_its_orthogonal_have_exactly_one_rank_in_common(case, data):
     tree, size = case
     node = data.draw(st.sampled_from(tree.breadth_first()))
     placed = tree.place(size)
-    other = placed.orthogonal(node)
-    assert placed.orthogonal(other) == placed.dims(node)
-    assert placed.size(node) * placed.size(other) == size
-    here = set(placed.group(node, data.draw(st.integers(0, size - 1))))
+    orthogonal = placed.orthogonal(node)
+    assert placed.orthogonal(orthogonal) == placed.dims(node)
+    assert placed.size(node) * placed.size(orthogonal) == size
+    members = set(placed.group(node, data.draw(st.integers(0, size - 1))))
     for rank in range(size):
-        assert len(here & set(placed.group(other, rank))) == 1
+        assert len(members & set(placed.group(orthogonal, rank))) == 1
 
 
 @pytest.mark.parametrize(
@@ -233,19 +217,3 @@ def test_the_grid_over_a_placed_tree_has_its_dims():
         grid = HyperCommGrid.over(placed.layout, backend="gloo")
     assert (grid.dim_names, grid.shape) == (["spatial", "channel", "data"], [2, 3, 4])
     assert grid.backend == "gloo"
-
-
-def _on_real_ranks(rank):
-    placed = world(spatial=2, channel=2, data=-1).place(8, hosts=4)
-    grid = HyperCommGrid.over(placed.layout)
-    made = {}
-    for name in ("world", "model", "channel"):
-        made[name] = grid.create_pg(placed.dims(name)).size()
-    other = grid.create_pg(placed.orthogonal("model"))
-    single = grid.create_pg(placed.orthogonal("world"))
-    return made, other.size(), single.size()
-
-
-def test_its_groups_are_made_by_the_grid():
-    seen = run_ranks(8, _on_real_ranks)
-    assert seen == [({"world": 8, "model": 4, "channel": 2}, 2, 1)] * 8

@@ -54,8 +54,8 @@ def collection(request, monkeypatch):
     file = stock.source_dir(request.param) / "process_groups_config.py"
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    for each in (ModuleType("megatron"), core, module):
-        monkeypatch.setitem(sys.modules, each.__name__, each)
+    for imported in (ModuleType("megatron"), core, module):
+        monkeypatch.setitem(sys.modules, imported.__name__, imported)
     spec.loader.exec_module(module)
     return module.ProcessGroupCollection
 
@@ -89,11 +89,12 @@ def test_from_state_gives_what_upstreams_collection_takes_from_the_module(
         pytest.skip("this release has no GTP: its dp is another group than that of 0.19")
     for rank in (0, 5, 15):
         state = initialized(layout, rank)
-        ours, theirs = from_state(state), collection.use_mpu_process_groups()
+        groups = from_state(state)
+        expected = collection.use_mpu_process_groups()
         for field in fields(collection):
-            assert getattr(ours, field) is getattr(theirs, field), field
-        assert {"tp", "pp", "mp", "dp", "dp_cp", "expt_dp", "intra_dp_cp"} <= filled(ours)
-        assert ("hcp" in filled(ours)) == ("hierarchical" in layout)
+            assert getattr(groups, field) is getattr(expected, field), field
+        assert {"tp", "pp", "mp", "dp", "dp_cp", "expt_dp", "intra_dp_cp"} <= filled(groups)
+        assert ("hcp" in filled(groups)) == ("hierarchical" in layout)
         ps.destroy_model_parallel()
 
 
@@ -103,8 +104,8 @@ def test_one_call_builds_a_complete_collection_and_touches_no_global(
 ):
     fake_world(16, rank=5)
     before = dict(vars(ps))
-    asked = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
-    built = build(**LAYOUTS[layout] | asked, hybrid_context_parallel="GTP" not in layout)
+    pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
+    built = build(**LAYOUTS[layout] | pipeline, hybrid_context_parallel="GTP" not in layout)
     state = built.parallel_state
     for field in fields(collection):
         assert getattr(built, field) is getattr(from_state(state), field), field
@@ -124,9 +125,9 @@ def test_one_call_builds_a_complete_collection_and_touches_no_global(
 
 
 def test_from_state_fills_the_required_fields_alone(collection, initialized):
-    ours = from_state(initialized("experts"), ["tp", "ep"])
-    assert filled(ours) == {"tp", "ep"}
-    assert ours.ep is ps.get_expert_model_parallel_group()
+    groups = from_state(initialized("experts"), ["tp", "ep"])
+    assert filled(groups) == {"tp", "ep"}
+    assert groups.ep is ps.get_expert_model_parallel_group()
 
 
 def test_fields_that_hypergrid_cannot_fill_are_refused_by_name(collection, fake_world, monkeypatch):
@@ -185,16 +186,19 @@ def test_a_grid_with_dense_and_expert_dims_gives_the_ranks_of_a_state(collection
     grid.register_view("expert", [1, 2, 4, 2], ["tp", "ep", "dp", "pp"], shared_dims=["pp"])
     dense = ["tp", "pp", "cp", "dp", "tp-pp", "tp-cp", "dp-cp", "tp-dp-cp"]
     expert = ["tp", "ep", "dp", "tp-ep", "tp-ep-pp"]
-    for dims, view in [(each, None) for each in dense] + [(each, "expert") for each in expert]:
-        grid.create_pg(dims.split("-"), view=view)
-    ours, theirs = from_grid(grid), from_state(state)
-    both = filled(ours) & filled(theirs)
+    for dims in dense:
+        grid.create_pg(dims.split("-"))
+    for dims in expert:
+        grid.create_pg(dims.split("-"), view="expert")
+    of_grid = from_grid(grid)
+    of_state = from_state(state)
+    both = filled(of_grid) & filled(of_state)
     assert len(both) >= len(dense) + len(expert)
     for field in both:
-        ranks = [dist.get_process_group_ranks(getattr(each, field)) for each in (ours, theirs)]
-        assert ranks[0] == ranks[1], field
-    if filled(ours) - both:  # a state has this one where there is GTP
-        assert ours.tp_ep_pp_with_egtp_remat is ours.tp_ep_pp
+        expected = dist.get_process_group_ranks(getattr(of_state, field))
+        assert dist.get_process_group_ranks(getattr(of_grid, field)) == expected, field
+    if filled(of_grid) - both:  # a state has this one where there is GTP
+        assert of_grid.tp_ep_pp_with_egtp_remat is of_grid.tp_ep_pp
     assert from_grid(state.grid).tp_ep is state.get_expert_tensor_and_model_parallel_group()
     state.destroy()
     grid.destroy()

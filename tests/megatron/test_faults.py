@@ -7,8 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
@@ -23,8 +23,10 @@ from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
 from hypergrid.groups import creation, gloo
-from tests.support import ROOT, own_keys, own_lines, soaking
-from tests.support.forked import from_all, on_ranks, open_groups, run_ranks, total
+from tests.support import ROOT, own_lines, soaking
+from tests.support.forked import from_all, on_ranks, open_groups, total
+
+new_group = dist.new_group
 
 
 def test_a_fault_in_any_function_leaves_the_process_as_before_and_a_retry_works():
@@ -35,96 +37,103 @@ def test_a_fault_of_one_rank_in_the_middle_is_told_to_all_and_all_can_try_again(
     soaking.faults_on_one_rank([2, 13]).check()
 
 
-def _hears_of_a_failure(rank):
-    """Rank 1 fails at its third group; the others wait for its address there."""
-    new_group = dist.new_group
-    groups = []
+def test_each_thing_that_can_differ_on_one_rank_is_named_on_all():
+    soaking.disagreements(14).check()
+
+
+def test_lives_with_changing_sizes_leave_no_group_descriptor_thread_or_key():
+    soaking.lives(8).check()
+
+
+@contextmanager
+def happens_at_group(number, fault):
+    """Call ``fault`` where torch is asked for this rank's ``number``-th group."""
+    calls = []
 
     @members_only
-    def failing(*args, **kwargs):
-        groups.append(args)
-        if rank == 1 and len(groups) == 3:
-            raise RuntimeError("injected: no more communicators")
+    def counted_new_group(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == number:
+            fault()
         return new_group(*args, **kwargs)
 
+    with mock.patch.object(dist, "new_group", counted_new_group):
+        yield
+
+
+@on_ranks(4, timeout=120)
+def test_a_rank_that_waits_for_an_address_hears_of_a_failure_long_before_its_timeout(rank):
+    fault = mock.Mock(side_effect=RuntimeError("injected: no more communicators"))
     start = time.monotonic()
-    with mock.patch("torch.distributed.new_group", failing), pytest.raises(CreationError) as error:
+    with (
+        happens_at_group(3 if rank == 1 else None, fault),
+        pytest.raises(CreationError, match="injected: no more communicators"),
+    ):
         ps.initialize_model_parallel(2, distributed_timeout_minutes=3)
-    return str(error.value), time.monotonic() - start
+    # Of three minutes, of which gloo would have waited a fifth.
+    assert time.monotonic() - start < 20
 
 
-def test_a_rank_that_waits_for_an_address_hears_of_a_failure_long_before_its_timeout():
-    for text, seconds in run_ranks(4, _hears_of_a_failure, timeout=120):
-        assert "injected: no more communicators" in text
-        assert seconds < 20  # of three minutes, of which gloo would have waited a fifth
-
-
-def _creation_timeouts(rank):
-    given = []
+@on_ranks(4)
+def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(rank):
+    creation_timeouts = []
     options = gloo.options
 
     def noted(size, timeout=None):
-        given.append(timeout)
+        creation_timeouts.append(timeout)
         return options(size, timeout)
 
     with mock.patch.object(gloo, "options", noted):
         ps.initialize_model_parallel(2, distributed_timeout_minutes=1)
-    twin = ps.get_expert_data_parallel_group_gloo()
-    return given, twin._get_backend(torch.device("cpu")).options._timeout
+    assert creation_timeouts and max(creation_timeouts) == timedelta(seconds=12)
+    timeouts = set()
+    for pooled in ps.current_state().pool.groups:
+        timeouts.add(pooled.group._get_backend(torch.device("cpu")).options._timeout)
+    # The second one is that of the expert twin, as megatron-core has it.
+    assert timeouts == {timedelta(minutes=1), c10d.default_pg_timeout}
+    assert creation.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=2)
+    assert creation.creation_timeout("nccl", timedelta(seconds=60)) is None
 
 
-def test_no_group_is_created_with_more_time_than_the_initialisation_has():
-    for given, afterwards in run_ranks(4, _creation_timeouts):
-        assert given and max(given) == timedelta(seconds=12)  # of which gloo takes five
-        assert afterwards == c10d.default_pg_timeout  # as megatron-core has it
-
-
-def _runs_out_of_descriptors(rank):
-    new_group = dist.new_group
-    groups = []
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    @members_only
-    def greedy(*args, **kwargs):
-        groups.append(args)
-        if rank == 1 and len(groups) == 4:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
-        return new_group(*args, **kwargs)
-
-    with mock.patch("torch.distributed.new_group", greedy), pytest.raises(CreationError) as error:
-        ps.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    return str(error.value)
-
-
-def test_a_process_without_descriptors_says_so_and_lives():
-    for text in run_ranks(4, _runs_out_of_descriptors, timeout=90):
-        assert "rank 1 could not create" in text and "ulimit -n" in text
-
-
-def _has_no_descriptors_for_all(rank, connect):
-    grid = HyperCommGrid([8], ["dp"])
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+def free_descriptors(count):
+    """Leave this process ``count`` more descriptors."""
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     free = [number for number in range(10_000) if number not in used]
-    with mock.patch.dict(os.environ, HYPERGRID_CONNECT=connect):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], limit[1]))
-        try:
-            grid.create_pg("dp")
-        except CreationError as error:
-            return str(error)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    return "created"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], most))
 
 
-def test_only_a_group_that_connects_at_once_needs_a_descriptor_for_each_member():
-    assert set(run_ranks(8, _has_no_descriptors_for_all, "lazy")) == {"created"}
-    for text in run_ranks(8, _has_no_descriptors_for_all, "eager"):
-        assert "takes 12 descriptors" in text and "Raise its limits: ulimit -n" in text
+@on_ranks(4, timeout=90)
+def test_a_process_without_descriptors_says_so_and_lives(rank):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        happens_at_group(4 if rank == 1 else None, lambda: free_descriptors(0)),
+        pytest.raises(CreationError) as caught,
+    ):
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "rank 1 could not create" in str(caught.value)
+    assert "ulimit -n" in str(caught.value)
 
 
-def _interrupted_while_it_destroys(rank):
+@on_ranks(8)
+def test_only_a_group_that_connects_at_once_needs_a_descriptor_for_each_member(rank):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free_descriptors(10)
+    os.environ["HYPERGRID_CONNECT"] = "lazy"
+    HyperCommGrid([8], ["dp"]).create_pg("dp")
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    from_all(None)
+    free_descriptors(10)
+    os.environ["HYPERGRID_CONNECT"] = "eager"
+    says = r"takes 12 descriptors.*Raise its limits: ulimit -n"
+    with pytest.raises(CreationError, match=says):
+        HyperCommGrid([8], ["dp"]).create_pg("dp")
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@on_ranks(4)
+def test_what_an_interrupt_leaves_is_destroyed_by_the_next_call(rank):
     ps.initialize_model_parallel(2)
     destroy = dist.destroy_process_group
     destroyed = []
@@ -140,14 +149,9 @@ def _interrupted_while_it_destroys(rank):
         pytest.raises(KeyboardInterrupt),
     ):
         ps.destroy_model_parallel()
-    left = len(open_groups())
+    assert len(open_groups()) > 1
     ps.destroy_model_parallel()
-    return left, len(open_groups())
-
-
-def test_what_an_interrupt_leaves_is_destroyed_by_the_next_call():
-    for left, finally_left in run_ranks(4, _interrupted_while_it_destroys):
-        assert left > 1 and finally_left == 1
+    assert len(open_groups()) == 1
 
 
 @on_ranks(2)
@@ -164,186 +168,118 @@ def test_an_interrupt_that_comes_when_torch_alone_has_a_group_leaves_none(rank):
     assert total(grid.create_pg("dp")) == 2
 
 
-def _aborts_without_threads(rank):
+@on_ranks(4)
+def test_groups_are_aborted_also_where_no_thread_can_start(rank):
     ps.initialize_model_parallel(2)
     with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
         ps.destroy_model_parallel(abort=True)
-    return len(open_groups())
+    assert len(open_groups()) == 1
 
 
-def test_groups_are_aborted_also_where_no_thread_can_start():
-    assert run_ranks(4, _aborts_without_threads) == [1] * 4
-
-
-def test_each_thing_that_can_differ_on_one_rank_is_named_on_all():
-    soaking.disagreements(14).check()
-
-
-def test_lives_with_changing_sizes_leave_no_group_descriptor_thread_or_key():
-    soaking.lives(8).check()
-
-
-def _overlapping(rank):
+@on_ranks(8)
+def test_windows_that_overlap_are_refused_by_the_ranks_of_both(rank):
     window = {"local_world_size": 4, "rank_offset": 4} if rank >= 4 else {}
-    texts = []
     for _ in range(2):  # whoever comes first, and again with the same mistake
+        error = ""
         try:
             ps.initialize_model_parallel(2, **window)
-            texts.append("")
             ps.destroy_model_parallel()
-        except AgreementError as error:
-            texts.append(str(error))
+        except AgreementError as caught:
+            error = str(caught)
+        texts = from_all(error)
+        (text,) = {*texts[:4]}
+        assert "windows 0..7 and 4..7 overlap: 4 of 8 ranks (4, 5, 6, 7) are in both" in text
+        # The smaller window may have had its groups before the larger one was known.
+        assert {*texts[4:]} <= {text, ""}
         dist.barrier()
     ps.initialize_model_parallel(2, local_world_size=4, rank_offset=rank // 4 * 4)
     ps.destroy_model_parallel()
     ps.initialize_model_parallel(2)  # the next life may have other windows
-    return texts
 
 
-def test_windows_that_overlap_are_refused_by_the_ranks_of_both():
-    results = run_ranks(8, _overlapping)
-    for texts in zip(*results, strict=True):
-        # The smaller window may have had its groups before the larger one was known.
-        told = set(texts[:4])
-        assert len(told) == 1 and set(texts[4:]) <= {*told, ""}
-        assert "windows 0..7 and 4..7 overlap: 4 of 8 ranks (4, 5, 6, 7) are in both" in told.pop()
-
-
-def _window_unknown(rank):
-    try:
-        ps.initialize_model_parallel(2, rank_offset="0" if rank == 3 else 0)
-    except (AgreementError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_rank_that_does_not_even_know_its_window_keeps_nobody_waiting():
-    results = run_ranks(4, _window_unknown)
-    own = results.pop(3)
-    assert not own.startswith("AgreementError") and "offset" in own
-    assert all("rank 3 refused its arguments" in text for text in results)
-
-
-def _unchecked(rank):
-    os.environ["HYPERGRID_AGREEMENT"] = "0"
-    for size in (2, 4):
-        ps.initialize_model_parallel(size, distributed_timeout_minutes=0.5)
-        dist.all_reduce(torch.ones(1), group=ps.get_tensor_model_parallel_group())
-        ps.destroy_model_parallel()
-    return own_keys(c10d._get_default_store())
-
-
-def test_agreement_can_be_switched_off():
-    assert run_ranks(4, _unchecked) == [[]] * 4
-
-
-def _restarted(rank):
+@on_ranks(4, backend="", timeout=60)
+def test_a_rank_killed_half_way_is_an_error_of_all_others_and_all_can_restart(rank):
     def start(life):
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"life {life}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
 
-    def initialize(**options):
-        ps.initialize_model_parallel(2, distributed_timeout_minutes=4 / 60, **options)
+    def initialize():
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=4 / 60)
 
-    def dies(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
-
+    text = ""
     if rank == 2:
-        if (pid := os.fork()) == 0:
+        child = os.fork()
+        if child == 0:
             start(1)
-            calls = iter([original_new_group] * 4 + [dies])
-            dist.new_group = members_only(lambda *args, **kwargs: next(calls)(*args, **kwargs))
-            initialize()
-        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-        text = "CreationError"
+            with happens_at_group(5, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                initialize()
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     else:
         start(1)
         with pytest.raises(CreationError) as caught:
             initialize()
-        text = f"CreationError: {caught.value}"
+        text = str(caught.value)
         assert len(open_groups()) == 1 and not ps.is_initialized()
         dist.destroy_process_group()
+    assert any("could not create" in heard for heard in from_all(text))
     start(2)
     initialize()
-    return text, total(ps.get_data_parallel_group())
+    assert total(ps.get_data_parallel_group()) == 2
 
 
-original_new_group = dist.new_group
-
-
-def test_a_rank_killed_half_way_is_an_error_of_all_others_and_all_can_restart():
-    results = run_ranks(4, _restarted, backend="", timeout=60)
-    for text, added in results:
-        assert text.startswith("CreationError") and added == 2.0
-    assert any("could not create" in text for text, _ in results)
-
-
-def _at_exit(*ends):
-    code = """
-        import torch.distributed as dist
-        from compat import parallel_state as ps
-        from hypergrid import HyperCommGrid
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        ps.initialize_model_parallel(order="tp-cp-ep-dp-pp", create_gloo_process_groups=False)
-        grid = HyperCommGrid([1, 1], ["tp", "dp"])
-        group = grid.create_pg("dp")
-    """
-    code = textwrap.dedent(code) + "\n".join(ends)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+GROUPS_OF_A_SCRIPT = """
+import torch.distributed as dist
+from compat import parallel_state as ps
+from hypergrid import HyperCommGrid
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ps.initialize_model_parallel(order="tp-cp-ep-dp-pp", create_gloo_process_groups=False)
+grid = HyperCommGrid([1, 1], ["tp", "dp"])
+group = grid.create_pg("dp")
+"""
 
 
 @pytest.mark.parametrize(
-    "ends",
-    [
-        [],
-        ["dist.destroy_process_group()"],
-        ["dist.destroy_process_group()", "ps.destroy_model_parallel()", "grid.destroy()"],
-        ["ps.destroy_model_parallel()", "grid.destroy()", "grid.destroy()"],
-    ],
-    ids=["nothing destroyed", "torch's only", "torch's first", "ours only"],
+    "end", ["", "dist.destroy_process_group(); ps.destroy_model_parallel(); grid.destroy()"]
 )
-def test_at_exit_it_is_quiet(ends):
-    done = _at_exit(*ends)
+def test_at_exit_it_is_quiet(end):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
+    command = [sys.executable, "-c", GROUPS_OF_A_SCRIPT + end]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, own_lines(done.stdout), done.stderr) == (0, "", "")
 
 
-def _recorded(rank):
+# What lives can be asked.
+
+
+@on_ranks(4)
+def test_what_lives_can_be_asked_as_json_under_the_names_that_torch_uses(rank):
     ps.initialize_model_parallel(2, share="all", create_gloo_process_groups=False)
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     grid.create_pg("dp", group_desc="mine")
-    own = ps.create_group([0, 1, 2, 3], group_desc="the user's")
-    text, shown = hypergrid.dump(), (repr(ps.current_state()), repr(grid))
-    names = {group.group_name for group in open_groups()}
-    tp = ps.get_tensor_model_parallel_group().group_name
+    callers = ps.create_group([0, 1, 2, 3], group_desc="the user's").group_name
+    record = json.loads(hypergrid.dump())
+    assert (record["rank"], record["world_size"], record["schema"]) == (rank, 4, 1)
+    group_of = {group["name"]: group for group in record["groups"]}
+    assert group_of.keys() == {group.group_name for group in open_groups()}
+    tensor = group_of[ps.get_tensor_model_parallel_group().group_name]
+    assert tensor["label"] == "TENSOR_MODEL_PARALLEL_GROUP"
+    assert (tensor["dims"], tensor["backend"]) == (["tp"], "gloo")
+    assert tensor["ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert tensor["owner"].startswith("ParallelState over RankLayout(tp=2")
+    labels = {group["label"] for group in record["groups"]}
+    assert any(group["shared_with"] in labels - {None} for group in record["groups"])
+    of_grid = group_of[grid.get_pg("dp").group_name]
+    assert of_grid["description"] == "mine" and "HyperCommGrid" in of_grid["owner"]
+    # A state and a grid print where this rank stands.
+    assert f"rank {rank} at" in repr(ps.current_state())
+    assert f"'tp': {rank % 2}" in repr(ps.current_state())
+    assert f"rank {rank} at {{'tp': {rank % 2}, 'dp': {rank // 2}}}" in repr(grid)
     ps.destroy_model_parallel()
     grid.destroy()
-    return text, shown, names, tp, own.group_name, hypergrid.dump()
-
-
-def test_what_lives_can_be_asked_as_json_under_the_names_that_torch_uses():
-    for rank, (text, _, names, tp, own, afterwards) in enumerate(run_ranks(4, _recorded)):
-        record = json.loads(text)
-        assert (record["rank"], record["world_size"], record["schema"]) == (rank, 4, 1)
-        assert {group["name"] for group in record["groups"]} == names
-        groups = {group["label"]: group for group in record["groups"] if group["label"]}
-        tensor = groups["TENSOR_MODEL_PARALLEL_GROUP"]
-        assert tensor["name"] == tp and tensor["dims"] == ["tp"] and tensor["backend"] == "gloo"
-        assert tensor["ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert tensor["owner"].startswith("ParallelState over RankLayout(tp=2")
-        assert any(group["shared_with"] in groups for group in record["groups"])
-        assert groups["dp"]["description"] == "mine" and "HyperCommGrid" in groups["dp"]["owner"]
-        others = [group["name"] for group in record["groups"] if group["label"] is None]
-        left = {group["name"] for group in json.loads(afterwards)["groups"]}
-        assert set(others) == left and own in left and len(left) == 2
-
-
-def test_a_state_and_a_grid_print_where_this_rank_stands():
-    for rank, (_, (state, grid), *_) in enumerate(run_ranks(4, _recorded)):
-        assert f"rank {rank} at" in state and f"'tp': {rank % 2}" in state
-        assert f"rank {rank} at {{'tp': {rank % 2}, 'dp': {rank // 2}}}" in grid
+    remaining = {group["name"] for group in json.loads(hypergrid.dump())["groups"]}
+    assert remaining == {name for name, group in group_of.items() if group["label"] is None}
+    assert callers in remaining and len(remaining) == 2
 
 
 def test_a_record_can_be_written_to_a_file_and_asked_for_before_there_is_anything(tmp_path):
@@ -352,37 +288,19 @@ def test_a_record_can_be_written_to_a_file_and_asked_for_before_there_is_anythin
     assert json.loads(text)["groups"] == [] and json.loads(text)["rank"] is None
 
 
-def _timeouts_that_groups_have(rank):
-    ps.initialize_model_parallel(2, distributed_timeout_minutes=7)
-    groups = [group.group for group in ps.current_state().pool.groups]
-    assert creation.creation_timeout("gloo", timedelta(seconds=60)) == timedelta(seconds=12)
-    assert creation.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=2)
-    assert creation.creation_timeout("nccl", timedelta(seconds=60)) is None
-    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
-
-
-def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(fake_world):
-    timeouts = set(run_ranks(2, _timeouts_that_groups_have)[0])
-    assert timeouts == {timedelta(minutes=7), c10d.default_pg_timeout}
-    fake_world(2)
-    assert creation.creation_timeout("gloo", timedelta(seconds=60)) is None
-
-
-def _keeps_options(rank):
-    store, seconds = c10d._get_default_store(), timedelta(seconds=8)
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no TCP_USER_TIMEOUT")
+@on_ranks(2)
+def test_the_stores_connection_gives_up_in_time_only_while_groups_are_made(rank):
+    store = c10d._get_default_store()
     options = [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), (socket.SOL_SOCKET, 9)]
 
-    def read():
-        return [c.getsockopt(*option) for c in connection._connections(store) for option in options]
+    def limits():
+        connections = connection._connections(store)
+        return [[client.getsockopt(*option) for option in options] for client in connections]
 
-    before = read()
-    with connection.noticing_a_dead_link(store, seconds):
-        inside = read()
-    return before, inside, read(), len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the system has no TCP_USER_TIMEOUT")
-def test_the_stores_connection_gives_up_in_time_only_while_groups_are_made():
-    for before, inside, after, descriptors in run_ranks(2, _keeps_options):
-        assert inside and inside == [4000, 1] * (len(inside) // 2) and before == after != inside
-        assert descriptors < 64
+    before = limits()
+    with connection.noticing_a_dead_link(store, timedelta(seconds=8)):
+        inside = limits()
+    assert inside and inside == [[4000, 1]] * len(inside)
+    assert limits() == before != inside
+    assert len(os.listdir("/proc/self/fd")) < 64

@@ -7,9 +7,9 @@ import warnings
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 import hypergrid
 from compat import hyper_comm_grid, transformer_engine
@@ -17,12 +17,12 @@ from compat.hyper_comm_grid import HyperCommGrid
 from compat.megatron.releases import RELEASE_HAS
 from compat.state import ParallelState
 from tests.parity.grids import compare_grids
-from tests.support.forked import open_groups, run_ranks
-from tests.support.stock import RELEASES, have_stock, load_stock_grid, source, source_dir
+from tests.support.forked import on_ranks, open_groups, total
+from tests.support.stock import RELEASES, have_stock, load_stock_grid, source
 
 FUNCTION = "torch.distributed.new_subgroups_by_enumeration"
 NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
-GRIDS = [each for each in RELEASES if each not in ("0.12.3", "0.13.1")]
+GRIDS = [release for release in RELEASES if release not in ("0.12.3", "0.13.1")]
 
 
 def has_views(release):
@@ -57,37 +57,41 @@ def enumeration():
         yield function
 
 
-def parts(release):
-    """Names that stock's module defines, or imports as modules that tests patch; its methods."""
-    tree = ast.parse(source(release, "hyper_comm_grid.py"))
-    names, methods = {"dist", "np", "os", "logging"}, {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == "HyperCommGrid":
-            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-    for node in [*tree.body, *(n for t in tree.body if isinstance(t, ast.Try) for n in t.body)]:
+def names_in(body):
+    names = set()
+    for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets}
-    return names, methods
+            names.update(target.id for target in node.targets)
+        elif isinstance(node, ast.Try):
+            names |= names_in(node.body)
+    return names
+
+
+def methods_of(kind):
+    return {name for name, value in vars(kind).items() if inspect.isfunction(value)}
 
 
 def test_every_name_and_argument_of_a_release_is_there(release, eight):
-    names, methods = parts(release)
-    assert "HyperCommGrid" in names and names <= set(vars(hyper_comm_grid))
+    names = names_in(ast.parse(source(release, "hyper_comm_grid.py")).body)
+    modules_that_tests_patch = {"dist", "np", "os", "logging"}
+    assert "HyperCommGrid" in names
+    assert names | modules_that_tests_patch <= set(vars(hyper_comm_grid))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock = load_stock_grid(release).HyperCommGrid
-    for name in methods:
-        ours = inspect.signature(getattr(HyperCommGrid, name)).parameters
-        for parameter in inspect.signature(getattr(stock, name)).parameters.values():
-            mine = ours[parameter.name]
-            assert (mine.kind, mine.default) == (parameter.kind, parameter.default)
-    theirs, grid = (kind([2, 4], ["tp", "dp"]) for kind in (stock, HyperCommGrid))
-    assert set(vars(theirs)) <= {*vars(grid), "_pgs"}
-    for name in vars(theirs):
-        setattr(grid, name, getattr(theirs, name))
-        assert getattr(grid, name) is getattr(theirs, name)
+    for name in methods_of(stock):
+        parameters = inspect.signature(getattr(HyperCommGrid, name)).parameters
+        for expected in inspect.signature(getattr(stock, name)).parameters.values():
+            parameter = parameters[expected.name]
+            assert (parameter.kind, parameter.default) == (expected.kind, expected.default)
+    stock_grid = stock([2, 4], ["tp", "dp"])
+    grid = HyperCommGrid([2, 4], ["tp", "dp"])
+    assert set(vars(stock_grid)) <= {*vars(grid), "_pgs"}
+    for name, value in vars(stock_grid).items():
+        setattr(grid, name, value)
+        assert getattr(grid, name) is value
 
 
 def test_ranks_keys_groups_and_refusals_are_stocks_over_random_grids(release):
@@ -199,55 +203,46 @@ def test_a_module_that_is_replaced_for_this_one_alone_is_used(eight):
         assert HyperCommGrid([2, 4], ["tp", "dp"]).create_pg("tp") == "the group"
 
 
-def _wrapped(rank):
-    asked = []
-    torchs = dist.new_subgroups_by_enumeration
+@on_ranks(8)
+def test_a_wrapper_around_torchs_function_sees_the_groups_of_all_ranks(rank):
+    calls = []
+    enumeration = dist.new_subgroups_by_enumeration
 
-    @functools.wraps(torchs)
+    @functools.wraps(enumeration)
     def wrapper(ranks, **options):
-        asked.append((ranks, options))
-        return torchs(ranks, **options)
+        calls.append((ranks, options))
+        return enumeration(ranks, **options)
 
     with mock.patch(FUNCTION, wrapper):
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
         group = grid.create_pg("dp", group_desc="wrapped")
-    members = dist.get_process_group_ranks(group), group.group_desc
-    with mock.patch.object(c10d, "destroy_process_group") as unused, mock.patch(
-        "torch.distributed.destroy_process_group", wraps=dist.destroy_process_group
-    ) as closing:  # fmt: skip
-        grid.destroy()
-    assert not unused.called and closing.call_args_list == [mock.call(group)]
-    return asked, members, len(grid._pgs)
-
-
-def test_a_wrapper_around_torchs_function_sees_the_groups_of_all_ranks():
     ranks = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    options = {"backend": None, "group_desc": "wrapped"}
-    for rank, (asked, members, left) in enumerate(run_ranks(8, _wrapped)):
-        assert asked == [(ranks, options)] and members == (ranks[rank % 2], "wrapped")
-        assert left == 0
+    assert calls == [(ranks, {"backend": None, "group_desc": "wrapped"})]
+    assert dist.get_process_group_ranks(group) == ranks[rank % 2]
+    assert group.group_desc == "wrapped"
+    with (
+        mock.patch.object(c10d, "destroy_process_group") as unused,
+        mock.patch.object(dist, "destroy_process_group", wraps=dist.destroy_process_group) as used,
+    ):
+        grid.destroy()
+    assert not unused.called and used.call_args_list == [mock.call(group)]
+    assert not grid._pgs
 
 
-def _own_ways(rank):
-    made = []
-    with mock.patch(
-        "torch.distributed.new_group", side_effect=dist.new_group, autospec=True
-    ) as new_group:
+@on_ranks(8)
+def test_unreplaced_a_rank_creates_only_its_own_groups(rank):
+    new_group = mock.patch.object(dist, "new_group", side_effect=dist.new_group, autospec=True)
+    with new_group as created:
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
-        tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
-        made = [call.args[0] for call in new_group.call_args_list]
-    total = torch.tensor([rank])
-    dist.all_reduce(total, group=dp)
+        tp = grid.create_pg("tp")
+        dp = grid.create_pg("dp")
+    members = [[rank // 2 * 2, rank // 2 * 2 + 1], [*range(rank % 2, 8, 2)]]
+    assert [call.args[0] for call in created.call_args_list] == members
+    assert total(dp, rank) == sum(members[1])
     assert grid.core.get_pg("tp") is grid.get_pg("tp") is tp is grid._pgs["tp"]
-    assert [each.group for each in grid.core.pool.groups] == [tp, dp]
+    assert [pooled.group for pooled in grid.core.pool.groups] == [tp, dp]
     grid.destroy()
-    return made, total.item(), len(open_groups()), grid._pgs
-
-
-def test_unreplaced_a_rank_creates_only_its_own_groups():
-    for rank, (made, total, left, groups) in enumerate(run_ranks(8, _own_ways)):
-        assert made == [[rank // 2 * 2, rank // 2 * 2 + 1], [*range(rank % 2, 8, 2)]]
-        assert total == sum(made[1]) and left == 1 and groups == {}
+    assert len(open_groups()) == 1 and grid._pgs == {}
 
 
 def test_dims_are_a_name_a_list_or_names_joined_and_a_name_may_have_a_dash(views, fake_world):
@@ -260,15 +255,6 @@ def test_dims_are_a_name_a_list_or_names_joined_and_a_name_may_have_a_dash(views
     assert list(grid._pgs) == list(theirs._pgs) == ["expt-tp", "dp-cp"]
     assert grid.get_pg("cp-dp") is grid.get_pg(("dp", "cp")) is grid._pgs["dp-cp"]
     assert len(grid.core.pool.groups) == 2
-
-
-def _differently(rank):
-    HyperCommGrid([4, 2] if rank == 5 else [2, 4], ["tp", "dp"]).create_pg("tp")
-
-
-def test_unreplaced_ranks_that_disagree_all_say_why_not():
-    ((name, text),) = set(run_ranks(8, _differently, expect="errors"))
-    assert name == "AgreementError" and "on rank 5" in text
 
 
 def test_a_grid_beyond_the_real_world_is_refused_by_torch_as_with_stock(release, fake_world):
@@ -287,14 +273,15 @@ def test_a_grid_beyond_the_real_world_is_refused_by_torch_as_with_stock(release,
 def test_the_dict_of_groups_is_what_the_methods_go_by(fake_world):
     fake_world(8, rank=3)
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
-    tp, mine = grid.create_pg("tp"), dist.new_group([0, 3])
-    grid._pgs["tp"] = mine
-    assert grid.get_pg("tp") is mine is grid.core.get_pg("tp")
+    tp = grid.create_pg("tp")
+    outside = dist.new_group([0, 3])
+    grid._pgs["tp"] = outside
+    assert grid.get_pg("tp") is outside is grid.core.get_pg("tp")
     del grid._pgs["tp"]
     again = grid.create_pg("tp")
     assert again is not tp and grid._pgs == {"tp": again}
-    grid._pgs = {"dp": mine}
-    assert grid.get_pg("dp") is mine
+    grid._pgs = {"dp": outside}
+    assert grid.get_pg("dp") is outside
     with pytest.raises(KeyError, match="hasn't been created"):
         grid.get_pg("tp")
 
@@ -302,41 +289,48 @@ def test_the_dict_of_groups_is_what_the_methods_go_by(fake_world):
 def test_what_is_in_the_dict_is_closed_once_and_what_is_not_stays_open(fake_world):
     fake_world(8, rank=3)
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
-    tp, cp, mine = grid.create_pg("tp"), grid.create_pg("cp"), dist.new_group([0, 3])
+    tp = grid.create_pg("tp")
+    cp = grid.create_pg("cp")
+    outside = dist.new_group([0, 3])
     taken = grid._pgs.pop("cp")
-    grid._pgs |= {"mine": mine, "also": mine, "dp": None, "cp-tp": NON_MEMBER}
+    grid._pgs |= {"mine": outside, "also": outside, "dp": None, "cp-tp": NON_MEMBER}
     with mock.patch(
         "torch.distributed.destroy_process_group", side_effect=dist.destroy_process_group
     ) as closing:
         grid.destroy()
     assert sorted(map(id, (call.args[0] for call in closing.call_args_list))) == sorted(
-        [id(tp), id(mine)]
+        [id(tp), id(outside)]
     )
     assert grid._pgs == {} and taken is cp in open_groups()
-    assert tp not in open_groups() and mine not in open_groups()
+    assert tp not in open_groups() and outside not in open_groups()
     assert grid.create_pg("tp") is not tp
     grid.core.destroy()
     assert cp not in open_groups()
 
 
-def _after(kind, changes):
-    """What a grid makes and answers after ``changes``, and the backends that it asks torch for."""
-    grid, backends, torchs = kind([2, 4], ["tp", "dp"]), set(), c10d.new_group
+def answers_after(kind, changes):
+    """What a grid creates and answers after ``changes``, and the backends asked of torch."""
+    grid = kind([2, 4], ["tp", "dp"])
     for name, value in changes.items():
         setattr(grid, name, value)
+    backends = set()
+    torchs_new_group = c10d.new_group
 
     def new_group(ranks, backend=None, **options):
         backends.add(backend)
-        return torchs(ranks, **options)
+        return torchs_new_group(ranks, **options)
 
     with (
-        mock.patch("torch.distributed.new_group", new_group),
+        mock.patch.object(dist, "new_group", new_group),
         mock.patch.object(c10d, "new_group", new_group),
     ):
         group = grid.create_pg("tp")
-    ranks = dist.get_process_group_ranks(group) if group is not None else None
-    inside = hasattr(kind, "is_current_rank_in_grid") and grid.is_current_rank_in_grid()
-    return ranks, backends, inside, list(grid._pgs)
+    answers = {"backends": backends, "keys": list(grid._pgs), "ranks": None}
+    if group is not None:
+        answers["ranks"] = dist.get_process_group_ranks(group)
+    if hasattr(kind, "is_current_rank_in_grid"):
+        answers["is inside"] = grid.is_current_rank_in_grid()
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -361,14 +355,11 @@ def test_what_is_written_into_a_grid_has_the_effect_it_has_on_stock(release, fak
     fake_world(16)
     if not set(changes) <= {*vars(stock), *vars(stock([1], ["x"]))}:
         pytest.skip("the release has no such method")
-    answers = []
-    for kind in (stock, HyperCommGrid):
-        fake_world(16, rank=6)
-        answers.append(_after(kind, changes))
-    theirs, ours = answers
-    if not hasattr(stock, "is_current_rank_in_grid"):
-        ours = (*ours[:2], False, ours[3])
-    assert theirs == ours
+    fake_world(16, rank=6)
+    expected = answers_after(stock, changes)
+    fake_world(16, rank=6)
+    answers = answers_after(HyperCommGrid, changes)
+    assert {name: answers[name] for name in expected} == expected
 
 
 def test_a_view_that_is_written_by_hand_has_its_effect(views, fake_world):
@@ -385,29 +376,26 @@ def test_a_view_that_is_written_by_hand_has_its_effect(views, fake_world):
     assert answers[0] == answers[1]
 
 
-def _state_as_megatrons_grid(rank):
+@on_ranks(4)
+def test_a_core_grid_is_given_to_megatrons_code_with_its_views_and_groups(rank):
     state = ParallelState.create(
         tensor_model_parallel_size=2, expert_model_parallel_size=2, order="tp-cp-ep-dp-pp"
     )
     grid = HyperCommGrid.from_core(state.grid)
-    tp, ep = state.get_tensor_model_parallel_group(), state.get_expert_model_parallel_group()
-    assert grid.core is state.grid and grid.get_pg("tp") is tp
-    assert grid.get_pg("ep", view="expert") is ep
+    assert grid.core is state.grid
+    assert grid.get_pg("tp") is state.get_tensor_model_parallel_group()
+    assert grid.get_pg("ep", view="expert") is state.get_expert_model_parallel_group()
     assert grid._gen_rank_enum(["tp"]) == [[0, 1], [2, 3]] and grid.dim_names[0] == "tp"
     both = grid.create_pg(["cp", "pp"])
     assert state.grid.get_pg("pp-cp") is both
     state.destroy()
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
-    before = len(open_groups())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    before = open_groups()
     grid = HyperCommGrid.from_core(hypergrid.HyperCommGrid.from_device_mesh(mesh))
     assert grid.get_pg("x") is mesh.get_group("x")
     grid.create_pg(["x", "y"])
     grid.destroy()
-    return len(open_groups()) - before, grid._pgs
-
-
-def test_a_core_grid_is_given_to_megatrons_code_with_its_views_and_groups():
-    assert run_ranks(4, _state_as_megatrons_grid) == [(0, {})] * 4
+    assert open_groups() == before and grid._pgs == {}
 
 
 def test_our_functions_take_either_grid(fake_world):
@@ -421,9 +409,3 @@ def test_our_functions_take_either_grid(fake_world):
     tp = grid.get_pg("tp")
     assert transformer_engine.amax_group(grid) is transformer_engine.amax_group(grid.core)
     assert collection.from_grid(grid, ["tp"]).tp is tp is collection.from_grid(grid.core).tp
-
-
-def test_source_of_the_oracle_is_a_release_that_has_the_module():
-    for each in RELEASES:
-        if have_stock(each):
-            assert (source_dir(each) / "hyper_comm_grid.py").is_file() == (each in GRIDS)

@@ -19,7 +19,7 @@ from compat.megatron import request as requests
 from compat.report import report
 from tests.parity.surface import parameters, private_globals, public_functions
 from tests.support import ROOT, warm
-from tests.support.forked import open_groups, run_ranks
+from tests.support.forked import on_ranks, open_groups, total
 from tests.support.groups import check_pool
 from tests.support.stock import PUBLISHED, RELEASES, following, have_stock, source, source_dir
 
@@ -51,20 +51,19 @@ def speaking(request, monkeypatch):
 
 def test_what_a_release_takes_by_position_means_what_it_means_by_name(speaking, monkeypatch):
     release, module = speaking
-    names = [name for name in parameters(release) if name != "order"]
-    given = {name: object() for name in names} | {"order": "tp"}
-    asked = []
+    arguments = {name: object() for name in parameters(release)} | {"order": "tp"}
+    requests = []
 
-    def request(**arguments):
-        asked.append({name: arguments[name] for name in given})
+    def request(**passed):
+        requests.append({name: passed[name] for name in arguments})
         raise LookupError
 
     monkeypatch.setitem(vars(module), "Request", request)
     with pytest.raises(LookupError):
-        module.initialize_model_parallel(*(given[name] for name in parameters(release)))
+        module.initialize_model_parallel(*(arguments[name] for name in parameters(release)))
     with pytest.raises(LookupError):
-        module.initialize_model_parallel(**given)
-    assert asked == [given, given]
+        module.initialize_model_parallel(**arguments)
+    assert requests == [arguments, arguments]
 
 
 class Named:
@@ -91,11 +90,12 @@ def test_getters_mean_the_same_by_position_and_by_name(speaking, monkeypatch):
     answers = set()
     for name in public_functions(release):
         if name.startswith(("get_", "is_", "has_")) and name != "get_nccl_options":
-            getter, arguments = getattr(module, name), [*parameters(release, name)]
+            getter = getattr(module, name)
+            arguments = [*parameters(release, name)]
             for chosen in [None, *arguments]:
-                given = {each: each == chosen for each in arguments}
-                answer = _answer(getter, *given.values())
-                assert answer == _answer(getter, **given), (name, given)
+                passed = {argument: argument == chosen for argument in arguments}
+                answer = _answer(getter, *passed.values())
+                assert answer == _answer(getter, **passed), (name, passed)
                 answers.add(str(answer))
     assert len(answers) > 30
 
@@ -197,34 +197,30 @@ def test_states_collections_and_the_audit_need_no_name_of_another_release(tmp_pa
     assert "HYPERGRID_ALL_RELEASES=1" in done.stdout
 
 
-def _connected(rank):
-    met = []
+@on_ranks(8)
+def test_the_groups_of_dynamic_context_parallelism_are_runs_and_connected_at_once(rank):
+    connected = []
+
+    def barrier(group, device_ids):
+        connected.append(group.size())
+
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(torch.cuda, "synchronize"),
-        mock.patch.object(dist, "barrier", lambda group, device_ids: met.append(group.size())),
+        mock.patch.object(dist, "barrier", barrier),
     ):
         ps.initialize_model_parallel(
             context_parallel_size=2,
             dynamic_context_parallel=True,
             min_dynamic_context_parallel_size=2,
         )
-    sizes = {}
-    for size in (2, 4, 8):
-        total = torch.tensor([2.0**rank])
+    assert connected == [2, 4, 8]
+    for size in connected:
         group = ps.get_dynamic_data_context_parallel_groups(group_size=size)
-        dist.all_reduce(total, group=group)
-        sizes[size] = total.item() == sum(
-            2.0**member for member in range(8) if member // size == rank // size
-        )
+        first = rank // size * size
+        assert total(group, rank) == sum(range(first, first + size))
     with pytest.raises(KeyError, match=r"of size 1; sizes that exist: \[2, 4\]"):
         ps.get_dynamic_data_context_parallel_groups(group_size=1)
-    ps.destroy_model_parallel()
-    return met, sizes
-
-
-def test_the_groups_of_dynamic_context_parallelism_are_runs_and_connected_at_once():
-    assert run_ranks(8, _connected) == [([2, 4, 8], dict.fromkeys((2, 4, 8), True))] * 8
 
 
 def test_an_unknown_release_is_taken_for_the_nearest_with_one_warning():
@@ -344,27 +340,23 @@ def test_from_0_13_on_an_encoder_is_told_to_go(fake_world, monkeypatch, deprecat
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ps.initialize_model_parallel(encoder_pipeline_model_parallel_size=1)
-        asked = [ps.is_inside_encoder(), ps.is_inside_decoder(0), ps.is_pipeline_stage_at_split()]
+        assert ps.is_inside_encoder() and not ps.is_inside_decoder(0)
+        assert ps.is_pipeline_stage_at_split()
     ps.destroy_model_parallel()
-    told = [w for w in caught if issubclass(w.category, DeprecationWarning)]
-    assert asked == [True, False, True]
-    assert [w.filename == __file__ for w in told[1:4]] == [True] * (3 * deprecated)
-    assert bool(told) == deprecated
+    deprecations = [w for w in caught if issubclass(w.category, DeprecationWarning)]
+    assert bool(deprecations) == deprecated
+    if deprecated:  # the caller's line
+        assert {warning.filename for warning in deprecations[1:4]} == {__file__}
 
 
-def _collectives(rank):
+@on_ranks(8)
+def test_real_ranks_of_encoder_and_decoder_pass_collectives_on_every_group(rank):
     ps.initialize_model_parallel(
         2, encoder_tensor_model_parallel_size=1, encoder_pipeline_model_parallel_size=2
     )
     # By the pool: of the groups that share an encoder's rank, the getters know the last alone.
     check_pool(rank)
-    pipelines = ps.get_pipeline_model_parallel_group()
-    ps.destroy_model_parallel()
-    return len(pipelines) if isinstance(pipelines, list) else 1
-
-
-def test_real_ranks_of_encoder_and_decoder_pass_collectives_on_every_group():
-    assert run_ranks(8, _collectives) == [2] * 4 + [1] * 4
+    assert isinstance(ps.get_pipeline_model_parallel_group(), list) == (rank < 4)
 
 
 @pytest.mark.parametrize(

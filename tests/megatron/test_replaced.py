@@ -7,7 +7,6 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import hypergrid
@@ -15,61 +14,49 @@ from compat import members_only
 from compat import parallel_state as ps
 from compat.report import report
 from compat.state import ParallelState
-from hypergrid.errors import AgreementError
 from tests.parity.surface import public_functions
-from tests.support.forked import from_all, on_ranks, open_groups, run_ranks
+from tests.support.forked import from_all, on_ranks, open_groups, total
 from tests.support.stock import load_stock
 
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
-def works_on_every_group():
-    """The sums of all ranks' numbers over each of this rank's groups, by the group's ranks."""
-    seen = {}
+def names_of_working_groups():
+    """By label and ranks, the name of each group of this rank; each adds up its ranks."""
+    name_of = {}
     for pooled in ps.current_state().pool.groups:
-        total = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(total, group=pooled.group)
-        assert total.item() == sum(pooled.ranks), pooled
-        seen[pooled.label] = (list(pooled.ranks), pooled.group.group_name)
-    return seen
+        assert total(pooled.group, float(dist.get_rank())) == sum(pooled.ranks), pooled
+        name_of[pooled.label, pooled.ranks] = pooled.group.group_name
+    return name_of
 
 
-def _wrapped(rank):
-    calls, original = [], ps.create_group
+@on_ranks(8)
+def test_a_replaced_create_group_makes_working_groups_that_close_with_the_others(rank):
+    calls = []
+    original = ps.create_group
 
     @functools.wraps(original)
     def create_group(ranks=None, timeout=None, *rest, **kwargs):
         calls.append(kwargs.get("group_desc"))
         return original(ranks, timeout or timedelta(days=200), *rest, **kwargs)
 
-    with mock.patch.object(ps, "create_group", create_group):
-        ps.initialize_model_parallel(**SIZES, context_parallel_size=2)
-        first = works_on_every_group()
+    for sizes in ({"context_parallel_size": 2}, {"num_distributed_optimizer_instances": 2}):
+        with mock.patch.object(ps, "create_group", create_group):
+            ps.initialize_model_parallel(**SIZES, **sizes)
+        name_of = {}
+        for of_rank in from_all(names_of_working_groups()):
+            for group, name in of_rank.items():
+                assert name_of.setdefault(group, name) == name  # on every member
+        assert len({*name_of.values()}) == len(name_of)
+        assert "outside code has replaced create_group" in report(ps.current_state())
+        owners = {group["owner"] for group in json.loads(hypergrid.dump())["groups"]} - {None}
+        assert any("with create_group replaced" in owner for owner in owners)
         ps.destroy_model_parallel()
-        ps.initialize_model_parallel(**SIZES, num_distributed_optimizer_instances=2)
-        second = works_on_every_group()
-        state = ps.current_state()
-        text = report(state)
-        owners = {group["owner"] for group in json.loads(hypergrid.dump())["groups"]}
-        ps.destroy_model_parallel()
-    assert len(open_groups()) == 1
+        assert len(open_groups()) == 1
+    (count,) = {*from_all(len(calls))}
+    assert count > 100  # every rank, for every group of the world
     ps.initialize_model_parallel(**SIZES)
-    third = works_on_every_group()
-    ps.destroy_model_parallel()
-    return len(calls), first, second, third, text, owners
-
-
-def test_a_replaced_create_group_makes_working_groups_that_close_with_the_others():
-    results = run_ranks(8, _wrapped)
-    counts, firsts, seconds, thirds, texts, owners = zip(*results, strict=True)
-    assert len(set(counts)) == 1 and counts[0] > 100  # every rank, for every group of the world
-    for lives in (firsts, seconds, thirds):
-        named = {}
-        for label, (ranks, name) in (each for life in lives for each in life.items()):
-            assert named.setdefault((label, tuple(ranks)), name) == name  # on every member
-        assert len(set(named.values())) == len(named)
-    assert "outside code has replaced create_group" in texts[0]
-    assert any(owner and "with create_group replaced" in owner for owner in owners[0])
+    names_of_working_groups()
 
 
 @on_ranks(8)
@@ -83,9 +70,8 @@ def test_one_that_needs_members_only_is_called_for_a_ranks_own_groups(rank):
 
     with mock.patch.object(ps, "create_group", create_group):
         ps.initialize_model_parallel(**SIZES, num_distributed_optimizer_instances=2)
-    seen = works_on_every_group()
-    ps.destroy_model_parallel()
-    assert all(rank in ranks for ranks in calls) and len(calls) == len(seen)
+    assert all(rank in ranks for ranks in calls)
+    assert len(calls) == len(names_of_working_groups())
 
 
 class Duplicating(ps.RankGenerator):
@@ -111,37 +97,7 @@ def test_a_rank_generator_that_communicates_decides_the_ranks(rank):
         ps.initialize_model_parallel(**SIZES)
     assert ps.get_tensor_model_parallel_world_size() == 2
     assert ps.get_pipeline_model_parallel_rank() == rank // 4
-    total = torch.ones(1)
-    dist.all_reduce(total, group=ps.get_data_parallel_group())
-    ps.destroy_model_parallel()
-    assert total.item() == 2
-
-
-@on_ranks(4)
-def test_ranks_that_replaced_different_functions_are_told(rank):
-    original = ps.create_group
-    if rank == 2:
-        ps.create_group = lambda *args, **kwargs: original(*args, **kwargs)
-    with pytest.raises(AgreementError) as raised:
-        ps.initialize_model_parallel(2)
-    (text,) = {*from_all(str(raised.value))}
-    assert "replaced in parallel_state is 'create_group' on rank 2 and None on rank 0" in text
-    ps.create_group = original
-    ps.initialize_model_parallel(2)
-
-
-@on_ranks(4)
-def test_a_state_of_ones_own_listens_too(rank):
-    calls, original = [], ps.get_nccl_options
-
-    def get_nccl_options(name, configs):
-        calls.append(name)
-        return original(name, configs)
-
-    with mock.patch.object(ps, "get_nccl_options", get_nccl_options):
-        state = ParallelState.create(**SIZES)
-    state.destroy()
-    assert len(calls) > 10
+    assert total(ps.get_data_parallel_group()) == 2
 
 
 @on_ranks(4)
@@ -188,20 +144,23 @@ class Pretended:
         self.size = lambda: len(self.ranks)
 
 
-def _rehearsed(module, rank, world):
+def rehearsed(module, rank, world):
     """What is created, and what getters answer, in two initialisations."""
-    created, seen = [], []
+    created = []
+    answers_of_getters = []
 
-    def new_group(ranks=None, group_desc=None, **asked):
-        created.append((group_desc, tuple(ranks), str(asked.get("timeout")), asked.get("backend")))
+    def new_group(ranks=None, group_desc=None, **options):
+        created.append(
+            (group_desc, tuple(ranks), str(options.get("timeout")), options.get("backend"))
+        )
         return Pretended(rank, ranks, group_desc)
 
-    told = {"get_rank": rank, "get_world_size": world, "is_initialized": True}
+    answers = {"get_rank": rank, "get_world_size": world, "is_initialized": True}
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(dist, "new_group", new_group))
-        for name, value in told.items():
-            answer = functools.partial(lambda value, group=None: value, value)
-            patched.enter_context(mock.patch.object(dist, name, answer))
+        for name, answer in answers.items():
+            function = functools.partial(lambda answer, group=None: answer, answer)
+            patched.enter_context(mock.patch.object(dist, name, function))
         for sizes in (2, 2, 2), (4, 1, 1):
             module.initialize_model_parallel(
                 sizes[0],
@@ -212,29 +171,29 @@ def _rehearsed(module, rank, world):
             )
             for name in public_functions("0.16.1"):
                 if name.endswith(("_rank", "_world_size")) and name.startswith("get_"):
-                    seen.append((name, getattr(module, name)()))
+                    answers_of_getters.append((name, getattr(module, name)()))
                 if name.endswith("_parallel_group"):
                     with suppress(AssertionError):
                         group = getattr(module, name)()
-                        seen.append((name, group.desc, group.ranks))
+                        answers_of_getters.append((name, group.desc, group.ranks))
             with pytest.raises((KeyError, ValueError), match="zz"):
                 module.initialize_model_parallel(2, order="tp-cp-ep-dp-pp-zz")
             module.destroy_model_parallel()
-            seen.append(module.is_initialized())
-    return created, seen
+            answers_of_getters.append(module.is_initialized())
+    return created, answers_of_getters
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["no default group", "one real rank"])
-def test_a_world_that_is_only_told_is_rehearsed_as_on_stock(real, tmp_path):
+def test_a_world_that_is_only_told_isrehearsed_as_on_stock(real, tmp_path):
     if real:
         dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         for rank, world in (5, 8), (11, 16):
-            stock = _rehearsed(load_stock("0.16.1"), rank, world)
-            with pytest.warns(UserWarning, match=f"says that there are {world} ranks") as told:
-                ours = _rehearsed(ps, rank, world)
+            stock = rehearsed(load_stock("0.16.1"), rank, world)
+            with pytest.warns(UserWarning, match=f"says that there are {world} ranks") as caught:
+                ours = rehearsed(ps, rank, world)
             assert ours == stock
-            assert {each.filename for each in told} == {__file__}
+            assert {warning.filename for warning in caught} == {__file__}
     finally:
         if real:
             dist.destroy_process_group()

@@ -33,23 +33,23 @@ def printing():
 
 @on_ranks(4)
 def test_the_report_notices_interleaved_ranks(rank):
-    said = reported(printing(), "abab", rank)
+    report = reported(printing(), "abab", rank)
     dist.barrier()
     if rank == 0:
         assert (
             "ranks are interleaved over hosts: a has ranks 0, 2, so that groups of neighbouring "
-            "ranks cross hosts. Start with srun --distribution=block" in said
+            "ranks cross hosts. Start with srun --distribution=block" in report
         )
-    said = reported(printing(), "aabb", rank)
+    report = reported(printing(), "aabb", rank)
     if rank == 0:
-        assert "TENSOR_MODEL_PARALLEL_GROUP" in said and "interleaved" not in said
+        assert "TENSOR_MODEL_PARALLEL_GROUP" in report and "interleaved" not in report
 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_tell_its_host_leaves_the_report_without_that_line(rank):
-    said = reported(printing(), "ab", rank, HYPERGRID_REPORT=str(1 - rank))
+    report = reported(printing(), "ab", rank, HYPERGRID_REPORT=str(1 - rank))
     if rank == 0:
-        assert "TENSOR_MODEL_PARALLEL_GROUP" in said and "hosts" not in said
+        assert "TENSOR_MODEL_PARALLEL_GROUP" in report and "hosts" not in report
 
 
 @on_ranks(4)

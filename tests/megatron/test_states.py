@@ -14,7 +14,7 @@ import torch.distributed as dist
 from compat import parallel_state as ps
 from compat.megatron import getters
 from compat.state import ParallelState, make_current
-from tests.support.forked import on_ranks, open_groups, run_ranks, total
+from tests.support.forked import on_ranks, open_groups, total
 
 GETTERS = [
     name
@@ -93,8 +93,8 @@ def test_getters_without_a_state_say_what_to_import():
         "ps.set_tensor_model_parallel_rank(5)\n"
         "print(early())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines() == [
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
         "get_tensor_model_parallel_rank() has no state to answer from: import "
         "compat.parallel_state first.",
         "5",
@@ -140,7 +140,7 @@ def test_activation_answers_for_the_module_nests_and_ends_on_error(two):
 
 
 def test_autograds_threads_see_the_activation(two):
-    seen = []
+    groups = []
 
     class Look(torch.autograd.Function):
         @staticmethod
@@ -149,16 +149,15 @@ def test_autograds_threads_see_the_activation(two):
 
         @staticmethod
         def backward(ctx, grad):
-            thread = threading.Thread(
-                target=lambda: seen.append(ps.get_tensor_model_parallel_group())
-            )
+            ask = lambda: groups.append(ps.get_tensor_model_parallel_group())  # noqa: E731
+            thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
             return grad
 
     with two[1].activate():
         Look.apply(torch.ones(1, requires_grad=True)).sum().backward()
-    assert seen == [two[1].get_tensor_model_parallel_group()]
+    assert groups == [two[1].get_tensor_model_parallel_group()]
 
 
 def test_activations_that_do_not_nest_are_told(two):
@@ -203,13 +202,13 @@ def test_in_no_thread_does_a_state_answer_with_anothers_group(two):
 
 def test_what_outside_code_writes_stays_with_the_state_that_was_current(two):
     actor, critic = two
-    own = critic.get_tensor_model_parallel_group()
+    group_of_critic = critic.get_tensor_model_parallel_group()
     with actor.activate():
         vars(ps)["_TENSOR_MODEL_PARALLEL_GROUP"] = "written"
         exec("global _MPU_DATA_PARALLEL_RANK; _MPU_DATA_PARALLEL_RANK = 7", vars(ps))
         assert actor.get_tensor_model_parallel_group() == "written"
         with critic.activate():
-            assert ps.get_tensor_model_parallel_group() is own
+            assert ps.get_tensor_model_parallel_group() is group_of_critic
             assert actor.get_tensor_model_parallel_group() == "written"
             actor.set_pipeline_model_parallel_rank(9)
         assert ps.get_data_parallel_rank() == actor.get_data_parallel_rank() == 7
@@ -248,12 +247,12 @@ def test_states_over_windows_are_for_the_ranks_in_them(rank):
     language = ParallelState.create(
         pipeline_model_parallel_size=2, local_world_size=4, rank_offset=4
     )
-    mine, other = (encoder, language) if rank < 4 else (language, encoder)
-    total = torch.tensor([float(rank)])
-    dist.all_reduce(total, group=mine.get_model_parallel_group())
-    assert total.item() == [1, 1, 5, 5, 10, 12, 10, 12][rank]
-    said = _ask(other, "get_model_parallel_group")
-    assert said.startswith("AssertionError: model parallel group is")
+    inside, outside = (encoder, language) if rank < 4 else (language, encoder)
+    pair = rank // 2 * 2 if rank < 4 else rank % 2 + 4
+    members = [pair, pair + 1] if rank < 4 else [pair, pair + 2]
+    assert total(inside.get_model_parallel_group(), rank) == sum(members)
+    with pytest.raises(AssertionError, match="model parallel group is"):
+        outside.get_model_parallel_group()
 
 
 def test_the_grid_of_a_state_has_its_groups_dense_and_expert_as_two_views(two):
@@ -295,13 +294,10 @@ def test_a_suspended_state_answers_as_before_and_only_that_one_resumes(two):
         state.suspend()
 
 
-def _refused_twice(rank):
-    for size in (3, 5):
+@on_ranks(4)
+def test_refusals_in_a_row_leave_no_rank_a_call_ahead(rank):
+    for size in (3, 5, 3, 5):
         with pytest.raises(RuntimeError, match="is not divisible"):
             ParallelState.create(tensor_model_parallel_size=size)
-    return ParallelState.create(tensor_model_parallel_size=2).get_tensor_model_parallel_rank()
-
-
-def test_refusals_in_a_row_leave_no_rank_a_call_ahead():
-    for _ in range(5):
-        assert run_ranks(4, _refused_twice) == [0, 1, 0, 1]
+    state = ParallelState.create(tensor_model_parallel_size=2)
+    assert state.get_tensor_model_parallel_rank() == rank % 2

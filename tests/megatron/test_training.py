@@ -28,8 +28,8 @@ MORE = {
 
 
 def run(side, *arguments, **options):
-    given = argparse.Namespace(**{"ranks": 8, "steps": 3, "order": None} | options)
-    return compare_training.run_side(side, given, dict(enumerate(arguments)))
+    settings = argparse.Namespace(**{"ranks": 8, "steps": 3, "order": None} | options)
+    return compare_training.run_side(side, settings, dict(enumerate(arguments)))
 
 
 def on_both(runs):
@@ -54,31 +54,31 @@ def test_training_in_further_layouts_is_equal_to_the_last_bit(capfd):
         are_equal(name, *pair)
 
 
-def are_equal(name, stock, ours):
-    assert compare_training.show(name, stock, ours)
-    assert ours["steps"][-1]["loss"] < ours["steps"][0]["loss"]
+def are_equal(name, stock, swapped):
+    assert compare_training.show(name, stock, swapped)
+    assert swapped["steps"][-1]["loss"] < swapped["steps"][0]["loss"]
     # Each rank made its own groups and no others; stock also makes one that no getter gives.
     nameless = 1 if "instances" in name else 0
-    assert ours["new_group_calls"] == ours["live_groups"]
-    assert ours["live_groups"] == [groups - nameless for groups in stock["live_groups"]]
-    assert max(ours["new_group_calls"]) < min(stock["new_group_calls"])
+    assert swapped["new_group_calls"] == swapped["live_groups"]
+    assert swapped["live_groups"] == [groups - nameless for groups in stock["live_groups"]]
+    assert max(swapped["new_group_calls"]) < min(stock["new_group_calls"])
 
 
 def test_an_order_that_the_launcher_sets_trains_as_the_script_that_passes_it(trained):
     stock, _ = trained["pipelines inside"]
-    (ours,) = run("hypergrid", "--tp 2 --pp 2", order="tp-cp-pp-dp")
-    assert stock["arguments"]["order"] == "tp-cp-pp-dp" != ours["arguments"]["order"]
-    assert stock["rank_digests"] == ours["rank_digests"]
+    (swapped,) = run("hypergrid", "--tp 2 --pp 2", order="tp-cp-pp-dp")
+    assert stock["arguments"]["order"] == "tp-cp-pp-dp" != swapped["arguments"]["order"]
+    assert stock["rank_digests"] == swapped["rank_digests"]
 
 
 def test_shared_communicators_that_connect_late_train_to_the_same_bits(trained, monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     monkeypatch.setenv("HYPERGRID_CONNECT", "lazy")
     names = ("tensor and pipeline", "experts")
-    for name, ours in zip(names, run("hypergrid", *map(RUNS.get, names)), strict=True):
+    for name, swapped in zip(names, run("hypergrid", *map(RUNS.get, names)), strict=True):
         stock, _ = trained[name]
-        assert stock["rank_digests"] == ours["rank_digests"]
-        assert max(ours["live_groups"]) < 0.8 * max(stock["live_groups"])
+        assert stock["rank_digests"] == swapped["rank_digests"]
+        assert max(swapped["live_groups"]) < 0.8 * max(stock["live_groups"])
 
 
 SUSPENDING = """

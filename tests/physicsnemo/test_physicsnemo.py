@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import re
 import subprocess
 import sys
 from itertools import product
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import hypergrid
@@ -22,7 +22,7 @@ from compat import physicsnemo as pn
 from compat.physicsnemo import DistributedManager, ProcessGroupConfig, ProcessGroupNode
 from hypergrid.groups.pool import live_pools
 from tests.support import ROOT, physicsnemo_stock
-from tests.support.forked import open_groups, run_ranks
+from tests.support.forked import on_ranks, open_groups, run_ranks, total
 
 stock_needed = pytest.mark.skipif(
     bool(physicsnemo_stock.MISSING), reason=physicsnemo_stock.MISSING or "it is there"
@@ -92,51 +92,46 @@ class Module(torch.nn.Module):
         return (self.weight * x).sum()
 
 
-def _example(rank, sizes, topology_mapping):
-    start(rank, dist.get_world_size())
+def example(rank, world, spatial, channel, hosts):
+    start(rank, world)
     printed = []
     names = {
         **vars(pn),
         "Module": Module,
         "DDP": DistributedDataParallel,
-        "topology_mapping": topology_mapping,
+        "topology_mapping": hosts,
         "print": printed.append,
     }
-    exec(EXAMPLE.replace("4, ", f"{sizes[1]}, ").replace("2}", f"{sizes[0]}}}"), names)
-    names["model"](torch.full((3,), float(rank))).backward()
+    exec(EXAMPLE.replace("4, ", f"{channel}, ").replace("2}", f"{spatial}}}"), names)
+    model = names["model"]
+    model(torch.full((3,), float(rank))).backward()
+    size = spatial * channel
+    assert printed == [["spatial_parallel", "channel_parallel"], size]
+    first = rank // size * size
+    nearest = rank // spatial * spatial
+    farthest = first + rank % spatial
+    expected = {
+        "model_parallel": range(first, first + size),
+        "data_parallel": range(rank % size, world, size),
+        "spatial_parallel": range(nearest, nearest + spatial),
+        "__orthogonal_to_spatial_parallel": range(rank % spatial, world, spatial),
+        "channel_parallel": range(farthest, first + size, spatial),
+    }
     manager = DistributedManager()
-    seen = {name: dist.get_process_group_ranks(manager.group(name)) for name in manager.group_names}
-    gradient = names["model"].module.weight.grad[0].item()
+    assert list(manager.group_names) == [*expected, "__orthogonal_to_channel_parallel"]
+    for name, ranks in expected.items():
+        assert dist.get_process_group_ranks(manager.group(name)) == [*ranks]
+    # Averaged over the ranks that share weights.
+    assert model.module.weight.grad[0].item() == np.mean(expected["data_parallel"])
     DistributedManager.cleanup()
-    return printed, seen, gradient, len(open_groups())
+    assert len(open_groups()) == 1
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes", "hosts"),
-    [(8, (2, 4), None), (8, (2, 4), 8), (8, (2, 2), [4, 4]), (4, (2, 1), None), (4, (1, 2), 2)],
+    ("world", "spatial", "channel", "hosts"), [(8, 2, 4, None), (8, 2, 2, [4, 4]), (4, 1, 2, 2)]
 )
-def test_the_example_of_pull_request_153_runs(world, sizes, hosts):
-    results = run_ranks(world, _example, sizes, hosts)
-    size, (spatial, _) = sizes[0] * sizes[1], sizes
-    for rank, (printed, seen, gradient, left) in enumerate(results):
-        assert printed == [["spatial_parallel", "channel_parallel"], size]
-        assert list(seen) == [
-            "model_parallel",
-            "data_parallel",
-            "spatial_parallel",
-            "__orthogonal_to_spatial_parallel",
-            "channel_parallel",
-            "__orthogonal_to_channel_parallel",
-        ]
-        first = rank // size * size
-        assert seen["model_parallel"] == list(range(first, first + size))
-        assert seen["data_parallel"] == list(range(rank % size, world, size))
-        near = rank // spatial * spatial
-        assert seen["spatial_parallel"] == list(range(near, near + spatial))
-        far = first + rank % spatial
-        assert seen["channel_parallel"] == list(range(far, first + size, spatial))
-        assert gradient == np.mean(seen["data_parallel"])  # averaged over those that share weights
-        assert left == 1
+def test_the_example_of_pull_request_153_runs(world, spatial, channel, hosts):
+    run_ranks(world, example, world, spatial, channel, hosts)
 
 
 def grown(kinds, parents, sizes):
@@ -159,12 +154,13 @@ def shapes(draw):
 @given(shapes())
 def test_a_tree_is_as_upstreams(shape):
     stock = physicsnemo_stock.load()
-    theirs, ours = grown(stock, *shape), grown(pn, *shape)
-    assert ours.leaf_groups() == theirs.leaf_groups()
-    assert (ours.root_id, ours.root.size) == (theirs.root_id, theirs.root.size)
-    assert ours.update_parent_sizes() == theirs.update_parent_sizes()
-    for name in ours.breadth_first():
-        assert ours.get_node(name).size == theirs.get_node(name).size
+    expected = grown(stock, *shape)
+    config = grown(pn, *shape)
+    assert config.leaf_groups() == expected.leaf_groups()
+    assert (config.root_id, config.root.size) == (expected.root_id, expected.root.size)
+    assert config.update_parent_sizes() == expected.update_parent_sizes()
+    for name in config.breadth_first():
+        assert config.get_node(name).size == expected.get_node(name).size
 
 
 @stock_needed
@@ -182,15 +178,16 @@ def test_a_tree_refuses_with_upstreams_types(sizes):
 # Groups beside upstream's.
 
 
-def assert_equal_groups(ours, theirs):
-    assert list(ours.group_names) == list(theirs.group_names)
-    assert ours._group_ranks == theirs._group_ranks
-    for name in ours.group_names:
-        one, other = ours.group(name), theirs.group(name)
-        assert dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
-        assert ours.group_size(name) == theirs.group_size(name)
-        assert ours.group_rank(name) == theirs.group_rank(name)
-        assert ours.group_name(one) == theirs.group_name(other) == name
+def assert_equal_groups(manager, upstream):
+    assert list(manager.group_names) == list(upstream.group_names)
+    assert manager._group_ranks == upstream._group_ranks
+    for name in manager.group_names:
+        group = manager.group(name)
+        expected = upstream.group(name)
+        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(expected)
+        assert manager.group_size(name) == upstream.group_size(name)
+        assert manager.group_rank(name) == upstream.group_rank(name)
+        assert manager.group_name(group) == upstream.group_name(expected) == name
 
 
 @stock_needed
@@ -205,10 +202,11 @@ def test_a_tree_gives_the_groups_that_upstream_gives(fake_world):
             return
         rank = data.draw(st.integers(0, size - 1))
         fake_world(size, rank)
-        theirs, ours = physicsnemo_stock.started(stock, rank, size), start(rank, size)
-        theirs.create_groups_from_config(grown(stock, *shape))
-        ours.create_groups_from_config(grown(pn, *shape))
-        assert_equal_groups(ours, theirs)
+        upstream = physicsnemo_stock.started(stock, rank, size)
+        manager = start(rank, size)
+        upstream.create_groups_from_config(grown(stock, *shape))
+        manager.create_groups_from_config(grown(pn, *shape))
+        assert_equal_groups(manager, upstream)
         DistributedManager.cleanup()
 
     same()
@@ -242,60 +240,31 @@ def test_cuts_and_orthogonals_of_any_kind_are_as_upstreams(fake_world):
         rank = data.draw(st.integers(0, size - 1))
         DistributedManager.cleanup()  # of an example that was cut short
         fake_world(size, rank)
-        theirs, ours = physicsnemo_stock.started(stock, rank, size), start(rank, size)
-        for i in range(data.draw(st.integers(1, 6))):
-            known = st.sampled_from(["none", *ours.group_names])
-            name = data.draw(st.one_of(st.just(f"g{i}"), known))
+        upstream = physicsnemo_stock.started(stock, rank, size)
+        manager = start(rank, size)
+        for number in range(data.draw(st.integers(1, 6))):
+            existing = st.sampled_from(["none", *manager.group_names])
+            name = data.draw(st.one_of(st.just(f"g{number}"), existing))
             if data.draw(st.booleans()):
-                arguments = name, data.draw(known)
                 call = "create_orthogonal_process_group"
+                arguments = (name, data.draw(existing))
             else:
-                divisors = [d for d in range(1, size + 2) if size % d == 0 or d == 5]
-                parent = data.draw(st.one_of(st.none(), known))
-                arguments = name, data.draw(st.sampled_from(divisors)), parent
                 call = "create_process_subgroup"
+                divisors = [divisor for divisor in range(1, size + 2) if size % divisor == 0]
+                cut_size = data.draw(st.sampled_from([*divisors, 5]))
+                arguments = (name, cut_size, data.draw(st.one_of(st.none(), existing)))
             outcomes = []
-            for manager in (theirs, ours):
+            for creator in (upstream, manager):
                 try:
-                    outcomes.append(getattr(manager, call)(*arguments))
+                    outcomes.append(getattr(creator, call)(*arguments))
                 except (AssertionError, KeyError, ValueError) as error:
                     outcomes.append(error)
             assert type(outcomes[0]) is type(outcomes[1]), outcomes
-        for groups in theirs._group_ranks.values():  # upstream keeps a trace of what it refused
+        for groups in upstream._group_ranks.values():  # upstream keeps a trace of what it refused
             assert groups
-        assert_equal_groups(ours, theirs)
+        assert_equal_groups(manager, upstream)
 
     same()
-
-
-@stock_needed
-def test_a_cut_may_go_across_earlier_ones(fake_world):
-    stock = physicsnemo_stock.load()
-    fake_world(24, 17)
-    managers = physicsnemo_stock.started(stock, 17, 24), start(17, 24)
-    for manager in managers:
-        manager.create_process_subgroup("fours", 4)
-        manager.create_process_subgroup("pairs", 2, "fours")
-        manager.create_orthogonal_process_group("even_and_odd", "pairs")  # 2 x 6 ranks
-        manager.create_process_subgroup("threes", 3, "even_and_odd")
-        manager.create_orthogonal_process_group("last", "threes")
-        manager.create_process_subgroup("uneven", 3, "even_and_odd")
-        manager.create_process_subgroup("sixes", 6)
-        manager.create_orthogonal_process_group("apart", "sixes")  # 4 ranks, 6 apart
-        manager.create_process_subgroup("twos", 2, "apart")
-        manager.create_orthogonal_process_group("not_a_product", "twos")
-        manager.create_process_subgroup("cut", 4, "not_a_product")  # its ranks are not evenly apart
-    assert_equal_groups(*reversed(managers))
-
-
-def test_a_size_that_does_not_divide_the_parent_is_refused(fake_world):
-    fake_world(12)
-    manager = start(0, 12)
-    manager.create_process_subgroup("a", 3)
-    manager.create_orthogonal_process_group("b", "a")
-    with pytest.raises(AssertionError, match="groups of 4 ranks cannot be cut into groups of 3"):
-        manager.create_process_subgroup("c", 3, "b")
-    assert list(manager.group_names) == ["a", "b"]
 
 
 def tree(kinds=pn, **sizes):
@@ -310,28 +279,29 @@ def tree(kinds=pn, **sizes):
     return config
 
 
-def _both(rank, sizes):
+def same_groups_as_upstream(rank, sizes):
     world = dist.get_world_size()
     stock = physicsnemo_stock.load()
-    theirs, ours = physicsnemo_stock.started(stock, rank, world), start(rank, world)
-    theirs.create_groups_from_config(tree(stock, **sizes))
-    before = len(open_groups())
-    with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as calls:
-        ours.create_groups_from_config(tree(pn, **sizes))
-        ours.create_process_subgroup("halves", world // 2)
-    theirs.create_process_subgroup("halves", world // 2)
-    before += 1
-    assert_equal_groups(ours, theirs)
-    for name in ours.group_names:
-        sums = [torch.tensor([rank]), torch.tensor([rank])]
-        dist.all_reduce(sums[0], group=ours.group(name))
-        dist.all_reduce(sums[1], group=theirs.group(name))
-        assert torch.equal(*sums)
-    record = json.loads(hypergrid.dump())["groups"]
-    labels = [entry["label"] for entry in record if entry["owner"] == "DistributedManager"]
-    assert sorted(labels) == sorted(ours.group_names)
+    upstream = physicsnemo_stock.started(stock, rank, world)
+    manager = start(rank, world)
+    upstream.create_groups_from_config(tree(stock, **sizes))
+    upstream.create_process_subgroup("halves", world // 2)
+    before = open_groups()
+    with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as new_group:
+        manager.create_groups_from_config(tree(pn, **sizes))
+        manager.create_process_subgroup("halves", world // 2)
+    # One call for each of a rank's own groups.
+    assert new_group.call_count == len(manager.group_names) == 11
+    assert_equal_groups(manager, upstream)
+    for name in manager.group_names:
+        assert total(manager.group(name), rank) == total(upstream.group(name), rank)
+    labels = []
+    for group in json.loads(hypergrid.dump())["groups"]:
+        if group["owner"] == "DistributedManager":
+            labels.append(group["label"])
+    assert sorted(labels) == sorted(manager.group_names)
     DistributedManager.cleanup()
-    return calls.call_count, len(open_groups()) - before, dist.is_initialized()
+    assert open_groups() == before and dist.is_initialized()
 
 
 @stock_needed
@@ -340,81 +310,37 @@ def _both(rank, sizes):
     [(8, {"spatial": 2, "channel": 2, "data": 2}), (4, {"spatial": 1, "channel": 2, "data": 2})],
 )
 def test_real_groups_beside_upstreams(world, sizes):
-    # One call for each of a rank's own groups; afterwards upstream's and the default are left.
-    assert run_ranks(world, _both, sizes) == [(11, 0, True)] * world
+    run_ranks(world, same_groups_as_upstream, sizes)
 
 
-def _given_to_different_ranks(rank):
-    manager = start(rank, 4)
-    outcomes = []
-    for attempt in (
-        lambda: manager.create_groups_from_config(tree(spatial=1, channel=2, data=2 + rank // 3)),
-        lambda: manager.create_process_subgroup("pairs" if rank else "others", 2),
-        lambda: manager.create_process_subgroup("pairs", 3 if rank == 2 else 2),
-    ):
-        try:
-            attempt()
-        except Exception as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    left = len(open_groups()), list(manager.group_names)
-    manager.create_process_subgroup("pairs", 2)
-    return outcomes, left, dist.get_process_group_ranks(manager.group("pairs"))
-
-
-def test_ranks_that_ask_for_different_groups_all_say_so_and_go_on():
-    results = run_ranks(4, _given_to_different_ranks)
-    for rank, (outcomes, left, pairs) in enumerate(results):
-        assert left == (1, []) and pairs == [rank // 2 * 2, rank // 2 * 2 + 1]
-        divided, named, cut = outcomes
-        assert "the world has 4 ranks" in divided
-        assert divided.startswith(
-            "TreeError: the" if rank == 3 else "AgreementError: rank 3 refused"
-        )
-        assert named.startswith("AgreementError") and re.search(
-            r"group others is None on rank [123] \(and 2 more\) and "
-            r"\['0..1', '2..3'\] on rank 0",
-            named,
-        )
-        assert cut.startswith("AssertionError: groups of 4" if rank == 2 else "AgreementError")
-
-
-def _a_group_that_fails(rank):
+@on_ranks(4)
+def test_a_tree_is_created_on_all_ranks_or_on_none(rank):
     manager = start(rank, 4)
     new_group = dist.new_group
 
     def failing(ranks, **options):
+        # The last group, which rank 3 has to itself: where others connect, they wait.
         if rank == 3 and options["group_desc"] == "__orthogonal_to_channel_parallel":
             raise RuntimeError("no more memory")
         return new_group(ranks, **options)
 
-    # The last group, which rank 3 has to itself: where others connect, they wait for the timeout.
-    with mock.patch.object(dist, "new_group", failing):
-        with pytest.raises(RuntimeError) as raised:
-            manager.create_groups_from_config(tree(spatial=1, channel=4, data=-1))
-        text = str(raised.value)
+    says = "__orthogonal_to_channel_parallel.*no more memory"
+    with mock.patch.object(dist, "new_group", failing), pytest.raises(RuntimeError, match=says):
+        manager.create_groups_from_config(tree(spatial=1, channel=4, data=-1))
+    assert len(open_groups()) == 1 and not manager.group_names
     config = tree(spatial=1, channel=4, data=-1)
-    left = len(open_groups()), list(manager.group_names)
     grid = manager.create_groups_from_config(config)
+    assert (config.get_node("data_parallel").size, config.root.size) == (1, 4)
     mesh = grid.device_mesh()
+    assert mesh.mesh.tolist() == [[[0], [1], [2], [3]]]
     assert mesh.get_group("data_parallel").group_name == manager.group("data_parallel").group_name
-    return text, left, config.get_node("data_parallel").size, config.root.size, mesh.mesh.tolist()
-
-
-def test_a_tree_is_created_on_all_ranks_or_on_none():
-    results = run_ranks(4, _a_group_that_fails)
-    assert all(
-        "no more memory" in text and "__orthogonal_to_channel_parallel" in text
-        for text, *_ in results
-    )
-    for _, *rest in results:
-        assert rest == [(1, []), 1, 4, [[[0], [1], [2], [3]]]]
 
 
 # Topology.
 
 
 @pytest.mark.parametrize(
-    ("told", "hosts", "says"),
+    ("variables", "hosts", "says"),
     [
         ({"LOCAL_WORLD_SIZE": "4"}, None, None),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, None, None),
@@ -425,11 +351,11 @@ def test_a_tree_is_created_on_all_ranks_or_on_none():
     ],
 )
 def test_a_node_inside_a_host_is_held_against_what_the_launcher_says(
-    fake_world, monkeypatch, told, hosts, says
+    fake_world, monkeypatch, variables, hosts, says
 ):
     fake_world(8)
     manager = start(0, 8)
-    for name, value in told.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config = ProcessGroupConfig(ProcessGroupNode("model", size=4, within="host"))
     if says is None:
@@ -481,7 +407,7 @@ def test_a_job_of_one_process_has_no_groups():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpirun", "nobody"])
 def test_private_attributes_are_read_as_upstreams(launcher):
-    seen = []
+    attributes = []
     for kind in (physicsnemo_stock.load().DistributedManager, DistributedManager):
         with (
             mock.patch.dict(os.environ, LAUNCHES[launcher]),
@@ -493,13 +419,13 @@ def test_private_attributes_are_read_as_upstreams(launcher):
         read += " find_unused_parameters initialization_method groups group_ranks is_initialized"
         read += " global_mesh mesh_dims"
         manager = kind()
-        seen.append({name: getattr(manager, f"_{name}") for name in read.split()})
+        attributes.append({name: getattr(manager, f"_{name}") for name in read.split()})
         with pytest.raises(AttributeError, match="_colour"):
             manager._colour  # noqa: B018
         kind._shared_state = {}
     methods = {"torchrun": "env", "mpirun": "openmpi", "nobody": "None"}
-    assert seen[0] == seen[1]
-    assert seen[1]["initialization_method"] == methods.get(launcher, launcher)
+    assert attributes[0] == attributes[1]
+    assert attributes[1]["initialization_method"] == methods.get(launcher, launcher)
 
 
 @stock_needed
@@ -613,14 +539,14 @@ def test_every_launcher_is_read_as_upstream_reads_it(launcher, override):
     environment = dict(LAUNCHES[launcher])
     if override:
         environment["PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD"] = override
-    theirs = _initialised(stock.DistributedManager, environment)
-    ours = _initialised(DistributedManager, environment)
-    if isinstance(theirs, Exception):
-        kind = RuntimeError if isinstance(theirs, RuntimeError) else ValueError
-        assert isinstance(ours, kind), ours
+    expected = _initialised(stock.DistributedManager, environment)
+    outcome = _initialised(DistributedManager, environment)
+    if isinstance(expected, Exception):
+        kind = RuntimeError if isinstance(expected, RuntimeError) else ValueError
+        assert isinstance(outcome, kind), outcome
         assert not DistributedManager.is_initialized()
     else:
-        assert ours == theirs
+        assert outcome == expected
 
 
 def test_modulus_name_for_the_override_is_read_too():
@@ -651,37 +577,27 @@ def test_a_default_group_of_other_numbers_is_refused(fake_world):
     assert not DistributedManager.is_initialized() and dist.get_world_size() == 4
 
 
-def _launched(rank, method):
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # run_ranks serves the store, as torchrun
+@pytest.mark.parametrize("method", ["env", "slurm"])
+@on_ranks(4, backend="")
+def test_it_joins_makes_groups_and_gives_all_back(rank, method):
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # on_ranks serves the store, as torchrun
     if method == "slurm":
         del os.environ["RANK"], os.environ["LOCAL_RANK"]
         os.environ.update(SLURM_PROCID=str(rank), SLURM_NPROCS="4", SLURM_LOCALID=str(rank))
         os.environ["SLURM_LAUNCH_NODE_IPADDR"] = "127.0.0.1"
     DistributedManager.initialize()
     manager = DistributedManager()
+    assert (manager.rank, manager.local_rank, manager.world_size) == (rank, rank, 4)
+    device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    assert str(manager.device) == device
     manager.create_process_subgroup("pairs", 2)
     manager.create_orthogonal_process_group("across", "pairs")
-    total = torch.tensor([manager.rank])
-    dist.all_reduce(total, group=manager.group("pairs"))
-    dist.all_reduce(total, group=manager.group("across"))
-    seen = (manager.rank, manager.local_rank, manager.world_size, str(manager.device), total.item())
-    descriptions = [manager.group(name).group_desc for name in manager.group_names]
+    sum_of_pair = total(manager.group("pairs"), rank)
+    assert total(manager.group("across"), sum_of_pair) == 6
+    assert [manager.group(name).group_desc for name in manager.group_names] == ["pairs", "across"]
     DistributedManager.cleanup(barrier=True)
-    left = (
-        dist.is_initialized(),
-        DistributedManager.is_initialized(),
-        live_pools(),
-    )
-    return seen, descriptions, left
-
-
-@pytest.mark.parametrize("method", ["env", "slurm"])
-def test_it_joins_makes_groups_and_gives_all_back(method):
-    results = run_ranks(4, _launched, method, backend="")
-    for rank, (seen, descriptions, left) in enumerate(results):
-        device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
-        assert seen == (rank, rank, 4, device, 6)
-        assert descriptions == ["pairs", "across"] and left == (False, False, [])
+    assert not dist.is_initialized() and not DistributedManager.is_initialized()
+    assert live_pools() == []
 
 
 def test_an_exit_without_cleanup_cleans_up(tmp_path):
@@ -705,58 +621,44 @@ def test_an_exit_without_cleanup_cleans_up(tmp_path):
 # The mesh.
 
 
-def _meshes(rank):
+@on_ranks(8, timeout=60)
+def test_a_mesh_is_over_groups_of_ours(rank):
     manager = start(rank, 8)
-    flat = manager.global_mesh
-    assert flat.get_group() is dist.group.WORLD and flat.mesh_dim_names == ("world",)
+    assert manager.global_mesh.get_group() is dist.group.WORLD
+    assert manager.global_mesh.mesh_dim_names == ("world",)
     mesh = manager.initialize_mesh((2, -1, 2), ("ddp", "h", "w"))
-    assert (
-        manager.global_mesh is mesh
-        and mesh.mesh.tolist() == torch.arange(8).reshape(2, 2, 2).tolist()
-    )
-    assert list(manager.mesh_names()) == ["ddp", "h", "w"] and list(manager.mesh_sizes()) == [2] * 3
-    assert manager.mesh_dims == {"ddp": 2, "h": 2, "w": 2} and manager.mesh() is mesh
-    spatial = mesh["h", "w"]
-    group = manager.get_mesh_group(spatial)
-    assert manager.get_mesh_group(mesh["h", "w"]) is group
+    assert manager.global_mesh is mesh is manager.mesh()
+    assert mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert list(manager.mesh_names()) == ["ddp", "h", "w"]
+    assert list(manager.mesh_sizes()) == [2, 2, 2]
+    assert manager.mesh_dims == {"ddp": 2, "h": 2, "w": 2}
+    torchs_mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ddp", "h", "w"))
+    for dim in ("h", "w", "ddp"):
+        expected = dist.get_process_group_ranks(torchs_mesh.get_group(dim))
+        assert dist.get_process_group_ranks(mesh.get_group(dim)) == expected
+    spatial = manager.get_mesh_group(mesh["h", "w"])
+    assert manager.get_mesh_group(mesh["h", "w"]) is spatial
+    assert total(spatial, rank) == (6 if rank < 4 else 22)
     assert manager.get_mesh_group(manager.mesh("w")) is mesh.get_group("w")
-    total = torch.tensor([rank])
-    dist.all_reduce(total, group=group)
-    apart = torch.tensor([rank])  # over ranks that are not consecutive: 0, 1, 4, 5 and the others
-    dist.all_reduce(apart, group=manager.get_mesh_group(mesh["ddp", "w"]))
-    assert apart.item() == (10 if rank % 4 < 2 else 18)
-    owners = {entry["owner"] for entry in json.loads(hypergrid.dump())["groups"]}
-    texts = []
-    for shape, names in (
-        ((), ()),
-        ((8,), ("a", "b")),
-        ((2, 4), ("a", "a")),
-        ((3, -1), ("a", "b")),
-        ((-1, -1), ("a", "b")),
-        ((2, 2), ("a", "b")),
-        ((0, -1), ("a", "b")),
-    ):
-        try:
-            manager.initialize_mesh(shape, names)
-        except RuntimeError as error:
-            texts.append(str(error))
-    assert manager.global_mesh is mesh
+    apart = manager.get_mesh_group(mesh["ddp", "w"])  # 0, 1, 4, 5, and the others
+    assert total(apart, rank) == (10 if rank % 4 < 2 else 18)
+    owners = {group["owner"] for group in json.loads(hypergrid.dump())["groups"]} - {None}
+    of_manager, of_grid = sorted(owners)
+    assert of_manager == "DistributedManager" and of_grid.startswith("HyperCommGrid over")
     with pytest.raises(pn.PhysicsNeMoUndefinedGroupError, match="'z'"):
         manager.mesh("z")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torchs = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ddp", "h", "w"))
-    for dim in "h", "w", "ddp":
-        members = [dist.get_process_group_ranks(m.get_group(dim)) for m in (mesh, torchs)]
-        assert members[0] == members[1]
-    DistributedManager.cleanup()
-    return total.item(), sorted(filter(None, owners)), texts
+    for shape, names in INVALID_MESHES:
+        with pytest.raises(RuntimeError, match=r"a mesh of \("):
+            manager.initialize_mesh(shape, names)
+    assert manager.global_mesh is mesh
 
 
-def test_a_mesh_is_over_groups_of_ours():
-    results = run_ranks(8, _meshes, timeout=60)
-    for rank, (total, owners, texts) in enumerate(results):
-        assert total == (6 if rank < 4 else 22)
-        assert owners[0] == "DistributedManager" and owners[1].startswith("HyperCommGrid over")
-        assert len(texts) == 7 and all("a mesh of (" in text for text in texts)
-        assert "multiply to the world's 8 ranks" in texts[3]
+INVALID_MESHES = [
+    ((), ()),
+    ((8,), ("a", "b")),
+    ((2, 4), ("a", "a")),
+    ((3, -1), ("a", "b")),
+    ((-1, -1), ("a", "b")),
+    ((2, 2), ("a", "b")),
+    ((0, -1), ("a", "b")),
+]

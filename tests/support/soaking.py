@@ -288,28 +288,43 @@ def disagreements(count: int, seed: int = 1, world: int = 8) -> Tally:
     return tally
 
 
-def _one_is_asked_for_something_else(rank: int, at_once: bool) -> None:
+def _fails_and_ends(rank: int, way: str, odd: int) -> None:
+    """One rank differs, refuses or cannot create; all end, by ``os._exit`` but for "raises"."""
+    arguments: dict[str, Any] = {"distributed_timeout_minutes": TIMEOUT / 60}
+    if rank == odd and way == "cannot create":
+        failure = RuntimeError("injected: no more communicators")
+        dist.new_group = members_only(mock.Mock(side_effect=failure))
+    elif rank == odd:
+        arguments["tensor_model_parallel_size"] = 3 if way == "refuses" else 2
     try:
-        ps.initialize_model_parallel(4 if rank == 5 else 2)
+        ps.initialize_model_parallel(**arguments)
     except RuntimeError as error:
-        if not at_once:
+        if way == "raises":
             raise
         print(f"{type(error).__name__}: {error}", flush=True)
         os._exit(1)
 
 
-def hosts_that_leave(runs: int, world: int = 8) -> Tally:
-    """Rank 5 is asked for something else, and all end: half of the runs by ``os._exit``."""
-    tally = Tally("arguments differ and the store's host ends: every rank has said how", runs)
-    told = "tensor_model_parallel_size is 4 on rank 5 and 2 on rank 0"
-    for at_once, share in ((True, runs - runs // 2), (False, runs // 2)):
-        body = _one_is_asked_for_something_else
-        for run, texts in enumerate(run_scripts(world, body, at_once, runs=share)):
+_TOLD = {
+    "raises": "tensor_model_parallel_size is 2 on rank {} and 1 on rank",
+    "differs": "tensor_model_parallel_size is 2 on rank {} and 1 on rank",
+    "refuses": "world size 4 is not divisible by tensor_model_parallel_size=3",
+    "cannot create": "injected: no more communicators",
+}
+
+
+def hosts_that_leave(runs: int, world: int = 4) -> Tally:
+    """One rank fails, and all end, also the one that serves the store."""
+    tally = Tally("one rank fails and the store's host ends: every rank has said how", runs)
+    for number, (way, told) in enumerate(_TOLD.items()):
+        odd = world - 1 - number % 2 * (world - 2)  # the last one, and rank 1
+        printed = run_scripts(world, _fails_and_ends, way, odd, runs=-(-runs // len(_TOLD)))
+        for run, texts in enumerate(printed):
             for rank, text in enumerate(texts):
-                last = (text.splitlines() or [""])[-1]
-                if told not in last or "TCPStore" in text:  # which writes its C++ frames there
-                    tally.lost.append(f"run {run}, rank {rank}: {last[:400]}")
-                    break
+                last_line = (text.splitlines() or [""])[-1]
+                is_alone = way != "cannot create"  # where torch writes of its own timeouts
+                if told.format(odd) not in last_line or (is_alone and "TCPStore" in text):
+                    tally.lost.append(f"{way}, run {run}, rank {rank}: {last_line[:400]}")
     return tally
 
 
