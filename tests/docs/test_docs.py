@@ -18,9 +18,9 @@ import hypergrid
 from compat.cli.app import app
 from tests.support import ROOT, commands, pages
 
-FOUND = {page: pages.blocks(page) for page in pages.PAGES}
-BLOCKS = [block for found in FOUND.values() for block in found]
-CHAINS = [chain for found in FOUND.values() for chain in pages.chains(found)]
+BLOCKS_OF_PAGE = {page: pages.blocks(page) for page in pages.PAGES}
+BLOCKS = [block for blocks in BLOCKS_OF_PAGE.values() for block in blocks]
+CHAINS = [chain for blocks in BLOCKS_OF_PAGE.values() for chain in pages.chains(blocks)]
 FILES = {block.file for block in BLOCKS if block.file}
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -32,8 +32,8 @@ def python_blocks():
     """What went wrong in each Python block, by the block's name; all are run at once."""
     worlds = []
     for chain in CHAINS:
-        world = chain[0].said.get("run", "alone").split()[0]
-        steps = [[str(block), block.said.get("given", ""), block.text] for block in chain]
+        world = chain[0].comments.get("run", "alone").split()[0]
+        steps = [[str(block), block.comments.get("given", ""), block.text] for block in chain]
         worlds.append({"world": world, "steps": steps})
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.run_pages"],
@@ -65,7 +65,7 @@ def test_a_block_runs(block, request, tmp_path):
         shows_what_it_prints(block)
     else:
         assert block.language in ("", "text"), f"nothing here runs {block.language!r}"
-        assert block.said.get("output"), (
+        assert block.comments.get("output"), (
             "say in <!-- output: ... --> what it is and why it is not run"
         )
 
@@ -190,13 +190,13 @@ def test_every_claim_and_figure_of_the_readme_can_be_checked():
     unmet = sum("**NOT met**" in row for row in rows)
     number = ["No", "One", "Two", "Three", "Four"][unmet]
     assert f"{number} targets of the bench are not met" in page
-    diagnosed = FOUND[ROOT / "README.md"][-1].text
+    diagnosed = BLOCKS_OF_PAGE[ROOT / "README.md"][-1].text
     assert diagnosed.strip() in (ROOT / "docs" / "hangs.md").read_text()
 
 
 def test_the_map_names_what_exists_and_every_package():
-    blocks = FOUND[ROOT / "CONTRIBUTING.md"]
-    (tree,) = (block for block in blocks if block.said.get("output", "").startswith("the map"))
+    blocks = BLOCKS_OF_PAGE[ROOT / "CONTRIBUTING.md"]
+    (tree,) = (block for block in blocks if block.comments.get("output", "").startswith("the map"))
     path, named = [], set()
     for line in tree.text.splitlines():
         path[(len(line) - len(line.lstrip())) // 2 :] = [line.split()[0]]

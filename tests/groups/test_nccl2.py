@@ -27,22 +27,22 @@ class Nccl2(dist.ProcessGroupGloo):
 
     def __init__(self, store, rank, size, options, device):
         super().__init__(store, rank, size, timeout=options._timeout)
-        self.given = options
+        self.given_options = options
         calls.append(("new", tuple(options.global_ranks_in_group), options.lazy_init))
 
     @property
     def supports_splitting(self):  # as its header says
-        return not self.given.lazy_init
+        return not self.given_options.lazy_init
 
     @property
     def options(self):
-        return self.given
+        return self.given_options
 
     def perform_nocolor_split(self, device):
         calls.append(("no color",))
 
     def eager_connect_single_device(self, device):
-        calls.append(("connect", tuple(self.given.global_ranks_in_group)))
+        calls.append(("connect", tuple(self.given_options.global_ranks_in_group)))
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +52,11 @@ def _standing_in():
             opts.process_group.bound_device_id = torch.device("cuda", 0)
         return opts.process_group.bound_device_id
 
-    def split(default, ranks, **given):
+    def split(default, ranks, **options):
         calls.append(("split", tuple(ranks)))
-        return torchs(default, ranks, **{**given, "opts": None})
+        return split_group(default, ranks, **{**options, "opts": None})
 
-    torchs = dist.ProcessGroup.split_group
+    split_group = dist.ProcessGroup.split_group
     assert of_torch.has("splits")  # before its call is replaced
     with (
         mock.patch.object(c10d, "ProcessGroupNCCL2", Nccl2),
@@ -87,8 +87,8 @@ def test_with_connect_torch_each_name_is_one_split_with_the_world_as_torch_split
     assert not ranks_by("new") and not ranks_by("connect") and calls
     splits = from_all(ranks_by("split"))
     assert len({*map(len, splits)}) == 1  # every rank takes part in each
-    own = {pooled.ranks for pooled in state.pool.groups}
-    assert own <= {*ranks_by("split")}
+    members = {pooled.ranks for pooled in state.pool.groups}
+    assert members <= {*ranks_by("split")}
 
 
 @on_ranks(4, backend="")
@@ -97,10 +97,10 @@ def test_a_split_group_has_the_hooks_that_torch_attaches_to_its_own(rank):
     start(rank, 4)
     health = mock.Mock(wraps=c10d.HealthCheckHook.attach)
     with mock.patch.object(c10d, "HealthCheckHook", mock.Mock(attach=health)):
-        (ours,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch")
-    assert health.call_args.args == (ours,) and ours in c10d._world.pg_flight_recorder_hooks
-    closing.close([ours])
-    assert ours not in c10d._world.pg_flight_recorder_hooks
+        (group,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch")
+    assert health.call_args.args == (group,) and group in c10d._world.pg_flight_recorder_hooks
+    closing.close([group])
+    assert group not in c10d._world.pg_flight_recorder_hooks
 
 
 @on_ranks(4, backend="")
@@ -121,8 +121,8 @@ def test_options_that_are_given_are_copied_and_only_wait_in_addition(rank):
     options.config.max_ctas = 8
     half = [rank // 2 * 2, rank // 2 * 2 + 1]
     group = creation.by_members("A", half, "epoch", pg_options=options)
-    given = group._get_backend(torch.device("cuda")).given
-    assert given.lazy_init and given.is_high_priority_stream and given.config.max_ctas == 8
+    copied = group._get_backend(torch.device("cuda")).given_options
+    assert copied.lazy_init and copied.is_high_priority_stream and copied.config.max_ctas == 8
     assert not options.lazy_init and options.group_name == ""
 
 
@@ -135,8 +135,8 @@ def test_members_alone_are_refused_with_connect_torch_and_connected_with_eager(r
         ps.initialize_model_parallel(**LAYOUT, creation="members")
     with mock.patch.object(creation, "connect") as connect:
         ps.initialize_model_parallel(**LAYOUT, creation="members", connect="eager")
-    several = [p.group for p in ps.current_state().pool.groups if len(p.ranks) > 1]
-    assert [call.args[0] for call in connect.call_args_list] == several
+    groups = [p.group for p in ps.current_state().pool.groups if len(p.ranks) > 1]
+    assert [call.args[0] for call in connect.call_args_list] == groups
     assert {how for how, *_ in calls} == {"new"}
 
 

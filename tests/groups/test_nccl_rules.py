@@ -20,11 +20,12 @@ SOURCES = sorted(ROOT.glob(".cache/torch/*/lib/python*/site-packages/torch"))
 
 def readable():
     folder = Path(torch.__file__).parent
-    yield from [(torch.__version__, folder)]
-    yield from [(each.parents[3].name, each) for each in SOURCES]
+    yield torch.__version__, folder
+    for source in SOURCES:
+        yield source.parents[3].name, source
 
 
-@pytest.mark.parametrize(("release", "folder"), readable(), ids=lambda each: str(each)[-12:])
+@pytest.mark.parametrize(("release", "folder"), readable(), ids=lambda value: str(value)[-12:])
 def test_each_rule_stands_in_the_files_of_torch(release, folder):
     rules = [*RULES.values(), *(sends.source for sends in SENDS.values())]
     line = tuple(map(int, release.split(".")[:2]))
@@ -45,8 +46,8 @@ def hangs(call):
     return thread.is_alive()
 
 
-def start(rank, world, **given):
-    nccl_rules.register(**given)
+def start(rank, world, **options):
+    nccl_rules.register(**options)
     join(rank, world, backend=nccl_rules.NAME)
     return dist.group.WORLD
 
@@ -89,10 +90,10 @@ def test_a_split_needs_every_rank_holds_the_parents_lock_and_goes_by_colour(rank
     assert (split is None) == (rank == 2)
     with mock.patch.object(c10d, "_process_group_color", return_value=7):
         merged = world.split_group([[0, 1], [2]][rank // 2], group_name="b" + str(rank // 2))
-    ones = torch.ones(1)
-    merged.allreduce([ones]).wait()
+    summand = torch.ones(1)
+    merged.allreduce([summand]).wait()
     DEVICE.synchronize()
-    assert merged.size() < ones.item() == 3
+    assert merged.size() < summand.item() == 3
     from_all(None)
     if rank == 0:
         thread = threading.Thread(target=world.split_group, args=([0, 1],), daemon=True)
@@ -140,11 +141,11 @@ def test_sends_have_the_communicator_of_the_matrix(rank, kind):
     world = start(rank, 4, kind=kind)
     if "bound" in kind.split() or kind == "nccl2":
         world.eager_connect_single_device(torch.device("cpu", 0))
-    one = torch.ones(1)
+    payload = torch.ones(1)
 
     def exchange():
         if rank < 2:
-            (dist.send if rank == 0 else dist.recv)(one, 1 - rank)
+            (dist.send if rank == 0 else dist.recv)(payload, 1 - rank)
             DEVICE.synchronize()
 
     sends = SENDS[kind]

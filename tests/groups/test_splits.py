@@ -149,8 +149,8 @@ def test_gloo_is_split_on_request_alone_also_off_a_bound_default_group(rank):
     default = c10d._get_default_group()
     default.bound_device_id = torch.device("cuda", 0)
     assert creation.abilities() == creation.Abilities()
-    asked = (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")
-    assert [bool(creation.split_off(b)) for b in asked] == [True] * 4 + [False] * 2
+    names = (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")
+    assert [bool(creation.split_off(b)) for b in names] == [True] * 4 + [False] * 2
     default.bound_device_id = None
     assert creation.abilities(Policy(creation="split")).can_split
 
@@ -166,10 +166,11 @@ def test_torch_before_2_13_creates_group_by_group_where_a_split_could_join_two(r
     register_splitting("old", parts)
     join(rank, 4, backend="old")
     c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
-    has, splits = of_torch.has, []
+    has = of_torch.has
+    splits = []
     has("splits")  # is asked before its call is replaced
     split = mock.patch.object(
-        dist.ProcessGroup, "split_group", lambda *_, **given: splits.append(given["group_name"])
+        dist.ProcessGroup, "split_group", lambda *_, **options: splits.append(options["group_name"])
     )
     with split, mock.patch.object(of_torch, "has", lambda part: part != lacks and has(part)):
         agreed = expected(Policy())
@@ -229,17 +230,18 @@ def test_a_window_whose_groups_need_every_rank_is_refused_by_all_before_creation
     join(rank, 4, backend="cpu:gloo,cuda:old" if cause == "a bound NCCL" else "gloo")
     window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
     default = c10d._get_default_group()
-    asked, start = [], time.monotonic()
+    calls = []
+    start = time.monotonic()
     with (
         mock.patch.dict(os.environ, cause if isinstance(cause, dict) else {}),
-        mock.patch.object(dist, "new_group", members_only(lambda *args, **_: asked.append(args))),
+        mock.patch.object(dist, "new_group", members_only(lambda *args, **_: calls.append(args))),
         mock.patch.object(dist, "get_backend", lambda *_: "mpi" if cause == "MPI" else "gloo"),
     ):
         if cause == "a bound NCCL":
             default.bound_device_id = torch.device("cuda", 0)
         with pytest.raises(RuntimeError) as caught:
             ParallelState.create(**window, distributed_timeout_minutes=0.5)
-    assert time.monotonic() - start < 5 and not asked
+    assert time.monotonic() - start < 5 and not calls
     assert open_groups() == [default] and live_pools() == []
     default.bound_device_id = None
     text = str(caught.value)
@@ -278,10 +280,10 @@ def test_all_members_close_groups_in_one_order_which_is_that_of_a_bare_destroy(r
 def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(rank, abort):
     ps.initialize_model_parallel(**LAYOUT)
 
-    told = []
+    calls = []
 
     def broken(groups, abort):
-        told.append(abort)
+        calls.append(abort)
         raise RuntimeError("the hook's own")
 
     before_closing.add(broken)
@@ -291,7 +293,7 @@ def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(ran
                 ps.destroy_model_parallel(abort=abort)
     finally:
         before_closing.discard(broken)
-    assert told == [abort] * (rank == 2)
+    assert calls == [abort] * (rank == 2)
     assert (len(open_groups()) == 1) == (rank == 2)
     dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
     ps.destroy_model_parallel(abort=abort)
@@ -301,13 +303,15 @@ def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(ran
 @on_ranks(4)
 def test_states_grids_and_pools_can_be_closed_without_waiting(rank):
     state = ParallelState.create(tensor_model_parallel_size=2)
-    grid, theirs = HyperCommGrid([2, 2], ["tp", "dp"]), MegatronGrid([2, 2], ["tp", "dp"])
-    grid.create_pg("tp"), theirs.create_pg("tp")
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    grid.create_pg("tp")
+    megatrons_grid = MegatronGrid([2, 2], ["tp", "dp"])
+    megatrons_grid.create_pg("tp")
     waits = mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits"))
     with waits:
         state.pool.destroy(3, abort=True)
         assert len(state.pool.groups) == 3
-        for each in (state, grid, theirs):
-            each.destroy(abort=True)
-            each.destroy(abort=True)
+        for owner in (state, grid, megatrons_grid):
+            owner.destroy(abort=True)
+            owner.destroy(abort=True)
     assert len(open_groups()) == 1

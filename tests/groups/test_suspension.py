@@ -63,30 +63,6 @@ def test_another_way_is_refused_on_all_ranks_with_what_to_do_instead(rank):
 
 
 @on_ranks(4)
-def test_a_backend_that_suspends_is_called_in_one_order_and_the_objects_stay(rank):
-    calls = []
-    parts = []
-    never_used = lambda number: number == 1 and "NCCL communicator not initialized"  # noqa: E731
-    backends.native(calls, parts, never_used)
-    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
-    groups = [grid.create_pg(dims) for dims in ("tp", "dp", "tp-dp")]
-    of_gloo = HyperCommGrid([4], ["all"], backend="gloo")
-    of_gloo.create_pg("all")
-    assert grid.suspend("keep") == {"native": Suspended("keep", 3)}
-    grid.resume()
-    assert calls == []
-    for _ in range(2):
-        assert grid.suspend() == {"native": Suspended("native", 2, 2000)}
-        assert calls == [("suspend", 0), ("suspend", 2)]
-        assert [grid.get_pg(dims) for dims in ("tp", "dp", "tp-dp")] == groups
-        grid.resume()
-        assert calls[2:] == [("resume", 0), ("resume", 2)]
-        assert [grid.get_pg(dims) for dims in ("tp", "dp", "tp-dp")] == groups
-        calls.clear()
-    assert total(groups[0]) == 2 and len(parts) == 3
-
-
-@on_ranks(4)
 def test_if_one_rank_cannot_all_raise_and_what_was_suspended_is_awake(rank):
     calls, broken = [], {(2, 1)}
     backends.native(calls, [], lambda number: (rank, number) in broken and "out of order")

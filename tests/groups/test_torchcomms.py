@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-made: list[tuple[str, int]] = []  # name and rank of each communicator of this process
+created: list[tuple[str, int]] = []  # name and rank of each communicator of this process
 
 
 class Comm:
@@ -26,7 +26,7 @@ class Comm:
     def __init__(self, backend, device, *, name, store, hints):
         self.store, self.rank = store, int(os.environ["TORCHCOMM_RANK"])
         self.size, self.backend = int(os.environ["TORCHCOMM_SIZE"]), backend
-        made.append((name, self.rank))
+        created.append((name, self.rank))
 
     def finalize(self):
         pass
@@ -45,7 +45,7 @@ class Wrapper(dist.ProcessGroupGloo):
 
 @pytest.fixture(autouse=True)
 def _torchcomms():
-    known = {
+    names = {
         "_TORCHCOMM_AVAILABLE": True,
         "new_comm": Comm,
         "_BackendWrapper": Wrapper,
@@ -53,7 +53,7 @@ def _torchcomms():
         "_torchcomms_is_backend_built": lambda name: name in ("gloo", "nccl"),
     }
     with (
-        mock.patch.multiple(c10d, create=True, **known),
+        mock.patch.multiple(c10d, create=True, **names),
         dist.config.patch(use_torchcomms=True),
     ):
         yield
@@ -63,14 +63,14 @@ def _torchcomms():
 @on_ranks(4, backend="")
 def test_members_alone_create_each_group_under_our_name_and_nothing_is_split(rank):
     join(rank, 4)
-    made.clear()
+    created.clear()
     split = mock.patch.object(dist.ProcessGroup, "split_group", side_effect=AssertionError)
     with split:
         ps.initialize_model_parallel(2, create_gloo_process_groups=False, connect="lazy")
     state = ps.current_state()
     assert state.pool.agreement.way == "members"
     expected = [(p.group.group_name, p.ranks.index(rank)) for p in state.pool.groups]
-    assert made == expected and len({name for name, _ in expected}) == len(expected)
+    assert created == expected and len({name for name, _ in expected}) == len(expected)
     assert "connected at once: not every rank's torch can connect on first use" in report(state)
     totals = from_all({p.label: p.ranks for p in state.pool.groups})
     assert totals[0] != totals[1]  # of different members

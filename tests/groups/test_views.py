@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("world_without_torch")
 @st.composite
 def factorised(draw, size, names):
     """Dims and sizes whose product is ``size``."""
-    chosen = draw(st.permutations(names))[: draw(st.integers(1, len(names)))]
+    dims = draw(st.permutations(names))[: draw(st.integers(1, len(names)))]
     sizes = []
-    for _ in chosen[:-1]:
-        part = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-        sizes.append(part)
-        size //= part
-    return [*sizes, size], list(chosen)
+    for _ in dims[:-1]:
+        divisors = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
+        sizes.append(draw(st.sampled_from(divisors)))
+        size //= sizes[-1]
+    return [*sizes, size], list(dims)
 
 
 @st.composite

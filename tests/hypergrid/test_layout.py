@@ -61,6 +61,18 @@ def test_coordinates_and_ranks_are_inverse(layout):
             assert 0 <= coordinates[dim] < size
 
 
+@given(layouts())
+def test_shifts_go_around_the_group_of_a_dim(layout):
+    rank = layout.ranks[-1]
+    for dim in layout.dims:
+        size = layout.dim_size(dim)
+        ring = [layout.shift(rank, dim, steps) for steps in range(size)]
+        assert sorted(ring) == layout.group(rank, dim)
+        assert layout.shift(rank, dim, size) == layout.shift(rank, dim, -size) == rank == ring[0]
+        if size > 1:  # from the last place to the first
+            assert layout.coordinate(ring[1])[dim] == 0
+
+
 @given(layouts_and_dims())
 def test_a_group_and_its_orthogonal_share_exactly_one_rank(case):
     layout, dims = case

@@ -192,12 +192,12 @@ def test_a_grid_with_dense_and_expert_dims_gives_the_ranks_of_a_state(collection
         grid.create_pg(dims.split("-"), view="expert")
     of_grid = from_grid(grid)
     of_state = from_state(state)
-    both = filled(of_grid) & filled(of_state)
-    assert len(both) >= len(dense) + len(expert)
-    for field in both:
+    common = filled(of_grid) & filled(of_state)
+    assert len(common) >= len(dense) + len(expert)
+    for field in common:
         expected = dist.get_process_group_ranks(getattr(of_state, field))
         assert dist.get_process_group_ranks(getattr(of_grid, field)) == expected, field
-    if filled(of_grid) - both:  # a state has this one where there is GTP
+    if filled(of_grid) - common:  # a state has this one where there is GTP
         assert of_grid.tp_ep_pp_with_egtp_remat is of_grid.tp_ep_pp
     assert from_grid(state.grid).tp_ep is state.get_expert_tensor_and_model_parallel_group()
     state.destroy()
@@ -274,8 +274,8 @@ TRAININGS = {
 @pytest.fixture(scope="module")
 def trained():
     """Per layout the ordinary and the explicit training of each rank; and who was refused."""
-    given = json.dumps([STILL_ASKED, list(TRAININGS.values())])
-    done = warm.run("-c", TRAIN, given, timeout=300)
+    arguments = json.dumps([STILL_ASKED, list(TRAININGS.values())])
+    done = warm.run("-c", TRAIN, arguments, timeout=300)
     assert done.returncode == 0, done.stderr
     *_, pairs, refused = (line for line in done.stdout.splitlines() if line.startswith("["))
     return dict(zip(TRAININGS, json.loads(pairs), strict=True)), json.loads(refused)

@@ -153,21 +153,6 @@ def test_a_view_that_cannot_be_is_refused_in_such_words_and_not_kept(views, eigh
     assert list(grid._views) == list(grid.core.views) == ["base"]
 
 
-def test_keys_and_views_are_stored_as_stock_stores_them(views, eight, enumeration):
-    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
-    shape, names, shared = [2, 2, 2], ["expt_tp", "ep", "pp"], ["pp"]
-    grid.register_view("expert", shape, names, shared)
-    for dims in ("pp", ["tp", "dp"]):
-        grid.create_pg(dims)
-    grid.create_pg(["expt_tp", "ep"], view="expert")
-    assert list(grid._pgs) == ["pp", "dp-tp", ("expert", ("ep", "expt_tp"))]
-    assert grid.get_pg("pp", view="expert") is grid._pgs["pp"]
-    shape[0] = names[0] = shared[0] = None
-    view = grid._views["expert"]
-    assert (view.name, view.shape, view.shared_dims) == ("expert", [2, 2, 2], ["pp"])
-    assert view.dim_names == ["expt_tp", "ep", "pp"]
-
-
 def test_the_environment_says_how_large_the_world_is_before_torch_does(fake_world, monkeypatch):
     fake_world(8)
     monkeypatch.setenv("WORLD_SIZE", "16")

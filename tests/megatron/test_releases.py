@@ -101,8 +101,8 @@ def test_getters_mean_the_same_by_position_and_by_name(speaking, monkeypatch):
 
 
 def python(*command, path=(), **environment):
-    here = {"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}
-    return warm.run("-W", "always", *command, **here | environment)
+    environment = {"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])} | environment
+    return warm.run("-W", "always", *command, **environment)
 
 
 RELEASE = "import compat.parallel_state, compat.megatron.releases as r, sys; "
@@ -282,21 +282,21 @@ def get_router_group(check_initialized=True):
 
 
 def test_a_source_with_unknown_names_is_not_replaced_unless_a_release_is_asked_for(tmp_path):
-    known = source("0.16.1")
+    text = source("0.16.1")
     head = "def get_context_parallel_group(check_initialized=True"
-    path = [checkout(tmp_path, "0.16", known.replace(head, f"{head}, of_router=False") + MORE)]
+    path = [checkout(tmp_path, "0.16", text.replace(head, f"{head}, of_router=False") + MORE)]
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
     done = python("-c", SWAPPED, path=path)
     assert done.returncode == 1
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("RuntimeError")]
-    assert said.count(" is unknown") == 2
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("RuntimeError")]
+    assert error.count(" is unknown") == 2
     other = "get_context_parallel_group(check_initialized=True, of_router=False) is get_context_"
     for name in "_ROUTER_GROUP", "get_router_group(check_initialized=True)", other:
-        assert name in said
-    assert "set HYPERGRID_MEGATRON_RELEASE=0.16." in said
-    asked = python("-c", SWAPPED, path=path, HYPERGRID_MEGATRON_RELEASE="0.16")
-    assert asked.returncode == 0 and asked.stderr.count("UserWarning") == 1
-    assert "_ROUTER_GROUP" in asked.stderr
+        assert name in error
+    assert "set HYPERGRID_MEGATRON_RELEASE=0.16." in error
+    done = python("-c", SWAPPED, path=path, HYPERGRID_MEGATRON_RELEASE="0.16")
+    assert done.returncode == 0 and done.stderr.count("UserWarning") == 1
+    assert "_ROUTER_GROUP" in done.stderr
 
 
 def test_where_nothing_is_unknown_the_swap_is_silent(tmp_path):

@@ -13,7 +13,6 @@ import hypergrid
 from compat import members_only
 from compat import parallel_state as ps
 from compat.report import report
-from compat.state import ParallelState
 from tests.parity.surface import public_functions
 from tests.support.forked import from_all, on_ranks, open_groups, total
 from tests.support.stock import load_stock
@@ -98,18 +97,6 @@ def test_a_rank_generator_that_communicates_decides_the_ranks(rank):
     assert ps.get_tensor_model_parallel_world_size() == 2
     assert ps.get_pipeline_model_parallel_rank() == rank // 4
     assert total(ps.get_data_parallel_group()) == 2
-
-
-@on_ranks(4)
-def test_groups_of_a_replaced_function_are_suspended_too(rank):
-    original = ps.create_group
-    with mock.patch.object(ps, "create_group", lambda *a, **k: original(*a, **k)):
-        state = ParallelState.create(tensor_model_parallel_size=2)
-    tp = state.get_tensor_model_parallel_group()
-    assert state.suspend()["gloo"].how == "keep"
-    state.resume()
-    assert state.get_tensor_model_parallel_group() is tp
-    state.destroy()
 
 
 @pytest.mark.parametrize("policy", [{"share": "all"}, {"creation": "members"}])

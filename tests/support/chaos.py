@@ -8,7 +8,6 @@ parent reads the files and judges them by the laws.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -34,13 +33,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 import hypergrid
 from compat import parallel_state as ours
 from compat.state import ParallelState
 from tests.support import OURS
-from tests.support.forked import open_groups
+from tests.support.forked import served
+from tests.support.soaking import measured
 from tests.support.stock import load_stock
 
 TIMEOUT = 6.0  # seconds: that of the groups
@@ -205,7 +204,7 @@ class _Life:
                 operation()
             self.meet()
             self.clean_up()
-        before = _measured()
+        before = measured()
         self.prepare()
         self.meet()
         start = time.monotonic()
@@ -418,29 +417,15 @@ def _connections(other_than: int) -> list[socket.socket]:
     return connections
 
 
-def _measured() -> dict[str, int]:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    status = Path("/proc/self/status").read_text()
-    resident = re.search(r"VmRSS:\s+(\d+)", status)
-    assert resident is not None
-    return {
-        "groups": len(open_groups()),
-        "names": len(c10d._world.pg_names),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "MiB": int(resident[1]) // 1024,
-        "files": len(os.listdir(".")),
-    }
-
-
 def _growth(before: dict[str, int]) -> dict[str, int]:
     """What there is more than before; gloo closes in threads of its own, so wait a little."""
     end = time.monotonic() + SLACK
     while True:
-        after = _measured()
-        growth = {name: after[name] - before[name] for name in before}
-        growth["MiB"] = max(0, growth["MiB"] - 32)  # the allocator's own habits
+        after = measured()
+        growth = {}
+        for name in ("groups", "names", "descriptors", "threads", "files"):
+            growth[name] = after[name] - before[name]
+        growth["MiB"] = (after["KiB"] - before["KiB"]) // 1024 - 32  # the allocator's own habits
         growth = {name: more for name, more in growth.items() if more > 0}
         if not growth or time.monotonic() > end:
             return growth
@@ -491,31 +476,12 @@ def _rank_main(case: Case, rank: int, directory: Path, ports: tuple[int, int]) -
 # The parent.
 
 
-@contextlib.contextmanager
-def _served_store() -> Iterator[int]:
-    """The port of a store in a process of its own."""
-    read, write = os.pipe()
-    server = os.fork()
-    if server == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write, str(store.port).encode())
-        time.sleep(600)
-        os._exit(0)
-    os.close(write)
-    try:
-        yield int(os.read(read, 16))
-    finally:
-        os.close(read)
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
-
-
 def run(case: Case) -> list[Seen]:
     """Live through a case; what each rank saw."""
     with (
         tempfile.TemporaryDirectory() as name,
-        _served_store() as harness_port,
-        _served_store() as store_port,
+        served() as (_, harness_port),
+        served() as (_, store_port),
     ):
         directory = Path(name)
         ranks: dict[int, int] = {}

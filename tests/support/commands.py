@@ -80,17 +80,19 @@ def _run(command: str, home: Path, judge: bool = False) -> str:
         text=True,
         timeout=60,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode in ((0, 1) if judge else (0,)), said
-    assert "Traceback" not in said, said
-    return said
+    output = done.stdout + done.stderr
+    assert done.returncode in ((0, 1) if judge else (0,)), output
+    assert "Traceback" not in output, output
+    return output
 
 
 def _known_variables(command: str) -> None:
     sources = [file.read_text() for package in ("hypergrid", "compat") for file in _files(package)]
-    known = {name for text in sources for name in re.findall(r"HYPERGRID_[A-Z]+", text)}
-    known |= {f"HYPERGRID_{choice.upper()}" for choice in CHOICES}
-    assert set(re.findall(r"HYPERGRID_[A-Z]+", command)) <= known, f"of {sorted(known)}"
+    variables = {f"HYPERGRID_{choice.upper()}" for choice in CHOICES}
+    for text in sources:
+        variables.update(re.findall(r"HYPERGRID_[A-Z]+", text))
+    used = set(re.findall(r"HYPERGRID_[A-Z]+", command))
+    assert used <= variables, f"of {sorted(variables)}"
 
 
 def _files(package: str) -> list[Path]:
@@ -123,12 +125,13 @@ def _needed_without_torch() -> set[str]:
 def _torchrun(words: list[str], home: Path, files: set[str]) -> None:
     from torch.distributed.run import get_args_parser
 
-    given = _parsed(get_args_parser().parse_args, words)
-    if given.module or given.no_python:
-        assert given.training_script in ("compat.launch", "hypergrid-launch"), words
-        _launch(given.training_script_args, home)
-    elif given.training_script not in files:
-        _script(given.training_script, given.training_script_args)
+    arguments = _parsed(get_args_parser().parse_args, words)
+    script = arguments.training_script
+    if arguments.module or arguments.no_python:
+        assert script in ("compat.launch", "hypergrid-launch"), words
+        _launch(arguments.training_script_args, home)
+    elif script not in files:
+        _script(script, arguments.training_script_args)
 
 
 def _parsed(parse: Callable[[list[str]], object], words: list[str]) -> object:

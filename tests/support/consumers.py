@@ -66,7 +66,7 @@ def part(batch, grid):
     return batch.chunk(group.size())[dist.get_rank(group)].contiguous()
 
 
-def told(tensor):
+def words_of(tensor):
     """The values of the rows, or None where nothing came."""
     if tensor is None:
         return None
@@ -85,11 +85,11 @@ def bridge(rank, sending, receiving):
     if rank < target.rank_offset:
         across.send_forward(part(rows(0), source))
         first = across.send_forward_recv_backward(part(rows(100), source))
-        return told(first), told(across.recv_backward())
+        return words_of(first), words_of(across.recv_backward())
     first = across.recv_forward()
     second = across.send_backward_recv_forward(None if first is None else first.detach() * 10)
     across.send_backward(None if second is None else second.detach() * 10)
-    return told(first), told(second)
+    return words_of(first), words_of(second)
 
 
 def modules(rank):
@@ -133,7 +133,7 @@ def modules(rank):
         )
         pipeline.send_backward({name: second[name].detach() * 10})
         got = [first[name], second[name]]
-    return name, place, [told(each) for each in got]
+    return name, place, [words_of(tensor) for tensor in got]
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Call
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def run(**given: Any) -> None:
-            run_ranks(world, lambda rank: test(rank, **given), **options)
+        def run(**fixtures: Any) -> None:
+            run_ranks(world, lambda rank: test(rank, **fixtures), **options)
 
-        _, *others = inspect.signature(test).parameters.values()
-        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        _, *parameters = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -85,9 +85,9 @@ def members(group: dist.ProcessGroup | None) -> list[int] | None:
 
 def total(group: dist.ProcessGroup | None = None, value: float = 1.0) -> float:
     """The sum of every rank's ``value`` over the group."""
-    here = torch.tensor(value)
-    dist.all_reduce(here, group=group)
-    return here.item()
+    summand = torch.tensor(float(value))
+    dist.all_reduce(summand, group=group)
+    return summand.item()
 
 
 def descriptors(at_most: int | None = None) -> int:
@@ -98,9 +98,9 @@ def descriptors(at_most: int | None = None) -> int:
     deadline = time.monotonic() + 10
     while True:
         gc.collect()
-        found = len(os.listdir("/proc/self/fd"))
-        if at_most is None or found <= at_most or time.monotonic() > deadline:
-            return found
+        count = len(os.listdir("/proc/self/fd"))
+        if at_most is None or count <= at_most or time.monotonic() > deadline:
+            return count
         time.sleep(0.01)
 
 
@@ -109,13 +109,13 @@ def sockets() -> tuple[int, int]:
     listening = connected = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            one = socket.socket(fileno=os.dup(int(name)))
+            copied = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue
-        with one:
+        with copied:
             try:
-                listening += one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                connected += bool(one.getpeername())
+                listening += copied.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                connected += bool(copied.getpeername())
             except OSError:
                 pass
     return listening, connected

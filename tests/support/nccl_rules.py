@@ -203,16 +203,20 @@ class Device:
         self.stream: list[threading.Event] = []
 
     def wait_for(self, done: threading.Event) -> None:
-        self.stream = [*(each for each in self.stream if not each.is_set()), done]
+        self.stream = [event for event in self.stream if not event.is_set()]
+        self.stream.append(done)
 
     def synchronize(self) -> None:
         """As of ``torch.cuda``: wait until all is done that the current stream waits for."""
         for done in self.stream:
             done.wait()
 
-    def others(self, communicator: Communicator) -> list[threading.Event]:
-        running = [*self.running.items()]
-        return [done for done, of in running if of is not communicator and not done.is_set()]
+    def is_busy_beside(self, communicator: Communicator) -> bool:
+        """Whether kernels of other communicators run."""
+        for done, owner in [*self.running.items()]:
+            if owner is not communicator and not done.is_set():
+                return True
+        return False
 
 
 DEVICE = Device()
@@ -240,24 +244,30 @@ class Communicator:
     """ncclComm_t. Its kernels run one after the other, once their inputs are there."""
 
     def __init__(self, store: Any, key: str, ranks: Sequence[Any], rank: Any) -> None:
-        self.store, self.key, self.aborted = dist.PrefixStore(key, store), key, False
-        self.size, self.rank, self._turns, self._splits = len(ranks), ranks.index(rank), 0, 0
+        self.store = dist.PrefixStore(key, store)
+        self.key = key
+        self.aborted = False
+        self.size = len(ranks)
+        self.rank = ranks.index(rank)
+        self._turns = 0
+        self._splits = 0
         self.meet("init")
         limit = timedelta(days=1)
         self.gloo = dist.ProcessGroupGloo(self.store, self.rank, self.size, timeout=limit)
         self._last = threading.Event()
         self._last.set()
 
-    def meet(self, what: str) -> None:
+    def meet(self, operation: str) -> None:
         """Wait for all ranks: without a limit, or as long as a nonblocking one waits."""
         nonblocking = os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") == "1"
         limit = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", 1800))
-        start, turn = time.monotonic(), self._turns
+        start = time.monotonic()
+        turn = f"{operation}/{self._turns}"
         self._turns += 1
-        self.store.set(f"{what}/{turn}/{self.rank}", "")
-        while not self.store.check([f"{what}/{turn}/{each}" for each in range(self.size)]):
+        self.store.set(f"{turn}/{self.rank}", "")
+        while not self.store.check([f"{turn}/{rank}" for rank in range(self.size)]):
             if nonblocking and time.monotonic() - start > limit:
-                raise dist.DistBackendError(f"NCCL timeout in: {what} of {self.key}")
+                raise dist.DistBackendError(f"NCCL timeout in: {operation} of {self.key}")
             time.sleep(0.01)
 
     def launch(self, kernel: Callable[[Any], Any], timeout: timedelta) -> Work:
@@ -268,8 +278,8 @@ class Communicator:
         DEVICE.running[done] = self
 
         def run() -> None:
-            for each in before:
-                while not each.wait(0.005):
+            for event in before:
+                while not event.wait(0.005):
                     if self.aborted:
                         break
             ready = threading.Event()
@@ -287,7 +297,7 @@ class Communicator:
 
     def abort(self) -> None:
         self.aborted = True
-        while DEVICE.others(self):
+        while DEVICE.is_busy_beside(self):
             time.sleep(0.005)
 
     def split(self, color: int | None, rank: int) -> Communicator | None:
@@ -296,11 +306,14 @@ class Communicator:
         store = dist.PrefixStore(f"split {self._splits}", self.store)
         store.set(str(self.rank), f"{color} {rank}")
         self.meet(f"split {self._splits}")
-        said = [store.get(str(member)).decode() for member in range(self.size)]
         if color is None:
             return None
-        mine = [member for member in range(self.size) if said[member].split()[0] == str(color)]
-        return Communicator(store, f"color {color}", mine, self.rank)
+        members = []
+        for member in range(self.size):
+            member_color, _ = store.get(str(member)).decode().split()
+            if member_color == str(color):
+                members.append(member)
+        return Communicator(store, f"color {color}", members, self.rank)
 
 
 class Group(dist.ProcessGroup):
@@ -325,12 +338,15 @@ class Group(dist.ProcessGroup):
 
     # What torch asks of a group and of its backend.
 
-    bound_device_id = property(lambda self: self.bound, lambda self, it: setattr(self, "bound", it))
+    bound_device_id = property(
+        lambda self: self.bound, lambda self, device: setattr(self, "bound", device)
+    )
     group_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._desc)
     _device_types = property(lambda self: [torch.device("cpu")])
     timeout = property(
-        lambda self: self.options._timeout, lambda self, it: setattr(self.options, "_timeout", it)
+        lambda self: self.options._timeout,
+        lambda self, timeout: setattr(self.options, "_timeout", timeout),
     )
     supports_abort_hooks = property(lambda self: self.kind.startswith("nccl2"))
 
@@ -367,20 +383,20 @@ class Group(dist.ProcessGroup):
 
     def communicator(self, key: str = "all", ranks: Sequence[int] = ()) -> Communicator:
         with self.mutex:
-            found = self.communicators.get(key)
-        if found is not None:
-            return found
+            communicator = self.communicators.get(key)
+        if communicator is not None:
+            return communicator
         ranks = ranks or range(self.size())
         parent = self.split_from
         if parent is not None and key == "all":
             with parent.mutex:
-                made = parent.communicators["all"].split(self.color, self.rank())
-            assert made is not None
+                communicator = parent.communicators["all"].split(self.color, self.rank())
+            assert communicator is not None
         else:
-            made = Communicator(self.store, key, ranks, self.rank())
+            communicator = Communicator(self.store, key, ranks, self.rank())
         with self.mutex:
-            self.communicators[key] = made
-        return made
+            self.communicators[key] = communicator
+        return communicator
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.communicator()
@@ -453,15 +469,15 @@ class Group(dist.ProcessGroup):
         return work
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
-        return self._sent(peer, lambda gloo, there: gloo.send(tensors, there, 0))
+        return self._sent(peer, lambda gloo, place: gloo.send(tensors, place, 0))
 
     def recv(self, tensors: Any, peer: int, tag: int) -> Work:
-        return self._sent(peer, lambda gloo, there: gloo.recv(tensors, there, 0))
+        return self._sent(peer, lambda gloo, place: gloo.recv(tensors, place, 0))
 
     def _sent(self, peer: int, kernel: Callable[[Any, int], Any]) -> Work:
         key, ranks = self._pair(peer)
-        there = ranks.index(peer) if ranks else peer
-        return self._launch(self.communicator(key, ranks), lambda gloo: kernel(gloo, there))
+        place = ranks.index(peer) if ranks else peer
+        return self._launch(self.communicator(key, ranks), lambda gloo: kernel(gloo, place))
 
     # The end.
 
@@ -470,10 +486,10 @@ class Group(dist.ProcessGroup):
 
         def run() -> None:
             with self.mutex:
-                for each in self.communicators.values():
-                    each.aborted = True  # one group of NCCL calls
-                for each in self.communicators.values():
-                    each.abort()
+                for communicator in self.communicators.values():
+                    communicator.aborted = True  # one group of NCCL calls
+                for communicator in self.communicators.values():
+                    communicator.abort()
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -484,10 +500,10 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         with self.mutex:
-            for each in self.communicators.values():
-                if not each.aborted:
-                    each._last.wait()
-                    each.meet("finalize")
+            for communicator in self.communicators.values():
+                if not communicator.aborted:
+                    communicator._last.wait()
+                    communicator.meet("finalize")
         self._ended.set()
 
     def _watchdog(self) -> None:
@@ -498,8 +514,8 @@ class Group(dist.ProcessGroup):
             if handling and any(work.end < time.monotonic() for work in [*self._works]):
                 for hook in self.hooks.values():
                     hook()
-                for each in self.communicators.values() if handling != 3 else ():
-                    each.aborted = True
+                for communicator in self.communicators.values() if handling != 3 else ():
+                    communicator.aborted = True
                 if handling != 2:
                     os._exit(134)
 
@@ -511,13 +527,13 @@ class Group(dist.ProcessGroup):
     def resume(self) -> None:
         self._all_meet("resume")
 
-    def _all_meet(self, what: str) -> None:
+    def _all_meet(self, operation: str) -> None:
         if not self.communicators:
             raise RuntimeError("NCCL communicator not initialized.")
         if not SUSPENDS:
             raise RuntimeError("NCCL Suspend failed (requires NCCL 2.29.7+)")
-        for each in self.communicators.values():
-            each.meet(what)
+        for communicator in self.communicators.values():
+            communicator.meet(operation)
 
     def memory_stats(self) -> dict[str, int]:
         return {"suspend": 1000, "suspended": 0, "persist": 5, "total": 1005}
@@ -538,12 +554,12 @@ def register(kind: str = "nccl, unbound", name: str = NAME) -> None:
     """Let torch create groups of ``kind`` with ``backend=name``."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
-        made = Group(store, rank, size, timeout, kind)
+        group = Group(store, rank, size, timeout, kind)
         default = c10d.GroupMember.WORLD
         if isinstance(default, Group) and default.bound is not None:
-            made.kind = "nccl, bound"
-        GROUPS.append(made)
-        return made
+            group.kind = "nccl, bound"
+        GROUPS.append(group)
+        return group
 
     if hasattr(c10d, "_maybe_attach_flight_recorder"):  # which asks C++ for backends: 2.15
         setattr(c10d, "_maybe_attach_flight_recorder", lambda *_: None)  # noqa: B010

@@ -38,45 +38,48 @@ class Block:
     line: int
     language: str
     text: str
-    said: dict[str, str] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}-{self.language or 'unlabelled'}"
 
     @property
     def file(self) -> str | None:
-        found = re.search(r"file=(\S+)", self.said.get("run", ""))
-        return found and found[1]
+        named = re.search(r"file=(\S+)", self.comments.get("run", ""))
+        return named and named[1]
 
 
 def blocks(page: Path) -> list[Block]:
     """All blocks of a page, in order; a ValueError where a comment has no block."""
-    text, name = page.read_text(), str(page.relative_to(ROOT))
-    found: list[Block] = []
-    said: dict[str, str] = {}
+    text = page.read_text()
+    name = str(page.relative_to(ROOT))
+    page_blocks: list[Block] = []
+    comments: dict[str, str] = {}
     for part in _PARTS.finditer(text):
         line = text.count("\n", 0, part.start()) + 1
         kind, _, rest = (part["comment"] or "").strip().partition(":")
         if kind in ("run", "given", "output"):
-            said[kind] = rest.strip()
+            comments[kind] = rest.strip()
         elif part["fence"]:
             indent = len(part["indent"])
-            body = "".join(each[indent:] for each in part["text"].splitlines(keepends=True))
-            found.append(Block(name, line, part["language"], body, said))
-            said = {}
-        elif part["prose"] and said:
-            raise ValueError(f"{name}:{line}: no block follows the comment {said}.")
-    if len(re.findall(r"^ *(?:```|~~~)", text, re.M)) != 2 * len(found):
+            body = ""
+            for text_line in part["text"].splitlines(keepends=True):
+                body += text_line[indent:]
+            page_blocks.append(Block(name, line, part["language"], body, comments))
+            comments = {}
+        elif part["prose"] and comments:
+            raise ValueError(f"{name}:{line}: no block follows the comment {comments}.")
+    if len(re.findall(r"^ *(?:```|~~~)", text, re.M)) != 2 * len(page_blocks):
         raise ValueError(f"{name}: a fence is not closed, or inside another.")
-    return found
+    return page_blocks
 
 
-def chains(found: list[Block]) -> list[list[Block]]:
+def chains(page_blocks: list[Block]) -> list[list[Block]]:
     """The Python blocks of a page, those that share a world and their names together."""
     together: list[list[Block]] = []
-    for block in found:
+    for block in page_blocks:
         if block.language == "python":
-            if "run" in block.said or not together:
+            if "run" in block.comments or not together:
                 together.append([])
             together[-1].append(block)
     return together

@@ -34,33 +34,32 @@ Steps = list[tuple[str, str, str]]
 
 def run(steps: Steps) -> list[str]:
     """Run the blocks in one namespace; for each its error, or an empty text."""
-    space: dict[str, Any] = {"__name__": "__main__"}
-    told: list[str] = []
-    for where, given, code in steps:
-        if any(told):
-            told.append("not reached: an earlier block of this page failed")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    errors: list[str] = []
+    for where, preamble, code in steps:
+        if any(errors):
+            errors.append("not reached: an earlier block of this page failed")
             continue
         try:
-            exec(compile(given, f"what is given to {where}", "exec"), space)
-            _run_block(where, code, space)
-            told.append("")
+            exec(compile(preamble, f"what is given to {where}", "exec"), namespace)
+            _run_block(where, code, namespace)
+            errors.append("")
         except BaseException:
-            told.append(traceback.format_exc())
-    return told
+            errors.append(traceback.format_exc())
+    return errors
 
 
 def _run_block(where: str, code: str, space: dict[str, Any]) -> None:
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(code).readline)
-        if token.type == tokenize.COMMENT
-    }
+    comment_of_line = {}
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            comment_of_line[token.start[0]] = token.string.lstrip("# ")
     for node in ast.parse(code).body:
         if not isinstance(node, ast.Expr):
             exec(compile(ast.Module([node], []), where, "exec"), space)
             continue
         value = eval(compile(ast.Expression(node.value), where, "eval"), space)
-        comment = comments.get(node.end_lineno or 0, "")
+        comment = comment_of_line.get(node.end_lineno or 0, "")
         try:
             promised = ast.literal_eval(comment)
         except (SyntaxError, ValueError):
@@ -89,18 +88,19 @@ def _on_rank(_: int, steps: Steps) -> list[str]:
 
 def _on_ranks(world: str, steps: Steps) -> list[str]:
     """The first error of each block, with its rank."""
-    for _, given, code in steps:  # import it once here, not on every rank
-        for node in (*ast.parse(given).body, *ast.parse(code).body):
+    for _, preamble, code in steps:  # import it once here, not on every rank
+        for node in (*ast.parse(preamble).body, *ast.parse(code).body):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 with contextlib.suppress(ImportError):  # the block itself raises it
                     exec(compile(ast.Module([node], []), "imports", "exec"), {})
     kind, _, size = world.partition("=")
     backend = "gloo" if kind == "ranks" else ""
-    told = forked.run_ranks(int(size), _on_rank, steps, backend=backend)
-    return [
-        next((f"rank {rank}: {error}" for rank, error in enumerate(each) if error), "")
-        for each in zip(*told, strict=True)
-    ]
+    first_errors = [""] * len(steps)
+    for rank, errors in enumerate(forked.run_ranks(int(size), _on_rank, steps, backend=backend)):
+        for place, error in enumerate(errors):
+            if error and not first_errors[place]:
+                first_errors[place] = f"rank {rank}: {error}"
+    return first_errors
 
 
 WORLDS = {"alone": _alone, "fake": _alone, "ranks": _on_ranks, "torchrun": _on_ranks}
@@ -116,16 +116,16 @@ def chain(world: str, steps: Steps) -> list[str]:
     if child == 0:
         signal.alarm(60)
         try:
-            told = WORLDS[kind](world, steps)
+            errors = WORLDS[kind](world, steps)
         except forked.RankFailure as failure:
-            told = [str(failure)] * len(steps)
-        os.write(writing, json.dumps(told).encode())
+            errors = [str(failure)] * len(steps)
+        os.write(writing, json.dumps(errors).encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as answer:
-        said = answer.read()
+        text = answer.read()
     os.waitpid(child, 0)
-    return json.loads(said) if said else ["the process ended without a result"] * len(steps)
+    return json.loads(text) if text else ["the process ended without a result"] * len(steps)
 
 
 def main() -> None:
@@ -133,7 +133,8 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warm.preload()
-    json.dump([chain(each["world"], each["steps"]) for each in json.load(sys.stdin)], answer)
+    errors = [chain(**page_chain) for page_chain in json.load(sys.stdin)]
+    json.dump(errors, answer)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,16 @@ class Tally:
         """For tests: it was tried, and kept each time."""
         assert self.tried and not self.lost, str(self)
 
+    def results(
+        self, title: str, world: int, body: Callable[..., Any], *args: Any, **how: Any
+    ) -> Any:
+        """What ``body`` gives on each rank; [], and the promise is lost, if one raises or hangs."""
+        try:
+            return run_ranks(world, body, *args, **how)
+        except RankFailure as failure:
+            self.lost.append(f"{title}: {failure.line}")
+            return []
+
     def __str__(self) -> str:
         kept = f"{self.tried - len(self.lost)} of {self.tried} kept"
         return "\n".join([f"{self.promise}: {kept} {self.seen}".rstrip(), *self.lost[:5]])
@@ -97,6 +107,15 @@ def _traces() -> dict[str, Any]:
 def _changes(before: dict[str, Any]) -> str:
     after = _traces()
     return ", ".join(f"{k}: {before[k]} -> {after[k]}" for k in before if before[k] != after[k])
+
+
+def _refusal(call: Callable[..., Any], *args: Any, **arguments: Any) -> str:
+    """The error that a call ends with, as "TypeError: its text"; "" if it works."""
+    try:
+        call(*args, **arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -133,157 +152,149 @@ def faults_in_every_function(each: int = 1, arguments: dict[str, Any] | None = N
             with _fault_at(0) as entered:
                 ps.initialize_model_parallel(**arguments)
             ps.destroy_model_parallel()
-        places: dict[str, list[int]] = {}
-        for number, where in enumerate(entered, start=1):
-            places.setdefault(where, []).append(number)
-        chosen = sorted({n for ns in places.values() for n in (*ns[:each], ns[-1])})
-        for number in chosen:
+        calls_of: dict[str, list[int]] = {}
+        for number, function in enumerate(entered, start=1):
+            calls_of.setdefault(function, []).append(number)
+        chosen = set[int]()
+        for numbers in calls_of.values():
+            chosen.update(numbers[:each], numbers[-1:])
+        for number in sorted(chosen):
             tally.tried += 1
-            before, raised = _traces(), False
-            with _fault_at(number):
-                try:
-                    ps.initialize_model_parallel(**arguments)
-                except Injected:
-                    raised = True
-            changes = _changes(before) if raised else ""
-            if not raised:  # the fault was survived, then all of it must be there
-                changes = "" if ps.is_initialized() else "nothing raised and nothing built"
-                ps.destroy_model_parallel()
+            changes = _changes_by_a_fault_at(number, arguments)
             if changes:
                 tally.lost.append(f"{entered[number - 1]} (call {number}): {changes}")
-                ps.destroy_model_parallel()
+            ps.destroy_model_parallel()
         ps.initialize_model_parallel(**arguments)
         ps.destroy_model_parallel()
-        tally.seen = f"{len(places)} functions"
+        tally.seen = f"{len(calls_of)} functions"
     finally:
         dist.destroy_process_group()
     return tally
 
 
-def _failing_half_way(rank: int, fails_on: int, at: int, arguments: dict[str, Any]) -> Any:
-    original, calls, before = dist.new_group, [], _traces()
+def _changes_by_a_fault_at(number: int, arguments: dict[str, Any]) -> str:
+    before = _traces()
+    with _fault_at(number):
+        try:
+            ps.initialize_model_parallel(**arguments)
+        except Injected:
+            return _changes(before)
+    # The fault was survived, then all of it must be there.
+    return "" if ps.is_initialized() else "nothing raised and nothing built"
+
+
+def _fails_half_way(rank: int, fails_on: int, at: int, arguments: dict[str, Any]) -> Any:
+    """How many groups this rank creates; what it hears, after how long, and what is left."""
+    new_group = dist.new_group
+    calls = []
+    before = _traces()
 
     @members_only
-    def new_group(*args: Any, **kwargs: Any) -> Any:
+    def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if rank == fails_on and len(calls) == at:
             raise RuntimeError("injected: no more communicators")
-        return original(*args, **kwargs)
+        return new_group(*args, **kwargs)
 
     start = time.monotonic()
-    text = ""
-    with mock.patch("torch.distributed.new_group", new_group):
-        try:
-            ps.initialize_model_parallel(**arguments, distributed_timeout_minutes=TIMEOUT / 60)
-        except RuntimeError as error:
-            text = f"{type(error).__name__}: {error}"
-    seconds, left = time.monotonic() - start, _changes(before) if text else ""
+    limit = {"distributed_timeout_minutes": TIMEOUT / 60}
+    with mock.patch("torch.distributed.new_group", failing):
+        text = _refusal(ps.initialize_model_parallel, **arguments, **limit)
+    seconds = time.monotonic() - start
+    changes = _changes(before) if text else ""
     ps.destroy_model_parallel()
     dist.barrier()  # the caller's own: all have heard of it, now all try again
     ps.initialize_model_parallel(**arguments)
-    total = torch.tensor([1.0])
-    dist.all_reduce(total, group=ps.get_model_parallel_group())
+    total(ps.get_model_parallel_group())
     ps.destroy_model_parallel()
-    return len(calls), text, seconds, left, _changes(before)
+    return len(calls), text, seconds, changes + _changes(before)
 
 
 def faults_on_one_rank(steps: list[int] | None = None, world: int = 4) -> Tally:
     """One of several real ranks cannot create its so-manieth group: all say so, and try again."""
     tally = Tally("a rank that cannot create a group: all ranks say so in time, a retry works")
     arguments = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    count = min(each[0] for each in run_ranks(world, _failing_half_way, -1, 0, arguments))
+    fewest = min(count for count, *_ in run_ranks(world, _fails_half_way, -1, 0, arguments))
     slowest = 0.0
-    for at in steps or range(1, count + 1):
+    for at in steps or range(1, fewest + 1):
         tally.tried += 1
         fails_on = at % world
-        try:
-            results = run_ranks(world, _failing_half_way, fails_on, at, arguments, timeout=60)
-        except RankFailure as failure:
-            tally.lost.append(f"group {at} of rank {fails_on}: {failure.line}")
-            continue
-        for rank, (_, text, seconds, left, finally_left) in enumerate(results):
+        title = f"group {at} of rank {fails_on}"
+        body = _fails_half_way
+        results = tally.results(title, world, body, fails_on, at, arguments, timeout=60)
+        for rank, (_, text, seconds, changes) in enumerate(results):
             slowest = max(slowest, seconds)
-            if (
-                not text.startswith("CreationError: ")
-                or "injected: no more communicators" not in text
-                or left
-                or finally_left
-                or seconds > TIMEOUT + 8
-            ):
-                tally.lost.append(
-                    f"group {at} of rank {fails_on}: rank {rank} after {seconds:.1f} s: "
-                    f"{text or 'no error'} {left} {finally_left}"
-                )
+            is_told = text.startswith("CreationError: ") and "injected: no more comm" in text
+            if not is_told or changes or seconds > TIMEOUT + 8:
+                heard = f"{text or 'no error'} {changes}"
+                tally.lost.append(f"{title}: rank {rank} after {seconds:.1f} s: {heard}")
                 break
-    tally.seen = f"{count} groups a rank, the last rank heard of it after {slowest:.1f} s"
+    tally.seen = f"{fewest} groups a rank, the last rank heard of it after {slowest:.1f} s"
     return tally
+
+
+# What one rank is asked for instead, and a word of the error that all others raise.
+_DIFFERENCES: list[tuple[str, dict[str, Any]]] = [
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 4}),
+    ("pipeline_model_parallel_size", {"pipeline_model_parallel_size": 2}),
+    ("order", {"order": "dp-tp-cp-ep-pp"}),
+    ("share", {"share": "all"}),
+    ("connect", {"connect": "lazy"}),
+    ("distributed_timeout_minutes", {"distributed_timeout_minutes": 5}),
+    ("create_gloo_process_groups", {"create_gloo_process_groups": False}),
+    ("EMBEDDING_GROUP", {"get_embedding_ranks": lambda ranks: []}),
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 3}),
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 0}),
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": "2"}),
+    ("tp-tp-dp", {"order": "tp-tp-dp"}),
+    ("no/such/file", {"nccl_communicator_config_path": "no/such/file.yaml"}),
+    ("overlap", {"local_world_size": 4}),
+]
 
 
 def _one_differs(rank: int, cases: list[tuple[int, dict[str, Any]]]) -> Any:
     heard = []
-    for odd, change in cases:
-        before, start = _traces(), time.monotonic()
-        try:
-            ps.initialize_model_parallel(
-                **({"tensor_model_parallel_size": 2} | (change if rank == odd else {}))
-            )
-            heard.append(("no error", 0.0, ""))
-            ps.destroy_model_parallel()
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            heard.append((text, time.monotonic() - start, _changes(before)))
+    for odd, difference in cases:
+        arguments = {"tensor_model_parallel_size": 2}
+        if rank == odd:
+            arguments |= difference
+        before = _traces()
+        start = time.monotonic()
+        text = _refusal(ps.initialize_model_parallel, **arguments)
+        heard.append((text, time.monotonic() - start, _changes(before)))
+        ps.destroy_model_parallel()
         dist.barrier()
     ps.initialize_model_parallel(2)
-    dist.all_reduce(torch.ones(1), group=ps.get_data_parallel_group())
+    total(ps.get_data_parallel_group())
     return heard
-
-
-def _first_and_last(ranks: list[int]) -> list[int]:
-    return [ranks[0], ranks[-1]]
 
 
 def disagreements(count: int, seed: int = 1, world: int = 8) -> Tally:
     """One rank is asked for something else, or refuses: all raise within 10 s, all can go on."""
-    tally = Tally("arguments that differ or are refused on one rank: every rank says so")
+    tally = Tally("arguments that differ or are refused on one rank: every rank says so", count)
     rng = random.Random(seed)
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("tensor_model_parallel_size", {"tensor_model_parallel_size": 4}),
-        ("pipeline_model_parallel_size", {"pipeline_model_parallel_size": 2}),
-        ("order", {"order": "dp-tp-cp-ep-pp"}),
-        ("share", {"share": "all"}),
-        ("connect", {"connect": "lazy"}),
-        ("distributed_timeout_minutes", {"distributed_timeout_minutes": 5}),
-        ("create_gloo_process_groups", {"create_gloo_process_groups": False}),
-        ("EMBEDDING_GROUP", {"get_embedding_ranks": lambda ranks: []}),
-        ("tensor_model_parallel_size", {"tensor_model_parallel_size": 3}),
-        ("tensor_model_parallel_size", {"tensor_model_parallel_size": 0}),
-        ("tensor_model_parallel_size", {"tensor_model_parallel_size": "2"}),
-        ("tp-tp-dp", {"order": "tp-tp-dp"}),
-        ("no/such/file", {"nccl_communicator_config_path": "no/such/file.yaml"}),
-        ("overlap", {"local_world_size": 4}),
-    ]
-    chosen = [changes[i] if i < len(changes) else rng.choice(changes) for i in range(count)]
-    cases = [(rng.randrange(world), change) for _, change in chosen]
-    # A window that leaves its own rank out has nobody to agree with: keep the odd one inside.
-    cases = [(odd % 4 if "local_world_size" in c else odd, c) for odd, c in cases]
-    try:
-        results = run_ranks(world, _one_differs, cases, timeout=60 + 2 * count)
-    except RankFailure as failure:
-        tally.tried, tally.lost = count, [failure.line] * count
+    words = []
+    cases = []
+    for number in range(count):
+        word, difference = rng.choice(_DIFFERENCES)
+        if number < len(_DIFFERENCES):
+            word, difference = _DIFFERENCES[number]
+        # A window that leaves its own rank out has nobody to agree with: keep the odd one inside.
+        inside = difference.get("local_world_size", world)
+        words.append(word)
+        cases.append((rng.randrange(inside), difference))
+    results = tally.results("all", world, _one_differs, cases, timeout=60 + 2 * count)
+    if not results:
         return tally
     slowest = 0.0
-    for i, ((odd, change), (named, _)) in enumerate(zip(cases, chosen, strict=True)):
-        tally.tried += 1
-        heard = [result[i] for result in results]
+    for (odd, difference), word, *heard in zip(cases, words, *results, strict=True):
+        seconds = max(seconds for _, seconds, _ in heard)
+        slowest = max(slowest, seconds)
+        is_heard = all(text and not changes for text, _, changes in heard)
         others = {text for rank, (text, _, _) in enumerate(heard) if rank != odd}
-        slowest = max(slowest, *(seconds for _, seconds, _ in heard))
-        if (
-            any(text == "no error" or left for text, _, left in heard)
-            or len(others) > 1
-            or named not in next(iter(others))
-            or max(seconds for _, seconds, _ in heard) > 10
-        ):
-            tally.lost.append(f"rank {odd} with {change}: {heard}")
+        is_one_text = len(others) == 1 and word in min(others)
+        if not is_heard or not is_one_text or seconds > 10:
+            tally.lost.append(f"rank {odd} with {difference}: {heard}")
     tally.seen = f"the last rank heard of it after {slowest:.1f} s"
     return tally
 
@@ -342,8 +353,10 @@ def _in_two_threads(rank: int, late: int, turned: bool, orders: list[dict[str, A
 
     time.sleep(rank == late)
     threads = [threading.Thread(target=create, args=(number,)) for number in range(len(orders))]
-    start, before = time.monotonic(), _traces()
-    for thread in threads[::-1] if turned and rank == late else threads:
+    if turned and rank == late:
+        threads.reverse()
+    start = time.monotonic()
+    for thread in threads:
         thread.start()
         time.sleep(0.1)
     for thread in threads:
@@ -351,44 +364,47 @@ def _in_two_threads(rank: int, late: int, turned: bool, orders: list[dict[str, A
     seconds = time.monotonic() - start
     dist.barrier()
     ParallelState.create(tensor_model_parallel_size=2).destroy()
-    return texts, seconds, [text for text in texts if text.startswith("works")] or _changes(before)
+    return texts, seconds
 
 
 def threads_at_once(runs: int, world: int = 4) -> Tally:
     """Two threads of each rank create states at once, in one order or not, alike or not."""
     tally = Tally("two threads create at once: no hang, no mix, all ranks say who was refused")
-    alike: dict[str, Any] = {"tensor_model_parallel_size": 2}
     for number in range(runs):
-        other, turned, late = (4, 2)[number % 2], number // 2 % 2 == 1, number % world
         tally.tried += 1
-        orders = [alike, {"tensor_model_parallel_size": other}]
-        try:
-            results = run_ranks(world, _in_two_threads, late, turned, orders, timeout=60)
-        except RankFailure as failure:
-            tally.lost.append(f"run {number}: {failure.line}")
-            continue
-        first, second = zip(*(result[0] for result in results), strict=True)
-        # The thread of each rank that was first; where these were asked for the same, all have it.
-        began = [texts[turned and rank == late] for rank, (texts, *_) in enumerate(results)]
-        works = other == 2 or not turned
-        if (
-            (works and set(began) != {"works with 2"})
-            or sum("works" in text for text in first + second) != works * world
-            or not all("two threads of rank" in " ".join(texts) for texts, _, _ in results)
-            or any(seconds > 20 for _, seconds, _ in results)
-        ):
-            tally.lost.append(f"run {number}, turned: {turned}, sizes 2 and {other}: {results}")
+        size = (4, 2)[number % 2]  # of the second thread
+        turned = number // 2 % 2 == 1
+        late = number % world
+        orders = [{"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": size}]
+        title = f"run {number}, turned: {turned}, sizes 2 and {size}"
+        results = tally.results(title, world, _in_two_threads, late, turned, orders, timeout=60)
+        working = []  # the results of the threads that have a state
+        first_to_start = set()
+        for rank, (texts, _) in enumerate(results):
+            working += [text for text in texts if text.startswith("works")]
+            first_to_start.add(texts[turned and rank == late])
+        # Where the first threads of all ranks were asked for the same, all have it.
+        all_work = size == 2 or not turned
+        is_kept = len(working) == all_work * world
+        is_kept &= not all_work or first_to_start == {"works with 2"}
+        is_kept &= all("two threads of rank" in " ".join(texts) for texts, _ in results)
+        is_kept &= all(seconds <= 20 for _, seconds in results)
+        if results and not is_kept:
+            tally.lost.append(f"{title}: {results}")
     return tally
 
 
-def _measured() -> dict[str, int]:
+def measured() -> dict[str, int]:
+    """What this process has, as it is left when all that ended is collected."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "groups": len(open_groups()),
+        "names": len(c10d._world.pg_names),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir(".")),
         "objects": len(gc.get_objects()),
         "KiB": int(status["VmRSS"].split()[0]),
     }
@@ -400,13 +416,13 @@ def _many_lives(rank: int, cycles: int, seed: int, make: Callable[..., None]) ->
     for cycle in range(warm_up + cycles):
         if cycle >= warm_up and (cycle - warm_up) % max(cycles // 4, 1) == 0:
             dist.barrier()
-            measured.append(_measured())
+            measured.append(measured())
             keys.append(own_keys(c10d._get_default_store()))
             dist.barrier()
         layout = LAYOUTS[cycle % len(LAYOUTS)] if cycle < warm_up else rng.choice(LAYOUTS)
         make(layout, rank)
     dist.barrier()
-    return [*measured, _measured()], keys
+    return [*measured, measured()], keys
 
 
 def _live(layout: dict[str, Any], rank: int) -> None:
@@ -420,10 +436,8 @@ def _live(layout: dict[str, Any], rank: int) -> None:
 def lives(cycles: int, seed: int = 1, world: int = 4) -> Tally:
     """Initialise and destroy with changing sizes: counts and memory stay flat."""
     tally = Tally("initialise, use, destroy: counts and memory stay flat", tried=cycles)
-    try:
-        results = run_ranks(world, _many_lives, cycles, seed, _live, timeout=60 + cycles)
-    except RankFailure as failure:
-        tally.lost = [failure.line] * cycles
+    results = tally.results("all", world, _many_lives, cycles, seed, _live, timeout=60 + cycles)
+    if not results:
         return tally
     grown = 0.0
     for rank, (measured, keys) in enumerate(results):
@@ -448,7 +462,7 @@ def lives(cycles: int, seed: int = 1, world: int = 4) -> Tally:
 
 
 def _missing_at_the_store(rank: int, missing: list[int], seconds: float, per_host: int) -> Any:
-    """The round trips, the error and how long it took; ranks have a store connection, no group."""
+    """The error, the operations and how long it took; ranks have a store connection, no group."""
     if rank in missing:
         return None
     base = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
@@ -463,32 +477,37 @@ def _missing_at_the_store(rank: int, missing: list[int], seconds: float, per_hos
         mock.patch.object(dist, "get_rank", return_value=rank),
         mock.patch("socket.gethostname", return_value=host),
     ):
-        here = _Round(store, range(world), _Memory())
-        here.arrive({"tp": 2}, Abilities(), Policy())
-        error = here.outcome(limit).get("error", "no error")
-    return error, store.trips, sum(store.counts.values()), time.monotonic() - start
+        round_ = _Round(store, range(world), _Memory())
+        round_.arrive({"tp": 2}, Abilities(), Policy())
+        error = round_.outcome(limit).get("error", "no error")
+    return error, sum(store.counts.values()), time.monotonic() - start
 
 
 def missing_ranks(runs: int, seed: int = 1, world: int = 256, seconds: float = 10.0) -> Tally:
     """Some of many ranks do not come: plain processes with a connection to the store each."""
     tally = Tally(f"missing ranks of {world}: one error, in time, with ranks and hosts", runs)
-    rng, slowest, most = random.Random(seed), 0.0, 0.0
+    rng = random.Random(seed)
+    slowest = 0.0
+    most = 0.0
     for run in range(runs):
         missing = sorted(rng.sample(range(1, world), 1 + run % 3))
-        try:
-            body = _missing_at_the_store
-            results = run_ranks(world, body, missing, seconds, 8, backend="", timeout=240)
-        except RankFailure as failure:
-            tally.lost.append(f"run {run}: {failure.line}")
+        title = f"run {run}, without {missing}"
+        body = _missing_at_the_store
+        how = {"backend": "", "timeout": 240}
+        results = [*filter(None, tally.results(title, world, body, missing, seconds, 8, **how))]
+        if not results:
             continue
-        texts, _, operations, took = zip(*filter(None, results), strict=True)
-        slowest, most = max(slowest, *took), max(most, sum(operations) / world)
-        named = ", ".join(map(str, missing))
+        texts = {text for text, _, _ in results}
+        operations = sum(count for _, count, _ in results)
+        longest = max(waited for _, _, waited in results)
+        slowest = max(slowest, longest)
+        most = max(most, operations / world)
+        ranks = ", ".join(map(str, missing))
         hosts = ", ".join(dict.fromkeys(f"host{rank // 8}" for rank in missing))
-        told = f"{len(missing)} of {world} ranks ({named} on {hosts}) did not reach group creation"
-        if len(set(texts)) > 1 or told not in texts[0]:
-            tally.lost.append(f"run {run}, without {missing}: {set(texts)}")
-        elif max(took) > 4 * seconds or sum(operations) > (8 + 2 * max(took)) * world:
-            tally.lost.append(f"run {run}: {max(took):.1f} s, {sum(operations)} operations")
+        told = f"{len(missing)} of {world} ranks ({ranks} on {hosts}) did not reach group creation"
+        if len(texts) > 1 or told not in min(texts):
+            tally.lost.append(f"{title}: {texts}")
+        elif longest > 4 * seconds or operations > (8 + 2 * longest) * world:
+            tally.lost.append(f"{title}: {longest:.1f} s, {operations} operations")
     tally.seen = f"{most:.1f} operations a rank, the last rank heard of it after {slowest:.1f} s"
     return tally

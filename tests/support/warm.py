@@ -49,8 +49,8 @@ def run(
         print(json.dumps(request), file=server.stdin, flush=True)
         status = int(server.stdout.readline())
         out, error = (stream.read_text() for stream in streams)
-        said = "".join(x for x in out.splitlines(True) if not x.startswith("[Gloo] Rank"))
-        return subprocess.CompletedProcess(arguments, status, said, error)
+        printed = "".join(x for x in out.splitlines(True) if not x.startswith("[Gloo] Rank"))
+        return subprocess.CompletedProcess(arguments, status, printed, error)
 
 
 @functools.cache
@@ -69,8 +69,8 @@ def preload() -> None:
 
 
 def _serve() -> None:
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = [each for each in sys.path[1:] if each not in given]
+    of_caller = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [folder for folder in sys.path[1:] if folder not in of_caller]
     preload()
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
