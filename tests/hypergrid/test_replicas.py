@@ -15,14 +15,16 @@ from hypergrid.replicas import NoReplicaError, Replicas
 @st.composite
 def jobs(draw):
     """A layout, the host of each process (all of the layout's ranks and some spares), losses."""
-    order = draw(st.permutations(("tp", "ep", "pp", "dp")))
-    layout = RankLayout(tuple(order), tuple(draw(st.integers(1, 3)) for _ in order))
-    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-    hosts = [f"h{i}" for i, many in enumerate(sizes) for _ in range(many)]
+    dims = draw(st.permutations(("tp", "ep", "pp", "dp")))
+    sizes = tuple(draw(st.integers(1, 3)) for _ in dims)
+    layout = RankLayout(tuple(dims), sizes)
+    hosts = []
+    for number, count in enumerate(draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))):
+        hosts += [f"h{number}"] * count
     hosts += ["last"] * (layout.size - len(hosts))
-    many = len(hosts)
-    rounds = draw(st.lists(st.sets(st.integers(0, many - 1), max_size=4), max_size=4))
-    return layout, hosts, rounds
+    processes = st.integers(0, len(hosts) - 1)
+    losses = draw(st.lists(st.sets(processes, max_size=4), max_size=4))
+    return layout, hosts, losses
 
 
 @functools.cache
@@ -52,85 +54,67 @@ def largest(layout, together, hosts, alive):
 
 @given(jobs())
 def test_the_largest_number_of_whole_replicas_goes_on_with_their_blocks_on_one_host(job):
-    layout, hosts, rounds = job
-    now = Replicas.first(Topology(layout, hosts))
-    everyone = range(len(hosts))
-    assert now.layout.size_of("dp") == largest(layout, (), hosts, everyone)
-    dead = set()
-    for lost in rounds:
-        dead |= lost
-        alive = [process for process in everyone if process not in dead]
-        best = largest(layout, now.together, hosts, alive)
-        if not best:
+    layout, hosts, losses = job
+    replicas = Replicas.first(Topology(layout, hosts))
+    alive = {*range(len(hosts))}
+    assert replicas.layout.size_of("dp") == largest(layout, (), hosts, alive)
+    for lost in losses:
+        alive -= lost
+        expected = largest(layout, replicas.together, hosts, alive)
+        if not expected:
             with pytest.raises(NoReplicaError, match="not one whole replica is left"):
-                now.without(lost)
+                replicas.without(lost)
             return
-        before, now = now, now.without(lost)
-        assert now.layout.size_of("dp") == best and len(now.active) == now.layout.size
-        assert sorted((*now.active, *now.reserves)) == alive
-        for block in now.layout.groups(now.together).tolist():
-            if now.together:
-                assert len({hosts[now.active[rank]] for rank in block}) == 1
+        before = replicas
+        replicas = before.without(lost)
+        assert replicas.layout.size_of("dp") == expected
+        assert len(replicas.active) == replicas.layout.size
+        assert sorted((*replicas.active, *replicas.reserves)) == sorted(alive)
+        if replicas.together:
+            for block in replicas.layout.groups(replicas.together).tolist():
+                assert len({hosts[replicas.active[rank]] for rank in block}) == 1
         if not lost & {*before.active}:
-            assert now.active == before.active
+            assert replicas.active == before.active
 
 
 @given(jobs())
 def test_first_all_dims_that_shall_stay_together_do_where_hosts_can_hold_them(job):
     layout, hosts, _ = job
-    now = Replicas.first(Topology(layout, hosts))
-    dims = ("tp", "ep")
     everyone = range(len(hosts))
     most = largest(layout, (), hosts, everyone)
-    possible = [dims[:n] for n in (2, 1, 0) if largest(layout, dims[:n], hosts, everyone) == most]
-    assert now.together == possible[0]
+    together = ("tp", "ep")
+    while largest(layout, together, hosts, everyone) < most:
+        together = together[:-1]
+    assert Replicas.first(Topology(layout, hosts)).together == together
 
 
-def test_a_spare_of_the_same_host_takes_the_hole_and_nobody_else_moves():
-    layout = RankLayout(("tp", "pp", "dp"), (2, 2, 2))
-    start = Replicas.first(Topology(layout, [5, 5]))
-    assert (start.active, start.reserves) == ((0, 1, 2, 3, 5, 6, 7, 8), (4, 9))
-    now = start.without({6})
-    assert (now.active, now.reserves) == ((0, 1, 2, 3, 5, 9, 7, 8), (4,))
-
-
-def test_a_spare_of_the_same_host_takes_the_hole_of_a_rank_without_a_block():
-    start = Replicas.first(Topology(RankLayout(("pp", "dp"), (2, 2)), [3, 3]))
-    assert (start.active, start.reserves) == ((0, 1, 2, 3), (4, 5))
-    now = start.without({3})
-    assert (now.active, now.reserves) == ((0, 1, 2, 4), (5,))
-
-
-def test_a_whole_block_keeps_its_room_beside_one_with_a_hole():
-    layout = RankLayout(("tp", "dp"), (2, 3))
-    start = Replicas.first(Topology(layout, ["a", "a", "a", "a", "b", "b", "b", "b"]))
-    now = start.without({0})
-    assert (now.active, now.reserves) == ((6, 7, 2, 3, 4, 5), (1,))
-
-
-def test_a_block_without_a_spare_on_its_host_moves_as_a_whole():
-    layout = RankLayout(("tp", "dp"), (2, 2))
-    start = Replicas.first(Topology(layout, ["a", "a", "b", "b", "c", "c"]))
-    now = start.without({1})
-    assert (now.active, now.reserves) == ((4, 5, 2, 3), (0,))
-
-
-def test_a_replica_that_is_given_up_fills_the_others():
-    layout = RankLayout(("pp", "dp"), (2, 2))
-    now = Replicas.first(Topology(layout, [4])).without({1})
-    # Each replica has lost one part or none: the first rank of the broken one is left over.
-    assert (now.active, now.reserves) == ((2, 3), (0,))
-    layout = RankLayout(("pp", "dp"), (3, 3))
-    now = Replicas.first(Topology(layout, [9])).without({2, 3})
-    assert now.layout.size_of("dp") == 2
-    assert (now.active, now.reserves) == ((0, 1, 4, 6, 7, 8), (5,))
+@pytest.mark.parametrize(
+    ("dims", "sizes", "hosts", "lost", "active", "reserves"),
+    [
+        # A spare of the same host takes the hole, and nobody else moves.
+        (("tp", "pp", "dp"), (2, 2, 2), [5, 5], {6}, (0, 1, 2, 3, 5, 9, 7, 8), (4,)),
+        # Also that of a rank without a block.
+        (("pp", "dp"), (2, 2), [3, 3], {3}, (0, 1, 2, 4), (5,)),
+        # A whole block keeps its room beside one with a hole.
+        (("tp", "dp"), (2, 3), [4, 4], {0}, (6, 7, 2, 3, 4, 5), (1,)),
+        # A block without a spare on its host moves as a whole.
+        (("tp", "dp"), (2, 2), [2, 2, 2], {1}, (4, 5, 2, 3), (0,)),
+        # A replica that is given up fills the others: the first rank of the broken one is left.
+        (("pp", "dp"), (2, 2), [4], {1}, (2, 3), (0,)),
+        (("pp", "dp"), (3, 3), [9], {2, 3}, (0, 1, 4, 6, 7, 8), (5,)),
+    ],
+)
+def test_who_takes_which_hole(dims, sizes, hosts, lost, active, reserves):
+    replicas = Replicas.first(Topology(RankLayout(dims, sizes), hosts)).without(lost)
+    assert replicas.active == active
+    assert replicas.reserves == reserves
 
 
 def test_numbers_of_replicas_that_cannot_train_are_not_taken():
-    layout = RankLayout(("dp",), (8,))
-    start = Replicas.first(Topology(layout, [8]), accepts=lambda n: 8 % n == 0)
-    assert start.without({0}).layout.size == 4
-    assert len(start.without({0}).reserves) == 3
+    topology = Topology(RankLayout(("dp",), (8,)), [8])
+    replicas = Replicas.first(topology, accepts=lambda count: 8 % count == 0).without({0})
+    assert replicas.layout.size == 4
+    assert len(replicas.reserves) == 3
 
 
 def test_a_refusal_says_who_is_left_and_what_a_replica_needs():

@@ -33,13 +33,20 @@ def test_hosts_of_different_sizes_may_part_some_groups_and_not_others():
     assert topology.hosts_of("tp", 3) == ("small", "large") and topology.host(2) == "small"
 
 
-@given(st.data())
-def test_a_group_is_inside_exactly_when_its_ranks_have_one_host(data):
-    sizes = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    layout = RankLayout(tuple("abc"[: len(sizes)]), sizes, data.draw(st.integers(0, 5)))
-    stop = layout.ranks.stop
-    names = data.draw(st.lists(st.sampled_from("xyz"), min_size=stop, max_size=stop + 3))
-    dims = data.draw(st.lists(st.sampled_from(layout.dims), unique=True))
+@st.composite
+def hosted_layouts(draw):
+    """A layout, the name of each rank's host, and some of its dims."""
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    layout = RankLayout(tuple("abc"[: len(sizes)]), sizes, draw(st.integers(0, 5)))
+    count = layout.stop + draw(st.integers(0, 3))
+    names = draw(st.lists(st.sampled_from("xyz"), min_size=count, max_size=count))
+    dims = draw(st.lists(st.sampled_from(layout.dims), unique=True))
+    return layout, names, dims
+
+
+@given(hosted_layouts())
+def test_a_group_is_inside_exactly_when_its_ranks_have_one_host(case):
+    layout, names, dims = case
     topology = Topology(layout, names)
     for rank in layout.ranks:
         hosts = {names[member] for member in layout.group(rank, dims)}

@@ -25,7 +25,7 @@ from tests.support.forked import from_all, on_ranks, total
 
 
 def test_a_failure_of_one_rank_is_told_by_all_when_the_host_of_the_store_leaves_with_it():
-    soaking.hosts_that_leave(8).check()
+    soaking.hosts_that_leave(4).check()
 
 
 def test_of_two_threads_that_create_at_once_the_second_is_refused_on_all_ranks():

@@ -411,18 +411,20 @@ def measured() -> dict[str, int]:
 
 
 def _many_lives(rank: int, cycles: int, seed: int, make: Callable[..., None]) -> Any:
-    rng, measured, keys = random.Random(seed), [], []
+    rng = random.Random(seed)
+    counts = []
+    keys = []
     warm_up = max(2 * len(LAYOUTS), cycles // 5)
     for cycle in range(warm_up + cycles):
         if cycle >= warm_up and (cycle - warm_up) % max(cycles // 4, 1) == 0:
             dist.barrier()
-            measured.append(measured())
+            counts.append(measured())
             keys.append(own_keys(c10d._get_default_store()))
             dist.barrier()
         layout = LAYOUTS[cycle % len(LAYOUTS)] if cycle < warm_up else rng.choice(LAYOUTS)
         make(layout, rank)
     dist.barrier()
-    return [*measured, measured()], keys
+    return [*counts, measured()], keys
 
 
 def _live(layout: dict[str, Any], rank: int) -> None:
@@ -440,8 +442,9 @@ def lives(cycles: int, seed: int = 1, world: int = 4) -> Tally:
     if not results:
         return tally
     grown = 0.0
-    for rank, (measured, keys) in enumerate(results):
-        first, last = measured[0], measured[-1]
+    for rank, (counts, keys) in enumerate(results):
+        first = counts[0]
+        last = counts[-1]
         for what in ("groups", "descriptors", "threads"):
             if last[what] > first[what]:
                 tally.lost.append(f"rank {rank}: {what} {first[what]} -> {last[what]}")
