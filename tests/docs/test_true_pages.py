@@ -99,7 +99,7 @@ def test_figures_that_stand_in_two_places_are_equal():
     assert f"{shared[0]} at 16 to 64" in line
     assert f"`new_group` {calls[64, 'stock']} times at 64 ranks" in line
     largest = max(ranks for ranks, _ in calls)
-    committed = re.search(r"with up to (\d+) real ones", performance)[1]
+    committed = re.search(r"with up to\s+(\d+) real ones", performance)[1]
     claim = f"{largest} gloo processes, and the two-phase commit ran with {committed}."
     assert claim in DOCS["limits.md"]
 
