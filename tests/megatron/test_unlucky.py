@@ -32,7 +32,7 @@ def test_of_two_threads_that_create_at_once_the_second_is_refused_on_all_ranks()
     soaking.threads_at_once(4).check()
 
 
-def test_missing_ranks_of_many_are_named_with_their_hosts_by_all_others():
+def test_missing_ranks_of_many_are_named_by_all_others():
     soaking.missing_ranks(1, world=32, seconds=4).check()
 
 

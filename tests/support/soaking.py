@@ -464,22 +464,17 @@ def lives(cycles: int, seed: int = 1, world: int = 4) -> Tally:
     return tally
 
 
-def _missing_at_the_store(rank: int, missing: list[int], seconds: float, per_host: int) -> Any:
+def _missing_at_the_store(rank: int, missing: list[int], seconds: float) -> Any:
     """The error, the operations and how long it took; ranks have a store connection, no group."""
     if rank in missing:
         return None
     base = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     store, world = CountingStore(base), int(os.environ["WORLD_SIZE"])
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
-    host = f"host{rank // per_host}"
     if base.add("started", 1) == world - len(missing):
         base.set("go", "")
     base.wait(["go"], timedelta(minutes=2))
     start, limit = time.monotonic(), timedelta(seconds=seconds)
-    with (
-        mock.patch.object(dist, "get_rank", return_value=rank),
-        mock.patch("socket.gethostname", return_value=host),
-    ):
+    with mock.patch.object(dist, "get_rank", return_value=rank):
         round_ = _Round(store, range(world), _Memory())
         round_.arrive({"tp": 2}, Abilities(), Policy())
         error = round_.outcome(limit).get("error", "no error")
@@ -488,7 +483,7 @@ def _missing_at_the_store(rank: int, missing: list[int], seconds: float, per_hos
 
 def missing_ranks(runs: int, seed: int = 1, world: int = 256, seconds: float = 10.0) -> Tally:
     """Some of many ranks do not come: plain processes with a connection to the store each."""
-    tally = Tally(f"missing ranks of {world}: one error, in time, with ranks and hosts", runs)
+    tally = Tally(f"missing ranks of {world}: one error, in time, with the ranks", runs)
     rng = random.Random(seed)
     slowest = 0.0
     most = 0.0
@@ -497,7 +492,7 @@ def missing_ranks(runs: int, seed: int = 1, world: int = 256, seconds: float = 1
         title = f"run {run}, without {missing}"
         body = _missing_at_the_store
         how = {"backend": "", "timeout": 240}
-        results = [*filter(None, tally.results(title, world, body, missing, seconds, 8, **how))]
+        results = [*filter(None, tally.results(title, world, body, missing, seconds, **how))]
         if not results:
             continue
         texts = {text for text, _, _ in results}
@@ -506,8 +501,7 @@ def missing_ranks(runs: int, seed: int = 1, world: int = 256, seconds: float = 1
         slowest = max(slowest, longest)
         most = max(most, operations / world)
         ranks = ", ".join(map(str, missing))
-        hosts = ", ".join(dict.fromkeys(f"host{rank // 8}" for rank in missing))
-        told = f"{len(missing)} of {world} ranks ({ranks} on {hosts}) did not reach group creation"
+        told = f"{len(missing)} of {world} ranks ({ranks}) did not reach group creation"
         if len(texts) > 1 or told not in min(texts):
             tally.lost.append(f"{title}: {texts}")
         elif longest > 4 * seconds or operations > (8 + 2 * longest) * world:
