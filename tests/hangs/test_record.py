@@ -256,6 +256,7 @@ def test_point_to_point_operations_are_recorded_on_request(rank, tmp_path):
     recorder.write("test")
     dist.barrier()
     work.wait()
+    assert all(entry["retired"] for entry in recorder._p2p.entries()), "the handle still lives"
     first, second = stacks(tmp_path, rank)["p2p"]
     assert first["profiling_name"] == ("gloo:send 0->1", "gloo:recv 1<-0")[rank]
     assert (first["input_sizes"], first["input_dtypes"]) == ([[2, 3]], ["float32"])
