@@ -1,13 +1,10 @@
 """`hypergrid audit`: the table, the ratchet."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.cli.test_cli import run
-from tests.support import ROOT
+from tests.cli.test_cli import in_a_process, run
 
 SITE = {
     "module": "megatron.core.transformer.attention",
@@ -20,91 +17,107 @@ SITE = {
     "group": "TENSOR_MODEL_PARALLEL_GROUP",
     "count": 3,
 }
-WRONG = {"kind": "another state", "text": "Head built under 'critic' read ...", "count": 2}
+SCRIPT = {"module": "__main__", "file": "<b>.py", "function": "<module>"}
 
 
 def write(directory, rank, sites, problems=()):
+    """The recording of a rank."""
     directory.mkdir(exist_ok=True)
-    data = {"schema": 1, "rank": rank, "process": 100 + rank, "release": "0.16"}
-    told = [{**each, "example": f"got rank {rank}"} for each in problems]
-    data |= {"sites": [{**SITE, **site} for site in sites], "problems": told}
-    (directory / f"reads.{rank}.{100 + rank}.1.json").write_text(json.dumps(data))
+    recording = {
+        "schema": 1,
+        "rank": rank,
+        "process": 100 + rank,
+        "release": "0.16",
+        "sites": [SITE | site for site in sites],
+        "problems": list(problems),
+    }
+    path = directory / f"reads.{rank}.{100 + rank}.1.json"
+    path.write_text(json.dumps(recording))
 
 
 @pytest.fixture
-def left(tmp_path):
+def recordings(tmp_path):
     directory = tmp_path / "left"
-    script = {"module": "__main__", "file": "<b>.py", "function": "<module>"}
     for rank in range(2):
-        write(directory, rank, [{}, {"count": 1}, {**script, "line": 9}])
+        write(directory, rank, [{}, {"count": 1}, {**SCRIPT, "line": 9}])
     return directory
 
 
-def test_the_table_has_reads_and_sites_by_package_and_file(left):
-    printed = run(f"audit {left}")
-    said = [line.split() for line in printed.splitlines()]
-    assert said[1:3] == [
-        ["megatron.core.transformer", "8", "1"],
-        ["attention.py", "8", "1", "get_tensor_model_parallel_group", "8"],
-    ]
-    assert "14 reads by 2 sites, on 2 ranks, megatron-core 0.16." in printed
+def test_the_table_has_reads_and_sites_by_package_and_file(recordings):
+    words = " ".join(run(f"audit {recordings}").split())
+    assert "megatron.core.transformer 8 1 attention.py 8 1 " in words
+    assert "attention.py 8 1 get_tensor_model_parallel_group 8" in words
+    assert "14 reads by 2 sites, on 2 ranks, megatron-core 0.16." in words
 
 
-def test_as_json_a_site_has_its_states_and_groups(left):
-    found = json.loads(run(f"audit {left} --json"))
-    site = next(each for each in found["sites"] if each["line"] == 272)
+def test_as_json_a_site_has_its_states_and_groups(recordings):
+    audit = json.loads(run(f"audit {recordings} --json"))
+    (site,) = [site for site in audit["sites"] if site["line"] == 272]
     assert site["count"] == 8 and site["ranks"] == 2
     assert site["states"] == {"actor": 8} and site["groups"] == {SITE["group"]: 8}
-    assert found["names"] == {SITE["name"]: 14} and found["reads"] == 14
+    assert audit["names"] == {SITE["name"]: 14} and audit["reads"] == 14
 
 
-def test_a_wrong_state_comes_first_and_the_status_is_1(left):
-    write(left, 1, [{}], [WRONG])
-    said = run(f"audit {left}", status=1)
-    assert said.startswith("another state: Head built under 'critic' read")
-    assert "2 reads on 1 ranks; rank 1 got rank 1" in said
+def test_a_wrong_state_comes_first_and_the_status_is_1(recordings):
+    text = "Head built under 'critic' read ..."
+    problem = {"kind": "another state", "text": text, "count": 2, "example": "got rank 1"}
+    write(recordings, 1, [{}], [problem])
+    printed = run(f"audit {recordings}", 1)
+    assert printed.startswith("another state: Head built under 'critic' read")
+    assert "2 reads on 1 ranks; rank 1 got rank 1" in printed
 
 
-def test_the_baseline_allows_moved_lines_and_refuses_new_sites(left, tmp_path):
-    baseline = tmp_path / "baseline.json"
-    baseline.write_text(run(f"audit {left} --json"))
-    assert "As the baseline." in run(f"audit {left} --against {baseline}")
-    moved, other = tmp_path / "moved", {"name": "get_context_parallel_group"}
-    write(moved, 0, [{"line": 300, "count": 70}])
-    said = run(f"audit {moved} --against {baseline}")
-    assert "1 functions read less than in the baseline: write it again" in said
-    write(moved, 0, [{"line": 300}, {"line": 301}, other])
-    for known in (baseline, left):
-        said = run(f"audit {moved} --against {known}", status=1)
-        assert "new: get_tensor_model_parallel_group in megatron.core.transformer.attention" in said
-        assert "line 300, 301: 1 before, 2 now" in said
-        assert "new: get_context_parallel_group" in said and "0 before, 1 now" in said
-    changes = json.loads(run(f"audit {moved} --against {left} --json", status=1))["changes"]
-    assert [(each["before"], each["after"]) for each in changes] == [(1, 0), (0, 1), (1, 2)]
+@pytest.fixture
+def baseline(recordings, tmp_path):
+    path = tmp_path / "baseline.json"
+    path.write_text(run(f"audit {recordings} --json"))
+    return path
 
 
-def test_what_cannot_be_read_is_named_and_a_directory_without_recordings_is_refused(left):
-    (left / "reads.7.1.1.json").write_text('{"schema": 9, "sites": []}')
-    assert "Not read: reads.7.1.1.json" in run(f"audit {left}")
-    run(f"audit {left} --against {left}", status=1)  # a new site may be in it
-    whole = json.loads((left / "reads.0.100.1.json").read_text())
-    for name in whole:
-        rest = {key: value for key, value in whole.items() if key != name}
-        (left / "reads.8.1.1.json").write_text(json.dumps(rest))
-        said = run(f"audit {left}")
-        assert "Not read: reads.8.1.1.json" in said and f"`{name}`" in said
-    (left / "empty").mkdir()
-    assert "has no recording of a rank" in run(f"audit {left / 'empty'}", status=2)
-    assert "No such file" in run(f"audit {left / 'nowhere'}", status=2)
-    (left / "other.json").write_text("[]")
-    said = run(f"audit {left} --against {left / 'other.json'}", status=2)
-    assert len(said.splitlines()) <= 2 and "hypergrid: " in said
+def test_the_baseline_allows_moved_lines(recordings, baseline, tmp_path):
+    assert "As the baseline." in run(f"audit {recordings} --against {baseline}")
+    write(tmp_path / "moved", 0, [{"line": 300, "count": 70}])
+    printed = run(f"audit {tmp_path / 'moved'} --against {baseline}")
+    assert "1 functions read less than in the baseline: write it again" in printed
 
 
-def test_no_torch_is_needed(left):
-    code = (
-        "import sys; sys.modules['torch'] = None; from compat.cli.app import app; "
-        f"app(['audit', {str(left)!r}])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and "14 reads" in done.stdout, done
+def test_the_baseline_refuses_new_sites(recordings, baseline, tmp_path):
+    changed = tmp_path / "changed"
+    write(changed, 0, [{"line": 300}, {"line": 301}, {"name": "get_context_parallel_group"}])
+    for known in (baseline, recordings):
+        printed = run(f"audit {changed} --against {known}", 1)
+        for text in (
+            "new: get_tensor_model_parallel_group in megatron.core.transformer.attention",
+            "line 300, 301: 1 before, 2 now",
+            "new: get_context_parallel_group",
+            "0 before, 1 now",
+        ):
+            assert text in printed
+    changes = json.loads(run(f"audit {changed} --against {recordings} --json", 1))["changes"]
+    assert [(change["before"], change["after"]) for change in changes] == [(1, 0), (0, 1), (1, 2)]
+
+
+def test_what_cannot_be_read_is_named(recordings):
+    (recordings / "reads.7.1.1.json").write_text('{"schema": 9, "sites": []}')
+    assert "Not read: reads.7.1.1.json" in run(f"audit {recordings}")
+    run(f"audit {recordings} --against {recordings}", 1)  # a new site may be in it
+    recording = json.loads((recordings / "reads.0.100.1.json").read_text())
+    for name in recording:
+        without = dict(recording)
+        del without[name]
+        (recordings / "reads.8.1.1.json").write_text(json.dumps(without))
+        printed = run(f"audit {recordings}")
+        assert "Not read: reads.8.1.1.json" in printed and f"`{name}`" in printed
+
+
+def test_a_directory_without_recordings_is_refused(recordings):
+    (recordings / "empty").mkdir()
+    assert "has no recording of a rank" in run(f"audit {recordings / 'empty'}", 2)
+    assert "No such file" in run(f"audit {recordings / 'nowhere'}", 2)
+    (recordings / "other.json").write_text("[]")
+    run(f"audit {recordings} --against {recordings / 'other.json'}", 2)
+
+
+def test_no_torch_is_needed(recordings):
+    status, out, _ = in_a_process(f"audit {recordings}", "sys.modules['torch'] = None; ")
+    assert status == 0 and "14 reads" in out

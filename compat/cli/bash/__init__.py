@@ -1,6 +1,6 @@
 """Reads bash scripts without running them: which programs they start, as far as the text decides.
 
-``commands`` is the entry. ``parser`` reads the statements of a text, ``script`` follows them over a
+``commands`` is the entry. ``tree`` has the statements of a text, ``script`` follows them over a
 ``state``. ``words`` makes the words of a command, ``builtins`` says what each builtin changes,
 ``values`` carries what is not known.
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from compat.cli.bash.script import Command, Script
 from compat.cli.bash.state import POSITIONAL, State
+from compat.cli.bash.tree import statements_of
 from compat.cli.bash.values import LONGEST, MARK, Hole, Holes, ScriptError, Word
 
 __all__ = ["LONGEST", "Command", "Hole", "ScriptError", "Word", "commands"]
@@ -34,15 +35,14 @@ def commands(
     fixed = dict(fixed or {})
     state = State(Holes(), fixed)
     for name, value in (environment or {}).items():
-        state.values |= {name: value, f"export {name}": True}
+        state.values |= {name: [value], f"export {name}": True}
     if POSITIONAL in fixed:
         state.values[POSITIONAL] = fixed.pop(POSITIONAL).split()
     script = Script(state, takes_defaults)
     try:
-        lines = text.replace("\r\n", "\n")
         # A pasted line may end in the backslash before the next one.
-        pasted = re.sub(r"\\\n*\Z", "", lines)
-        script.apart(lambda: script.run(pasted))
+        pasted = re.sub(r"\\\n*\Z", "", text)
+        script.apart(lambda: script.follow(statements_of(pasted)))
     except RecursionError:
         raise ScriptError("the launch line is nested too deeply.") from None
     return script.commands, script.assumed

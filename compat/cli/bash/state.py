@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from compat.cli.bash.values import LONGEST, OPEN, Hole, Holes, ScriptError, is_unknown, names_in
+from compat.cli.bash.values import LONGEST, OPEN, Hole, Holes, ScriptError, names_in
 
 POSITIONAL = "@"  # the name under which $1, $2, ... are kept
 NAME = re.compile(r"[A-Za-z_]\w*")
@@ -20,8 +20,8 @@ _DYNAMIC = names_in(
 # Assigning these changes how all later words are read.
 _OF_THE_SHELL = names_in("IFS GLOBIGNORE POSIXLY_CORRECT SHELLOPTS BASHOPTS BASH_COMPAT")
 
-# A text, the words of an array, or None for a variable that is not set.
-Value: TypeAlias = str | list[str] | None
+# The elements of an array; one of a text, none of a variable that is not set.
+Value: TypeAlias = list[str]
 
 
 @dataclass
@@ -46,33 +46,23 @@ class State:
         return replace(self, values=dict(self.values))
 
     def value(self, name: str) -> Value:
-        """The value of a variable; a text with a mark where it is not known."""
+        """The value of a variable."""
         if name in self.fixed:
-            return self.fixed[name]
+            return [self.fixed[name]]
         if name in self.values and name not in _DYNAMIC:
             value: Value = self.values[name]
             return value
         return self.unknown(name, self.why)
 
     def unknown(self, name: str, why: str) -> Value:
-        """The value of a variable that is not known."""
+        """The value of a variable that is not known, which may be an array."""
         is_decidable = name == POSITIONAL or name.isidentifier() or name.isdigit()
-        mark = self.holes.mark(Hole(f"${name}", name if is_decidable else "", why))
-        return [mark + OPEN] if name == POSITIONAL else mark
-
-    def elements(self, name: str) -> list[str]:
-        """The elements of a variable; what is not known may be any number of them."""
-        value = self.value(name)
-        if isinstance(value, str):
-            # An unknown text may be one of a variable that is an array.
-            if is_unknown(value):
-                value += OPEN
-            return [value]
-        return value or []
+        hole = Hole(f"${name}", name if is_decidable else "", why)
+        return [self.holes.mark(hole) + OPEN]
 
     def assign(self, name: str, value: Value, line: int) -> None:
         """Assign a value."""
-        if len("".join(value or "")) > LONGEST:
+        if len("".join(value)) > LONGEST:
             raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
         _check_name(name, f"line {line} assigns it")
         self.values[name] = value
@@ -120,8 +110,7 @@ def joined(first: State, second: State, why: str) -> State:
         if _is_variable(key):
             is_same = first.value(key) == second.value(key)
         else:
-            is_same = key in first.values and key in second.values
-            is_same = is_same and first.values[key] == second.values[key]
+            is_same = first.values.get(key) == second.values.get(key)
         if not is_same:
             merged.values[key] = merged._unknown_at(key, why)
     return merged
