@@ -51,7 +51,9 @@ def test_the_same_as_json(recorded):
 
 
 def test_the_verdict_is_printed_before_a_page_that_cannot_be_written(recorded):
-    output = run(f"diagnose {recorded} --html {recorded / 'no' / 'page.html'}", 2, prints_first=True)
+    output = run(
+        f"diagnose {recorded} --html {recorded / 'no' / 'page.html'}", 2, prints_first=True
+    )
     assert output.startswith("Rank 3 (host0) never entered") and "No such file" in output
 
 
