@@ -18,11 +18,16 @@ OF = "get_context_parallel_group(check_initialized=True{}) is get_context_parall
 # What is replaced in stock's parallel_state.py, or added to its end; and what is said of it.
 CHANGED = {
     "a function": (None, END.format("get_router_group"), "get_router_group(a=1) is unknown"),
+    "under if": (None, "\nif True:\n    def get_a():\n        pass\n", "get_a() is unknown"),
     "under else": (None, "\nif 0:\n    pass\nelse:\n    def get_a(): pass\n", "get_a() is unk"),
+    "under try": (None, "\ntry:\n    X_Y = 1\nexcept OSError:\n    pass\n", "X_Y = 1 is unknown"),
     "under except": (None, "\ntry:\n    pass\nexcept OSError:\n    X_Y = 1\n", "X_Y = 1 is unkn"),
+    "under with": (None, "\nwith open('a'):\n    def get_a():\n        pass\n", "get_a() is unk"),
     "under match": (None, "\nmatch 1:\n    case 1:\n        X_Y = 1\n", "X_Y = 1 is unknown"),
+    "async": (None, "\nasync def get_a():\n    pass\n", "get_a() is unknown"),
     "a class": (None, "\nclass Router:\n    pass\n", "class Router is unknown"),
     "a constant": (None, "\nROUTERS = 3\n", "ROUTERS = 3 is unknown"),
+    "a typed constant": (None, "\nROUTERS: int = 3\n", "ROUTERS = 3 is unknown"),
     "two constants": (None, "\nROUTERS, SWITCHES = 3, 4\n", "SWITCHES is unknown"),
     "a constant's value": (
         "HAVE_EINOPS = ",
@@ -40,15 +45,26 @@ CHANGED = {
         "get_context_parallel_group(*, check_initialized=True) is get_context_parallel_group(ch",
     ),
     "by position alone": (GROUP, GROUP.replace("):", ", /):"), OF.format(", /")),
+    "any arguments": (GROUP, GROUP.replace("):", ", **more):"), OF.format(", **more")),
     "a getter's default": (
         GROUP,
         GROUP.replace("=True", "=False"),
         "get_context_parallel_group(check_initialized=False) is get_",
     ),
+    "a default less": (
+        GROUP,
+        GROUP.replace("=True", ""),
+        "get_context_parallel_group(check_initialized) is get_",
+    ),
     "a default that is no constant": (
         GROUP,
         GROUP.replace("=True", "=bool(1)"),
         "get_context_parallel_group(check_initialized=bool(1)) is get_",
+    ),
+    "initialisation's default, no constant": (
+        INIT,
+        "    use_sharp: bool = os.environ.get('SHARP') is not None,\n",
+        "use_sharp=os.environ.get('SHARP') is not None, ",
     ),
     "initialisation's argument": (
         INIT,
@@ -80,6 +96,16 @@ CHANGED = {
         RANKS,
         f"    routers = 2\n\n{RANKS}",
         "RankGenerator.routers = 2 is unk",
+    ),
+    "a field of a class": (
+        RANKS,
+        f"    routers: int\n\n{RANKS}",
+        "RankGenerator.routers is unknown",
+    ),
+    "a special method": (
+        RANKS,
+        f"    def __len__(self): pass\n\n{RANKS}",
+        "RankGenerator.__len__(self) is unknown",
     ),
     "a class in place of a function": (
         None,

@@ -335,16 +335,17 @@ BACKWARDS = (
 )
 HYBRID = {"context_parallel_size": 2, "hybrid_context_parallel": True}
 REPLACEMENTS_OF_CLIENTS = [
-    (with_a_timeout, INTERLEAVED),
-    (with_any_arguments, EXPERTS),
-    (for_members, EXPERTS),
-    (through_any, CONTEXT),
-    (with_ranks_of_another_order, HYBRID),
-    (with_other_lists, CONTEXT),
+    *((replace, EXPERTS) for replace in (with_a_timeout, with_any_arguments, for_members)),
+    *((replace, INTERLEAVED) for replace in (with_a_timeout, with_ranks_of_another_order)),
+    *((replace, CONTEXT) for replace in (with_a_timeout, with_other_lists)),
+    *((replace, HYBRID) for replace in (with_any_arguments, with_ranks_of_another_order)),
+    *((through_any, sizes) for sizes in (EXPERTS, INTERLEAVED, CONTEXT)),
     (wrapping("get_nccl_options"), EXPERTS),
     (wrapping("create_hierarchical_groups"), CONTEXT),
     (wrapping("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups"), HYBRID),
     (wrapping("default_embedding_ranks"), INTERLEAVED),
+    (wrapping("default_position_embedding_ranks"), INTERLEAVED),
+    (wrapping("_set_global_memory_buffer"), EXPERTS),
     (wrapping("get_tensor_model_parallel_group"), EXPERTS),
     (wrapping("initialize_model_parallel"), INTERLEAVED),
 ]
@@ -362,6 +363,7 @@ def of_clients(rank, release):
 
 def check_clients(release):
     """In a process that follows ``release``."""
+    assert len(REPLACEMENTS_OF_CLIENTS) == 20
     for differences_of_rank in run_ranks(4, of_clients, release, timeout=120):
         assert differences_of_rank == [[]] * len(REPLACEMENTS_OF_CLIENTS)
     print("done")
@@ -385,6 +387,10 @@ NAMED = "    return _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS[0]"
 BROKEN = {
     "no gloo twins": (("if create_gloo_process_groups:", "if False:"), EXPERTS),
     "a gloo twin more": (("    if create_gloo_process_groups:", "    if True:"), NO_GLOO),
+    "another description of experts": (
+        ('group_desc="EXPERT_MODEL_PARALLEL_GROUP"', 'group_desc="EXPERTS"'),
+        EXPERTS,
+    ),
     "one description for two": (
         ('group_desc="MODEL_PARALLEL_GROUP"', 'group_desc="TENSOR_MODEL_PARALLEL_GROUP"'),
         EXPERTS,
@@ -396,9 +402,31 @@ BROKEN = {
         ),
         EXPERTS,
     ),
+    "a list of data-parallel ranks": (
+        (
+            "            _DATA_PARALLEL_GLOBAL_RANKS = ranks",
+            "            _DATA_PARALLEL_GLOBAL_RANKS = sorted(ranks)[:1]",
+        ),
+        EXPERTS,
+    ),
     "a source rank": ((NAMED, NAMED.replace("0", "-1")), EXPERTS),
+    "an exception": ((NAMED, "    raise KeyError"), EXPERTS),
+    "an error less": ((NAMED, "    return None"), EXPERTS),
     "the next stage": (("(rank_in_pipeline + 1)", "(rank_in_pipeline + 2)"), INTERLEAVED),
+    "the previous stage": (("(rank_in_pipeline - 1)", "(rank_in_pipeline - 2)"), INTERLEAVED),
+    "the last stage": (
+        ("return _PIPELINE_GLOBAL_RANKS[last_rank_local]", "return _PIPELINE_GLOBAL_RANKS[0]"),
+        INTERLEAVED,
+    ),
+    "the last virtual stage": (
+        ("get_virtual_pipeline_model_parallel_world_size() - 1)", "0)"),
+        INTERLEAVED,
+    ),
     "a flag": (("    if with_context_parallel:", "    if not with_context_parallel:"), CONTEXT),
+    "embedding ranks": (
+        ("_EMBEDDING_GLOBAL_RANKS = embedding_ranks", "_EMBEDDING_GLOBAL_RANKS = [0]"),
+        INTERLEAVED,
+    ),
     "a default of initialisation": (
         ("    use_sharp: bool = False,", "    use_sharp: bool = bool(0),"),
         EXPERTS,
@@ -409,19 +437,34 @@ BROKEN = {
     ),
     "a function of its own": ((END, END + "\ndef get_router_group():\n    pass\n\n"), EXPERTS),
     "a group more": ((END, "    create_group([0, 1], group_desc='MORE')\n" + END), EXPERTS),
+    "a second description": (
+        (END, f"    create_group([0, 1], {TP})\n" + END),
+        EXPERTS,
+    ),
     "new_group directly": ((END, "    torch.distributed.new_group([0, 1])\n" + END), EXPERTS),
+    "new_group of c10d": (
+        (END, "    torch.distributed.distributed_c10d.new_group([0, 1])\n" + END),
+        EXPERTS,
+    ),
+    "another description": ((TP, 'group_desc="TENSOR"'), EXPERTS),
     "another backend": ((TP, f'backend="gloo", {TP}'), EXPERTS),
     "another timeout": (
         ("timedelta(minutes=distributed_timeout_minutes)", "timedelta(minutes=7)"),
         EXPERTS,
     ),
+    "by members alone": ((TP, f"use_local_synchronization=True, {TP}"), EXPERTS),
     "other ranks": (("('tp-cp')", "('tp-dp')"), CONTEXT),
     "a getter of another group": (
         ("return _CONTEXT_PARALLEL_GROUP\n", "return _TENSOR_AND_CONTEXT_PARALLEL_GROUP\n"),
         {**CONTEXT, "context_parallel_size": 2, "hierarchical_context_parallel_sizes": [2]}
         | {"tensor_model_parallel_size": 2},
     ),
+    "a virtual stage": (
+        ("        if vp_stage != 0:\n", "        if vp_stage == 0:\n"),
+        INTERLEAVED,
+    ),
     "a global of a copy": (("_EMBEDDING_GLOBAL_RANKS = embedding_ranks", "pass"), INTERLEAVED),
+    "hybrid sizes": (("range(int(log2(len(ranks))))", "range(int(log2(len(ranks))) + 1)"), HYBRID),
     "an alias becomes a copy": (
         (
             "            _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _EXPERT_DATA_PARALLEL_GROUP\n",
@@ -434,6 +477,13 @@ BROKEN = {
         (
             "    return get_tensor_model_parallel_group().rank()",
             "    return get_tensor_model_parallel_group().rank() + 1",
+        ),
+        EXPERTS,
+    ),
+    "a size": (
+        (
+            "    return get_tensor_model_parallel_group().size()",
+            "    return get_tensor_model_parallel_group().size() + 1",
         ),
         EXPERTS,
     ),
@@ -471,7 +521,7 @@ def check_broken_copies(release):
             if differences:
                 noticed.add(name)
     assert noticed == tried, tried - noticed
-    assert len(noticed) >= 18, len(noticed)
+    assert len(noticed) >= 30, len(noticed)
     created = "MORE of ranks [0, 1]: stock creates it, and hypergrid would not"
     for rank, differences_of_edit in enumerate(results):
         assert differences_of_edit["a group more"] == ([created] if rank < 2 else [])
