@@ -230,3 +230,47 @@ def test_a_rank_that_fails_before_its_split_fails_all_if_connecting_does_not_blo
     assert rank == 1 or "NCCL timeout" in str(caught.value) or "rank 1" in str(caught.value)
     assert {*open_groups()} == {dist.group.WORLD}
     from_all(None)
+
+
+@on_ranks(2, backend="")
+def test_a_rank_that_is_stuck_in_a_split_holds_up_no_abort_beyond_its_limit(rank):
+    start(rank, 2, kind="nccl, bound")
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cpu", 0)
+    world.eager_connect_single_device(world.bound_device_id)
+    if rank == 0:
+        stuck = threading.Thread(target=world.split_group, args=([0, 1],), daemon=True)
+        stuck.start()
+        time.sleep(0.2)
+        with pytest.warns(RuntimeWarning, match="could not abort the default group"):
+            hypergrid.abort(default=True, timeout=timedelta(seconds=1))
+        assert not dist.is_initialized()
+        from_all(None)  # the other rank splits too, which lets go of the lock
+        stuck.join(5)
+        with warnings.catch_warnings(action="error"):
+            hypergrid.abort()
+    else:
+        from_all(None)
+        world.split_group([0, 1])
+    from_all(None)
+
+
+@SPLITS
+@on_ranks(2, backend="")
+def test_if_connecting_blocks_a_rank_waits_in_its_split_and_no_abort_ends_the_wait(rank):
+    start(rank, 2, kind="nccl, bound")
+    bind(dist.group.WORLD)
+    if rank == 0:
+        waits = threading.Thread(target=by_splits, daemon=True)
+        waits.start()
+        threading.Thread(target=from_all, args=(None,), daemon=True).start()
+        waits.join(1)
+        with pytest.warns(RuntimeWarning, match="could not abort the default group"):
+            hypergrid.abort(default=True, timeout=timedelta(seconds=1))
+        waits.join(1)
+        assert waits.is_alive()
+    else:
+        with mock.patch.object(nccl_rules.Group, "split_group", lambda *_, **__: time.sleep(8)):
+            threading.Thread(target=by_splits, daemon=True).start()
+            from_all(None)
+            time.sleep(4)

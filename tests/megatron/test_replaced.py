@@ -171,7 +171,7 @@ def rehearsed(module, rank, world):
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["no default group", "one real rank"])
-def test_a_world_that_is_only_told_isrehearsed_as_on_stock(real, tmp_path):
+def test_a_world_that_is_only_told_is_rehearsed_as_on_stock(real, tmp_path):
     if real:
         dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:

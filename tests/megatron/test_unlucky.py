@@ -239,3 +239,41 @@ def test_without_agreement_all_can_try_again_after_one_rank_refused_its_argument
     ps.initialize_model_parallel(2, distributed_timeout_minutes=5 / 60)
     assert total(ps.get_tensor_model_parallel_group()) == 2
     assert own_keys(c10d._get_default_store()) == []
+
+
+@on_ranks(2)
+def test_the_stores_connection_is_looked_for_once(rank):
+    """Else each creation would call the system for every socket of the process."""
+    ps.initialize_model_parallel(2)
+    ps.destroy_model_parallel()
+    pairs = [socket.socketpair() for _ in range(200)]
+    with mock.patch.object(os, "dup", wraps=os.dup) as dup:
+        ps.initialize_model_parallel(2)
+    assert len(pairs) == 200 and dup.call_count < 200
+
+
+@on_ranks(2)
+def test_a_second_thread_is_refused_at_once_and_the_other_ranks_are_told(rank):
+    def create():
+        return ParallelState.create(distributed_timeout_minutes=1)
+
+    states = []
+    if rank == 0:
+        first = threading.Thread(target=lambda: states.append(create()))
+        first.start()
+        time.sleep(1)  # it waits for rank 1
+        start = time.monotonic()
+        with pytest.raises(AgreementError, match="two threads of rank 0 create groups"):
+            create()
+        assert time.monotonic() - start < 2
+        from_all(None)
+        first.join()
+    else:
+        from_all(None)
+        states.append(create())
+        start = time.monotonic()
+        with pytest.raises(AgreementError, match=r"rank 0 refused .*two threads of rank 0"):
+            create()
+        assert time.monotonic() - start < 10
+    states.append(create())
+    assert [total(state.get_data_parallel_group()) for state in states] == [2, 2]

@@ -452,3 +452,54 @@ def test_a_picture_and_a_table_have_a_heading_for_each_nvlink_domain(tmp_path):
     lines = [line.plain for line in table(DECODER, 8, "tp", within=WITHIN)]
     assert [line for line in lines if line.startswith("NVLink")] == domains
     assert lines[0] == "NVLink domain 0" and lines[1].startswith("host0")
+
+
+@needs_browser
+def test_the_page_opens_with_an_overview_and_a_group_that_crosses(opened):
+    tab = opened(offered=("decoder", "expert"))
+    assert lit(tab) == DECODER.group(0, "dp") and links(tab, "crossing") == 4
+    assert tab.locator(".lit").count() == 0, "nothing else fades"
+    overview = tab.locator("#list .group").all_inner_texts()
+    assert [text.split("\n")[0] for text in overview] == [
+        *("tp = 4", "cp = 2", "dp = 4", "pp = 2"),
+        *("expert ep = 4", "expert dp = 2"),
+    ]
+    assert "16 groups, inside a host" in overview[0]
+    assert "16 groups, every group crosses hosts" in overview[2] and "4 hosts" in overview[2]
+    assert tab.locator("#list [aria-pressed=true]").inner_text().startswith("dp = 4")
+    tab.locator("#list .group").nth(4).click()
+    assert lit(tab) == EXPERT.group(0, "ep")
+    tab.keyboard.press("Escape")
+    assert lit(tab) == [] and "tp = 4" in tab.inner_text("#list")
+
+
+@needs_browser
+def test_dims_with_equal_groups_are_one_entry_of_the_overview(opened):
+    layouts = {
+        "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 8, 1, 2)),
+        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 8, 2)),
+    }
+    tab = opened(GroupPlan(layouts))
+    entries = tab.locator("#list .group .label").all_inner_texts()
+    assert entries == ["tp = 4", "dp and expert ep = 8", "pp = 2"]
+
+
+def test_an_expert_layout_has_panels_of_its_own_for_the_groups_that_differ(tmp_path):
+    shown_texts = texts(PLAN, 8, tmp_path / "plan", layouts=("decoder", "expert"))
+    panels = [text for text in shown_texts if " = " in text]
+    assert panels == ["tp = 4", "cp = 2", "dp = 4", "pp = 2", "expert ep = 4", "expert dp = 2"]
+    assert any(text.startswith("expert: tp=4 ep=4 dp=2 pp=2") for text in shown_texts)
+
+
+def test_a_dim_with_the_groups_of_another_is_named_beside_it(tmp_path):
+    layouts = {
+        "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 32, 1, 8)),
+        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 32, 8)),
+        "levels": RankLayout(("tp", "dp0", "dp1", "ep", "pp"), (4, 4, 8, 1, 8)),
+    }
+    shown_texts = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=list(layouts))
+    panels = [text for text in shown_texts if " = " in text]
+    assert panels == ["tp = 4", "dp and expert ep = 32", "pp = 8", "dp0 = 4", "dp1 = 8"]
+    layouts["expert"] = RankLayout(("tp", "ep"), (2, 512))  # other groups, the ranks in one order
+    shown_texts = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=["decoder", "expert"])
+    assert {"expert tp = 2", "expert ep = 512"} <= {*shown_texts}
