@@ -260,6 +260,8 @@ def shadowed(rank, release, replace, edits=(), sizes=None):
         stock.initialize_model_parallel(**(sizes or {"tensor_model_parallel_size": 2}))
     finally:
         dist.new_group = new_group
+    # A rank that closes its groups breaks the connections that a slower rank still opens.
+    dist.barrier()
     stock.destroy_model_parallel()
     # Stock keeps its groups open, and each gloo group has threads.
     for group in set(open_groups()) - {dist.group.WORLD}:
