@@ -184,7 +184,7 @@ class GroupPlan:
         return arrays
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
-        """As ``groups_of``, with the label whose communicator is used; None for its own."""
+        """Yield ``groups_of`` with the label whose communicator is used; None for its own."""
         owners: Owners = {}
         for row, ranks in self.groups_of(rank):
             yield row, ranks, owner_of(owners, row.label, ranks, row.kind, policy)
@@ -242,7 +242,7 @@ class GroupPlan:
 
 @dataclass
 class _Layout:
-    """As ``to_json`` writes it."""
+    """A layout as ``to_json`` writes it."""
 
     dims: tuple[str, ...]
     sizes: tuple[int, ...]

@@ -150,7 +150,7 @@ def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
 
 
 def findings(out: Console, all_findings: Sequence[Finding]) -> None:
-    """What is so, what it costs and what to do, of each finding."""
+    """Each finding: the fact, its cost and what to do."""
     for number, finding in enumerate(all_findings):
         if number:
             out.print()

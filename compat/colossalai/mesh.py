@@ -170,7 +170,7 @@ class ProcessGroupMesh:
     def get_group_along_axis(
         self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup:
-        """As ``create_group_along_axis``; *local* if all of its groups exist, else collective.
+        """Return the groups along axes, as ``create_group_along_axis``; *local* if all exist.
 
         With equal arguments it is local on all ranks or on none.
         """

@@ -39,7 +39,7 @@ class Definition:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What ``parallel_state.py`` and the files beside it define, and their version."""
+    """The definitions of ``parallel_state.py`` and the files beside it, and their version."""
 
     path: Path
     version: str  # such as "0.19"; empty where nothing says it
@@ -56,7 +56,7 @@ def imported_source() -> Source | None:
 
 
 def read(core: Path) -> Source:
-    """What the modules in a folder ``megatron/core`` define; a file that is missing has nothing."""
+    """Read the definitions of a folder ``megatron/core``; a file that is missing has none."""
     definitions = {name: defined(core / f"{name}.py") for name in _MODULES}
     state = definitions["parallel_state"]
     numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
@@ -78,7 +78,7 @@ def read(core: Path) -> Source:
 
 
 def defined(path: Path) -> list[Definition]:
-    """What a module defines, in its order: of classes also the methods and fields.
+    """The definitions of a module, in its order: of classes also the methods and fields.
 
     RuntimeError for a file that is not Python.
     """

@@ -48,7 +48,7 @@ def refuse_drift(module: str) -> None:
 
 
 def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any]) -> list[str]:
-    """What a module defines for other code, and the module with the names ``replacement`` does not.
+    """Definitions of a module for other code that its ``replacement`` does not have.
 
     Functions, classes, methods and constants that are public, and private globals; of functions
     and methods each argument, its kind, position and default.
@@ -84,7 +84,7 @@ def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any
 
 
 def _text(row: Definition, value: Any) -> str:
-    """What hypergrid has under the name of ``row``, as ``Definition.text`` describes it."""
+    """Hypergrid's definition under the name of ``row``, as ``Definition.text`` describes it."""
     # The function in a static or class method, or in a property.
     function = getattr(value, "__func__", getattr(value, "fget", value))
     if row.kind == "class" and inspect.isclass(value):

@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Record:
-    """What stock's initialisation called on this rank, and how hypergrid's calls differ.
+    """The calls of stock's initialisation on this rank, and how hypergrid's calls differ.
 
     Functions that create groups or decide ranks run once, for stock. When hypergrid is planned,
     they answer what they answered stock. Calls inside such calls do not count, and neither do calls
@@ -168,7 +168,7 @@ class Record:
         return Call(f"{label} of ranks [{few(ranks)}]", compared)
 
     def _answer(self, planned: Call) -> Any:
-        """What stock's call with these arguments returned; notes how its arguments differ."""
+        """Return the result of stock's call with these arguments; notes how they differ."""
         for position, call in enumerate(self._calls):
             if call.group == planned.group and position not in self._positions:
                 break

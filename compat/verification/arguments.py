@@ -79,7 +79,7 @@ def check(parsed: Any) -> Any:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What Megatron raises, as a ValueError with a sentence; what it prints is left out."""
+    """Turn Megatron's refusal into a ValueError with a sentence; its prints are left out."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):

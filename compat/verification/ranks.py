@@ -96,7 +96,7 @@ _NEW_PROCESS = (
 
 
 def answer(directory: str, parent: int) -> None:
-    """What the new process of ``in_checkout`` does with the request in this directory."""
+    """Answer the request in this directory, in the new process of ``in_checkout``."""
     _end_with_parent(parent)
 
     def answered() -> Any:

@@ -59,7 +59,7 @@ _BUCKET_SIZE = 10_000  # parameters: several buckets for each small chunk
 
 
 class SmallJob(NamedTuple):
-    """What is verified instead of the job, and in words what became smaller or was left out."""
+    """The small job that is verified, and in words what became smaller or was left out."""
 
     task: Task
     layout: Layout

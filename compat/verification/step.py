@@ -210,7 +210,7 @@ def _take_steps(
 
 
 def _of_chunks(functions: Sequence[Any]) -> Any:
-    """As megatron-core takes them: a list, or the function of a single chunk."""
+    """The chunks as megatron-core takes them: a list, or the function of a single chunk."""
     if len(functions) == 1:
         return functions[0]
     return functions

@@ -176,7 +176,7 @@ def _differences(
     job_sizes: Mapping[str, int],
     small_sizes: Mapping[str, int],
 ) -> Iterator[_Difference]:
-    """What a small layout does not keep, from the members of its groups and of the job's."""
+    """Properties of the job's groups that a small layout does not keep."""
     for name, size in job.items():
         small_size = small.get(name, 1)
         if small_size == 1 < size:
@@ -194,7 +194,7 @@ def _differences(
 
 
 def _consequences(differences: Iterable[_Difference]) -> Iterator[str]:
-    """What the small layout cannot show, in words."""
+    """The faults that the small layout cannot show, in words."""
     pairs = []
     for difference in differences:
         if difference.severity != _OTHER_SIZE:

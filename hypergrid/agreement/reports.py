@@ -84,7 +84,7 @@ def _first_on_host(rank: int) -> int:
 
 
 class Entry(NamedTuple):
-    """What a rank reported, and the number of ranks that are equal to it."""
+    """The report of a rank, and the number of ranks that are equal to it."""
 
     rank: int
     proposal: dict[str, Any]

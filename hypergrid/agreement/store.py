@@ -323,7 +323,7 @@ def _plain(address: str) -> str:
 
 
 def sockets(accepts: Callable[[socket.socket], bool], numbers: Iterable[int]) -> list[Descriptor]:
-    """Those internet sockets among the descriptors ``numbers`` that a function ``accepts``."""
+    """The internet sockets among the descriptors ``numbers`` that a function ``accepts``."""
     accepted = []
     for number in numbers:
         connection = duplicate(number)

@@ -31,7 +31,7 @@ before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
 # Called with each AgreementError and CreationError, before it leaves the pool.
 after_failure: set[Callable[[BaseException], None]] = set()
 _live: weakref.WeakSet[GroupPool] = weakref.WeakSet()
-_kept: set[GroupPool] = set()  # whoever holds them: torch keeps groups of theirs
+_kept: set[GroupPool] = set()  # kept alive: torch still has groups of theirs
 
 
 @dataclass(frozen=True)

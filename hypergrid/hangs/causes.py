@@ -260,7 +260,7 @@ class Rules:
         return None
 
     def _departures(self, ranks: Iterable[int]) -> list[Departure]:
-        """What each rank did instead of what was due, the clearest first."""
+        """Calls that ranks made instead of the one that was due, the clearest first."""
         departures = self.history.departures(sorted(ranks))
         return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 

@@ -83,7 +83,7 @@ class State:
         self.why = why
 
     def _unknown_at(self, key: str, why: str) -> Any:
-        """What stands at a key that is not known: an unknown text, or no function, no export."""
+        """The value at a key that is not known: an unknown text, or no function, no export."""
         level, _, name = key.rpartition(" ")
         if _is_variable(name) and level != "export":
             return self.unknown(name, why)
@@ -103,7 +103,7 @@ def _is_variable(key: str) -> bool:
 
 
 def joined(first: State, second: State, why: str) -> State:
-    """What is known where two ways meet."""
+    """The state where two ways meet: values that differ are unknown."""
     merged = first.copy()
     merged.why = first.why or second.why
     for key in sorted(first.values.keys() | second.values.keys()):
