@@ -84,7 +84,7 @@ def _assigns(script: Script, words: list[str]) -> Status:
 
 
 def _source(script: Script, words: list[str]) -> Status:
-    """A sourced file may assign anything; a function of the environment, such as ``module``, too."""
+    """A sourced file may assign anything, and so may a function such as ``module``."""
     state = script.state
     of_job = {key: value for key, value in state.values.items() if "SLURM_" in key}
     written = plain(" ".join(words))
