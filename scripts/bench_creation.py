@@ -12,8 +12,6 @@ from bench_sides import SIZES, answer, load, start_fake_world
 
 from hypergrid.groups import creation
 
-SPLIT, MEMBERS = "split", "members"
-
 
 def creation_calls(side: str, way: str, world: int) -> int:
     """How often a rank in the middle of a fake world asks torch for groups.
@@ -23,12 +21,12 @@ def creation_calls(side: str, way: str, world: int) -> int:
     """
     os.environ["HYPERGRID_CREATION"] = way
     module = load(side)
-    start_fake_world(world // 2 + 3, world)
+    rank = world // 2 + 3
+    start_fake_world(rank, world)
     calls: Counter[str] = Counter()
 
     def split(label: str, groups: Any, epoch: str, **options: Any) -> Any:
         calls["split"] += 1
-        rank = world // 2 + 3
         members = next((ranks for ranks in groups if rank in ranks), [rank])
         return creation.by_members(label, sorted(members), epoch, **options)
 
@@ -36,7 +34,7 @@ def creation_calls(side: str, way: str, world: int) -> int:
         mock.patch.object(creation, "_can_split", lambda: True),
         mock.patch.object(creation, "by_split", split),
     ):
-        if way == MEMBERS or side == "stock":
+        if way == "members" or side == "stock":
             count_new_groups(calls)
         module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
     return calls.total()
