@@ -40,13 +40,15 @@ def speaking(request, monkeypatch):
     monkeypatch.setattr(requests, "_namespace", {})
     monkeypatch.setattr(requests, "_originals", {})
     copies = []
-    for name, original in ((getters.__name__, getters), ("speaking", ps)):
+    written = [getters.groups, getters.numbers, getters.setters, getters.stages, getters]
+    for name, original in (*((module.__name__, module) for module in written), ("speaking", ps)):
         spec = importlib.util.spec_from_file_location(name, original.__file__)
         copies.append(importlib.util.module_from_spec(spec))
         monkeypatch.setitem(sys.modules, name, copies[-1])
         spec.loader.exec_module(copies[-1])
-        monkeypatch.setattr(state, "answer_from", copies[0].answer_from)
-    return request.param, copies[1]
+        if original is getters:
+            monkeypatch.setattr(state, "answer_from", copies[-1].answer_from)
+    return request.param, copies[-1]
 
 
 def test_what_a_release_takes_by_position_means_what_it_means_by_name(speaking, monkeypatch):

@@ -1,0 +1,87 @@
+"""Every getter and setter of the module, each written out: a plain function over globals.
+
+``groups``, ``numbers``, ``stages`` and ``setters`` have the functions. How they work: the same
+function runs over several namespaces, which are dicts with upstream's private globals.
+``bind_getters_to(names)`` makes functions of the same code whose globals are ``names``; they call
+each other by the names that are there:
+
+    names = {"_TENSOR_MODEL_PARALLEL_GROUP": group, "_MPU_TENSOR_MODEL_PARALLEL_RANK": None}
+    bind_getters_to(names)
+    names["get_tensor_model_parallel_group"]()       # group
+    names["_MPU_TENSOR_MODEL_PARALLEL_RANK"] = 3     # as outside code writes it
+    names["get_tensor_model_parallel_rank"]()        # 3
+
+The globals of ``compat.parallel_state`` are such a namespace: there are the values of the current
+state, and outside code reads, writes and replaces there what it likes, as on stock. A state that is
+not current has a namespace of its own, bound when it is first asked. A function that is called
+where it is written, or from here, asks the current state. All are *local*: no communication.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any
+
+from compat.megatron.getters import groups, numbers, setters, stages
+from compat.megatron.releases import drop_absent
+
+SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that change something
+FUNCTIONS: dict[str, FunctionType] = {}  # as they are written
+_WRITTEN: dict[str, Any] = {}  # they, and the modules and constants that they use
+answering: dict[str, FunctionType] = {}  # the functions over the values of the current state
+
+
+def bind_getters_to(names: dict[str, Any]) -> dict[str, FunctionType]:
+    """Put the functions into ``names``, which become their globals; and give them by name."""
+    functions = {}
+    for name, written in FUNCTIONS.items():
+        function = FunctionType(written.__code__, names, name, written.__defaults__)
+        function.__kwdefaults__ = written.__kwdefaults__
+        functools.update_wrapper(function, written, ("__annotations__", "__doc__", "__qualname__"))
+        del function.__wrapped__  # type: ignore[attr-defined]
+        functions[name] = function
+    # The modules that the functions use are among their globals too. What ``names`` has stays.
+    names.update({**_WRITTEN, **names, **functions})
+    return functions
+
+
+def answer_from(names: dict[str, Any]) -> None:
+    """Let the functions answer from ``names``, where the values of the current state are."""
+    answering.update(bind_getters_to(names))
+
+
+def _asking_the_current_state(written: FunctionType) -> Any:
+    name = written.__name__
+
+    @functools.wraps(written)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if name not in answering:
+            raise AssertionError(
+                f"{name}() has no state to answer from: import compat.parallel_state first."
+            )
+        return answering[name](*args, **kwargs)
+
+    return function
+
+
+_MODULES = (groups, numbers, stages, setters)
+for _module in _MODULES:
+    drop_absent(vars(_module))
+    for _name, _value in vars(_module).items():
+        if _name.startswith("__"):
+            continue
+        _WRITTEN[_name] = _value
+        if isinstance(_value, FunctionType) and _value.__module__ == _module.__name__:
+            FUNCTIONS[_name] = _value
+for _name, _written in FUNCTIONS.items():
+    _asking = _asking_the_current_state(_written)
+    for _module in _MODULES:  # also where another one has imported it
+        if _name in vars(_module):
+            setattr(_module, _name, _asking)
+
+# Here, not above: by now the names of these modules are the functions that ask.
+from compat.megatron.getters.groups import *  # noqa: E402, F403
+from compat.megatron.getters.numbers import *  # noqa: E402, F403
+from compat.megatron.getters.setters import *  # noqa: E402, F403
+from compat.megatron.getters.stages import *  # noqa: E402, F403
