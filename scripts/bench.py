@@ -1,7 +1,7 @@
 """Measures stock megatron-core and this project in turn and prints their ratios as a table.
 
-    python scripts/bench.py                                # all of it, at most twelve minutes
-    python scripts/bench.py --quick --only 'Init.*65,536'  # less than a minute; some cases
+    python scripts/bench.py                        # all of it, at most twelve minutes
+    python scripts/bench.py --only 'Init.*65,536'  # the cases whose names match
     python scripts/bench.py --out bench.md --plot bench.png
 
 A time means little on a machine that others use too: both sides run in the same minutes, take
@@ -38,10 +38,8 @@ from checkout import table
 HERE = Path(__file__).resolve().parent
 SIZES = "tp=8 cp=2 pp=16 ep=8"
 WORLDS = (1024, 8192, 65536, 1048576)
-QUICK_WORLDS = (1024, 65536, 1048576)
 HUGE = 100_000  # ranks; here stock takes the better part of a minute
 REAL_WORLDS = (8, 16, 32, 64)
-QUICK_REAL_WORLDS = (8,)
 # share, connect: the bar at 64 ranks.
 REAL_BARS = {
     ("none", "eager"): 1.4,
@@ -72,27 +70,29 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        ours = median(self.ours)
+        median_ours = median(self.ours)
+        ours = self._shown(median_ours)
+        bar, verdict = self._bar_of_ours(median_ours)
         if not self.peer:
-            bar, verdict = self._bar_of_ours(ours)
-            return (self.title, "", "", self._shown(ours), "", "", bar, verdict)
-        peer = self._shown(median(self.peer))
-        if not ours:
-            bar, verdict = self._bar_of_ours(ours)
-            return (self.title, self.peer_name, peer, self._shown(ours), "", "", bar, verdict)
-        ratios = [theirs / mine for theirs, mine in zip(self.peer, self.ours, strict=False)]
-        least, ratio, most = min(ratios), median(self.peer) / ours, max(ratios)
+            return (self.title, "", "", ours, "", "", bar, verdict)
+        median_peer = median(self.peer)
+        peer = self._shown(median_peer)
+        if not median_ours:  # a count of none, which has no ratio
+            return (self.title, self.peer_name, peer, ours, "", "", bar, verdict)
+        ratios = []
+        for peer_value, our_value in zip(self.peer, self.ours, strict=False):
+            ratios.append(peer_value / our_value)
+        least = min(ratios)
+        ratio = median_peer / median_ours
+        most = max(ratios)
         if self.is_paired:
             least, ratio, most = interval(ratios)
-        bar, verdict = self._bar_of_ours(ours)
         if self.at_least is not None:
-            bar, verdict = self._bar_of_ratio(least, ratio, most)
+            bar, verdict = self._bar_of_ratio(self.at_least, least, ratio, most)
         spread = "once"
         if len(ratios) > 1:
             spread = f"{self._times(least)} to {self._times(most)}"
-        shown_ratio = self._times(ratio)
-        shown = self._shown(ours)
-        return (self.title, self.peer_name, peer, shown, shown_ratio, spread, bar, verdict)
+        return (self.title, self.peer_name, peer, ours, self._times(ratio), spread, bar, verdict)
 
     def _bar_of_ours(self, ours: float) -> tuple[str, str]:
         if self.at_most is None:
@@ -100,16 +100,17 @@ class Row:
         verdict = "met" if ours <= self.at_most else "**NOT met**"
         return f"≤ {self._shown(self.at_most)}", verdict
 
-    def _bar_of_ratio(self, least: float, ratio: float, most: float) -> tuple[str, str]:
+    def _bar_of_ratio(
+        self, at_least: float, least: float, ratio: float, most: float
+    ) -> tuple[str, str]:
         """The bar, and whether the ratio (of pairs, the whole interval) is above it."""
-        assert self.at_least is not None
-        bar = f"≥ {ratio_text(self.at_least)}"
+        bar = f"≥ {ratio_text(at_least)}"
         if self.noise:
             bar += f" ± {self.noise:.0%}"
         decisive = least if self.is_paired else ratio
-        if decisive >= (1 - self.noise) * self.at_least:
+        if decisive >= (1 - self.noise) * at_least:
             return bar, "met"
-        if self.is_paired and most >= self.at_least:
+        if self.is_paired and most >= at_least:
             return bar, "not resolved"
         return bar, "**NOT met**"
 
@@ -144,16 +145,12 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 class Bench:
     """The settings of one run, and what it has measured so far."""
 
-    is_quick: bool
     deadline: float
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, dict[int, float]] = field(default_factory=dict)  # side: ranks: seconds
     counts: list[tuple[str, ...]] = field(default_factory=list)
     calls: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-
-    def repeats(self, full: int, quick: int = 1) -> int:
-        return quick if self.is_quick else full
 
     def seconds(self, most: float) -> float:
         """How long a case may go on repeating itself."""
@@ -165,7 +162,7 @@ def enumeration(bench: Bench) -> list[Row]:
         "enumerate_groups",
         world=65536,
         token="dp-cp",
-        repeats=bench.repeats(9, 3),
+        repeats=9,
         seconds=bench.seconds(20),
     )
     title = "`RankGenerator.get_ranks('dp-cp')`, 65,536 ranks"
@@ -178,17 +175,17 @@ def initialisation(bench: Bench, world: int) -> list[Row]:
     first: dict[str, list[float]] = {"stock": [], "ours": [], "mesh": []}
     later: dict[str, list[float]] = {"stock": [], "ours": [], "mesh": []}
     digests = set()
-    repeats = bench.repeats(3, 1) if is_huge else bench.repeats(7, 2)
+    repeats = 3 if is_huge else 7
     for turn in rounds(repeats, bench.seconds(100)):
         for name in in_turns(first, turn):
-            if name != "ours" and is_huge and (turn or bench.is_quick):
+            if name != "ours" and is_huge and turn:
                 continue
             measured = side(
                 "initialise",
                 side=name,
                 world=world,
                 repeats=1 if is_huge and name != "ours" else 4,
-                seconds=2 if bench.is_quick else 8,
+                seconds=8,
             )
             first[name].append(measured["seconds"][0])
             if measured["seconds"][1:]:
@@ -237,8 +234,8 @@ def real(bench: Bench, world: int) -> list[Row]:
         timeout=600,
         world=world,
         variants=variants,
-        repeats=bench.repeats(9 if world < 32 else 5, 2),
-        seconds=bench.seconds(20 if bench.is_quick else 40 + 2 * world),
+        repeats=9 if world < 32 else 5,
+        seconds=bench.seconds(40 + 2 * world),
     )
     for title, outcome in measured.items():
         bench.counts.append((title, *(f"{count:,}" for count in outcome["counts"].values())))
@@ -252,7 +249,7 @@ def real(bench: Bench, world: int) -> list[Row]:
 def shadow(bench: Bench) -> list[Row]:
     """Stock with a plan of ours beside it, and stock."""
     shadowed = {"side": "stock", "shadow": True}
-    seconds = in_pairs(bench, 8, shadowed, {"side": "stock"}, repeats=bench.repeats(9, 2))
+    seconds = in_pairs(bench, 8, shadowed, {"side": "stock"}, repeats=9)
     title = "Initialisation of 8 gloo ranks with `--shadow`, without its imports"
     return [Row(title, *seconds, is_paired=True)]
 
@@ -260,9 +257,8 @@ def shadow(bench: Bench) -> list[Row]:
 def bare(bench: Bench) -> list[Row]:
     """Ours, and named calls of ``new_group`` for the same groups."""
     rows = []
-    for world in (8,) if bench.is_quick else (8, 16):
-        repeats = bench.repeats(20, 2)
-        seconds = in_pairs(bench, world, {"side": "ours"}, {"side": "bare"}, repeats)
+    for world in (8, 16):
+        seconds = in_pairs(bench, world, {"side": "ours"}, {"side": "bare"}, repeats=20)
         title = f"{world} gloo ranks, beside `new_group` calls without an agreement"
         rows.append(Row(title, *seconds, "calls alone", is_paired=True))
     return rows
@@ -286,7 +282,7 @@ def in_pairs(
 
 def calls(bench: Bench) -> list[Row]:
     """Stock's calls, and ours where each name is a split and where members create alone."""
-    for world in (1024, 16_384) if bench.is_quick else (1024, 16_384, 65_536):
+    for world in (1024, 16_384, 65_536):
         row = [f"{world:,}"]
         for name, way in (("stock", "auto"), ("ours", "split"), ("ours", "members")):
             count = side("creation_calls", "bench_creation.py", side=name, way=way, world=world)
@@ -300,12 +296,12 @@ def getters(bench: Bench, release: str) -> list[Row]:
     fastest: dict[str, dict[str, list[float]]] = {}
     for name in TIMED:
         fastest[name] = {"ours": [], "stock": []}
-    for _ in rounds(bench.repeats(9, 3), bench.seconds(90)):
+    for _ in rounds(9, bench.seconds(90)):
         measured = side(
             "call_getters",
             release=release,
             calls=500,
-            repeats=bench.repeats(40, 20),
+            repeats=40,
             seconds=bench.seconds(20),
         )
         for name, times in measured.items():
@@ -326,7 +322,7 @@ def getters(bench: Bench, release: str) -> list[Row]:
 
 
 def audited(bench: Bench) -> list[Row]:
-    times = side("audited", calls=2000, repeats=bench.repeats(40, 20), seconds=bench.seconds(20))
+    times = side("audited", calls=2000, repeats=40, seconds=bench.seconds(20))
     getter = "`get_tensor_model_parallel_rank()`"
     after = Row(
         f"{getter} after an audit, beside never audited",
@@ -341,40 +337,32 @@ def audited(bench: Bench) -> list[Row]:
 
 def imports(bench: Bench) -> list[Row]:
     measured: dict[str, dict[str, list[float]]] = {"stock": {}, "ours": {}}
-    for turn in rounds(bench.repeats(5, 2), bench.seconds(60)):
+    for turn in rounds(5, bench.seconds(60)):
         for name in in_turns(measured, turn):
             for key, value in side("import_side", side=name).items():
                 measured[name].setdefault(key, []).append(float(value))
-    ours = measured["ours"]
+    swapped = measured["ours"]
     stock = measured["stock"]
-    compares = "What the swap compares before it replaces megatron's modules"
-    return [
-        Row("Import of `compat.parallel_state`", ours["seconds"], stock["seconds"], at_most=0.05),
-        Row(
-            "Megatron modules that the import brings",
-            ours["megatron"],
-            stock["megatron"],
-            is_count=True,
-            at_most=0,
-        ),
-        Row(
-            "CUDA contexts that the import makes",
-            ours["cuda"],
-            stock["cuda"],
-            is_count=True,
-            at_most=0,
-        ),
-        Row(compares, ours["compared"], at_most=0.03),
-    ]
+    title = "Import of `compat.parallel_state`"
+    rows = [Row(title, swapped["seconds"], stock["seconds"], at_most=0.05)]
+    counted = {
+        "megatron": "Megatron modules that the import brings",
+        "cuda": "CUDA contexts that the import makes",
+    }
+    for key, title in counted.items():
+        rows.append(Row(title, swapped[key], stock[key], is_count=True, at_most=0))
+    title = "What the swap compares before it replaces megatron's modules"
+    rows.append(Row(title, swapped["compared"], at_most=0.03))
+    return rows
 
 
 def diagnosis(bench: Bench) -> list[Row]:
     """Each time in a fresh interpreter, as the command reads a recording once."""
-    ranks = bench.repeats(1024, 128)
+    ranks = 1024
     times: dict[str, list[float]] = {"ours": [], "alone": []}
     with tempfile.TemporaryDirectory() as directory:
         side("recordings", directory=directory, ranks=ranks, calls=2000, timeout=600)
-        for turn in rounds(bench.repeats(5, 3), bench.seconds(120)):
+        for turn in rounds(5, bench.seconds(120)):
             for name in in_turns(times, turn):
                 times[name].append(side("diagnosis", side=name, directory=directory, ranks=ranks))
     title = f"Reading and judging the recordings of {ranks:,} ranks, 2,000 calls each"
@@ -382,7 +370,7 @@ def diagnosis(bench: Bench) -> list[Row]:
 
 
 def recording(bench: Bench) -> list[Row]:
-    times = side("recording", pairs=bench.repeats(400, 100), calls=500)
+    times = side("recording", pairs=400, calls=500)
 
     def row(title: str, name: str, at_least: float | None = None) -> Row:
         with_and_without = times[f"{name}: with"], times[f"{name}: without"]
@@ -398,12 +386,12 @@ def recording(bench: Bench) -> list[Row]:
     ]
 
 
-def cases(is_quick: bool) -> Iterator[tuple[str, Callable[[Bench], list[Row]]]]:
+def cases() -> Iterator[tuple[str, Callable[[Bench], list[Row]]]]:
     """The name of each case, which --only matches, and what measures it."""
     yield "Enumeration", enumeration
-    for world in QUICK_WORLDS if is_quick else WORLDS:
+    for world in WORLDS:
         yield f"Initialisation, {world:,} ranks", partial(initialisation, world=world)
-    for world in QUICK_REAL_WORLDS if is_quick else REAL_WORLDS:
+    for world in REAL_WORLDS:
         yield f"{world} gloo ranks", partial(real, world=world)
     yield "beside `new_group` calls without an agreement", bare
     yield "Calls of a rank to torch", calls
@@ -449,10 +437,9 @@ def shortened(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def document(bench: Bench, markdown: bool = False) -> str:
     """What a run measured, as text or as Markdown."""
     packages = [f"{name} {version(name)}" for name in ("hypergrid-comm", "megatron-core", "torch")]
-    quick = "; a quick run" if bench.is_quick else ""
     parts = [
         f"{', '.join(packages)}, Python {platform.python_version()}; {os.cpu_count()} cores; "
-        f"{datetime.date.today()}{quick}.",
+        f"{datetime.date.today()}.",
         "Medians; the ratio is the peer's median over ours, so larger is better, and the range is "
         "that of the single repetitions, in which the two took turns.",
     ]
@@ -498,21 +485,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", metavar="PATTERN", default="", help="cases that match this regex")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller worlds")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it as Markdown too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the picture (PNG)")
     options = parser.parse_args()
     chosen = {}
-    for name, measure in cases(options.quick):
+    for name, measure in cases():
         if re.search(options.only, name, re.IGNORECASE):
             chosen[name] = measure
     if not chosen:
-        print("--only matches no case. Cases:", *dict(cases(options.quick)), sep="\n")
+        print("--only matches no case. Cases:", *dict(cases()), sep="\n")
         return 0
     if options.plot:
         bench_plot.pyplot()  # refuses before the measuring if it is missing
     # No repetition starts after twelve minutes.
-    bench = Bench(options.quick, deadline=time.monotonic() + 12 * 60)
+    bench = Bench(deadline=time.monotonic() + 12 * 60)
     for name, measure in chosen.items():
         print(f"measuring: {name} ...", file=sys.stderr, flush=True)
         try:

@@ -44,11 +44,11 @@ def child(
         start_new_session=True,
     ) as process:
         try:
-            said = process.communicate(timeout=timeout)
+            output, errors = process.communicate(timeout=timeout)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # ranks that it has forked too
             raise
-    return subprocess.CompletedProcess(command, process.returncode, *said)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def of_each_release(
@@ -57,22 +57,28 @@ def of_each_release(
     """Start ``python -m MODULE --release RELEASE ARGUMENTS`` for all releases, side by side."""
     from tests.support.stock import following
 
-    return {
-        release: subprocess.Popen(
-            [sys.executable, "-m", module, "--release", release, *arguments],
-            cwd=ROOT,
-            env=variables(**following(release)),
-        )
-        for release in releases
-    }
+    processes = {}
+    for release in releases:
+        command = [sys.executable, "-m", module, "--release", release, *arguments]
+        environment = variables(**following(release))
+        processes[release] = subprocess.Popen(command, cwd=ROOT, env=environment)
+    return processes
 
 
 def table(rows: Sequence[Sequence[str]], markdown: bool = False, right: Sequence[int] = ()) -> str:
     """Rows under their header, aligned for a terminal or as Markdown; ``right``: these columns."""
-    aligned = [str.rjust if i in right else str.ljust for i in range(len(rows[0]))]
+    header = rows[0]
     if markdown:
-        rule = ["--:" if i in right else "---" for i in range(len(rows[0]))]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([f(*cell) for f, *cell in zip(aligned, row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in padded)
+        rule = ["---"] * len(header)
+        for column in right:
+            rule[column] = "--:"
+        return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows[1:]))
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = []
+        for column, width in enumerate(widths):
+            align = str.rjust if column in right else str.ljust
+            padded.append(align(row[column], width))
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

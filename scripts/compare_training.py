@@ -117,11 +117,9 @@ def show(title: str, stock: Results, swapped: Results) -> bool:
     digests = "equal" if equal_digests else "DIFFER"
     print(f"  every rank's losses, gradient norms and parameters: {digests}")
     print(f"  {'':32}{'stock':>10}{'hypergrid':>12}")
-    for what, key in (
-        ("groups per rank", "live_groups"),
-        ("new_group calls per rank", "new_group_calls"),
-    ):
-        print(f"  {what:32}{max(stock[key]):>10}{max(swapped[key]):>12}")
+    counted = {"live_groups": "groups per rank", "new_group_calls": "new_group calls per rank"}
+    for key, title in counted.items():
+        print(f"  {title:32}{max(stock[key]):>10}{max(swapped[key]):>12}")
     seconds = f"{stock['init_seconds']:>8.2f} s{swapped['init_seconds']:>10.2f} s"
     print(f"  {'initialize_model_parallel':32}{seconds}", flush=True)
     return equal_losses and equal_digests

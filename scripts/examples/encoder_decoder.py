@@ -12,14 +12,15 @@ import torch.distributed as dist
 
 from hypergrid import HyperCommGrid, validate_grids
 
-BATCH, WIDTH = 8, 6
+BATCH = 8
+WIDTH = 6
 
 
 def whole_model() -> list[torch.Tensor]:
     """The batch, the encoder's two matrices and the decoder's one: alike on every rank."""
     random = torch.Generator().manual_seed(0)
-    shapes = (BATCH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
-    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+    rows = (BATCH, WIDTH, WIDTH, WIDTH)
+    return [torch.randn(count, WIDTH, generator=random, dtype=torch.float64) for count in rows]
 
 
 def loss_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -29,14 +30,16 @@ def loss_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def encode(grid: HyperCommGrid) -> dict[str, torch.Tensor]:
     """Half of the columns of ``up`` and rows of ``down``, for half of the batch."""
     x, up, down, _ = whole_model()
-    here, peer = grid.coordinate(), dist.get_rank() + 4
-    up = up.chunk(2, dim=1)[here["tp"]].clone().requires_grad_()
-    down = down.chunk(2)[here["tp"]].clone().requires_grad_()
-    part = (x.chunk(2)[here["dp"]] @ up).tanh() @ down
+    peer = dist.get_rank() + 4
+    tp = grid.coordinate()["tp"]
+    dp = grid.coordinate()["dp"]
+    up = up.chunk(2, dim=1)[tp].clone().requires_grad_()
+    down = down.chunk(2)[tp].clone().requires_grad_()
+    part = (x.chunk(2)[dp] @ up).tanh() @ down
     hidden = part.detach().clone()
     dist.all_reduce(hidden, group=grid.get_pg("tp"))
     # Both ranks of a tp pair hold the sum now: each sends one half of it.
-    dist.send(hidden.chunk(2)[here["tp"]].contiguous(), peer)
+    dist.send(hidden.chunk(2)[tp].contiguous(), peer)
     halves = list(torch.empty_like(hidden).chunk(2))
     received = torch.empty_like(halves[0])
     dist.recv(received, peer)
@@ -67,20 +70,28 @@ def main() -> dict[str, float]:
     for grid in (encoder, decoder):
         for dim in grid.dim_names:
             grid.create_pg(dim)  # None on the ranks outside
-    inside = encoder.is_current_rank_in_grid()
-    gradients = encode(encoder) if inside else decode(decoder)
 
-    x, up, down, out = (each.requires_grad_() for each in whole_model())
+    # The same on this rank alone.
+    x, up, down, out = whole_model()
+    for weight in (up, down, out):
+        weight.requires_grad_()
     loss_of((x @ up).tanh() @ down, out).backward()
-    tp = encoder.coordinate()["tp"] if inside else 0
-    whole = {"up": up.grad.chunk(2, 1)[tp], "down": down.grad.chunk(2)[tp], "out": out.grad}
-    errors = {name: (grad - whole[name]).abs().max().item() for name, grad in gradients.items()}
+    if encoder.is_current_rank_in_grid():
+        gradients = encode(encoder)
+        tp = encoder.coordinate()["tp"]
+        expected = {"up": up.grad.chunk(2, 1)[tp], "down": down.grad.chunk(2)[tp]}
+    else:
+        gradients = decode(decoder)
+        expected = {"out": out.grad}
+    errors = {}
+    for name, gradient in gradients.items():
+        errors[name] = (gradient - expected[name]).abs().max().item()
 
-    everyone: list[dict[str, float]] = [{}] * 8
-    dist.all_gather_object(everyone, errors)
+    errors_of_ranks: list[dict[str, float]] = [{}] * 8
+    dist.all_gather_object(errors_of_ranks, errors)
     if dist.get_rank() == 0:
-        for rank, each in enumerate(everyone):
-            print(f"rank {rank}: largest difference of gradients {each}")
+        for rank, errors_of_rank in enumerate(errors_of_ranks):
+            print(f"rank {rank}: largest difference of gradients {errors_of_rank}")
     for grid in (encoder, decoder):
         grid.destroy()
     return errors

@@ -16,7 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hypergrid import HyperCommGrid
 
-STEPS, BATCH, WIDTH = 4, 16, 8
+STEPS = 4
+BATCH = 16
+WIDTH = 8
 
 
 class Mlp(torch.nn.Module):
@@ -49,13 +51,14 @@ def live_groups() -> int:
 def main() -> dict[str, Any]:
     """*Collective* over eight ranks: both losses, and which groups served."""
     torch.manual_seed(0)
-    model, batch = Mlp(), torch.randn(BATCH, WIDTH)
+    model = Mlp()
+    batch = torch.randn(BATCH, WIDTH)
     whole = train(copy.deepcopy(model), batch)
 
     grid = HyperCommGrid([2, 4], ["tp", "dp"])  # tp is the fastest: ranks 0 and 1 share a copy
     for dim in ("tp", "dp"):
         grid.create_pg(dim)
-    groups = live_groups()
+    groups_of_the_grid = live_groups()
     mesh = grid.device_mesh(["dp", "tp"])
     same = all(mesh.get_group(dim) is grid.get_pg(dim) for dim in ("tp", "dp"))
 
@@ -64,15 +67,16 @@ def main() -> dict[str, Any]:
     sharded = train(model, batch.chunk(4)[mesh.get_local_rank("dp")])
     dist.all_reduce(sharded, group=grid.get_pg("dp"))
     sharded /= 4
-    made = live_groups() - groups
+    new_groups = live_groups() - groups_of_the_grid
 
     if dist.get_rank() == 0:
         print(f"{mesh}: its groups are the grid's: {same}")
-        print(f"groups that the mesh, FSDP2 and tensor parallelism made: {made}")
-        for step, losses in enumerate(zip(whole.tolist(), sharded.tolist(), strict=True)):
-            print("step {}  one rank {:.7f}  eight ranks {:.7f}".format(step, *losses))
+        print(f"groups that the mesh, FSDP2 and tensor parallelism made: {new_groups}")
+        for step in range(STEPS):
+            print(f"step {step}  one rank {whole[step]:.7f}  eight ranks {sharded[step]:.7f}")
     grid.destroy()
-    return {"whole": whole.tolist(), "sharded": sharded.tolist(), "same": same, "made": made}
+    losses = {"whole": whole.tolist(), "sharded": sharded.tolist()}
+    return {**losses, "same": same, "made": new_groups}
 
 
 if __name__ == "__main__":

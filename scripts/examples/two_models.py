@@ -27,7 +27,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from compat.state import ParallelState
 
-WIDTH, HIDDEN = 16, 64
+WIDTH = 16
+HIDDEN = 64
 
 
 class Mlp(torch.nn.Module):
@@ -57,35 +58,41 @@ def main() -> dict[str, Any]:
         "teacher": ParallelState.create(tensor_model_parallel_size=4),
         "student": ParallelState.create(tensor_model_parallel_size=2),
     }
-    models, outputs, held = {}, {}, {}
+    models = {}
+    outputs = {}
+    shards = {}
     for name, state in states.items():
         with state.activate():
-            model = models[name] = Mlp()
+            model = Mlp()
             outputs[name] = model(x)
-            tp = parallel_state.get_tensor_model_parallel_world_size()
-        held[name] = f"tp={tp}, {tuple(model.up.weight.shape)} of {(HIDDEN, WIDTH)}"
+            tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        models[name] = model
+        shards[name] = f"tp={tp_size}, {tuple(model.up.weight.shape)} of {(HIDDEN, WIDTH)}"
     with states["student"].activate():
         (outputs["student"] - outputs["teacher"].detach()).square().mean().backward()
 
-    masters = {m: [models[m].up.master_weight, models[m].down.master_weight] for m in models}
-    taught = on_one_rank(x, *masters["teacher"])
-    up, down = (weight.requires_grad_() for weight in masters["student"])
+    # The same on this rank alone, with the whole weights.
+    teacher = models["teacher"]
+    student = models["student"]
+    taught = on_one_rank(x, teacher.up.master_weight, teacher.down.master_weight)
+    up = student.up.master_weight.requires_grad_()
+    down = student.down.master_weight.requires_grad_()
     (on_one_rank(x, up, down) - taught).square().mean().backward()
-    tp, student = states["student"].get_tensor_model_parallel_rank(), models["student"]
+    tp = states["student"].get_tensor_model_parallel_rank()
     differences = {
         "the teacher's output": outputs["teacher"] - taught,
         "the student's first gradient": student.up.weight.grad - up.grad.chunk(2)[tp],
         "the student's second gradient": student.down.weight.grad - down.grad.chunk(2, dim=1)[tp],
     }
-    errors = {name: each.abs().max().item() for name, each in differences.items()}
+    errors = {name: difference.abs().max().item() for name, difference in differences.items()}
     if dist.get_rank() == 0:
-        for name, what in held.items():
-            print(f"{name}: {what}")
+        for name, shard in shards.items():
+            print(f"{name}: {shard}")
         for name, error in errors.items():
             print(f"{name} differs from that of one rank by {error:.1e}")
     for state in states.values():
         state.destroy()
-    return {"held": held, "errors": errors, "gradient": up.grad.abs().max().item()}
+    return {"held": shards, "errors": errors, "gradient": up.grad.abs().max().item()}
 
 
 if __name__ == "__main__":
