@@ -172,7 +172,7 @@ def initialize_model_parallel(
     request = Request(
         **arguments, init_count=next(init_counts), helpers=helpers, order_source=source
     )
-    planned = PlannedRows(request)
+    planned = PlannedRows(request)  # the groups to create: planned when first read, below
     before = current()
     with request.telling_others():
         request.check()
@@ -181,7 +181,7 @@ def initialize_model_parallel(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
             )
-        _ = planned.plan
+        _ = planned.plan  # refuses too, and inside here the other ranks are told
         if before._GLOBAL_MEMORY_BUFFER is not None and "_set_global_memory_buffer" not in helpers:
             raise AssertionError(
                 "there is a global memory buffer already, which initialize_model_parallel() makes: "

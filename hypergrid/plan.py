@@ -150,7 +150,8 @@ class GroupPlan:
     def mine(self, row: GroupRow, rank: int) -> dict[str, Ranks]:
         """The groups of ``row`` that ``rank`` belongs to, by a name that is equal on all members.
 
-        At most one, named by its label, unless the row is ``explicit``.
+        At most one, named by its label, unless the row is ``explicit``. Over tp of (tp=2, dp=2)
+        rank 3 has ``{"TENSOR": (2, 3)}``.
         """
         if row.explicit is not None:
             # A rank may be in several of them: "LABEL#0", "LABEL#3".
@@ -165,7 +166,7 @@ class GroupPlan:
         return {}
 
     def all(self, row: GroupRow) -> list[Ranks]:
-        """Every group of ``row``, in Megatron's order. Costs O(world)."""
+        """Every group of ``row``, in Megatron's order, as [(0, 1), (2, 3)]. Costs O(world)."""
         if row.explicit is not None:
             return list(row.explicit)
         return row.cuts(self.layouts[row.layout].groups(row.dims).tolist())

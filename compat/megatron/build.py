@@ -36,12 +36,15 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
 
     ``values["_global_process_group_list"]`` lists the groups. *Collective* over the request's
     participants; a rank that is none of them gets no groups. After a failure no group is left.
+
+    Of four ranks with a tensor-parallel size of 2, rank 3 creates for the row of
+    ``_TENSOR_MODEL_PARALLEL_GROUP`` the group of ranks 2 and 3. Then ``values`` has it under the
+    name of this global, ``[2, 3]`` under ``_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS``, and in
+    ``values["_numbers"]`` the group's ``(1, 2)``: rank 3 is at place 1 of 2.
     """
     request = planned_rows.request
-    rank = dist.get_rank()
-    pretended_size = request.pretended_world
     # Outside code takes part in creating groups, or says that ranks are there which are not.
-    through_helpers = pretended_size is not None or creates(request.helpers)
+    through_helpers = request.pretended_world is not None or creates(request.helpers)
     pg_options: list[Any] = [None] * len(planned_rows.rows)
     if not through_helpers and (request.nccl_configs or "get_nccl_options" in request.helpers):
         # First: their errors must be raised before a group exists.
@@ -53,38 +56,23 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         communicators.prepare_ucc()
     values["_global_process_group_list"] = [None]  # the default group
     grid = _grid_over(request)
-    if pretended_size is not None:
-        warnings.warn(
-            f"outside code has replaced functions of torch.distributed and says that there are "
-            f"{pretended_size} ranks, which are not there: groups are created as megatron-core "
-            f"does, without an agreement of the ranks.",
-            stacklevel=4,
-        )
-    if rank not in planned_rows.participants:
+    if request.pretended_world is not None:
+        _warn_of_pretended_ranks(request.pretended_world)
+    if dist.get_rank() not in planned_rows.participants:
         return grid
     owner = f"ParallelState over {request.decoder!r}"
     if request.helpers:
         owner += f", with {in_words(request.helpers)} replaced"
     pool = grid.begin(request.policy, owner)
     try:
-        agreement: AbstractContextManager[None] = nullcontext()
-        # The ranks of a pretended world are not there to agree.
-        if pretended_size is None:
-            agreement = pool.agreed(
-                planned_rows.participants,
-                planned_rows.proposal(),
-                request.timeout,
-                request.init_count,
-                one_device=not through_helpers,
-            )
-        with agreement:
+        with _agreed(planned_rows, pool, through_helpers):
             _check_window(planned_rows, pool.agreement)
             if through_helpers:
                 _call_helpers(planned_rows, values, pool)
             else:
                 for planned, options in zip(planned_rows.rows, pg_options, strict=True):
                     with _sharp([planned], planned_rows, values):
-                        _make(pool, grid, planned_rows, planned, options, values)
+                        _create(pool, grid, planned_rows, planned, options, values)
             _assign_aliases(request, values)
         _barrier_on_each(request, values)  # when all ranks have all groups
     except BaseException:
@@ -92,6 +80,23 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         values.clear()  # the error's traceback holds them
         raise
     return grid
+
+
+def _agreed(
+    planned_rows: PlannedRows, pool: GroupPool, through_helpers: bool
+) -> AbstractContextManager[None]:
+    """Surrounds the creation of groups: all ranks have agreed on them, and all get theirs."""
+    request = planned_rows.request
+    # The ranks of a pretended world are not there to agree.
+    if request.pretended_world is not None:
+        return nullcontext()
+    return pool.agreed(
+        planned_rows.participants,
+        planned_rows.proposal(),
+        request.timeout,
+        request.init_count,
+        one_device=not through_helpers,
+    )
 
 
 def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
@@ -104,6 +109,56 @@ def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
             f"create it alone; here every rank must take part: "
             f"{agreement.why or 'creation was set so'}. Change that, or use the whole world."
         )
+
+
+def _create(
+    pool: GroupPool,
+    grid: HyperCommGrid,
+    planned_rows: PlannedRows,
+    planned: PlannedRow,
+    pg_options: Any,
+    values: Values,
+) -> None:
+    """Create this rank's groups of one row: one, none, or several where their ranks are listed."""
+    rank = dist.get_rank()
+    row = planned.plan_row
+    plan = planned_rows.plan
+    # Such as {"TENSOR_MODEL_PARALLEL_GROUP": (2, 3)} on rank 3.
+    ranks_by_name = plan.mine(row, rank)
+    groups = pool.make(
+        row.label,
+        ranks_by_name,
+        lambda: plan.all(row),  # where members alone cannot create: [(0, 1), (2, 3)]
+        dims=row.dims,
+        kind=row.kind,
+        backend=row.backend,
+        timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
+        pg_options=pg_options,
+    )
+    for group, (name, ranks) in zip(groups, ranks_by_name.items(), strict=True):
+        values["_global_process_group_list"].append(group)
+        known_ranks: Sequence[int] = ranks
+        if planned.chosen:
+            # The name ends in the number of the pipeline: "EMBEDDING_GROUP#3".
+            known_ranks = planned.chosen[int(name.rpartition("#")[2])]
+        _place(values, planned, group, known_ranks)
+        # A rank that is in a group twice has no one place.
+        if planned.key is None and len(set(ranks)) == len(ranks):
+            place_and_size = sorted(ranks).index(rank), len(ranks)
+            values["_numbers"][group] = place_and_size
+            if planned.slot in AT_HAND:
+                values[AT_HAND[planned.slot]] = (values[planned.slot], *place_and_size)
+        if row.chunk is None and row.pick == "all" and row.explicit is None:
+            _hold(grid, row, group)
+
+
+def _warn_of_pretended_ranks(count: int) -> None:
+    warnings.warn(
+        f"outside code has replaced functions of torch.distributed and says that there are "
+        f"{count} ranks, which are not there: groups are created as megatron-core does, without an "
+        f"agreement of the ranks.",
+        stacklevel=5,
+    )
 
 
 def place(planned_rows: PlannedRows, values: Values) -> None:
@@ -134,45 +189,6 @@ def _assign_aliases(request: Request, values: Values) -> None:
     for alias in aliases(request):
         for slot in slots(alias):
             values[slot] = values.get(slot.replace(alias.slot, alias.same_as))
-
-
-def _make(
-    pool: GroupPool,
-    grid: HyperCommGrid,
-    planned_rows: PlannedRows,
-    planned: PlannedRow,
-    pg_options: Any,
-    values: Values,
-) -> None:
-    rank = dist.get_rank()
-    row = planned.plan_row
-    plan = planned_rows.plan
-    ranks_by_name = plan.mine(row, rank)
-    groups = pool.make(
-        row.label,
-        ranks_by_name,
-        lambda: plan.all(row),
-        dims=row.dims,
-        kind=row.kind,
-        backend=row.backend,
-        timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
-        pg_options=pg_options,
-    )
-    for group, (name, ranks) in zip(groups, ranks_by_name.items(), strict=True):
-        values["_global_process_group_list"].append(group)
-        known_ranks: Sequence[int] = ranks
-        if planned.chosen:
-            # The name ends in the number of the pipeline: "EMBEDDING_GROUP#3".
-            known_ranks = planned.chosen[int(name.rpartition("#")[2])]
-        _place(values, planned, group, known_ranks)
-        # A rank that is in a group twice has no one place.
-        if planned.key is None and len(set(ranks)) == len(ranks):
-            place_and_size = sorted(ranks).index(rank), len(ranks)
-            values["_numbers"][group] = place_and_size
-            if planned.slot in AT_HAND:
-                values[AT_HAND[planned.slot]] = (values[planned.slot], *place_and_size)
-        if row.chunk is None and row.pick == "all" and row.explicit is None:
-            _hold(grid, row, group)
 
 
 def _call_helpers(planned_rows: PlannedRows, values: Values, pool: GroupPool) -> None:

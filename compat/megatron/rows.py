@@ -24,7 +24,11 @@ from hypergrid.plan import GroupPlan, GroupRow
 
 @dataclass(frozen=True, eq=False)
 class PlannedRow:
-    """A row of the plan and where its group goes: a private global of upstream's."""
+    """A row of the plan and where its group goes: a private global of upstream's.
+
+    Most table rows make one: that of ``_TENSOR_MODEL_PARALLEL_GROUP`` a row of the plan over "tp",
+    whose group goes into this slot. The row of data-parallel groups makes two, for NCCL and gloo.
+    """
 
     table_row: Row
     slot: str
@@ -50,6 +54,7 @@ class PlannedRows:
         request = self.request
         request.positive("num_distributed_optimizer_instances")
         table_rows = rows_of(request)
+        # Upstream reads the first group's options before it looks at the instances, or after.
         if RELEASE_HAS["dp_first"]:
             _options(request, table_rows[0])
         _check_instances(request, "data x context parallel size", _members(request))
@@ -163,6 +168,7 @@ def _options(request: Request, row: Row) -> tuple[tuple[str, Any], ...] | None:
 
 
 def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
+    """The rows of the plan that a row of the table makes for a request."""
     if row.check:
         _CHECKS[row.check](request, row)
     # In upstream's order of refusals.

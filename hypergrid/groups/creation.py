@@ -35,7 +35,11 @@ NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a ran
 
 
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
-    """A group's name from what it is: 128 bits, which torch writes as a decimal number."""
+    """A group's name from what it is: 128 bits, which torch writes as a decimal number.
+
+    Of ranks (2, 3), the label "TENSOR" and the epoch "0..3/0", the first of ranks 0 to 3, each
+    member computes the same name by itself.
+    """
     digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)
     # As bytes of one order: ranks on hosts of different kinds must agree on the name.
     rank_bytes = np.asarray(ranks, dtype="<i8").tobytes()

@@ -61,7 +61,7 @@ class GroupPool:
     """Live groups of this process in the order of creation; ``owner`` is for messages."""
 
     def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
-        self.agreement = agreement
+        self.agreement = agreement  # the last one; none yet where its epoch is empty
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -155,9 +155,11 @@ class GroupPool:
         label : str
             The name; also the description, unless ``group_desc`` is given.
         ranks_of : mapping of name to ranks
-            The groups that this rank belongs to; the name is equal on all members.
+            The groups that this rank belongs to, as ``{"TENSOR": (2, 3)}`` on rank 3; the name is
+            equal on all members.
         everyone : function
-            Returns all groups of the label; called only where members alone cannot create.
+            Returns all groups of the label, as ``[(0, 1), (2, 3)]``; called only where members
+            alone cannot create.
         kind : Kind, optional
             What must be equal, besides the ranks, to share a communicator; None: never shared.
         **options
