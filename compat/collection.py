@@ -59,10 +59,12 @@ def from_state(state: ParallelState, required: Iterable[str] | None = None) -> A
     collection, names = _fields(required)
     if required is None:
         _check_fields(collection)
-    groups = {}
+    groups: dict[str, Any] = {}
     for name in names:
         slot = SLOTS[name]
-        groups[name] = getattr(state, slot) if slot else None
+        groups[name] = None
+        if slot:
+            groups[name] = getattr(state, slot)
     return collection(**groups)
 
 
@@ -111,7 +113,9 @@ def _fields(required: Iterable[str] | None) -> tuple[Any, list[str]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     allowed = [field.name for field in fields(ProcessGroupCollection) if field.name in SLOTS]
-    names = allowed if required is None else list(required)
+    if required is None:
+        return ProcessGroupCollection, allowed
+    names = list(required)
     for name in names:
         if name not in allowed:
             raise ValueError(

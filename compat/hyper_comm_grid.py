@@ -259,7 +259,9 @@ class HyperCommGrid:
         return names, "-".join(names)
 
     def _resolve_view(self, view: str | None) -> _RankViewSpec:
-        name = BASE if view is None else view
+        name = view
+        if name is None:
+            name = BASE
         if name not in self._views:
             raise KeyError(
                 f"View {name!r} is not registered: call register_view() first. Known: "
@@ -296,7 +298,9 @@ AnyGrid: TypeAlias = HyperCommGrid | Core
 
 def core_of(grid: AnyGrid) -> Core:
     """The core grid of either class."""
-    return grid.core if isinstance(grid, HyperCommGrid) else grid
+    if isinstance(grid, HyperCommGrid):
+        return grid.core
+    return grid
 
 
 def _check_lengths(shape: Sequence[int], dim_names: Sequence[str]) -> None:
@@ -317,4 +321,6 @@ def _listed(dims: Dims, dim_names: Sequence[str]) -> list[str]:
 
 
 def _in_view(key: Key) -> str:
-    return "" if isinstance(key, str) else f" for view {key[0]!r}"
+    if isinstance(key, str):
+        return ""
+    return f" for view {key[0]!r}"

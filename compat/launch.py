@@ -37,7 +37,9 @@ STARTUP = str(Path(swap.__file__).parent / "startup")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n" if order.first_of_host() else None)
+        if not order.first_of_host():  # one rank of each host says it
+            self.exit(2)
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 SWITCHES = {
@@ -165,7 +167,9 @@ def _plan_alone() -> None:
 
 def _run(script: str, args: list[str], module: bool, install: Callable[[], None] | None) -> None:
     home = Path(__file__).parents[1].resolve()
-    directory = Path.cwd() if module else Path(script).resolve().parent
+    directory = Path(script).resolve().parent
+    if module:
+        directory = Path.cwd()
     # As `python SCRIPT` does, unless hypergrid itself is imported from sys.path[0].
     if sys.path and Path(sys.path[0] or ".").resolve() != home:
         sys.path[0] = str(directory)

@@ -246,12 +246,16 @@ class ParallelState:
     @property
     def plan(self) -> GroupPlan | None:
         """The groups of this state as data."""
-        return None if self.planned is None else self.planned.plan
+        if self.planned is None:
+            return None
+        return self.planned.plan
 
     @property
     def pool(self) -> GroupPool | None:
         """The groups of this state, and how they were created; None outside the window."""
-        return None if self._grid is None else self._grid.pool
+        if self._grid is None:
+            return None
+        return self._grid.pool
 
     @property
     def grid(self) -> HyperCommGrid | None:
@@ -261,7 +265,9 @@ class ParallelState:
     def __repr__(self) -> str:
         if self.request is None:
             return "ParallelState(not initialized)"
-        rank = dist.get_rank() if dist.is_initialized() else -1
+        rank = -1  # in no layout
+        if dist.is_initialized():
+            rank = dist.get_rank()
         layout = self.request.decoder
         encoder = self.request.encoder
         place = "outside the window"

@@ -237,7 +237,9 @@ def default_store() -> Store:
 
 def default_timeout(backend: str | None = None) -> timedelta:
     """The timeout that torch gives a group of ``backend``; without one that of most backends."""
-    return c10d._get_default_timeout(c10d.Backend(backend)) if backend else c10d.default_pg_timeout
+    if not backend:
+        return c10d.default_pg_timeout
+    return c10d._get_default_timeout(c10d.Backend(backend))
 
 
 def new_group_signature() -> inspect.Signature:

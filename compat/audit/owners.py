@@ -116,7 +116,7 @@ def _owner_of(holders: list[Any]) -> Owner | None:
     states = states_of(groups)
     if len(states) > 1 or not groups:
         return None
-    state = states.pop() if states else None
+    state = next(iter(states), None)
     return Owner(state, tuple(collections), was_given=True)
 
 

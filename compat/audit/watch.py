@@ -139,7 +139,9 @@ class _Watched(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        frame = _reader(sys._getframe().f_back) if name in SLOTS else None
+        frame = None
+        if name in SLOTS:
+            frame = _reader(sys._getframe().f_back)
         if frame is None:
             super().__setattr__(name, value)
             return
@@ -175,7 +177,9 @@ def _read(name: str, /, **arguments: Any) -> Any:
 
 
 def _group_or_none(value: Any) -> ProcessGroup | None:
-    return value if isinstance(value, ProcessGroup) else None
+    if isinstance(value, ProcessGroup):
+        return value
+    return None
 
 
 def _reader(frame: FrameType | None) -> FrameType | None:
@@ -184,8 +188,9 @@ def _reader(frame: FrameType | None) -> FrameType | None:
         module = frame.f_globals.get("__name__", "")
         function = f"{module}:{frame.f_code.co_name}"
         if module not in _READ_FOR_CALLERS and function not in _READ_FOR_CALLERS:
-            is_ours = _package(module) in _OUR_PACKAGES
-            return None if is_ours else frame
+            if _package(module) in _OUR_PACKAGES:
+                return None
+            return frame
         frame = frame.f_back
     return None
 
@@ -255,7 +260,7 @@ def _slot(name: str, group: ProcessGroup | None) -> str | None:
     # A getter that answers from one of several globals, and not with a group, does not say which.
     elif len(slots) > 1:
         return None
-    return slots[0] if slots else None
+    return next(iter(slots), None)
 
 
 class _Read(NamedTuple):
@@ -280,8 +285,11 @@ class _Read(NamedTuple):
 def _judge(read: _Read) -> None:
     """Report a read of another state than the reader's, or of whatever state is current."""
     reader, owner = owners.reader_of(read.frame)
-    expected = UNKNOWN if owner is None else owner.group(read.slot)
-    if owner is None or expected is UNKNOWN:
+    if owner is None:
+        _judge_activation(read)
+        return
+    expected = owner.group(read.slot)
+    if expected is UNKNOWN:
         _judge_activation(read)
     # Some globals hold lists of groups, which are not compared.
     elif expected is not read.group and isinstance(expected, (ProcessGroup, NoneType)):
@@ -291,8 +299,9 @@ def _judge(read: _Read) -> None:
 def _report_other_state(
     read: _Read, reader: Any, owner: Owner, expected: ProcessGroup | None
 ) -> None:
-    sources = [current()] if read.group is None else owners.states_of([read.group])
-    source = next(iter(sources), None)
+    source: Any = current()
+    if read.group is not None:
+        source = next(iter(owners.states_of([read.group])), None)
     built = "given groups of" if owner.was_given else "built under"
     text = (
         f"{type(reader).__name__} {built} {owner.name} {read.verb} of {_state_name(source)} "

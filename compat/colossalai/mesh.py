@@ -231,7 +231,9 @@ class ProcessGroupMesh:
                 part += str(indices).replace(" ", "")
             parts.append(part)
         label = "-".join(parts) or "alone"
-        return f"{label}/{backend}" if backend else label
+        if backend:
+            return f"{label}/{backend}"
+        return label
 
     def _ranks(
         self, dims: tuple[str, ...], indices_of_axis: dict[int, list[int]]

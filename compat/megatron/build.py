@@ -180,8 +180,12 @@ def _grid_over(request: Request) -> HyperCommGrid:
     stride = request.decoder.stride("pp")
     views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
     for name, layout in request.layouts.items():
-        if name != DECODER:
-            views[name] = (layout, ("pp",) if layout.stride("pp") == stride else ())
+        if name == DECODER:
+            continue
+        shared_dims: tuple[str, ...] = ()
+        if layout.stride("pp") == stride:
+            shared_dims = ("pp",)
+        views[name] = (layout, shared_dims)
     return HyperCommGrid.over(request.decoder, views)
 
 

@@ -119,7 +119,9 @@ def read_configs(
     overwrite: Callable[..., object] = overwrite_nccl_comm_cfgs,
 ) -> Configs:
     """The options in the file at ``path``, with the high-priority groups set on top."""
-    configs = {} if path is None else _read(path)
+    configs = {}
+    if path is not None:
+        configs = _read(path)
     if not high_priority:
         return configs
     check_mapping(path, configs)

@@ -213,7 +213,9 @@ def _decide() -> tuple[Version, Source | None, str]:
     if text := os.environ.get(ASKED):
         return _nearest_known(text, ASKED), None, ASKED
     source = imported_source()
-    text = "" if source is None else source.version
+    text = ""
+    if source is not None:
+        text = source.version
     origin = "installed"
     if not text:
         from importlib import metadata  # 10 ms, which a source saves
@@ -354,8 +356,9 @@ def _placed(function: str, positional: list[str]) -> list[str]:
             return of_source
     placed = []
     for argument in positional:
-        special = f"{function}.{argument}"
-        row = special if special in SPANS else argument
+        row = f"{function}.{argument}"  # of the argument of this function alone
+        if row not in SPANS:
+            row = argument
         if row not in SPANS or present(row):
             placed.append(argument)
     for late, prefix in BEFORE.items():

@@ -311,7 +311,10 @@ class Request:
     @property
     def world(self) -> int:
         """Number of ranks in the job."""
-        return _dist().get_world_size() if self.job_size is None else self.job_size
+        if self.job_size is not None:
+            return self.job_size
+        size: int = _dist().get_world_size()
+        return size
 
     @cached_property
     def sharp_group(self) -> str | None:
@@ -323,7 +326,9 @@ class Request:
     @property
     def world_size(self) -> int:
         """Number of ranks in the window that is laid out."""
-        return self.world if self.local_world_size is None else self.local_world_size
+        if self.local_world_size is not None:
+            return self.local_world_size
+        return self.world
 
     @cached_property
     def sources(self) -> dict[str, str]:
@@ -466,7 +471,9 @@ class Request:
 
     @property
     def _order_source(self) -> str:
-        return "" if self.job_size is not None else f" The order comes from {self.order_source}."
+        if self.job_size is not None:
+            return ""
+        return f" The order comes from {self.order_source}."
 
     def _data_parallel_size(self, grid: str) -> int:
         """The world divided by a grid's sizes; RuntimeError if a remainder is left."""
@@ -483,9 +490,10 @@ class Request:
                 f" and its encoder of {_ENCODER_TENSOR} x {_ENCODER_STAGES} = {encoder_ranks}"
             )
         if world % model:
-            product = f" = {model}" if " x " in divisor else ""
+            if " x " in divisor:
+                divisor += f" = {model}"
             raise RuntimeError(
-                f"world size {world} is not divisible by {divisor}{product}: it leaves a remainder "
+                f"world size {world} is not divisible by {divisor}: it leaves a remainder "
                 f"of {world % model}. Change a size or the number of ranks."
             )
         return world // model

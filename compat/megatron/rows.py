@@ -172,7 +172,9 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     if row.check:
         _CHECKS[row.check](request, row)
     # In upstream's order of refusals.
-    backend = getattr(request, row.backend) if row.backend else None
+    backend = None
+    if row.backend:
+        backend = getattr(request, row.backend)
     if backend == "ucc":
         communicators.check_ucc()
     chosen = None
@@ -207,7 +209,9 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         plan_row = replace(plan_row, timeout=None)
     if row.holds == "sizes":
         # Of 16 ranks from 2 on: groups of 2, 4 and 8.
-        smallest = getattr(request, row.least) if row.least else 2
+        smallest = 2
+        if row.least:
+            smallest = getattr(request, row.least)
         for size in run_sizes(_members(request), smallest):
             of_size = replace(plan_row, label=row.label.format(size), chunk=size)
             yield PlannedRow(row, row.slot, size, of_size)
@@ -322,7 +326,9 @@ def _check_expert_instances(request: Request, row: Row) -> None:
 
 def _check_even(request: Request, row: Row) -> None:
     if _members(request) % 2:
-        argument = "dynamic_context_parallel" if row.least else "hybrid_context_parallel"
+        argument = "hybrid_context_parallel"
+        if row.least:
+            argument = "dynamic_context_parallel"
         raise AssertionError(
             f"{argument} needs an even data x context parallel size, got {_members(request)}."
         )
@@ -431,8 +437,10 @@ def cut(
         return [ranks[place::size] for place in range(size)]
     if row.levels:
         return of_level(ranks, level_sizes(request, row), level_of(planned))
-    chunk = planned.key if row.holds == "sizes" else None
-    if row.chunk == "instance":
+    chunk = None
+    if row.holds == "sizes":
+        chunk = planned.key
+    elif row.chunk == "instance":
         chunk = len(ranks) // request.num_distributed_optimizer_instances
     rule = GroupRow("", "", (), chunk=chunk, pick=row.pick)
     return [list(members) for members in rule.cuts([ranks])]
@@ -456,7 +464,9 @@ def level_sizes(request: Request, row: Row) -> list[int]:
 
 def level_of(planned: PlannedRow) -> int:
     """The level that the group belongs to, innermost first."""
-    return planned.table_row.level if planned.key is None else planned.key
+    if planned.key is None:
+        return planned.table_row.level
+    return planned.key
 
 
 def instance_size(request: Request) -> int:

@@ -52,7 +52,9 @@ class Source:
 def imported_source() -> Source | None:
     """The source that ``import megatron.core.parallel_state`` would load; None without Megatron."""
     core = _package("megatron.core", _package("megatron"))
-    return read(Path(core[0])) if core else None
+    if not core:
+        return None
+    return read(Path(core[0]))
 
 
 def read(core: Path) -> Source:
@@ -102,7 +104,9 @@ def defined(path: Path) -> list[Definition]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    return path.read_text(errors="replace")
 
 
 def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
@@ -144,7 +148,9 @@ def _function(name: str, wrapper: str, written: ast.arguments) -> Definition:
 
 
 def _constant(node: ast.expr | None) -> Any:
-    return node.value if isinstance(node, ast.Constant) else UNREADABLE
+    if isinstance(node, ast.Constant):
+        return node.value
+    return UNREADABLE
 
 
 def _package(name: str, inside: list[str] | None = None) -> list[str]:

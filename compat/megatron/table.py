@@ -93,7 +93,9 @@ class Alias:
 
 def slots(row: Row | Alias) -> tuple[str, ...]:
     """The private globals of a row: its group's, and its gloo twin's."""
-    return (row.slot, row.slot + "_GLOO") if row.gloo else (row.slot,)
+    if row.gloo:
+        return (row.slot, row.slot + "_GLOO")
+    return (row.slot,)
 
 
 TWINS = "checkpoint"  # the traffic of the gloo twins

@@ -32,7 +32,9 @@ def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
 
     Members run through the dims from the first of ``dims`` on, and around the layout's end.
     """
-    first = layout.dims.index(dims[0]) if dims else 0
+    first = 0
+    if dims:
+        first = layout.dims.index(dims[0])
     # Over b of (a, b, c) members follow each other along b, and groups along c, then along a.
     from_first = layout.dims[first:] + layout.dims[:first]
     inside_first = sorted(from_first, key=lambda dim: dim not in dims)

@@ -94,7 +94,10 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
     if settings.get("no_gloo"):
         arguments["create_gloo_process_groups"] = False
     if "order" not in arguments:
-        resolved, source = order.resolve_order(TP_PP_DP if settings.get("tp_pp_dp") else None)
+        requested_order = None
+        if settings.get("tp_pp_dp"):
+            requested_order = TP_PP_DP
+        resolved, source = order.resolve_order(requested_order)
         if resolved is not None:
             arguments["order"] = resolved
             if "argument" not in source:

@@ -103,4 +103,6 @@ def _text(row: Definition, value: Any) -> str:
         has_later = has_later or argument.kind == argument.POSITIONAL_OR_KEYWORD
     signature = signature.replace(parameters=parameters, return_annotation=signature.empty)
     text = f"{row.name}{signature}"
-    return text if value is function else f"@{type(value).__name__} {text}"
+    if value is not function:
+        text = f"@{type(value).__name__} {text}"
+    return text

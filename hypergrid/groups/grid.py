@@ -286,7 +286,9 @@ class HyperCommGrid:
         world = range(dist.get_world_size())
         if self.layout.ranks == world:
             return world
-        policy = _policy() if self.pool is None else self.pool.policy
+        policy = _policy()
+        if self.pool is not None:
+            policy = self.pool.policy
         expected = creation.expected(policy)
         if creation.way_of(expected, self.backend) == "members":
             return self.layout.ranks

@@ -405,7 +405,8 @@ class GroupPool:
             abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
             gloo.shut(label_of)
-        for function in before_closing if leaving else ():
+        functions = before_closing if leaving else ()
+        for function in functions:
             try:
                 function([*label_of], abort)
             except Exception as error:

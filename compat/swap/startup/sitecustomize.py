@@ -43,7 +43,9 @@ def _swap() -> None:
     try:
         order.check_choices()
     except ValueError as error:
-        sentence = str(error) if order.first_of_host() else ""
+        sentence = ""
+        if order.first_of_host():  # one rank of each host says it
+            sentence = str(error)
         _end(sentence)
 
 
