@@ -167,8 +167,9 @@ def initialize_model_parallel(
         A wrong type; a size below 1; a window outside the world; an unknown dim in the order.
     """
     arguments = dict(locals())
+    # A launcher's --order and HYPERGRID_ORDER come before the argument.
     arguments["order"], source = outermost("order", order)
-    helpers = replaced_functions()
+    helpers = replaced_functions()  # by outside code: they are called in place of ours
     request = Request(
         **arguments, init_count=next(init_counts), helpers=helpers, order_source=source
     )
@@ -188,7 +189,7 @@ def initialize_model_parallel(
                 "call destroy_global_memory_buffer() first."
             )
     state = ParallelState()
-    state.take_over(before)
+    state.take_over(before)  # numbers that setters have written stay
     with environment_restored_on_failure():
         try:
             make_current(state)  # functions that outside code has replaced may ask for it

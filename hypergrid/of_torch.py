@@ -317,7 +317,9 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
 def numbered(number: int | None) -> Iterator[None]:
     """Groups that are created inside have names that count up from ``number``.
 
-    Torch's running number is put back, so that groups of outside code keep theirs.
+    Torch makes the name of a new group from its running number of groups: with ``number=7`` it is
+    "7", and that of a second one inside "8". The running number is put back, so that groups of
+    outside code keep theirs.
     """
     if number is None:
         yield
