@@ -422,15 +422,25 @@ def shortened(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The rows' cells, with one row for all of a family that met the bar."""
     shown = []
     for family, members in itertools.groupby(rows, key=lambda row: row.family):
-        cells_of_rows = [row.cells() for row in members]
-        met = [cells for cells in cells_of_rows if family and cells[-1] == "met"]
-        shown += [cells for cells in cells_of_rows if cells not in met]
+        met = []
+        is_whole_family = True
+        for row in members:
+            cells = row.cells()
+            if family and cells[-1] == "met":
+                met.append(cells)
+            else:
+                is_whole_family = False
+                shown.append(cells)
         if met:
-            ratios = sorted((cells[4] for cells in met), key=lambda text: float(text[:-1]))
-            other = "other " if len(met) < len(cells_of_rows) else ""
-            title = f"{len(met)} {other}{family}"
+            title = f"{len(met)} {family}"
+            if not is_whole_family:
+                title = f"{len(met)} other {family}"
+            ratios = [cells[4] for cells in met]
+            ratios.sort(key=lambda text: float(text.removesuffix("x")))
             spread = f"{ratios[0]} to {ratios[-1]}"
-            shown.append((title, met[0][1], "", "", "", spread, *met[0][6:]))
+            peer_name = met[0][1]
+            bar, verdict = met[0][6:]
+            shown.append((title, peer_name, "", "", "", spread, bar, verdict))
     return shown
 
 
@@ -445,7 +455,9 @@ def document(bench: Bench, markdown: bool = False) -> str:
     ]
     if bench.rows:
         head = ("Measured", "Peer", "Peer's", "Ours", "Peer / ours", "Range", "Bar", "")
-        rows = shortened(bench.rows) if markdown else [row.cells() for row in bench.rows]
+        rows = [row.cells() for row in bench.rows]
+        if markdown:
+            rows = shortened(bench.rows)
         parts.append(table([head, *rows], markdown, right=range(2, 7)))
     if bench.counts:
         head = ("The busiest rank", "new_group calls", "Communicators", "Store operations")

@@ -108,10 +108,12 @@ def show(title: str, stock: Results, swapped: Results) -> bool:
     equal_losses = True
     for number, stock_step in enumerate(stock["steps"]):
         swapped_step = swapped["steps"][number]
-        is_equal = stock_step["loss_hex"] == swapped_step["loss_hex"]
-        equal_losses &= is_equal
+        verdict = "="
+        if stock_step["loss_hex"] != swapped_step["loss_hex"]:
+            verdict = "DIFFERS"
+            equal_losses = False
         losses = f"{stock_step['loss']:<11.8f}  {swapped_step['loss']:<11.8f}"
-        print(f"  {number + 1:>4}  {losses}  {'=' if is_equal else 'DIFFERS'}")
+        print(f"  {number + 1:>4}  {losses}  {verdict}")
     equal_digests = stock["rank_digests"] == swapped["rank_digests"]
     print(f"  losses equal to the last bit: {'yes' if equal_losses else 'NO'}")
     digests = "equal" if equal_digests else "DIFFER"

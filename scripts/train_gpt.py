@@ -96,7 +96,10 @@ class Parallel(NamedTuple):
             yield
 
     def destroy(self) -> None:
-        (self.state.destroy_model_parallel if self.groups is None else self.state.destroy)()
+        if self.groups is None:
+            self.state.destroy_model_parallel()
+        else:
+            self.state.destroy()
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -146,13 +149,14 @@ def initialize(args: argparse.Namespace) -> tuple[Parallel, dict[str, Any]]:
     start = time.perf_counter()
     from compat import members_only  # on stock as well: it only marks what counts the calls
 
-    calls, original = 0, dist.new_group
+    calls = 0
+    original = dist.new_group
 
     @members_only
-    def counted(*given: Any, **options: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        return original(*given, **options)
+        return original(*args, **kwargs)
 
     with mock.patch.object(dist, "new_group", counted):
         if args.explicit_groups:
@@ -202,23 +206,25 @@ def build_stage(
 ) -> DistributedDataParallel:
     """One pipeline stage of the model, wrapped for data parallelism."""
     state = parallel.state
-    begins, ends = state.is_pipeline_first_stage, state.is_pipeline_last_stage
-    where = taken(begins, {"ignore_virtual": False, "vp_stage": stage})
-    mine = taken(GPTModel, {"vp_stage": stage})
-    if stage is not None and not mine:  # 0.12's model asks parallel_state which stage is built
+    virtual_stage = {"ignore_virtual": False, "vp_stage": stage}
+    virtual_stage = taken(state.is_pipeline_first_stage, virtual_stage)
+    stage_of_model = taken(GPTModel, {"vp_stage": stage})
+    if stage is not None and not stage_of_model:
+        # 0.12's model asks parallel_state which stage is built.
         state.set_virtual_pipeline_model_parallel_rank(stage)
+    layers = on_cpu.local_layers(config, stage, state.get_pipeline_model_parallel_rank())
     model: torch.nn.Module = GPTModel(
         config,
-        on_cpu.local_layers(config, stage, parallel.state.get_pipeline_model_parallel_rank()),
+        layers,
         vocab_size=256,
         max_sequence_length=args.seq_length,
-        pre_process=begins(**where),
-        post_process=ends(**where),
+        pre_process=state.is_pipeline_first_stage(**virtual_stage),
+        post_process=state.is_pipeline_last_stage(**virtual_stage),
         share_embeddings_and_output_weights=True,
-        **mine,
+        **stage_of_model,
         **parallel.handed,
     )
-    fill_parameters(model, parallel.state, args.seed)
+    fill_parameters(model, state, args.seed)
     model.to(torch.cuda.current_device())
     if args.bf16:
         model = Float16Module(config, model)
@@ -242,15 +248,20 @@ def fill_parameters(model: GPTModel, state: Any, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             continue  # norms start at one and biases at zero, everywhere alike
-        size, rank = 1, 0
+        size = 1
+        rank = 0
         if getattr(parameter, "tensor_model_parallel", False):
-            kind = "expert_tensor" if ".local_experts." in name else "tensor_model"
+            kind = "tensor_model"
+            if ".local_experts." in name:
+                kind = "expert_tensor"
             size = getattr(state, f"get_{kind}_parallel_world_size")()
             rank = getattr(state, f"get_{kind}_parallel_rank")()
+        # Layers and experts count from 0 on each rank: here they get their numbers in the whole.
         name = re.sub(r"(?<=layers\.)\d+", lambda m: str(layers[int(m[0])].layer_number), name)
         name = re.sub(r"(?<=experts\.)\d+", lambda m: str(first_expert + int(m[0])), name)
         name = name.replace("output_layer", "embedding.word_embeddings")
-        shape, dim = list(parameter.shape), getattr(parameter, "partition_dim", -1)
+        dim = getattr(parameter, "partition_dim", -1)
+        shape = list(parameter.shape)
         shape[dim] *= size
         generator = torch.Generator().manual_seed(hashed(seed, name))
         whole = torch.randn(shape, generator=generator) * model.config.init_method_std
@@ -308,18 +319,23 @@ def micro_batches(args: argparse.Namespace, state: Any, text: torch.Tensor, step
     """This data-parallel rank's contiguous share of the step's global batch."""
     share = args.global_batch_size // state.get_data_parallel_world_size()
     first = step * args.global_batch_size + state.get_data_parallel_rank() * share
-    size, length = args.micro_batch_size, args.seq_length
+    size = args.micro_batch_size
+    length = args.seq_length
+    device = torch.cuda.current_device()
     cp_size = state.get_context_parallel_world_size()
     chunks = torch.arange(length).view(2 * cp_size, -1)
     held = on_cpu.chunks_held(state.get_context_parallel_rank(), cp_size)
     columns = chunks[held].flatten()
+    positions = torch.arange(length).repeat(size, 1)
     for start in range(first, first + share, size):
-        offsets = [hashed(args.seed, start + i) % (len(text) - length) for i in range(size)]
-        rows = torch.stack([text[offset : offset + length + 1] for offset in offsets]).long()
-        positions = torch.arange(length).repeat(size, 1)
+        samples = []
+        for number in range(start, start + size):
+            offset = hashed(args.seed, number) % (len(text) - length)
+            samples.append(text[offset : offset + length + 1])
+        rows = torch.stack(samples).long()
+        # Each token's label is the next one.
         batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "position_ids": positions}
-        device = torch.cuda.current_device()
-        yield {key: rows[:, columns].to(device) for key, rows in batch.items()}
+        yield {key: values[:, columns].to(device) for key, values in batch.items()}
 
 
 def forward_step(batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -355,7 +371,8 @@ class Training(NamedTuple):
 
 def training(args: argparse.Namespace, parallel: Parallel) -> Training:
     """*Collective.* Build model and optimizer."""
-    state, groups = parallel.state, parallel.groups
+    state = parallel.state
+    groups = parallel.groups
     dp_size = state.get_data_parallel_world_size()
     count, rest = divmod(args.global_batch_size, args.micro_batch_size * dp_size)
     with refusing():
@@ -409,10 +426,17 @@ def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, 
         losses, loss, norm = take(step)
         seconds = time.perf_counter() - start
         speed = args.global_batch_size * args.seq_length / seconds
-        digest.update(" ".join(value.hex() for value in [*map(float, losses), norm]).encode())
-        exact = {"loss_hex": loss.hex(), "grad_norm_hex": norm.hex()}
-        timing = {"seconds": seconds, "tokens_per_second": speed}
-        steps.append({"loss": loss, "grad_norm": norm, **exact, **timing})
+        values = [*map(float, losses), norm]
+        digest.update(" ".join(value.hex() for value in values).encode())
+        measured = {
+            "loss": loss,
+            "grad_norm": norm,
+            "loss_hex": loss.hex(),
+            "grad_norm_hex": norm.hex(),
+            "seconds": seconds,
+            "tokens_per_second": speed,
+        }
+        steps.append(measured)
         if dist.get_rank() == 0:
             line = f"step {step:3}/{args.steps}  loss {loss:.4f}  grad norm {norm:.4f}"
             print(f"{line}  {speed:,.0f} tokens/s", flush=True)
@@ -429,16 +453,20 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         parallel, measured = initialize(args)
     with parallel.module_left_alone():
         steps, measured["rank_digests"] = train(args, parallel)
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(measured, everyone)
+    measured_by_rank: list[Any] | None = None
+    if dist.get_rank() == 0:
+        measured_by_rank = [None] * dist.get_world_size()
+    dist.gather_object(measured, measured_by_rank)
     dist.barrier()
     parallel.destroy()
-    if everyone is None:
+    if measured_by_rank is None:
         return None
-    ranks = {key: [rank[key] for rank in everyone] for key in measured}
+    ranks = {}
+    for key in measured:
+        ranks[key] = [of_rank[key] for of_rank in measured_by_rank]
     results = {
         "arguments": {name: value for name, value in vars(args).items() if name != "results"},
-        "world_size": len(everyone),
+        "world_size": len(measured_by_rank),
         "backend": dist.get_backend(),
         **ranks,
         "init_seconds": max(ranks["init_seconds"]),
