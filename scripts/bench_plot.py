@@ -34,8 +34,10 @@ def draw(file: Path, curves: Mapping[str, Mapping[int, float]], about: str) -> N
     worlds: set[int] = set()
     for side, curve in curves.items():
         colour, name = SIDES[side]
-        axes.plot(sorted(curve), [curve[world] for world in sorted(curve)], color=colour)
-        axes.annotate(name, (max(curve), curve[max(curve)]), color=colour, ha="right", va="bottom")
+        points = sorted(curve.items())
+        axes.plot(*zip(*points, strict=True), color=colour)
+        last_point = points[-1]
+        axes.annotate(name, last_point, color=colour, ha="right", va="bottom")
         worlds.update(curve)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -126,11 +126,16 @@ def seconds_of_a_mesh(world: int) -> float:
 
 def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> dict[str, Any]:
     """List the groups of one token, on stock and ours in turn."""
-    stock = load("stock").RankGenerator
-    ours = importlib.import_module("compat.megatron.rank_generator").RankGenerator
+    modules = {
+        "stock": load("stock"),
+        "ours": importlib.import_module("compat.megatron.rank_generator"),
+    }
     sizes = {"tp": 8, "ep": 1, "dp": world // 256, "pp": 16, "cp": 2}
-    sides = {"stock": stock(**sizes, order=ORDER), "ours": ours(**sizes, order=ORDER)}
-    times: dict[str, list[float]] = {side: [] for side in sides}
+    sides = {}
+    times: dict[str, list[float]] = {}
+    for side, module in modules.items():
+        sides[side] = module.RankGenerator(**sizes, order=ORDER)
+        times[side] = []
     for turn in rounds(repeats, seconds):
         ranks = {}
         for side in sorted(sides, reverse=bool(turn % 2)):
@@ -172,24 +177,31 @@ def audited(calls: int, repeats: int, seconds: float) -> dict[str, list[float]]:
     start_fake_world(37, 64)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     read = parallel_state.get_tensor_model_parallel_rank
-    timers = {side: timeit.Timer("get()", globals={"get": read}) for side in ("never", "on", "off")}
-    times: dict[str, list[float]] = {side: [] for side in timers}
-    times["never"] = [timers["never"].timeit(calls) / calls for _ in range(repeats)]
+    timer = timeit.Timer("get()", globals={"get": read})
+
+    def seconds_of_a_call() -> float:
+        return timer.timeit(calls) / calls
+
+    never = [seconds_of_a_call() for _ in range(repeats)]
+    on = []
+    off = []
     for _ in rounds(repeats, seconds):
         with tempfile.TemporaryDirectory() as directory, audit.recording(directory):
-            times["on"].append(timers["on"].timeit(calls) / calls)
-        times["off"] += [timers["off"].timeit(calls) / calls for _ in range(3)]
-    return times
+            on.append(seconds_of_a_call())
+        for _ in range(3):
+            off.append(seconds_of_a_call())
+    return {"never": never, "on": on, "off": off}
 
 
 def import_side(side: str) -> dict[str, Any]:
     """Import one side's parallel_state once torch is there; stock's the way its users do."""
     import torch
 
+    name = "megatron.core.parallel_state"
+    if side == "ours":
+        name = "compat.parallel_state"
     start = time.perf_counter()
-    importlib.import_module(
-        "compat.parallel_state" if side == "ours" else "megatron.core.parallel_state"
-    )
+    importlib.import_module(name)
     seconds = time.perf_counter() - start
     compared = 0.0
     if side == "ours":

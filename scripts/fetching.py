@@ -42,7 +42,8 @@ def pip(
         )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
-        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+        errors = [line for line in lines if line.startswith("ERROR")]
+        reason = (errors or lines[-1:])[0]
         raise fail(f"cannot fetch {', '.join(wanted)}: {reason}")
 
 
@@ -94,6 +95,8 @@ def _files(archive: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, bytes
     with tarfile.open(archive) as source:
         for member in source:
             match = pattern.fullmatch(member.name)
-            file = source.extractfile(member) if match and member.isreg() else None
-            if match and file is not None and member.size <= LARGEST:
+            if match is None or not member.isreg() or member.size > LARGEST:
+                continue
+            file = source.extractfile(member)
+            if file is not None:
                 yield match[1], file.read()
