@@ -183,7 +183,7 @@ REFUSED = {
     "foreign ranks": ({"get_embedding_ranks": lambda r: [99]}, ValueError, "below the world size"),
     "a missing file": (
         {"nccl_communicator_config_path": "absent.yaml"},
-        OSError,
+        FileNotFoundError,
         "'absent.yaml' cannot be read: No such file",
     ),
     "a folder": ({"nccl_communicator_config_path": "/"}, OSError, "not a regular file"),

@@ -10,7 +10,6 @@ from torch.distributed import distributed_c10d as c10d
 from compat import members_only
 from compat import parallel_state as ps
 from compat.megatron.releases import PUBLISHED, RELEASE
-from compat.state import SLOTS
 from tests.support import warm
 from tests.support.forked import on_ranks, open_groups
 from tests.support.groups import check_all_reduce, state_groups
@@ -90,13 +89,6 @@ def test_a_rank_makes_only_the_groups_that_it_belongs_to(fake_world):
     assert len(calls) == len(ps._global_process_group_list) - 1 < 25
 
 
-def test_a_dry_run_on_a_fake_process_group_makes_gloo_twins_too(initialized):
-    initialized(16, rank=5, tensor_model_parallel_size=2, create_gloo_process_groups=True)
-    twin = ps.get_data_parallel_group_gloo()
-    ranks = dist.get_process_group_ranks(twin)
-    assert ranks == dist.get_process_group_ranks(ps.get_data_parallel_group())
-
-
 def test_private_globals_read_and_write_through_to_the_state(initialized):
     initialized(tensor_model_parallel_size=2)
     state = ps.current_state()
@@ -116,24 +108,6 @@ def test_private_globals_read_and_write_through_to_the_state(initialized):
         _ = ps._NO_SUCH_GROUP
 
 
-def test_every_private_global_can_be_read_before_there_is_a_state():
-    assert set(dir(ps)) >= SLOTS
-    mappings = {"_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS", "_MOE_LAYER_WISE_LOGGING_TRACKER"}
-    for slot in SLOTS:
-        assert getattr(ps, slot) == ({} if slot in mappings else None)
-
-
-def test_mock_patch_of_a_private_global_is_seen_and_undone(initialized):
-    initialized(tensor_model_parallel_size=2)
-    before = ps.get_model_parallel_group()
-    for name in ("_MODEL_PARALLEL_GROUP", "_GTP_WEIGHT_REMAT_GROUP"):
-        old = getattr(ps, name)
-        with mock.patch.object(ps, name, "patched"):
-            assert getattr(ps, name) == "patched"
-        assert getattr(ps, name) is old
-    assert ps.get_model_parallel_group() is before
-
-
 def test_a_patched_getter_is_seen_by_the_getters_built_on_it(initialized):
     initialized(pipeline_model_parallel_size=4)
     assert ps.is_pipeline_first_stage() and not ps.is_pipeline_last_stage()
@@ -141,15 +115,6 @@ def test_a_patched_getter_is_seen_by_the_getters_built_on_it(initialized):
         assert ps.is_pipeline_last_stage() and not ps.is_pipeline_first_stage()
         assert ps.get_pipeline_model_parallel_next_rank() == 0
     assert ps.is_pipeline_first_stage()
-
-
-def test_overrides_that_were_set_first_outlive_initialisation_and_not_destruction(initialized):
-    ps.set_tensor_model_parallel_world_size(16)
-    initialized(tensor_model_parallel_size=2)
-    assert ps.get_tensor_model_parallel_world_size() == 16
-    ps.destroy_model_parallel()
-    with pytest.raises(AssertionError, match="is not initialized"):
-        ps.get_tensor_model_parallel_world_size()
 
 
 def test_a_second_initialisation_is_refused_and_the_first_stays(initialized):
@@ -201,15 +166,6 @@ def test_second_all_gather_groups_follow_the_order_and_window_of_the_state(initi
         ps.create_all_gather_groups()
 
 
-def test_timeouts_can_be_changed_on_all_groups(initialized):
-    from datetime import timedelta
-
-    initialized()
-    with mock.patch("hypergrid.of_torch.set_timeout") as set_timeout:
-        ps.update_pg_timeout(timedelta(seconds=9))
-    assert [c.args[1] for c in set_timeout.call_args_list] == ps._global_process_group_list
-
-
 def test_the_memory_buffer_is_megatrons(initialized):
     initialized()
     assert ps.get_global_memory_buffer().buffer == {}
@@ -255,6 +211,7 @@ def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(
 def answers_to_what_is_written_before(module):
     """State that was written before an initialisation, and after a destroy."""
     answers = []
+    module.set_tensor_model_parallel_world_size(16)
     module.set_virtual_pipeline_model_parallel_world_size(3)
     module.set_virtual_pipeline_model_parallel_rank(2)
     for description in ("ONE", "TWO"):
@@ -265,6 +222,7 @@ def answers_to_what_is_written_before(module):
         answers.append([group and group.group_desc for group in groups])
         answers.append(module.get_virtual_pipeline_model_parallel_world_size())
         answers.append(module.get_virtual_pipeline_model_parallel_rank())
+        answers.append(module._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE)
         module.destroy_model_parallel()
     module._set_global_memory_buffer()
     with pytest.raises(RuntimeError):
@@ -285,10 +243,4 @@ def test_what_is_written_before_initialisation_counts_as_on_stock(fake_world):
     fake_world(8)
     answers = answers_to_what_is_written_before(ps)
     assert answers == expected
-    assert answers[0][:3] == [None, "ONE", "TWO"] and answers[1:3] == [3, 2]
-
-
-def test_an_nccl_configuration_that_is_not_there_is_what_open_raises(fake_world, tmp_path):
-    fake_world(8)
-    with pytest.raises(FileNotFoundError, match=r"absent.yaml.*cannot be read"):
-        ps.initialize_model_parallel(nccl_communicator_config_path=str(tmp_path / "absent.yaml"))
+    assert answers[0][:3] == [None, "ONE", "TWO"] and answers[1:4] == [3, 2, 16]
