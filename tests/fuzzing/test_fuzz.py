@@ -28,7 +28,7 @@ from tests.fuzzing import judging, wild
 from tests.fuzzing.judging import NAMED, judge, words_missing
 from tests.fuzzing.wild import CODE, MARKER, ArgumentSet, draw
 from tests.parity.surface import DEFAULT_ORDER, parameters
-from tests.support import warm
+from tests.support import table, warm
 from tests.support.stock import MAIN, RELEASES, following, have_stock
 
 
@@ -126,77 +126,14 @@ def refusal(arguments, kind):
     return str(caught.value)
 
 
-REFUSED = {
-    "a size in words": (
-        {"tensor_model_parallel_size": "two"},
-        TypeError,
-        "whole number, got 'two'",
-    ),
-    "a size of None": ({"pipeline_model_parallel_size": None}, TypeError, "whole number, got None"),
-    "half a size": ({"context_parallel_size": 1.5}, TypeError, "whole number, got 1.5"),
-    "a size of nothing": ({"tensor_model_parallel_size": 0}, ValueError, "at least 1"),
-    "a huge size": ({"tensor_model_parallel_size": 10**30}, RuntimeError, "not divisible"),
-    "a size that leaves a remainder": (
-        {"tensor_model_parallel_size": 3},
-        RuntimeError,
-        "leaves a remainder of 1",
-    ),
-    "virtual stages in words": (
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": "two"},
-        TypeError,
-        "virtual_pipeline_model_parallel_size must be a whole number",
-    ),
-    "no order": ({"order": None}, TypeError, "order must be a text"),
-    "an order in bytes": ({"order": b"tp-dp"}, TypeError, "order must be a text"),
-    "an order of format marks": ({"order": "dp-{0.__class__}"}, ValueError, "'{0.__class__}'"),
-    "an order with another hyphen": ({"order": "tp\u2010cp"}, RuntimeError, "Known: "),
-    "an order without a size": (
-        {"order": "cp-dp-pp", "tensor_model_parallel_size": 2},
-        RuntimeError,
-        "leaves out 'tp', whose size is 2",
-    ),
-    "sizes of levels in words": (
-        {"hierarchical_context_parallel_sizes": "22"},
-        TypeError,
-        "must be a list of whole numbers",
-    ),
-    "time in words": ({"distributed_timeout_minutes": "30"}, TypeError, "number of minutes"),
-    "no time, after what upstream refuses": (
-        {"distributed_timeout_minutes": None, "tensor_model_parallel_size": 3},
-        RuntimeError,
-        "leaves a remainder of 1",
-    ),
-    "time without end": ({"distributed_timeout_minutes": math.inf}, ValueError, "minutes"),
-    "no time": ({"distributed_timeout_minutes": math.nan}, ValueError, "minutes"),
-    "a number as names": ({"high_priority_stream_groups": 5}, TypeError, "list of names"),
-    "no function": ({"get_embedding_ranks": [0]}, TypeError, "must be a function"),
-    "a function that returns nothing": (
-        {"get_embedding_ranks": lambda ranks: None},
-        TypeError,
-        "get_embedding_ranks must return a list of ranks, got None",
-    ),
-    "a function of nothing": (
-        {"get_position_embedding_ranks": lambda: [0]},
-        TypeError,
-        "get_position_embedding_ranks does not take a pipeline's ranks",
-    ),
-    "foreign ranks": ({"get_embedding_ranks": lambda r: [99]}, ValueError, "below the world size"),
-    "a missing file": (
-        {"nccl_communicator_config_path": "absent.yaml"},
-        FileNotFoundError,
-        "'absent.yaml' cannot be read: No such file",
-    ),
-    "a folder": ({"nccl_communicator_config_path": "/"}, OSError, "not a regular file"),
-    "a zero byte": ({"nccl_communicator_config_path": "a\0b"}, ValueError, "cannot be read"),
-    "a number as a path": ({"nccl_communicator_config_path": 0}, TypeError, "path of a YAML file"),
-    "a choice that is none": ({"share": ["all"]}, ValueError, "use one of none, all"),
-}
+REFUSED = {title: row for title, *row in table("fuzzing/refusals.txt")}
 
 
 @pytest.mark.parametrize("arguments, kind, words", REFUSED.values(), ids=REFUSED)
 def test_a_refusal_names_the_argument_and_says_what_to_change(fake_world, arguments, kind, words):
     fake_world(4)
-    assert words in refusal({"create_gloo_process_groups": False, **arguments}, kind)
+    arguments = eval(f"dict({arguments})", {"inf": math.inf, "nan": math.nan})
+    assert words in refusal({"create_gloo_process_groups": False, **arguments}, eval(kind))
 
 
 FILES = {

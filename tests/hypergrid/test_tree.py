@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hypergrid import GroupNode, GroupTree, HyperCommGrid, LayoutError
 from hypergrid.tree import TreeError
+from tests.support import table
 
 
 def world(**sizes):
@@ -156,35 +157,11 @@ def test_a_node_that_must_stay_inside_a_host_does_or_is_refused():
         tree.place(hosts=8)
 
 
-@pytest.mark.parametrize(
-    ("attempt", "says"),
-    [
-        (lambda t: t.add_node(GroupNode("data"), parent="world"), "has a group 'data' already"),
-        (lambda t: t.add_node(GroupNode("x"), parent="y"), r"no group 'y'. It has \['world'"),
-        (lambda t: t.get_node("y"), "no group 'y'"),
-        (lambda t: t.set_leaf_group_sizes({"y": 2}), "no group 'y'"),
-        (lambda t: t.set_leaf_group_sizes({"model": 2}), "'model' is not a leaf.*Set theirs"),
-        (lambda t: t.set_leaf_group_sizes({"data": 2, "spatial": 0}), "spatial must be at least 1"),
-        (
-            lambda t: t.set_leaf_group_sizes({"data": 2.5}),
-            "data must be at least 1, or -1, got 2.5",
-        ),
-        (lambda t: t.set_leaf_group_sizes({"data": 7}), r"leaves \['spatial', 'channel'\] have no"),
-        (lambda t: t.update_parent_sizes(), "have no size"),
-        (lambda t: t.place(8), "have no size"),
-        (
-            lambda t: t.set_leaf_group_sizes({"data": -1, "spatial": -1}, False),
-            "all but one a size",
-        ),
-        (lambda t: GroupNode(""), "must be a text"),
-        (lambda t: GroupNode("x", within="rack"), "invalid within='rack' for 'x'; allowed: 'host'"),
-        (lambda t: GroupNode("x", size=True), "size of x must be at least 1, or -1, got True"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_changes_nothing(attempt, says):
+@pytest.mark.parametrize(("call", "says"), table("hypergrid/refusals_of_trees.txt"))
+def test_what_cannot_be_is_refused_and_changes_nothing(call, says):
     tree = world()
     with pytest.raises(TreeError, match=says) as refused:
-        attempt(tree)
+        eval(call, {"tree": tree, "GroupNode": GroupNode})
     assert isinstance(refused.value, LayoutError) and isinstance(refused.value, AssertionError)
     assert str(tree) == "world\n  model\n    spatial\n    channel\n  data"
 

@@ -17,6 +17,7 @@ from compat.hyper_comm_grid import HyperCommGrid
 from compat.megatron.releases import RELEASE_HAS
 from compat.state import ParallelState
 from tests.parity.grids import compare_grids
+from tests.support import table
 from tests.support.forked import on_ranks, open_groups, total
 from tests.support.stock import RELEASES, have_stock, load_stock_grid, source
 
@@ -106,29 +107,15 @@ def test_which_error_an_unknown_dim_gets_is_the_releases(release, eight):
         grid.create_pg("ep")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "says"),
-    [
-        (lambda _: HyperCommGrid([2], ["tp", "dp"]), ValueError, r"len\(shape\) .*!= len\(dim_na"),
-        (lambda _: HyperCommGrid([4, 4], ["tp", "dp"]), RuntimeError, "Grid shape .*is over sized"),
-        (lambda _: HyperCommGrid([8], ["dp"], 1), RuntimeError, "from rank 1 on.*world has 8"),
-        (lambda g: g.create_pg(["dp", "tp"]), KeyError, "Process group .*has already been created"),
-        (lambda g: g.get_pg("pp"), KeyError, "Process group for pp hasn't been created"),
-        (lambda g: g.create_pg("ep", view="expert"), KeyError, "'expert' has already been created"),
-        (lambda g: g.get_pg("rest", view="expert"), KeyError, "'expert' hasn't been created"),
-        (lambda g: g.get_rank_enum("ep", view="no"), KeyError, "View 'no' is not registered"),
-        (lambda g: g.get_rank_enum("ep"), ValueError, "'ep' is not in view 'base'"),
-        (lambda g: g.create_pg("pp", backend="gloo"), TypeError, "takes no backend"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "says"), table("megatron/refusals_of_grids.txt"))
 def test_what_is_wrong_is_said_in_words_that_stock_uses_too(
-    views, eight, enumeration, wrong, error, says
+    views, eight, enumeration, call, error, says
 ):
     grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
     grid.register_view("expert", [2, 2, 2], ["rest", "ep", "pp"], ["pp"])
     grid.create_pg(["tp", "dp"]), grid.create_pg("ep", view="expert")
-    with pytest.raises(error, match=says):
-        wrong(grid)
+    with pytest.raises(eval(error), match=says):
+        eval(call, {"grid": grid, "HyperCommGrid": HyperCommGrid})
 
 
 @pytest.mark.parametrize(

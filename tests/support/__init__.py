@@ -59,3 +59,9 @@ def script_module(name):
     spec.loader.exec_module(module)
     sys.path.remove(folder)
     return module
+
+
+def table(file):
+    """The rows of a text file under ``tests/``, by their cells: ``a | b`` is ["a", "b"]."""
+    lines = (ROOT / "tests" / file).read_text().splitlines()
+    return [re.split(r" +\| +", line) for line in lines if line and not line.startswith("#")]

@@ -1,5 +1,6 @@
 """Differences between the modules of Megatron and those that replace them: all, and no others."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,135 +8,12 @@ import pytest
 from compat import hyper_comm_grid, parallel_state
 from compat.megatron import sources
 from compat.swap import drift
-from tests.support import warm
+from tests.support import ROOT, warm
 from tests.support.stock import MAIN, RELEASES, following, have_stock, source, source_dir
 
-GROUP = "def get_context_parallel_group(check_initialized=True):"
-INIT = "    use_sharp: bool = False,\n"
-END = "\n\ndef {}(a=1):\n    return None\n"
-RANKS = "    def get_ranks(self, token):"
-OF = "get_context_parallel_group(check_initialized=True{}) is get_context_parallel_group(check_init"
-# What is replaced in stock's parallel_state.py, or added to its end; and what is said of it.
-CHANGED = {
-    "a function": (None, END.format("get_router_group"), "get_router_group(a=1) is unknown"),
-    "under if": (None, "\nif True:\n    def get_a():\n        pass\n", "get_a() is unknown"),
-    "under else": (None, "\nif 0:\n    pass\nelse:\n    def get_a(): pass\n", "get_a() is unk"),
-    "under try": (None, "\ntry:\n    X_Y = 1\nexcept OSError:\n    pass\n", "X_Y = 1 is unknown"),
-    "under except": (None, "\ntry:\n    pass\nexcept OSError:\n    X_Y = 1\n", "X_Y = 1 is unkn"),
-    "under with": (None, "\nwith open('a'):\n    def get_a():\n        pass\n", "get_a() is unk"),
-    "under match": (None, "\nmatch 1:\n    case 1:\n        X_Y = 1\n", "X_Y = 1 is unknown"),
-    "async": (None, "\nasync def get_a():\n    pass\n", "get_a() is unknown"),
-    "a class": (None, "\nclass Router:\n    pass\n", "class Router is unknown"),
-    "a constant": (None, "\nROUTERS = 3\n", "ROUTERS = 3 is unknown"),
-    "a typed constant": (None, "\nROUTERS: int = 3\n", "ROUTERS = 3 is unknown"),
-    "two constants": (None, "\nROUTERS, SWITCHES = 3, 4\n", "SWITCHES is unknown"),
-    "a constant's value": (
-        "HAVE_EINOPS = ",
-        "HAVE_EINOPS = 3; X = ",
-        "HAVE_EINOPS = 3 is HAVE_EINOPS = ",
-    ),
-    "a private global": (None, "\n_ROUTER_GROUP = None\n", "_ROUTER_GROUP = None is unknown"),
-    "a declared global": (GROUP, GROUP + "\n    global _A, _ROUTER", "_ROUTER is unknown"),
-    "names of a star": (None, "\nfrom megatron.vendor import *\n", "import * is unknown"),
-    "a module's __getattr__": (None, END.format("__getattr__"), "__getattr__(a=1) is unknown"),
-    "an argument": (GROUP, GROUP.replace("):", ", of_router=1):"), OF.format(", of_router=1")),
-    "an argument by keyword": (
-        GROUP,
-        GROUP.replace("(", "(*, "),
-        "get_context_parallel_group(*, check_initialized=True) is get_context_parallel_group(ch",
-    ),
-    "by position alone": (GROUP, GROUP.replace("):", ", /):"), OF.format(", /")),
-    "any arguments": (GROUP, GROUP.replace("):", ", **more):"), OF.format(", **more")),
-    "a getter's default": (
-        GROUP,
-        GROUP.replace("=True", "=False"),
-        "get_context_parallel_group(check_initialized=False) is get_",
-    ),
-    "a default less": (
-        GROUP,
-        GROUP.replace("=True", ""),
-        "get_context_parallel_group(check_initialized) is get_",
-    ),
-    "a default that is no constant": (
-        GROUP,
-        GROUP.replace("=True", "=bool(1)"),
-        "get_context_parallel_group(check_initialized=bool(1)) is get_",
-    ),
-    "initialisation's default, no constant": (
-        INIT,
-        "    use_sharp: bool = os.environ.get('SHARP') is not None,\n",
-        "use_sharp=os.environ.get('SHARP') is not None, ",
-    ),
-    "initialisation's argument": (
-        INIT,
-        INIT + "    router_size: int = 1,\n",
-        "use_sharp=False, router_size=1, ",
-    ),
-    "a creator's default": (
-        "    use_local_synchronization=False,\n",
-        "    use_local_synchronization=True,\n",
-        "pg_options=None, use_local_synchronization=True, group_desc=None) is create_group(",
-    ),
-    "a method": (RANKS, f"    def of(self): pass\n\n{RANKS}", "RankGenerator.of(self) is unknown"),
-    "a method's argument": (
-        RANKS,
-        RANKS.replace("):", ", at=0):"),
-        "get_ranks(self, token, at=0) is RankGenerator.get_ranks(self, token) in",
-    ),
-    "a static method": (
-        RANKS,
-        f"    @staticmethod\n{RANKS}",
-        "@staticmethod RankGenerator.get_ranks(self, token) is RankGenerator.get_ranks(",
-    ),
-    "a property": (
-        RANKS,
-        f"    @property\n{RANKS}",
-        "@property RankGenerator.get_ranks(self, token) is RankGenerator.get_ranks(",
-    ),
-    "an attribute of a class": (
-        RANKS,
-        f"    routers = 2\n\n{RANKS}",
-        "RankGenerator.routers = 2 is unk",
-    ),
-    "a field of a class": (
-        RANKS,
-        f"    routers: int\n\n{RANKS}",
-        "RankGenerator.routers is unknown",
-    ),
-    "a special method": (
-        RANKS,
-        f"    def __len__(self): pass\n\n{RANKS}",
-        "RankGenerator.__len__(self) is unknown",
-    ),
-    "a class in place of a function": (
-        None,
-        "\nclass is_initialized:\n    pass\n",
-        "class is_initialized is is_initialized = <function",
-    ),
-}
-GRID = "    def get_pg("
-OF_THE_GRID = {
-    "a method": (
-        GRID,
-        f"    def routers(self): pass\n\n{GRID}",
-        "HyperCommGrid.routers(self) is unknown",
-    ),
-    "an argument": (
-        "rank_offset: int = 0,",
-        "rank_offset: int = 0, routers: int = 1,",
-        "rank_offset=0, routers=1, ",
-    ),
-    "a default": (
-        "rank_offset: int = 0,",
-        "rank_offset: int = 1,",
-        "rank_offset=1, ",
-    ),
-    "an order": (
-        "shape: list[int],\n        dim_names: list[str],",
-        "dim_names: list[str],\n        shape: list[int],",
-        "(self, dim_names, shape, ",
-    ),
-}
+# Of a change of stock's file, by its kind: what it replaces (null: it is added to the end), the
+# new text, and what is said of it.
+CHANGES = json.loads((ROOT / "tests" / "swap" / "drift.json").read_text())
 
 
 def edited(text, old, new):
@@ -147,19 +25,19 @@ def check_release(release, folder):
     """In a process that follows ``release``: no difference, and each change is one."""
     for module in drift.REPLACEMENTS:
         drift.refuse_drift(module)
-    for file, ours, changes in (
-        ("parallel_state.py", parallel_state, CHANGED),
-        ("hyper_comm_grid.py", hyper_comm_grid, OF_THE_GRID),
+    for file, replacement in (
+        ("parallel_state.py", parallel_state),
+        ("hyper_comm_grid.py", hyper_comm_grid),
     ):
-        for name, (old, new, says) in changes.items():
+        for kind, (old, new, says) in CHANGES[file].items():
             module = Path(folder, file)
             module.write_text(edited(source(release, file), old, new))
-            text = "; ".join(drift.differences(sources.defined(module), vars(ours)))
-            assert says in text, (release, file, name, text)
+            text = "; ".join(drift.differences(sources.defined(module), vars(replacement)))
+            assert says in text, (release, file, kind, text)
     print("done")
 
 
-@pytest.mark.parametrize("release", [each for each in RELEASES if each in (*MAIN, "main", "dev")])
+@pytest.mark.parametrize("release", [*MAIN, "main", "dev"])
 def test_each_kind_of_difference_is_named_and_stock_has_none(release, tmp_path):
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
