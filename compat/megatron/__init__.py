@@ -8,10 +8,10 @@ there.
 One group on rank 3 of eight, after ``initialize_model_parallel(2, 2)``, file by file:
 
     request   request.decoder is tp=2, dp=2, pp=2 (dims of size 1 left out): rank 3 is at 1, 1, 0
-    table     Row("_TENSOR_MODEL_PARALLEL_GROUP", "tp", ...)
+    table     the row of _TENSOR_MODEL_PARALLEL_GROUP, over "tp"
     rows      GroupRow("TENSOR_MODEL_PARALLEL_GROUP", "decoder", ("tp",), ...), for all ranks alike
     build     plan.mine(row, 3) is {"TENSOR_MODEL_PARALLEL_GROUP": (2, 3)}; the pool creates it
-    build     values["_TENSOR_MODEL_PARALLEL_GROUP"] is the group, ["..._GLOBAL_RANKS"] is [2, 3]
+    build     this global has the group, and _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS has [2, 3]
     getters   get_tensor_model_parallel_group() returns it, ..._rank() is 1, ..._world_size() is 2
 
 A new group is a row of ``table``, a new release a row of ``releases``. ``communicators`` has NCCL's
