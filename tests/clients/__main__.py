@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tests.clients import Program
 from tests.clients.programs import PROGRAMS, REAL
-from tests.clients.watching import Seen, differences, ours, stock, watch, watch_ranks
+from tests.clients.watching import Answers, differences, ours, stock, watch, watch_ranks
 
 
 def main(release: str, on_real_ranks: bool) -> None:
@@ -36,7 +36,9 @@ def main(release: str, on_real_ranks: bool) -> None:
     print(json.dumps(differences_of))
 
 
-def views(program: Program, release: str, on_real_ranks: bool) -> Iterator[tuple[int, Seen, Seen]]:
+def views(
+    program: Program, release: str, on_real_ranks: bool
+) -> Iterator[tuple[int, Answers, Answers]]:
     """A rank, and what its client sees on stock and on ours."""
     if on_real_ranks:
         on_stock = watch_ranks(program, stock(release), release)

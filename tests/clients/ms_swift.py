@@ -53,9 +53,9 @@ def groups_of_its_own(client: Client) -> Iterator[Step]:
         order="tp-cp-ep-dp-pp",
         rank_offset=0,
     )
-    made = []
+    ranks_of_groups = []
     for ranks in generator.get_ranks("tp-cp-ep-pp"):
         group = dist.new_group(ranks=sorted(ranks), group_desc="ROLLOUT_GROUP")
         if dist.get_rank() in ranks:
-            made.append(dist.get_process_group_ranks(group))
-    yield "its groups", made
+            ranks_of_groups.append(dist.get_process_group_ranks(group))
+    yield "its groups", ranks_of_groups

@@ -13,7 +13,7 @@ TRAINS = "0.16.1"  # the release that real ranks try
 
 
 @functools.cache
-def found(release, *how):
+def differences_by_program(release, *how):
     """What differs, by program: all programs of a release in one process that speaks as it."""
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
@@ -28,11 +28,11 @@ def found(release, *how):
 def test_a_client_sees_what_it_sees_on_stock(program, release):
     if release not in PROGRAMS[program].releases:
         pytest.skip(f"this client does not concern {release}")
-    differences, said = found(release)
-    assert not differences[program], "\n".join([*differences[program][:20], said[-2000:]])
+    differences, errors = differences_by_program(release)
+    assert not differences[program], "\n".join([*differences[program][:20], errors[-2000:]])
 
 
 @pytest.mark.parametrize("program", REAL)
 def test_a_clients_real_ranks_communicate_as_on_stock(program):
-    differences, said = found(TRAINS, "--real")
-    assert not differences[program], "\n".join([*differences[program][:20], said[-2000:]])
+    differences, errors = differences_by_program(TRAINS, "--real")
+    assert not differences[program], "\n".join([*differences[program][:20], errors[-2000:]])

@@ -24,7 +24,7 @@ from tests.parity.surface import Call, getter_calls, private_globals
 from tests.support.forked import run_ranks
 from tests.support.stock import load_stock
 
-Seen = dict[str, Any]
+Answers = dict[str, Any]
 BEFORE = "before"
 
 
@@ -41,15 +41,17 @@ def ours() -> ModuleType:
     return parallel_state
 
 
-def watch(program: Program, load: Callable[[], ModuleType], release: str, rank: int) -> Seen:
+def watch(program: Program, load: Callable[[], ModuleType], release: str, rank: int) -> Answers:
     """What one rank of a world that is not there sees; in a process of its own."""
-    (seen,) = run_ranks(1, functools.partial(_watched, program, load, release, rank), backend="")
-    return seen  # type: ignore[no-any-return]
+    (observed_by_rank,) = run_ranks(
+        1, functools.partial(_watched, program, load, release, rank), backend=""
+    )
+    return observed_by_rank  # type: ignore[no-any-return]
 
 
 def _watched(
     program: Program, load: Callable[[], ModuleType], release: str, rank: int, _: int
-) -> Seen:
+) -> Answers:
     world = program.world
     config = {"world_size": world, "environment": {}, "kwargs": program.sizes}
     recorder = Recorder(load(), config, rank, release)
@@ -58,7 +60,7 @@ def _watched(
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 
-    def everything() -> Seen:
+    def ask_all() -> Answers:
         shown = recorder.ask(calls(release))
         for name in private_globals(release):
             value = getattr(recorder.module, name)
@@ -71,27 +73,27 @@ def _watched(
     client = Client(recorder.module, release, program.sizes, restart)
     with observed(recorder) if world else warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        seen = _steps(program, client, everything)
-        seen["created"] = Counter(recorder.created)
-        seen["groups"] = recorder.details
-    return seen
+        answers = _steps(program, client, ask_all)
+        answers["created"] = Counter(recorder.created)
+        answers["groups"] = recorder.details
+    return answers
 
 
-def watch_ranks(program: Program, load: Callable[[], ModuleType], release: str) -> list[Seen]:
+def watch_ranks(program: Program, load: Callable[[], ModuleType], release: str) -> list[Answers]:
     """What the ranks of a gloo world see, who communicate over every group that they are given."""
     return run_ranks(program.world, functools.partial(_communicating, program, load, release))
 
 
 def _communicating(
     program: Program, load: Callable[[], ModuleType], release: str, rank: int
-) -> Seen:
+) -> Answers:
     module = load()
 
     def restart() -> None:
         raise NotImplementedError("a real world is begun once")
 
-    def everything() -> Seen:
-        shown: Seen = {}
+    def ask_all() -> Answers:
+        shown: Answers = {}
         for label, name, args, kwargs in calls(release):
             if not name.endswith(("_group", "_gloo")):
                 continue
@@ -106,7 +108,7 @@ def _communicating(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _steps(program, Client(module, release, program.sizes, restart), everything)
+        return _steps(program, Client(module, release, program.sizes, restart), ask_all)
 
 
 def _described(group: Any, rank: int, program: Program) -> Any:
@@ -123,20 +125,20 @@ def _described(group: Any, rank: int, program: Program) -> Any:
     return dist.get_process_group_ranks(group), present, group.group_desc, str(timeout)
 
 
-def _steps(program: Program, client: Client, everything: Callable[[], Seen]) -> Seen:
-    seen: Seen = {"outcome": "ok", BEFORE: everything()}
+def _steps(program: Program, client: Client, ask_all: Callable[[], Answers]) -> Answers:
+    answers: Answers = {"outcome": "ok", BEFORE: ask_all()}
     running: Iterator[Any] = program.run(client)
     with contextlib.closing(running):  # type: ignore[type-var]
         try:
             for step, value in running:
-                seen[step] = {"its own value": copy.deepcopy(value)} | everything()
+                answers[step] = {"its own value": copy.deepcopy(value)} | ask_all()
         except Exception as error:
             place = traceback.format_exc().splitlines()[-3].strip()
-            seen["outcome"] = raised(error) | {"message": f"{error} ({place})"}
-    return seen
+            answers["outcome"] = raised(error) | {"message": f"{error} ({place})"}
+    return answers
 
 
-def differences(stock: Seen, candidate: Seen) -> list[str]:
+def differences(stock: Answers, candidate: Answers) -> list[str]:
     """What the candidate's client sees otherwise, one line each."""
     lines = []
     for step, value in stock.items():

@@ -19,7 +19,7 @@ def compare_grids(release: str, n: int, seed: int) -> list[str] | None:
     if not (source_dir(release) / "hyper_comm_grid.py").is_file():
         return None
     stock = load_stock_grid(release).HyperCommGrid
-    found = []
+    differences = []
     for number in range(n):
         rng = random.Random(f"{seed}/{release}/{number}")
         names = rng.sample(NAMES, rng.randint(1, 5))
@@ -33,19 +33,20 @@ def compare_grids(release: str, n: int, seed: int) -> list[str] | None:
             _answers(kind, stock, shape, names, offset, dims, world, rank)
             for kind in (stock, HyperCommGrid)
         ]
-        for what, answer in answers[0].items():
+        for question, answer in answers[0].items():
+            our_answer = answers[1][question]
             # Older releases leave an unknown dim to einops, which refuses in a way of its own.
-            both_refuse = answer == "EinopsError" and str(answers[1][what]).endswith("Error")
-            if answer != answers[1][what] and not both_refuse:
+            both_refuse = answer == "EinopsError" and str(our_answer).endswith("Error")
+            if answer != our_answer and not both_refuse:
                 grid = f"{shape} {names} from rank {offset} as rank {rank} of {world}"
-                found.append(f"{grid}, {what}: stock {answer}, ours {answers[1][what]}")
-    return found
+                differences.append(f"{grid}, {question}: stock {answer}, ours {our_answer}")
+    return differences
 
 
 def _product(shape: list[int]) -> int:
     size = 1
-    for each in shape:
-        size *= each
+    for dim_size in shape:
+        size *= dim_size
     return size
 
 
@@ -65,17 +66,17 @@ def _answers(
         shown = {
             name: getattr(grid, name) for name in ("shape", "dim_names", "rank_offset", "size")
         }
-        for each in dims:
-            label = "-".join(each)
-            shown[f"ranks over {label}"] = grid._gen_rank_enum(each)
-            shown[f"before {label}"] = _tried(grid.get_pg, each)
-            shown[f"made over {label}"] = _tried(grid.create_pg, each)
-            shown[f"again {label}"] = _tried(grid.create_pg, each)
-            shown[f"got over {label}"] = _tried(grid.get_pg, each)
+        for group_dims in dims:
+            label = "-".join(group_dims)
+            shown[f"ranks over {label}"] = grid._gen_rank_enum(group_dims)
+            shown[f"before {label}"] = _tried(grid.get_pg, group_dims)
+            shown[f"made over {label}"] = _tried(grid.create_pg, group_dims)
+            shown[f"again {label}"] = _tried(grid.create_pg, group_dims)
+            shown[f"got over {label}"] = _tried(grid.get_pg, group_dims)
             for order in ("_order_dims", "_order_dims_for"):
                 if hasattr(stock, order):
                     first = (names,) if order == "_order_dims_for" else ()
-                    shown[f"{order} {label}"] = getattr(grid, order)(*first, each)
+                    shown[f"{order} {label}"] = getattr(grid, order)(*first, group_dims)
         shown["keys"] = list(grid._pgs)
         shown["an unknown dim"] = _tried(grid.create_pg, "zz")
         shown["the group of an unknown dim"] = _tried(grid.get_pg, "zz")
@@ -89,10 +90,10 @@ def _answers(
 def _tried(function: Any, *arguments: Any) -> Any:
     """The ranks of the group, or the built-in kind of the refusal."""
     try:
-        made = function(*arguments)
+        group = function(*arguments)
     except Exception as error:
         if type(error).__name__ == "EinopsError":
             return "EinopsError"
         kinds = (KeyError, ValueError, RuntimeError, AssertionError)
         return next((kind.__name__ for kind in kinds if isinstance(error, kind)), repr(error))
-    return dist.get_process_group_ranks(made) if isinstance(made, dist.ProcessGroup) else "made"
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else "made"

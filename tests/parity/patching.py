@@ -100,8 +100,8 @@ class Session:
 
     def run(self) -> dict[str, Answers]:
         """All answers by what was changed before they were given."""
-        known = [name for name in HELPERS if hasattr(load_stock(self.release), name)]
-        sets = [(name,) for name in known] + [("create_group", OPTIONS), tuple(known)]
+        helper_names = [name for name in HELPERS if hasattr(load_stock(self.release), name)]
+        sets = [(name,) for name in helper_names] + [("create_group", OPTIONS), tuple(helper_names)]
         for names in sets:
             for replace in (listening, changing):
                 with self.observed():
@@ -109,8 +109,8 @@ class Session:
                     self.initialise(f"{replace.__name__} {', '.join(names)}", heard)
         with self.observed():
             heard = []
-            own = listening(self.module, "create_group", self.recorder.new_group, heard)
-            with mock.patch.object(dist, "new_group", own):
+            listener = listening(self.module, "create_group", self.recorder.new_group, heard)
+            with mock.patch.object(dist, "new_group", listener):
                 self.initialise("new_group is listened to", heard)
         with self.observed():
             self.sentinel = self.recorder._new_group([self.rank], backend="fake")
@@ -125,22 +125,22 @@ class Session:
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
         self.module = self.fresh()
-        own = dict(vars(self.module))
+        originals = dict(vars(self.module))
         self.recorder = Recorder(self.module, self.config, self.rank, self.release)
         with warnings.catch_warnings(), observed(self.recorder):
             warnings.simplefilter("ignore")
             yield
             for name in HELPERS:
-                if name in own:
-                    setattr(self.module, name, own[name])
+                if name in originals:
+                    setattr(self.module, name, originals[name])
 
     def replace_helpers(
         self, replace: Callable[..., Any], names: tuple[str, ...]
     ) -> list[tuple[str, Any]]:
         heard: list[tuple[str, Any]] = []
         for name in names:
-            own = getattr(self.module, name)
-            setattr(self.module, name, replace(self.module, name, own, heard))
+            original = getattr(self.module, name)
+            setattr(self.module, name, replace(self.module, name, original, heard))
         return heard
 
     def call_initialise(self) -> None:
@@ -156,7 +156,7 @@ class Session:
             shown |= {f"more, {label}": a for label, a in all_gather_groups(self.recorder).items()}
         ordered = any(name in CREATORS for name, _ in heard)
         for name in dict.fromkeys(name for name, _ in heard):
-            calls = [call for each, call in heard if each == name]
+            calls = [call for called, call in heard if called == name]
             exact = ordered and name in (*CREATORS, OPTIONS)
             shown[f"{name} is called with"] = calls if exact else sorted(set(calls))
         if ordered:
@@ -193,34 +193,34 @@ class Session:
 
 
 def listening(
-    module: ModuleType, name: str, own: Callable[..., Any], heard: list[tuple[str, Any]]
+    module: ModuleType, name: str, original: Callable[..., Any], heard: list[tuple[str, Any]]
 ) -> Callable[..., Any]:
     """A helper that keeps what it is called with and does as before."""
-    if isinstance(own, type):
+    if isinstance(original, type):
 
-        class Listening(own):  # type: ignore[misc]
+        class Listening(original):  # type: ignore[misc]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 heard.append((name, plain(args, kwargs)))
                 super().__init__(*args, **kwargs)
 
         return Listening
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def listen(*args: Any, **kwargs: Any) -> Any:
         heard.append((name, plain(args, kwargs)))
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     vars(listen).pop("__hypergrid_members_only__", None)
     return listen
 
 
 def changing(
-    module: ModuleType, name: str, own: Callable[..., Any], heard: list[tuple[str, Any]]
+    module: ModuleType, name: str, original: Callable[..., Any], heard: list[tuple[str, Any]]
 ) -> Callable[..., Any]:
     """A helper that does something else than before, as frameworks have it."""
     if name == "RankGenerator":
 
-        class Reversed(own):  # type: ignore[misc, valid-type]
+        class Reversed(original):  # type: ignore[misc, valid-type]
             def get_ranks(self, token: str) -> list[list[int]]:
                 return [ranks[::-1] for ranks in super().get_ranks(token)[::-1]]
 
@@ -234,10 +234,10 @@ def changing(
             module._GLOBAL_MEMORY_BUFFER = {"by": "a client"}
             return None
         if name == "overwrite_nccl_comm_cfgs":
-            return own(args[0], args[1], ("min_ctas", 3))
+            return original(args[0], args[1], ("min_ctas", 3))
         if name in CREATORS and "timeout" in kwargs:
             kwargs["timeout"] *= 2
-        answer = own(*args, **kwargs)
+        answer = original(*args, **kwargs)
         if name == "default_embedding_ranks":
             return list(args[0])
         if name == "default_position_embedding_ranks":
@@ -278,8 +278,8 @@ def answering(value: Any, heard: list[Any], release: str, name: str) -> Callable
     names = list(parameters(release, name))
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        heard.append({key: given.get(key, "default") for key in sorted({*names, *given})})
+        passed = dict(zip(names, args, strict=False)) | kwargs
+        heard.append({key: passed.get(key, "default") for key in sorted({*names, *passed})})
         return value
 
     return replacement

@@ -39,11 +39,11 @@ class Head(torch.nn.Module):
     def __init__(self, pg_collection=None):
         super().__init__()
         config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
-        given = {} if pg_collection is None else {"tp_group": pg_collection.tp}
+        group_argument = {} if pg_collection is None else {"tp_group": pg_collection.tp}
         self.config = config
-        self.projection = ColumnParallelLinear(8, 16, config=config, **HEAD, **given)
+        self.projection = ColumnParallelLinear(8, 16, config=config, **HEAD, **group_argument)
         # Since 0.19 the loss takes the group, and megatron-core's models pass it.
-        self.taken = on_cpu.taken(vocab_parallel_cross_entropy, given)
+        self.taken = on_cpu.taken(vocab_parallel_cross_entropy, group_argument)
 
     def forward(self, x):
         logits, _ = self.projection(x)
@@ -86,13 +86,13 @@ def wrong_states(rank, directory):
             with critic.activate():
                 built = Head()
                 built(x)
-            given = Head(from_state(critic))
+            head = Head(from_state(critic))
             with critic.activate():
-                given(x)
+                head(x)
             assert not [w for w in caught if w.category is RuntimeWarning]
             with actor.activate():
                 built(x)
-                given(x)
+                head(x)
             refused(ps.get_context_parallel_group, AssertionError)
             with actor.activate():
                 late = Late.apply(torch.ones(1, requires_grad=True))
@@ -129,9 +129,9 @@ def norm(rank, directory):
             head.scale = torch.nn.Parameter(torch.ones(8))  # the same on tensor-parallel ranks
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
             model = DistributedDataParallel(head.config, config, head, **handed)
-            given = OptimizerConfig(lr=1e-3)
+            optimizer_config = OptimizerConfig(lr=1e-3)
             no_gloo = on_cpu.taken(get_megatron_optimizer, {"use_gloo_process_groups": False})
-            optimizer = get_megatron_optimizer(given, [model], **no_gloo, **handed)
+            optimizer = get_megatron_optimizer(optimizer_config, [model], **no_gloo, **handed)
             for parameter in model.parameters():
                 parameter.main_grad.fill_(1.0)
             optimizer.prepare_grads()
@@ -145,23 +145,25 @@ def forbidden(rank, directory):
     """The same head where megatron.core.tensor_parallel may not read."""
     _, critic = two_states()
     x = torch.ones(3, 2, 8)
-    here = "megatron.core.tensor_parallel"
+    package = "megatron.core.tensor_parallel"
     with critic.activate():
         head = Head(from_state(critic))
-        with audit.forbid(f"{here}.*"):
-            everything = refused(lambda: head(x), audit.ForbiddenReadError)
+        with audit.forbid(f"{package}.*"):
+            refused_reads = refused(lambda: head(x), audit.ForbiddenReadError)
         head(x)  # it has ended
-        allowed = [f"{here}.layers", "megatron.core.tensor_parallel.mappings", "is_initialized"]
-        with audit.forbid(f"{here}.*", allow=allowed):
+        allowed = [f"{package}.layers", "megatron.core.tensor_parallel.mappings", "is_initialized"]
+        with audit.forbid(f"{package}.*", allow=allowed):
             loss = refused(lambda: head(x), audit.ForbiddenReadError)
-        with audit.forbid(f"{here}.*", allow=[*allowed, f"{here}.cross_entropy:get_tensor_*"]):
+        with audit.forbid(
+            f"{package}.*", allow=[*allowed, f"{package}.cross_entropy:get_tensor_*"]
+        ):
             head(x)
         rule = audit.forbid(["no.such.module", "tests.support.*", "__main__"])
         private = refused(lambda: ps._TENSOR_MODEL_PARALLEL_GROUP, audit.ForbiddenReadError)
         rule.end()
         rule.end()
         assert ps._TENSOR_MODEL_PARALLEL_GROUP is not None
-    return everything, loss, private
+    return refused_reads, loss, private
 
 
 def private_globals(rank, directory):
@@ -220,13 +222,15 @@ def recorded(rank, directory, arguments):
 
 def main(directory, *programs):
     """Each program has a directory of its own; the demo's arguments follow its name."""
-    found = {}
+    results = {}
     for program in programs:
         name, *arguments = program.split()
-        given = [f"{directory}/{name}", *([arguments] if arguments else [])]
+        program_arguments = [f"{directory}/{name}", *([arguments] if arguments else [])]
         body = globals()[name]
-        found[program] = forked.run_ranks(getattr(body, "world", 8), body, *given, timeout=100)
-    print(json.dumps(found))
+        results[program] = forked.run_ranks(
+            getattr(body, "world", 8), body, *program_arguments, timeout=100
+        )
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

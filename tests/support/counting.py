@@ -36,7 +36,7 @@ class CountingStore(dist.Store):
 def _counted(name: str) -> Callable[..., Any]:
     def call(self: CountingStore, *arguments: Any, **keywords: Any) -> Any:
         self.counts[name] += 1
-        self.characters += sum(len(each) for each in arguments if isinstance(each, str))
+        self.characters += sum(len(text) for text in arguments if isinstance(text, str))
         return getattr(self.underlying_store, name)(*arguments, **keywords)
 
     return call

@@ -14,15 +14,15 @@ from hypergrid.groups.pool import GroupPool
 
 def state_groups() -> dict[str, dist.ProcessGroup]:
     """Every group that Megatron's globals hold, by slot; with a number where it holds several."""
-    found = {}
+    group_of_slot = {}
     for slot in GROUP_SLOTS:
         value = getattr(ps, slot)
         if isinstance(value, (dict, list)):
             several = value.values() if isinstance(value, dict) else value
-            found.update({f"{slot}/{i}": g for i, g in enumerate(several) if g is not None})
+            group_of_slot.update({f"{slot}/{i}": g for i, g in enumerate(several) if g is not None})
         elif value is not None:
-            found[slot] = value
-    return found
+            group_of_slot[slot] = value
+    return group_of_slot
 
 
 def check_all_reduce(rank: int) -> None:

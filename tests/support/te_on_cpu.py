@@ -37,8 +37,8 @@ class _Blank:
 
     def __init__(self, *_, **__): ...
 
-    def __call__(self, *given, **named):
-        return given[0] if len(given) == 1 and callable(given[0]) else self
+    def __call__(self, *arguments, **named):
+        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else self
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -83,17 +83,16 @@ def _members(name: str) -> list[str]:
     return sorted(set(mirrored or re.findall(rf"\b{name}\.([A-Za-z]\w+)", _text())))
 
 
-def _text(known: list[str] = []) -> str:  # noqa: B006
-    if not known:
-        files = (SOURCE / "transformer_engine" / "pytorch").rglob("*.py")
-        known.append("\n".join(file.read_text(encoding="utf-8") for file in files))
-    return known[0]
+@functools.cache
+def _text() -> str:
+    files = (SOURCE / "transformer_engine" / "pytorch").rglob("*.py")
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def create_groups(grid: Any) -> None:
     """The groups of a grid that ``compat.transformer_engine`` asks for. *Collective*."""
-    wanted = ["tp"], ["a2a"], ["p2p"], ["cp", "a2a", "p2p"], ["tp", "cp", "a2a", "p2p"]
-    for names in (*wanted, ["tp", "cp", "a2a", "p2p", "dp"]):
+    without_dp = ["tp"], ["a2a"], ["p2p"], ["cp", "a2a", "p2p"], ["tp", "cp", "a2a", "p2p"]
+    for names in (*without_dp, ["tp", "cp", "a2a", "p2p", "dp"]):
         dims = [dim for dim in grid.layout.dims if dim in names]
         if dims and "-".join(reversed(dims)) not in grid.groups:
             grid.create_pg(dims)

@@ -76,14 +76,14 @@ def built(rank):
     """The sizes of modules that are given their group as they are built."""
     grid, _ = grid_and_state()
     tp, kwargs = grid.get_pg("tp"), te.tp_args(grid)
-    made = [
+    modules = [
         pytorch.Linear(32, 64, device="cpu", parallel_mode="column", **kwargs),
         pytorch.LayerNormLinear(32, 64, device="cpu", parallel_mode="column", **kwargs),
         pytorch.ops.Linear(
             32, 64, device="cpu", tensor_parallel_mode="column", tensor_parallel_group=tp
         ),
     ]
-    return [next(p.shape[0] for p in m.parameters() if p.dim() == 2) for m in made]
+    return [next(p.shape[0] for p in m.parameters() if p.dim() == 2) for m in modules]
 
 
 def greatest(rank, group):
@@ -117,17 +117,17 @@ def destroyed(rank):
     outcome = []
     for where in grid_and_state():
         group = te.amax_group(where)  # as if its experts used it
-        for asked in CACHED:
-            asked(group)
+        for cached in CACHED:
+            cached(group)
         ep._BOOTSTRAPPED, ep._EP_GROUP = True, group
         other = HyperCommGrid([8], ["dp"])
         other.create_pg("dp")
         other.destroy()
         still = ep.is_ep_bootstrapped()  # it goes with its own group alone
-        for asked in CACHED:
-            asked(group)
+        for cached in CACHED:
+            cached(group)
         where.destroy()
-        held = [asked.cache_info().currsize for asked in CACHED]
+        held = [cached.cache_info().currsize for cached in CACHED]
         outcome.append((still, ep.is_ep_bootstrapped(), list(ended), held))
         ended.clear()
     return outcome
