@@ -47,8 +47,8 @@ def _rank_groups(recorder: Recorder) -> Shown:
         for name in ("order", "ordered_size", "world_size", "rank_offset", "name_to_size"):
             shown[f"{label}.{name}"] = recorder.show(getattr(generator, name, None), name)
         for token in ("tp", "dp", "pp-tp", "tp-dp-cp", "ep", "zz"):
-            made = call("get_ranks", token)
-            shown[f"{label}.{made[0]}"] = recorder.call(made, generator)
+            ranks_call = call("get_ranks", token)
+            shown[f"{label}.{ranks_call[0]}"] = recorder.call(ranks_call, generator)
     splits = "split_rank" in parameters(recorder.release, "default_embedding_ranks")
     shape = [sizes[name] for name in ("tp", "cp", "dp", "pp")]
     masked = "generate_masked_orthogonal_rank_groups"
@@ -90,10 +90,10 @@ def _options(recorder: Recorder) -> Shown:
 def _groups(recorder: Recorder) -> Shown:
     rank, world = recorder.rank, recorder.world
     everyone = list(range(world))
-    others = [r for r in everyone if r != rank]
+    other_ranks = [r for r in everyone if r != rank]
     halves = [2, world // 2] if world % 2 == 0 else [world]
     before = len(recorder.created)
-    asked = {
+    options = {
         "timeout": timedelta(minutes=7),
         "backend": "gloo",
         "pg_options": recorder.module.get_nccl_options("tp", {"tp": {"max_ctas": 8}}),
@@ -104,8 +104,8 @@ def _groups(recorder: Recorder) -> Shown:
     dynamic = "create_dynamic_dp_cp_groups"
     calls = [
         named(f"{group} of all", group, everyone, group_desc="EXTRA"),
-        named(f"{group} with options", group, ranks=[rank], **asked),
-        named(f"{group} of others", group, others, group_desc="EXTRA"),
+        named(f"{group} with options", group, ranks=[rank], **options),
+        named(f"{group} of others", group, other_ranks, group_desc="EXTRA"),
         named(levels, levels, rank, everyone, halves, group_desc="EXTRA"),
         named(
             f"{levels} with gloo",
@@ -117,7 +117,7 @@ def _groups(recorder: Recorder) -> Shown:
         named(hybrid, hybrid, rank, everyone, None),
         named(dynamic, dynamic, rank, everyone, None),
         named(f"{dynamic} from 4 on", dynamic, rank, everyone, None, min_cp_size=4),
-        named(former, former, rank, everyone, world, halves, asked["pg_options"]),
+        named(former, former, rank, everyone, world, halves, options["pg_options"]),
     ]
     return recorder.ask(calls) | {
         "groups made by helpers": sorted(map(repr, recorder.created[before:]))

@@ -70,7 +70,7 @@ class Recorder:
         self.timeouts: list[Any] = []
         self.names: dict[int, str] = {}
         self.details: dict[str, Any] = {}
-        self._asked: dict[int, tuple[Any, ...]] = {}
+        self._requested: dict[int, tuple[Any, ...]] = {}
         self._alive: list[Any] = []  # a name belongs to an id, which must not be used again
         self._new_group = c10d.new_group
 
@@ -102,13 +102,13 @@ class Recorder:
             group_desc=group_desc,
             **more,
         )
-        asked = self._asked[id(group)] = (
+        requested = self._requested[id(group)] = (
             *(backend, str(timeout), options_content(pg_options)),
             os.environ.get("NCCL_COLLNET_ENABLE"),
         )
         self._alive.append(group)
         if group_desc not in UNREACHABLE:
-            self.created.append((group_desc, tuple(sorted(members)), *asked))
+            self.created.append((group_desc, tuple(sorted(members)), *requested))
         return group
 
     new_group.__hypergrid_members_only__ = True  # type: ignore[attr-defined]  # it only listens
@@ -140,9 +140,9 @@ class Recorder:
                 self.details[name] = self._detail(value)
             return f"group of {name}"
         if isinstance(value, list | tuple):
-            if all(type(item) is int for item in value):
+            if all(type(part) is int for part in value):
                 return repr(value)
-            shown = [self.show(item, f"{label}[{i}]") for i, item in enumerate(value)]
+            shown = [self.show(part, f"{label}[{i}]") for i, part in enumerate(value)]
             return [type(value).__name__, *shown]
         if isinstance(value, dict):
             keys = sorted(value, key=repr)
@@ -157,8 +157,8 @@ class Recorder:
         if group not in c10d._world.pg_group_ranks:
             return "a closed group"
         ranks = dist.get_process_group_ranks(group)
-        asked = self._asked.get(id(group), ("not made through new_group",))
-        return [group.group_desc, ranks, *asked, group.rank(), group.size()]
+        requested = self._requested.get(id(group), ("not made through new_group",))
+        return [group.group_desc, ranks, *requested, group.rank(), group.size()]
 
     def call(self, call: Call, target: Any = None) -> Any:
         """What `call` answers, or the classes of what it raises."""
@@ -171,8 +171,8 @@ class Recorder:
 
     def ask(self, calls: Sequence[Call]) -> dict[str, Any]:
         """The answers to `calls` by their text; a function that stock lacks is not asked."""
-        known = {*public_functions(self.release), "RankGenerator"}
-        return {call[0]: self.call(call) for call in calls if call[1] in known}
+        stock_functions = {*public_functions(self.release), "RankGenerator"}
+        return {call[0]: self.call(call) for call in calls if call[1] in stock_functions}
 
 
 def raised(error: BaseException) -> dict[str, Any]:

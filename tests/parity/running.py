@@ -43,10 +43,10 @@ class Report:
     def add(self, where: str, lines: list[str]) -> None:
         """Count differences, each a line that begins with `where`, and keep a few as examples."""
         for line in lines:
-            what = line.removeprefix(where).partition(": stock ")[0]
-            what = re.sub(r"^created \('?(\w*).*", r"created \1", what)
-            self.differences[what] += 1
-            if self.differences[what] <= 2:
+            difference = line.removeprefix(where).partition(": stock ")[0]
+            difference = re.sub(r"^created \('?(\w*).*", r"created \1", difference)
+            self.differences[difference] += 1
+            if self.differences[difference] <= 2:
                 self.examples.append(line)
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ def snapshot(module: ModuleType, config: Config, rank: int, release: str) -> Sna
         alone = Recorder(module, config, rank, release)
         answers["without torch.distributed"] = alone.ask(plain_calls(release))
     with observed(recorder), tempfile.TemporaryDirectory() as folder:
-        answers["before"] = _everything(recorder)
+        answers["before"] = _getters_and_globals(recorder)
         first = initialisation(config, release, folder)
         environment = dict(os.environ)
         try:
@@ -67,7 +67,7 @@ def snapshot(module: ModuleType, config: Config, rank: int, release: str) -> Sna
             "environment": sorted(set(os.environ.items()) ^ set(environment.items())),
         }
         steps: dict[str, Callable[[Recorder], Answers]] = {
-            "shown": _everything,
+            "shown": _getters_and_globals,
             "helpers": helpers,
             "all-gather": all_gather_groups,
             "setters": _setters,
@@ -97,7 +97,7 @@ def initialisation(config: Config, release: str, folder: str) -> Call:
     return "the same again", "initialize_model_parallel", tuple(args), kwargs
 
 
-def _everything(recorder: Recorder) -> Answers:
+def _getters_and_globals(recorder: Recorder) -> Answers:
     """The answers of all getters, and all private globals."""
     shown = recorder.ask(getter_calls(recorder.release))
     for name in private_globals(recorder.release):
@@ -119,14 +119,14 @@ def _setters(recorder: Recorder) -> Answers:
         if not name.startswith("set_"):
             continue
         for value in (3, 0):
-            made = call(name, value)
+            setter_call = call(name, value)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                shown[made[0]] = recorder.call(made)
-            shown[f"{made[0]} warns"] = sorted({w.category.__name__ for w in caught})
+                shown[setter_call[0]] = recorder.call(setter_call)
+            shown[f"{setter_call[0]} warns"] = sorted({w.category.__name__ for w in caught})
             staged = stage_calls(recorder.release) if "pipeline" in name else ()
             answers = recorder.ask(plain + staged)
-            shown |= {f"{made[0]}, {label}": answer for label, answer in answers.items()}
+            shown |= {f"{setter_call[0]}, {label}": answer for label, answer in answers.items()}
         recorder.call(call(name, None))
     answers = recorder.ask(plain)
     return shown | {f"setters given None, {label}": a for label, a in answers.items()}
@@ -152,5 +152,5 @@ def _after(recorder: Recorder) -> Answers:
     shown["open groups"] = sorted(
         name for key, name in recorder.names.items() if key in alive and name[0] != "_"
     )
-    shown |= _everything(recorder)
+    shown |= _getters_and_globals(recorder)
     return shown | {"destroy again": recorder.call(call("destroy_model_parallel"))}

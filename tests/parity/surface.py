@@ -79,8 +79,8 @@ def getter_calls(release: str) -> tuple[Call, ...]:
     for name in public_functions(release):
         is_getter = name.startswith(("get_", "is_", "has_")) or name.endswith("_is_initialized")
         if is_getter and name != "get_nccl_options":
-            for one in _calls_of(name, list(parameters(release, name))):
-                calls[one[0]] = one
+            for getter_call in _calls_of(name, list(parameters(release, name))):
+                calls[getter_call[0]] = getter_call
     return tuple(calls.values())
 
 
@@ -106,8 +106,10 @@ def _calls_of(name: str, names: list[str]) -> Iterator[Call]:
 @functools.cache
 def plain_calls(release: str) -> tuple[Call, ...]:
     """The getters and predicates that give numbers, ranks and strings, without arguments."""
-    wanted = re.compile(r"_(rank|ranks|size|initialized)$|^(is|has)_")
-    return tuple(c for c in getter_calls(release) if c[0] == f"{c[1]}()" and wanted.search(c[1]))
+    plain_name = re.compile(r"_(rank|ranks|size|initialized)$|^(is|has)_")
+    return tuple(
+        c for c in getter_calls(release) if c[0] == f"{c[1]}()" and plain_name.search(c[1])
+    )
 
 
 @functools.cache

@@ -109,10 +109,11 @@ def test_random_configurations_show_no_difference(release):
 
 
 def test_a_few_configurations_of_the_other_releases_show_no_difference():
-    others = [release for release in RELEASES if release not in MAIN]
-    fetched = [release for release in others if have_stock(release)]
+    further_releases = [release for release in RELEASES if release not in MAIN]
+    fetched = [release for release in further_releases if have_stock(release)]
     if not fetched:
-        pytest.skip(f"no source of {others}: run scripts/fetch_megatron {' '.join(others)}")
+        names = " ".join(further_releases)
+        pytest.skip(f"no source of {names}: run scripts/fetch_megatron {names}")
     compare(*fetched, n=4, world=16)
 
 
