@@ -339,15 +339,20 @@ class Rules:
         return ""
 
     def _is_everyone_right(self) -> bool:
-        """Whether no rank with a file can be the cause that another left none."""
+        """Whether every other rank is known, and none of them can be the cause."""
         waiting = self.waiting
         seen_ranks = self.ranks.keys() - waiting.gone
         if len(waiting.last_ones) > 1 or len(waiting.gone) > 1:
             return False
         if waiting.raised or waiting.unequal or waiting.blind:
             return False
+        if not waiting.is_world_known or not all(map(self._shows_its_stop, seen_ranks)):
+            return False
         # A rank that is in no recorded call may be in one that is not recorded.
         if self._hidden(seen_ranks - waiting.of.keys()):
+            return False
+        # Ranks may have made the call in place of another, however many they are.
+        if any(map(self.history.is_disputed, seen_ranks)):
             return False
         for departure in self._departures(seen_ranks):
             # Where it did as always, and most ranks did otherwise, the others are suspects.
@@ -356,6 +361,12 @@ class Rules:
                 return False
         # A call that nobody else made may have ended it: gloo ends a rank that receives too much.
         return all(self.history.is_confirmed(rank) for rank in seen_ranks)
+
+    def _shows_its_stop(self, rank: int) -> bool:
+        """Whether the recorder still has the call that a rank is in, and not only later ones."""
+        recording = self.ranks[rank]
+        # Of a rank that queues calls, a short recorder may hold only those behind the call.
+        return recording.whole or bool(recording.calls.done[:1].all())
 
     def _is_proven(self, departure: Departure) -> bool:
         """Without its sends and receives, a stage looks as another until others wait for it."""

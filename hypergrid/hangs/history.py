@@ -148,6 +148,16 @@ class History:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
 
+    def is_disputed(self, rank: int) -> bool:
+        """Whether others that did the same until a call that has not ended made another one."""
+        if rank not in self._tokens:
+            return False
+        pasts = self._pasts(rank)
+        for at in np.flatnonzero(~self.recording.ranks[rank].calls.done).tolist():
+            if len(self._followers_of(pasts[at])) > 1:
+                return True
+        return False
+
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
         if rank not in self._kinds:

@@ -158,6 +158,11 @@ class Waiting:
             return tuple(self.world)
         return tuple(rank for rank, top in sorted(self.top.items()) if key in top)
 
+    @property
+    def is_world_known(self) -> bool:
+        """Whether a file says which ranks there are; else more may have left none."""
+        return any(len(group.ranks) == len(self.world) for group in self.recording.groups.values())
+
     def needs(self, rank: int) -> dict[int, Wait | None]:
         """The ranks that it waits for, and where; None if that is guessed."""
         needed: dict[int, Wait | None] = {}
